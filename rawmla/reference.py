@@ -1,0 +1,138 @@
+"""What rawmla computes, written down in plain NumPy and float64.
+
+The functions here have the names and the argument order of the GPU functions and follow their definition line
+by line, with nothing tiled, split or rounded. They are the oracle of the tests and the place to look up what
+an argument means. They run on the CPU, need NumPy alone, and are slow on purpose: one request and one query
+token at a time.
+
+Inputs are NumPy arrays of any float type, `ml_dtypes.bfloat16` included; results are float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["D_V", "flash_mla_with_kvcache", "visible_tokens"]
+
+D_V = 512
+"""Value columns: V is the first 512 columns of K."""
+
+
+def visible_tokens(length: int, s_q: int, token: int, causal: bool) -> int:
+    """How many leading cache tokens query token `token` (of `s_q`) attends, in a request of `length` tokens.
+
+    The query tokens are the newest of the request: with `causal` the last one sees every key, the one before
+    it all but the newest, and so on, so a request shorter than `s_q` leaves its first query tokens with no
+    key at all.
+    """
+    if not causal:
+        return length
+    return max(length - s_q + token + 1, 0)
+
+
+def flash_mla_with_kvcache(
+    q: ArrayLike,
+    k_cache: ArrayLike,
+    block_table: ArrayLike,
+    cache_seqlens: ArrayLike,
+    head_dim_v: int = D_V,
+    tile_scheduler_metadata: Any = None,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+    out: NDArray[Any] | None = None,
+    enable_batch_invariant: bool = False,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Dense MLA decoding over a paged cache.
+
+    Args:
+        q: `[b, s_q, h_q, d_qk]`, any strides.
+        k_cache: `[num_blocks, page_block_size, h_kv, d_qk]`; head `h` of `q` reads KV head `h // (h_q //
+        h_kv)`.
+        block_table: integers `[b, max_blocks]`; entry `p` of request `i` is the page that holds its tokens
+            `p * page_block_size` and following. Entries past the length are never looked at.
+        cache_seqlens: integers `[b]`, tokens per request, 0 allowed.
+        head_dim_v: must be 512.
+        tile_scheduler_metadata, num_splits, enable_batch_invariant: accepted and ignored; how work is split
+            does not change what is computed.
+        softmax_scale: factor on the scores, `d_qk ** -0.5` when None.
+        causal: see `visible_tokens`.
+        out: optional array of the result's shape that receives a copy of the result.
+        is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
+            extra_topk_length: sparse decoding, not defined here yet.
+
+    Returns:
+        out: float64 `[b, s_q, h_q, 512]`, `softmax(scale * q @ k.T) @ k[:, :512]`.
+        lse: float64 `[b, h_q, s_q]`, natural logarithm of the sum of `exp` of the scaled scores.
+        A query row with nothing to attend has out 0 and lse +inf.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or head_dim_v other than 512.
+        NotImplementedError: an argument of sparse decoding was given.
+        IndexError: block_table names a page outside the cache, or is too narrow for a length.
+    """
+    sparse_arguments = (
+        indices,
+        attn_sink,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        topk_length,
+        extra_topk_length,
+    )
+    if is_fp8_kvcache or any(argument is not None for argument in sparse_arguments):
+        raise NotImplementedError(
+            "the reference covers dense decoding; its sparse arguments come with sparse decoding"
+        )
+    if head_dim_v != D_V:
+        raise ValueError(f"`head_dim_v`: expected {D_V}, got {head_dim_v}")
+
+    query = np.asarray(q).astype(np.float64)
+    cache = np.asarray(k_cache)
+    table = np.asarray(block_table)
+    lengths = np.asarray(cache_seqlens)
+    b, s_q, h_q, d_qk = query.shape
+    _, page_block_size, h_kv, d_cache = cache.shape
+    if d_cache != d_qk:
+        raise ValueError(f"`k_cache`: expected last dimension {d_qk} like `q`, got {d_cache}")
+    if h_q % h_kv:
+        raise ValueError(f"`q`: expected a number of heads divisible by h_kv = {h_kv}, got {h_q}")
+    if len(lengths) != b or len(table) != b:
+        raise ValueError(
+            f"`cache_seqlens`, `block_table`: expected {b} rows, got {len(lengths)} and {len(table)}"
+        )
+    scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
+    group = h_q // h_kv
+
+    result = np.zeros((b, s_q, h_q, D_V))
+    lse = np.full((b, h_q, s_q), np.inf)
+    for i in range(b):
+        tokens = np.arange(int(lengths[i]))
+        pages = table[i, tokens // page_block_size]
+        if pages.size and pages.min() < 0:
+            raise IndexError(f"`block_table`: request {i} has a negative page within its length")
+        k = cache[pages, tokens % page_block_size].astype(np.float64)  # [length, h_kv, d_qk]
+        for j in range(s_q):
+            visible = visible_tokens(len(tokens), s_q, j, causal)
+            if visible == 0:
+                continue
+            for g in range(h_kv):
+                heads = slice(g * group, (g + 1) * group)
+                keys = k[:visible, g]
+                scores = scale * (query[i, j, heads] @ keys.T)  # [group, visible]
+                top = scores.max(axis=1, keepdims=True)
+                log_sum = top + np.log(np.exp(scores - top).sum(axis=1, keepdims=True))
+                result[i, j, heads] = np.exp(scores - log_sum) @ keys[:, :D_V]
+                lse[i, heads, j] = log_sum[:, 0]
+    if out is not None:
+        out[...] = result
+    return result, lse

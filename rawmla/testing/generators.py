@@ -1,0 +1,267 @@
+"""Inputs for tests and benchmarks: described by a small dataclass, built where they are used, poisoned where
+unused.
+
+Everything a kernel must not read is made to be noticed: cache rows past a request's length, pages no request
+refers to and the gap between pages hold NaN (or Inf), block_table entries past the length hold 2147480000.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GARBAGE_PAGE = 2147480000
+"""What block_table entries that nobody may follow hold."""
+
+SHARP_FACTOR = 48.0
+"""Factor on the sharp query rows; their scores have a standard deviation near 3.5 instead of 0.07."""
+
+_POISON = {"nan": float("nan"), "inf": float("inf"), "none": None}
+_SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCase:
+    """One dense decoding problem.
+
+    Attributes:
+        b, s_q, h_q, h_kv, d_qk, page_block_size: the shape, as in `flash_mla_with_kvcache`.
+        s_k: tokens per request; their mean when `varlen`.
+        varlen: lengths from a normal distribution of mean s_k and deviation s_k / 2, at least s_q.
+        causal: passed on to the call.
+        dtype: "bfloat16" or "float16", of q and cache.
+        seed: of lengths, values and page order.
+        zero_lengths: about a quarter of the requests have no tokens.
+        lengths: the lengths themselves, instead of s_k, varlen and zero_lengths.
+        sharp: every second query row is scaled up so that its softmax has few large entries; the others stay
+        flat.
+        poison: "nan", "inf" or "none": what unreferenced cache rows hold.
+        block_gap: rows of unused cache between consecutive pages (the block stride exceeds the block).
+        table_gap: unused entries between consecutive rows of block_table (its row stride exceeds its width).
+    """
+
+    b: int
+    s_q: int = 1
+    s_k: int = 4096
+    h_q: int = 128
+    h_kv: int = 1
+    d_qk: int = 576
+    page_block_size: int = 64
+    varlen: bool = False
+    causal: bool = False
+    dtype: str = "bfloat16"
+    seed: int = 0
+    zero_lengths: bool = False
+    lengths: tuple[int, ...] | None = None
+    sharp: bool = False
+    poison: str = "nan"
+    block_gap: int = 0
+    table_gap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None and len(self.lengths) != self.b:
+            raise ValueError(f"`lengths`: expected {self.b} entries, got {len(self.lengths)}")
+        if self.poison not in _POISON or self.dtype not in _SHORT_DTYPE:
+            raise ValueError(f"unknown poison {self.poison!r} or dtype {self.dtype!r}")
+
+    @property
+    def id(self) -> str:
+        """A name for people and for pytest."""
+        words = [
+            f"b{self.b}",
+            f"sq{self.s_q}",
+            f"sk{self.s_k}" if self.lengths is None else "given_lengths",
+            f"h{self.h_q}x{self.h_kv}",
+            f"d{self.d_qk}",
+            f"page{self.page_block_size}",
+            _SHORT_DTYPE[self.dtype],
+        ]
+        words += [word for word in ("varlen", "causal", "zero_lengths", "sharp") if getattr(self, word)]
+        words += [
+            f"{word}{getattr(self, word)}"
+            for word in ("block_gap", "table_gap", "seed")
+            if getattr(self, word)
+        ]
+        return "-".join(words)
+
+    def request_lengths(self) -> list[int]:
+        """Tokens per request; the same for every dtype, layout and framework."""
+        if self.lengths is not None:
+            return list(self.lengths)
+        draw = random.Random(self.seed)
+        lengths = [self.s_k] * self.b
+        if self.varlen:
+            lengths = [max(int(draw.normalvariate(self.s_k, self.s_k / 2)), self.s_q) for _ in lengths]
+        if self.zero_lengths:
+            lengths = [0 if draw.random() < 0.25 else length for length in lengths]
+        return lengths
+
+
+@dataclass(slots=True)
+class DenseInputs:
+    """Arrays of one framework for one case, ready to be passed on."""
+
+    case: DenseCase
+    q: Any
+    k_cache: Any
+    block_table: Any
+    cache_seqlens: Any
+    lengths: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Which page holds what: built on the host, the same for every framework."""
+
+    num_blocks: int
+    block_table: NDArray[np.int32]  # [b, width + gap]
+    width: int
+    unused: NDArray[np.int64]  # pages that no request refers to
+    tail_pages: NDArray[np.int64]  # (page, row) of every row past a length within a page in use
+    tail_rows: NDArray[np.int64]
+
+
+def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "cuda") -> DenseInputs:
+    """Inputs for `case` in the arrays of `framework`: "torch" (built on `device`), "numpy" or "cupy".
+
+    q is normal, clamped to [-1, 1]; the cache is normal with deviation 0.1; pages are in random order and a
+    few of them are not referred to. One seed gives one set of values per framework and device.
+    """
+    lengths = case.request_lengths()
+    pages = _assign_pages(case, lengths)
+    if framework == "torch":
+        q, k_cache = _torch_values(case, pages, device)
+        place = _to_torch(device)
+    elif framework in ("numpy", "cupy"):
+        q, k_cache = _numpy_values(case, pages)
+        place = _to_cupy if framework == "cupy" else np.asarray
+        q, k_cache = place(q), place(k_cache)
+    else:
+        raise ValueError(f"`framework`: expected 'torch', 'numpy' or 'cupy', got {framework!r}")
+    block_table = place(pages.block_table)[:, : pages.width]
+    k_cache = k_cache[:, : case.page_block_size]
+    return DenseInputs(case, q, k_cache, block_table, place(np.array(lengths, dtype=np.int32)), lengths)
+
+
+def repage(inputs: DenseInputs, page_block_size: int) -> DenseInputs:
+    """The same torch q and tokens in a new, freshly poisoned cache with another page size."""
+    case = replace(inputs.case, page_block_size=page_block_size)
+    pages = _assign_pages(case, inputs.lengths)
+    device = inputs.q.device
+    place = _to_torch(device)
+    old_page = inputs.case.page_block_size
+    request, token = (place(index) for index in _every_token(inputs.lengths))
+    table = place(pages.block_table)
+    k_cache = _torch_empty_cache(case, pages, device)
+    k_cache.fill_(_POISON[case.poison] or 0.0)
+    source = inputs.k_cache[inputs.block_table[request, token // old_page].long(), token % old_page]
+    k_cache[table[request, token // page_block_size].long(), token % page_block_size] = source
+    return DenseInputs(
+        case,
+        inputs.q,
+        k_cache[:, :page_block_size],
+        table[:, : pages.width],
+        inputs.cache_seqlens,
+        inputs.lengths,
+    )
+
+
+def _every_token(lengths: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Request and position of every token, request after request."""
+    counts = np.array(lengths, dtype=np.int64)
+    request = np.repeat(np.arange(len(lengths)), counts)
+    first = np.cumsum(counts) - counts
+    return request, np.arange(len(request)) - first[request]
+
+
+def _assign_pages(case: DenseCase, lengths: list[int]) -> _Pages:
+    size = case.page_block_size
+    counts = np.array([-(-length // size) for length in lengths], dtype=np.int64)
+    used = int(counts.sum())
+    num_blocks = used + 2 + used // 16
+    order = np.random.default_rng(case.seed).permutation(num_blocks)
+    request, position = _every_token(counts.tolist())
+    # One column more than the longest request needs: every row of the table ends in garbage.
+    width = int(counts.max(initial=0)) + 1
+    table = np.full((len(lengths), width + case.table_gap), GARBAGE_PAGE, dtype=np.int32)
+    table[request, position] = order[:used]
+    filled = np.array(lengths, dtype=np.int64) % size
+    tail = np.where(filled > 0, size - filled, 0)
+    tail_request, offset = _every_token(tail.tolist())
+    return _Pages(
+        num_blocks=num_blocks,
+        block_table=table,
+        width=width,
+        unused=order[used:],
+        tail_pages=table[tail_request, counts[tail_request] - 1].astype(np.int64),
+        tail_rows=filled[tail_request] + offset,
+    )
+
+
+def _cache_shape(case: DenseCase, pages: _Pages) -> tuple[int, int, int, int]:
+    return (pages.num_blocks, case.page_block_size + case.block_gap, case.h_kv, case.d_qk)
+
+
+def _poison(case: DenseCase, pages: _Pages, k_cache: Any, index: Any) -> None:
+    """Overwrite what nobody may read; `index` turns a NumPy index array into one of the cache's framework."""
+    value = _POISON[case.poison]
+    if value is None:
+        return
+    k_cache[index(pages.unused)] = value
+    k_cache[index(pages.tail_pages), index(pages.tail_rows)] = value
+    k_cache[:, case.page_block_size :] = value
+
+
+def _sharp_rows(case: DenseCase, xp: Any, **where: Any) -> Any:
+    """True for the query rows to scale up, `[b, s_q, h_q, 1]`."""
+    i, j, h = xp.arange(case.b, **where), xp.arange(case.s_q, **where), xp.arange(case.h_q, **where)
+    return ((i[:, None, None, None] + j[None, :, None, None] + h[None, None, :, None]) % 2) == 0
+
+
+def _numpy_values(case: DenseCase, pages: _Pages) -> tuple[NDArray[Any], NDArray[Any]]:
+    import ml_dtypes
+
+    dtype = np.dtype(ml_dtypes.bfloat16) if case.dtype == "bfloat16" else np.dtype(np.float16)
+    draw = np.random.default_rng([case.seed, 1])
+    q = draw.standard_normal((case.b, case.s_q, case.h_q, case.d_qk), dtype=np.float32).clip(-1.0, 1.0)
+    if case.sharp:
+        q = np.where(_sharp_rows(case, np), q * SHARP_FACTOR, q)
+    k_cache = (draw.standard_normal(_cache_shape(case, pages), dtype=np.float32) * np.float32(0.1)).astype(
+        dtype
+    )
+    _poison(case, pages, k_cache, lambda index: index)
+    return q.astype(dtype), k_cache
+
+
+def _torch_empty_cache(case: DenseCase, pages: _Pages, device: Any) -> Any:
+    import torch
+
+    return torch.empty(_cache_shape(case, pages), dtype=getattr(torch, case.dtype), device=device)
+
+
+def _torch_values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any]:
+    import torch
+
+    draw = torch.Generator(device=device).manual_seed(case.seed)
+    q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, generator=draw, device=device).clamp_(-1.0, 1.0)
+    if case.sharp:
+        q = torch.where(_sharp_rows(case, torch, device=device), q * SHARP_FACTOR, q)
+    k_cache = _torch_empty_cache(case, pages, device).normal_(0.0, 0.1, generator=draw)
+    _poison(case, pages, k_cache, _to_torch(device))
+    return q.to(k_cache.dtype), k_cache
+
+
+def _to_torch(device: Any) -> Any:
+    import torch
+
+    return lambda array: torch.from_numpy(array).to(device)
+
+
+def _to_cupy(array: NDArray[Any]) -> Any:
+    import cupy
+
+    return cupy.asarray(array)

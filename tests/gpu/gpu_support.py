@@ -1,0 +1,100 @@
+"""Shared by the GPU tests: torch and CuPy where there is a GPU, and one way to call the public API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import rawmla
+from rawmla.testing import DenseInputs, check_close, lse_tolerance, out_tolerance, torch_reference
+from rawmla.testing.generators import SHARP_FACTOR
+from rawmla.testing.gpu import missing_hopper_reason
+
+if missing_hopper_reason() is None:
+    import cupy
+    import torch
+else:  # collected to be skipped; importing the frameworks would only take time
+    cupy = torch = None
+
+__all__ = ["assert_same_bits", "bits", "check", "cupy", "decode", "plan", "poisoned_allocations", "torch"]
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """Inside, `torch.empty` returns NaN (floats) or the largest value (integers).
+
+    Without it, memory that a kernel forgot to write may still hold the right answer of the call before.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def plan(inputs: DenseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Scheduling metadata for a call: `form` "object" (filled in by the call) or "tensors"."""
+    if form == "object":
+        return rawmla.get_mla_metadata()
+    case = inputs.case
+    return rawmla.get_mla_metadata(
+        inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q, **kwargs
+    )
+
+
+def decode(inputs: DenseInputs, form: str = "tensors", **kwargs: Any) -> tuple[Any, Any]:
+    """Plan and decode, in poisoned memory."""
+    with poisoned_allocations():
+        metadata, num_splits = plan(inputs, form)
+        return rawmla.flash_mla_with_kvcache(
+            inputs.q,
+            inputs.k_cache,
+            inputs.block_table,
+            inputs.cache_seqlens,
+            512,
+            metadata,
+            num_splits,
+            causal=inputs.case.causal,
+            **kwargs,
+        )
+
+
+def reference(inputs: DenseInputs, **kwargs: Any) -> tuple[Any, Any]:
+    return torch_reference.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        causal=inputs.case.causal,
+        **kwargs,
+    )
+
+
+def check(inputs: DenseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
+    """Compare a call's (out, lse) with the float64 reference; run after the kernel, never before."""
+    case = inputs.case
+    out, lse = got
+    want_out, want_lse = reference(inputs) if want is None else want
+    assert str(out.dtype) == f"torch.{case.dtype}" and lse.dtype == torch.float32
+    check_close(f"{case.id} out", out, want_out, out_tolerance(case.dtype))
+    check_close(f"{case.id} lse", lse, want_lse, lse_tolerance(SHARP_FACTOR if case.sharp else 1.0))
+
+
+def bits(tensor: Any) -> Any:
+    """The tensor's bits as integers, so that NaN equals NaN and 0 differs from -0."""
+    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return tensor.contiguous().view(integer)
+
+
+def assert_same_bits(name: str, got: Any, want: Any) -> None:
+    """Raise unless two tensors are equal bit for bit."""
+    different = bits(got) != bits(want)
+    count = int(different.sum())
+    if count:
+        place = tuple(int(c) for c in different.nonzero()[0])
+        raise AssertionError(
+            f"{name}: {count} of {different.numel()} elements differ; first at {place}: "
+            f"{float(got[place])!r} and {float(want[place])!r}"
+        )
