@@ -1,7 +1,7 @@
 """rawmla: multi-head latent attention (MLA) decoding for NVIDIA Hopper, compiled at run time by NVRTC.
 
-The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA toolkit, torch or
-CuPy. What a function needs and does not find is named, with the remedy, when the function is called.
+The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA
+toolkit, torch or CuPy. What a function needs and does not find is named, with the remedy, when it is called.
 """
 
 from importlib import import_module

@@ -1,0 +1,133 @@
+"""What the benchmark does without a Hopper GPU: compile every kernel and check the reference."""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rawmla import jit, kernels, reference
+
+from .cases import D_V
+
+TOLERANCE = 1e-10
+
+
+def progress_bar(console: Console) -> Progress:
+    """Progress with a bar, the count and the elapsed time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
+
+
+def compile_all(console: Console) -> list[dict[str, Any]]:
+    """Build every kernel variant (or take it from the cache) and return label, resources and compile time of each."""
+    rows = []
+    with progress_bar(console) as progress:
+        for spec in progress.track(kernels.all_specs(), description="compiling for sm_90a"):
+            rows.append({"label": spec.label, **jit.build(spec).meta})
+    return rows
+
+
+def compile_table(rows: list[dict[str, Any]]) -> Table:
+    """compile_all for the terminal."""
+    table = Table(title="Kernels for sm_90a")
+    table.add_column("kernel")
+    for heading in (
+        "threads",
+        "registers",
+        "spill bytes",
+        "local bytes",
+        "shared bytes",
+        "compile s",
+        "NVRTC",
+        "from",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row["label"],
+            str(row["threads"]),
+            str(row["registers"]),
+            str(row["spill_stores"] + row["spill_loads"]),
+            str(row["local_bytes"]),
+            str(row["static_shared_bytes"] + row["dynamic_shared_bytes"]),
+            f"{row['compile_seconds']:.2f}",
+            str(row["nvrtc"]),
+            str(row["origin"]),
+        )
+    return table
+
+
+def reference_error() -> float:
+    """Largest difference of rawmla.reference from a computation that shares nothing with it.
+
+    Scalar Python with exactly rounded sums, on a small causal case with permuted pages and three lengths, one of them
+    zero. Infinities must agree; else the answer is infinite.
+    """
+    rng = random.Random(1)
+    d_qk, page, s_q, h_q, lengths = 576, 16, 2, 2, [37, 0, 5]
+    table = [[5, 0, 3], [0, 0, 0], [1, 0, 0]]
+    cache = [[[rng.gauss(0, 1) for _ in range(d_qk)] for _ in range(page)] for _ in range(6)]
+    q = [[[[rng.gauss(0, 1) for _ in range(d_qk)] for _ in range(h_q)] for _ in range(s_q)] for _ in lengths]
+    out, lse = reference.flash_mla_with_kvcache(
+        np.array(q),
+        np.array(cache)[:, :, None, :],
+        np.array(table, dtype=np.int32),
+        np.array(lengths, dtype=np.int32),
+        D_V,
+        None,
+        causal=True,
+    )
+    worst = 0.0
+    for i, length in enumerate(lengths):
+        tokens = [cache[table[i][t // page]][t % page] for t in range(length)]
+        for j in range(s_q):
+            keys = tokens[: max(0, length - s_q + j + 1)]
+            for h in range(h_q):
+                scores = [
+                    math.fsum(x * y for x, y in zip(q[i][j][h], key, strict=True)) / math.sqrt(d_qk)
+                    for key in keys
+                ]
+                total = math.fsum(math.exp(score) for score in scores)
+                want_lse = math.log(total) if keys else math.inf
+                got = float(lse[i, h, j])
+                worst = max(worst, 0.0 if got == want_lse else abs(got - want_lse))
+                for column in range(D_V):
+                    weighted = math.fsum(
+                        math.exp(s) * key[column] for s, key in zip(scores, keys, strict=True)
+                    )
+                    want = weighted / total if keys else 0.0
+                    worst = max(worst, abs(float(out[i, j, h, column]) - want))
+    return worst
+
+
+def run(console: Console, reason: str) -> dict[str, Any]:
+    """Compile report and reference check; the result says that nothing was timed, and why."""
+    console.print(f"{reason} Nothing is timed: the kernels are compiled and the reference is checked.")
+    rows = compile_all(console)
+    console.print(compile_table(rows))
+    error = reference_error()
+    agrees = error < TOLERANCE
+    verdict = "agrees with" if agrees else "DIFFERS from"
+    console.print(f"rawmla.reference {verdict} an independent computation: largest difference {error:.1e}.")
+    console.print("Nothing was timed.")
+    keep = (
+        "label",
+        "threads",
+        "registers",
+        "spill_stores",
+        "spill_loads",
+        "local_bytes",
+        "static_shared_bytes",
+    )
+    keep += ("dynamic_shared_bytes", "compile_seconds", "nvrtc")
+    return {
+        "timed": False,
+        "reason": reason,
+        "kernels": [{key: row[key] for key in keep} for row in rows],
+        "reference_error": error,
+        "reference_agrees": agrees,
+    }

@@ -1,0 +1,51 @@
+"""The roofline plot."""
+
+from pathlib import Path
+from typing import Any
+
+from .cases import group_of
+from .report import best_ceilings, intensity
+
+
+def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
+    """Write a PNG with every decode row of the runs (label -> rows and ceilings) under the roofs of the first run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    roofs = best_ceilings(next(iter(runs.values()))["ceilings"])
+    tera_bytes = roofs["copy_gbps"] / 1e3
+    ridge = roofs["matmul_tflops"] / tera_bytes
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    edges = [8.0, ridge, 2000.0]
+    axes.plot(
+        edges, [min(x * tera_bytes, roofs["matmul_tflops"]) for x in edges], color="black", linewidth=1.2
+    )
+    axes.annotate(
+        f"copy {tera_bytes:.2f} TB/s", (9, 9 * tera_bytes), xytext=(0, 8), textcoords="offset points"
+    )
+    axes.annotate(
+        f"matmul {roofs['matmul_tflops']:.0f} TFLOP/s",
+        (2000, roofs["matmul_tflops"]),
+        xytext=(0, 5),
+        textcoords="offset points",
+        ha="right",
+    )
+    for (label, run), marker in zip(runs.items(), "osD^v", strict=False):
+        rows = [row for row in run["rows"] if row["op"] == "dense_decode"]
+        for colour, group in enumerate(sorted({group_of(row) for row in rows})):
+            chosen = [row for row in rows if group_of(row) == group]
+            name = f"{group} ({label})" if len(runs) > 1 else group
+            x, y = [intensity(row) for row in chosen], [row["tflops"] for row in chosen]
+            axes.scatter(x, y, s=26, marker=marker, color=f"C{colour}", alpha=0.8, label=name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP per byte")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(f"rawmla dense decode on {device}, under the ceilings of the same run")
+    axes.grid(True, which="major", linewidth=0.3)
+    axes.legend(fontsize=8, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120, metadata={"Software": ""})
+    pyplot.close(figure)
