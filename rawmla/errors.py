@@ -1,0 +1,82 @@
+"""Exceptions of rawmla. Wrong arguments raise plain ``TypeError`` or ``ValueError`` instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = [
+    "CompileError",
+    "KernelNotReadyError",
+    "LaunchError",
+    "MissingDependencyError",
+    "NVRTCNotFoundError",
+    "NoGPUError",
+    "RawMLAError",
+    "UnsupportedGPUError",
+]
+
+
+class RawMLAError(RuntimeError):
+    """Base class of every error that rawmla raises for a reason other than a wrong argument."""
+
+
+class MissingDependencyError(RawMLAError, ImportError):
+    """An optional package (CuPy, torch, cuda-bindings) is not installed. The text names what to install."""
+
+
+class NoGPUError(RawMLAError):
+    """There is no NVIDIA driver, or the driver offers no device."""
+
+
+class UnsupportedGPUError(RawMLAError):
+    """The device is not of compute capability 9.0; the kernels exist for Hopper (sm_90a) only."""
+
+
+class NVRTCNotFoundError(RawMLAError):
+    """The NVRTC library is not installed, and a kernel has to be compiled."""
+
+
+class CompileError(RawMLAError):
+    """NVRTC refused a kernel, or its code breaks a rule of this library (register spills, serialised WGMMA).
+
+    Attributes
+    ----------
+    log : str
+        Program log of NVRTC and ptxas.
+    options : tuple of str
+        Compiler options, in order.
+    source_path : Path or None
+        Saved copy of the kernel source, its headers beside it; None if no folder could be written.
+    """
+
+    def __init__(self, reason: str, *, log: str, options: Sequence[str], source_path: Path | None) -> None:
+        self.reason = reason
+        self.log = log
+        self.options = tuple(options)
+        self.source_path = source_path
+        saved = str(source_path) if source_path is not None else "could not be saved (no writable folder)"
+        super().__init__(
+            f"{reason}\n  options: {' '.join(self.options)}\n  source:  {saved}\n  log:\n{log.rstrip() or '(empty)'}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The constructor takes keywords, which the default pickling of exceptions cannot pass.
+        return _rebuild_compile_error, (self.reason, self.log, self.options, self.source_path)
+
+
+def _rebuild_compile_error(
+    reason: str, log: str, options: tuple[str, ...], source_path: Path | None
+) -> CompileError:
+    return CompileError(reason, log=log, options=options, source_path=source_path)
+
+
+class KernelNotReadyError(RawMLAError):
+    """A kernel would have to be compiled or loaded while a CUDA graph is being captured.
+
+    The text names the ``rawmla.warmup`` call to make before the capture.
+    """
+
+
+class LaunchError(RawMLAError):
+    """The CUDA driver refused a call. The text has the driver's error name, its explanation and the arguments."""

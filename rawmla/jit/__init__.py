@@ -1,0 +1,29 @@
+"""Compiles, caches, loads and launches the CUDA kernels.
+
+Importing this package is cheap: CuPy, cuda-bindings and the driver are touched when a function needs them.
+"""
+
+from __future__ import annotations
+
+from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder
+from rawmla.jit.cache import DiskCache
+from rawmla.jit.driver import DeviceInfo, device_info
+from rawmla.jit.launch import Kernel, get_kernel, require_supported
+from rawmla.jit.spec import KernelSpec
+from rawmla.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
+
+__all__ = [
+    "TENSOR_MAP_BYTES",
+    "Builder",
+    "CompiledKernel",
+    "DeviceInfo",
+    "DiskCache",
+    "Kernel",
+    "KernelSpec",
+    "build",
+    "default_builder",
+    "device_info",
+    "get_kernel",
+    "require_supported",
+    "tensor_map",
+]

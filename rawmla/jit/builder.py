@@ -1,0 +1,246 @@
+"""From a `KernelSpec` to a cubin: prebuilt folder, then disk cache, then NVRTC. Needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rawmla.errors import CompileError, RawMLAError
+from rawmla.jit import nvrtc, ptxas
+from rawmla.jit.cache import DiskCache
+from rawmla.jit.entry import entry_name, read_entry, untrusted_reason, write_entry
+from rawmla.jit.sources import SourceSet, collect, find_source_root
+from rawmla.jit.spec import KernelSpec
+
+__all__ = ["Builder", "CompiledKernel", "build", "default_builder"]
+
+FORMAT = 1  # of keys and entries; a change makes every older entry a miss
+DEFAULT_CACHE_MB = 256
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A cubin and what is known about it.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    cubin : bytes
+        ELF image for sm_90a.
+    meta : dict
+        ``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
+        ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``, ``nvrtc``
+        (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and ``origin``:
+        ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
+    source : str
+        Text of the main source file.
+    log : str
+        Program log of the compilation, with the ptxas report.
+    path : Path or None
+        File that holds the cubin; None if it exists in memory only.
+    """
+
+    spec: KernelSpec
+    cubin: bytes
+    meta: dict[str, Any]
+    source: str
+    log: str
+    path: Path | None
+
+
+class Builder:
+    """Builds kernels from one source folder; the module-level functions use `default_builder`.
+
+    Parameters
+    ----------
+    source_root : Path
+        Folder that has ``kernels/<name>.cu`` and the headers.
+    cache : DiskCache
+    prebuilt : Path or None
+        Folder that `export` wrote, looked at first.
+    """
+
+    def __init__(self, source_root: Path, cache: DiskCache, prebuilt: Path | None = None) -> None:
+        self.source_root = source_root
+        self.cache = cache
+        self.prebuilt = prebuilt
+        self._memory: dict[str, CompiledKernel] = {}
+        self._warned: set[str] = set()
+
+    def build(self, spec: KernelSpec) -> CompiledKernel:
+        """The compiled kernel. Files are read and hashed on every call, so an edited header is seen.
+
+        Raises
+        ------
+        CompileError
+            The compiler refused the kernel, or it spills, uses local memory or has serialised WGMMA.
+        NVRTCNotFoundError, MissingDependencyError
+            It has to be compiled, and the compiler is missing.
+        """
+        sources = collect(self.source_root, spec.name)
+        options = nvrtc.compiler_options(spec)
+        source_key = _digest(FORMAT, spec.name, options, sources.digest())
+        if self.prebuilt is not None:
+            found = self._load_prebuilt(self.prebuilt, spec, sources, source_key)
+            if found is not None:
+                return found
+        key = _digest(source_key, nvrtc.version())
+        found = self._memory.get(key) or self._load_cached(spec, sources, key)
+        if found is not None:
+            return found
+        with self.cache.lock(key):
+            found = self._load_cached(spec, sources, key)
+            if found is not None:
+                return found
+            return self._compile(spec, sources, options, source_key, key)
+
+    def export(self, spec: KernelSpec, folder: Path) -> Path:
+        """Build ``spec`` and write it to ``folder`` for `prebuilt`; returns the entry. Raises ``OSError``.
+
+        Entries are found again by kernel, defines, options and source contents, not by compiler version, so
+        a machine with another NVRTC, or none, loads exactly this code.
+        """
+        compiled = self.build(spec)
+        folder.mkdir(parents=True, exist_ok=True)
+        meta = {name: value for name, value in compiled.meta.items() if name not in _PER_CALL_META}
+        return write_entry(
+            folder, spec.name, meta["source_key"], compiled.cubin, {**meta, "log": compiled.log}
+        )
+
+    def _compile(
+        self, spec: KernelSpec, sources: SourceSet, options: tuple[str, ...], source_key: str, key: str
+    ) -> CompiledKernel:
+        start = time.perf_counter()
+        result = nvrtc.compile_source(sources, options)
+        seconds = time.perf_counter() - start
+        if result.cubin is None:
+            reasons = [f"NVRTC {nvrtc.version()} could not compile it ({result.status})"]
+        else:
+            reasons = ptxas.problems(result.log)
+        if result.cubin is None or reasons:
+            raise CompileError(
+                f"{spec.label}: {'; '.join(reasons)}",
+                log=result.log,
+                options=options,
+                source_path=self._save_failure(spec, sources, options, result.log, key),
+            )
+        meta: dict[str, Any] = {
+            "kernel": spec.name,
+            "label": spec.label,
+            "source_key": source_key,
+            "nvrtc": nvrtc.version(),
+            "options": list(options),
+            "compile_seconds": round(seconds, 3),
+            **ptxas.resources(result.log),
+            "sources": {
+                name: hashlib.sha256(data).hexdigest()
+                for name, data in ((sources.main_name, sources.main), *sources.headers)
+            },
+            "log": result.log,
+        }
+        folder = self.cache.store(spec.name, key, result.cubin, meta)
+        compiled = _compiled(spec, sources, result.cubin, meta, folder, "compiled")
+        if folder is None:
+            self._memory[key] = _compiled(spec, sources, result.cubin, meta, None, "memory")
+        return compiled
+
+    def _load_cached(self, spec: KernelSpec, sources: SourceSet, key: str) -> CompiledKernel | None:
+        found = self.cache.load(spec.name, key)
+        return None if found is None else _compiled(spec, sources, *found, "cache")
+
+    def _load_prebuilt(
+        self, prebuilt: Path, spec: KernelSpec, sources: SourceSet, source_key: str
+    ) -> CompiledKernel | None:
+        folder = prebuilt / entry_name(spec.name, source_key)
+        try:
+            reason = untrusted_reason(prebuilt, root_may_own=True)
+        except (OSError, RawMLAError) as error:
+            reason = str(error)
+        if reason is None:
+            found = read_entry(folder, source_key)
+            if found is not None:
+                return _compiled(spec, sources, *found, folder, "prebuilt")
+            reason = (
+                f"it has no valid entry {folder.name} for {spec.label}, as made from the sources of this "
+                "installation by `python -m rawmla compile --out DIR`"
+            )
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(
+                f"rawmla: RAWMLA_CUBIN_DIR={prebuilt} is not used for this kernel: {reason}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return None
+
+    def _save_failure(
+        self, spec: KernelSpec, sources: SourceSet, options: tuple[str, ...], log: str, key: str
+    ) -> Path | None:
+        """Keep what did not compile: in the cache, where its size is bounded, else in a temporary folder."""
+        places = [] if self.cache.refusal() else [self.cache.path / f"{entry_name(spec.name, key)}-failed"]
+        for place in (*places, None):
+            try:
+                folder = place if place is not None else Path(tempfile.mkdtemp(prefix="rawmla-failed-"))
+                saved = sources.write_to(folder)
+                (folder / "compile.log").write_text(" ".join(options) + "\n" + log + "\n")
+                return saved
+            except OSError:
+                continue
+        return None
+
+
+_PER_CALL_META = ("origin", "threads", "dynamic_shared_bytes", "key")
+
+
+def _compiled(
+    spec: KernelSpec, sources: SourceSet, cubin: bytes, meta: dict[str, Any], folder: Path | None, origin: str
+) -> CompiledKernel:
+    meta = {**meta, "threads": spec.threads, "dynamic_shared_bytes": spec.smem_bytes, "origin": origin}
+    log = meta.pop("log", "")
+    path = None if folder is None else folder / "kernel.cubin"
+    return CompiledKernel(spec, cubin, meta, sources.main.decode("utf-8", "replace"), log, path)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def default_builder() -> Builder:
+    """Builder of the installed sources, set up by RAWMLA_CACHE_DIR, RAWMLA_CACHE_MAX_MB and RAWMLA_CUBIN_DIR."""
+    environment = os.environ
+    return _default_builder(
+        environment.get("RAWMLA_CACHE_DIR", ""),
+        environment.get("RAWMLA_CACHE_MAX_MB", ""),
+        environment.get("RAWMLA_CUBIN_DIR", ""),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _default_builder(cache_dir: str, max_mb: str, cubin_dir: str) -> Builder:
+    try:
+        megabytes = float(max_mb) if max_mb else float(DEFAULT_CACHE_MB)
+        if not 0 <= megabytes < 1e9:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"RAWMLA_CACHE_MAX_MB: expected a number of megabytes, got {max_mb!r}") from None
+    if cache_dir:
+        path = Path(cache_dir).expanduser().absolute()
+    else:
+        from platformdirs import user_cache_path
+
+        path = user_cache_path("rawmla")
+    cache = DiskCache(path, int(megabytes * 1e6))
+    return Builder(find_source_root(), cache, Path(cubin_dir).expanduser().absolute() if cubin_dir else None)
+
+
+def build(spec: KernelSpec) -> CompiledKernel:
+    """Compile ``spec``, or take it from RAWMLA_CUBIN_DIR or the disk cache; see `Builder.build`. Needs no GPU."""
+    return default_builder().build(spec)

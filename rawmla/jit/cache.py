@@ -1,0 +1,158 @@
+"""Disk cache of compiled kernels, shared by processes and safe against each of them dying at any point.
+
+A cubin is code that runs with the rights of the user, so a folder that somebody else could write to is not
+used. Whatever goes wrong with the disk costs compile time and one warning, never a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rawmla.errors import RawMLAError
+from rawmla.jit.entry import TMP_PREFIX, entry_name, read_entry, remove_entry, untrusted_reason, write_entry
+
+__all__ = ["DiskCache"]
+
+LOCK_TIMEOUT_S = 60.0  # a compile takes seconds; after this the work is done twice rather than waited for
+STALE_TMP_S = 3600.0
+
+
+class DiskCache:
+    """Bounded cache in one folder.
+
+    Parameters
+    ----------
+    path : Path
+        The folder. It is created, readable for its owner alone, at the first use.
+    max_bytes : int
+        Bound on the sum of all entries. Beyond it the least recently used ones are deleted; the entry just
+        stored always stays.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.path = path
+        self.max_bytes = max_bytes
+        self._mutex = threading.Lock()
+        self._checked = False
+        self._refusal: str | None = None
+        self._warned = False
+
+    def refusal(self) -> str | None:
+        """Why the folder is not used at all; None if it is. Creates the folder if it is missing."""
+        with self._mutex:
+            if not self._checked:
+                self._refusal = self._check()
+                self._checked = True
+            return self._refusal
+
+    def _check(self) -> str | None:
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return untrusted_reason(self.path)
+        except (OSError, RawMLAError) as error:
+            return f"{self.path} cannot be used ({error})"
+
+    def load(self, kernel: str, key: str) -> tuple[bytes, dict[str, Any], Path] | None:
+        """Verified entry and its folder, or None. A hit counts as a use for the eviction order."""
+        refusal = self.refusal()
+        if refusal is not None:
+            self._warn(refusal)
+            return None
+        folder = self.path / entry_name(kernel, key)
+        found = read_entry(folder, key)
+        if found is None:
+            return None
+        try:
+            os.utime(folder)
+        except OSError:
+            pass  # read-only disk: there is no eviction there either
+        return (*found, folder)
+
+    def store(self, kernel: str, key: str, cubin: bytes, meta: dict[str, Any]) -> Path | None:
+        """Store an entry and return its folder; None, after one warning, if the disk does not take it."""
+        refusal = self.refusal()
+        if refusal is None:
+            try:
+                folder = write_entry(self.path, kernel, key, cubin, meta)
+                self._evict(keep=folder)
+                return folder
+            except OSError as error:
+                refusal = f"{self.path} cannot be written ({error})"
+        self._warn(refusal)
+        return None
+
+    @contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Held while a key is compiled, so that processes that want the same kernel compile it once.
+
+        It saves work and is not needed for correctness: where locks do not work, nothing is locked.
+        """
+        from filelock import FileLock, Timeout
+
+        held = None
+        if self.refusal() is None:
+            try:
+                folder = self.path / "locks"
+                folder.mkdir(mode=0o700, exist_ok=True)
+                # 256 lock files at most, whatever the number of keys over the years.
+                candidate = FileLock(folder / f"{key[:2]}.lock")
+                candidate.acquire(timeout=LOCK_TIMEOUT_S)
+                held = candidate
+            except (OSError, Timeout, NotImplementedError):
+                pass
+        try:
+            yield
+        finally:
+            if held is not None:
+                held.release()
+
+    def entries(self) -> list[tuple[float, int, Path]]:
+        """(time of last use, size in bytes, folder) of each entry, oldest first."""
+        found = []
+        try:
+            folders = [Path(item.path) for item in os.scandir(self.path) if item.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+        for folder in folders:
+            if folder.name.startswith(TMP_PREFIX) or folder.name == "locks":
+                continue
+            try:
+                size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                found.append((folder.stat().st_mtime, size, folder))
+            except OSError:
+                continue  # removed meanwhile
+        return sorted(found)
+
+    def _evict(self, keep: Path) -> None:
+        entries = self.entries()
+        total = sum(size for _, size, _ in entries)
+        for _, size, folder in entries:
+            if total <= self.max_bytes:
+                break
+            if folder != keep:
+                remove_entry(folder)
+                total -= size
+        for aside in self.path.glob(f"{TMP_PREFIX}*"):
+            try:
+                if time.time() - aside.stat().st_mtime > STALE_TMP_S:
+                    remove_entry(aside)
+            except OSError:
+                continue
+
+    def _warn(self, reason: str) -> None:
+        with self._mutex:
+            first, self._warned = not self._warned, True
+        if first:
+            warnings.warn(
+                f"rawmla: kernels are compiled in memory and not kept: {reason}. "
+                "RAWMLA_CACHE_DIR names another folder.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,290 @@
+"""Loaded kernels and their launch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rawmla.errors import KernelNotReadyError, LaunchError, MissingDependencyError, UnsupportedGPUError
+from rawmla.jit.builder import CompiledKernel, build
+from rawmla.jit.driver import Driver, device_info, get_driver
+from rawmla.jit.spec import KernelSpec
+
+__all__ = ["Kernel", "get_kernel", "require_supported"]
+
+# CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, 4 bytes of padding, stream
+# @32, attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
+_CALL = struct.Struct("<7I4xQ")
+_CONFIG_BYTES = 56
+_ATTRIBUTES = struct.Struct("<QI")
+_ATTRIBUTES_AT = 40
+# CUlaunchAttribute (72 bytes): id u32 @0, value @8.
+_ATTRIBUTE_BYTES = 72
+_CLUSTER = struct.Struct("<I4x3I")
+_PDL = struct.Struct("<I4xi")
+_ID_CLUSTER_DIMENSION = 4
+_ID_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
+
+_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+def _aligned(size: int, align: int) -> tuple[Any, int]:
+    """Zeroed ctypes memory of ``size`` bytes and its aligned address."""
+    raw = (ctypes.c_char * (size + align))()
+    offset = -ctypes.addressof(raw) % align
+    view = (ctypes.c_char * size).from_buffer(raw, offset)
+    return view, ctypes.addressof(view)
+
+
+class _Slot:
+    """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
+    at a time."""
+
+    __slots__ = ("_keep", "argument", "config", "config_ref", "context", "context_ref", "params")
+
+    def __init__(self, param_bytes: int, cluster: tuple[int, int, int] | None, pdl: bool) -> None:
+        config, config_address = _aligned(_CONFIG_BYTES, 16)
+        attributes, attributes_address = _aligned(2 * _ATTRIBUTE_BYTES, 16)
+        count = 0
+        if cluster is not None:
+            _CLUSTER.pack_into(attributes, 0, _ID_CLUSTER_DIMENSION, *cluster)
+            count = 1
+        if pdl:
+            _PDL.pack_into(attributes, count * _ATTRIBUTE_BYTES, _ID_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
+            count += 1
+        _ATTRIBUTES.pack_into(config, _ATTRIBUTES_AT, attributes_address if count else 0, count)
+        params, params_address = _aligned(param_bytes, _PARAMS_ALIGN)
+        pointers = (ctypes.c_void_p * 1)(params_address)
+        self._keep = (attributes, params, pointers)
+        self.config = config
+        self.config_ref = ctypes.c_void_p(config_address)
+        self.params = memoryview(params).cast("B")
+        self.argument = ctypes.c_void_p(ctypes.addressof(pointers))
+        self.context = ctypes.c_void_p()
+        self.context_ref = ctypes.byref(self.context)
+
+
+class Kernel:
+    """A kernel loaded on one device.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    device : int
+        Device ordinal.
+    meta : dict
+        See `CompiledKernel.meta`.
+    """
+
+    def __init__(
+        self,
+        spec: KernelSpec,
+        device: int,
+        meta: dict[str, Any],
+        driver: Driver,
+        context: int,
+        function: int,
+        param_bytes: int | None,
+        module: object = None,
+    ) -> None:
+        self.spec = spec
+        self.device = device
+        self.meta = meta
+        self._driver = driver
+        self._launch_ex = driver.library.cuLaunchKernelEx
+        self._get_context = driver.library.cuCtxGetCurrent
+        self._context = context
+        self._function = ctypes.c_void_p(function)
+        self._param_bytes = param_bytes
+        self._module = module  # unloads the code when it is collected
+        self._threads = spec.threads
+        self._smem_bytes = spec.smem_bytes
+        self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Slot]] = {}
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        params: bytes,
+        stream: int,
+        *,
+        cluster: tuple[int, int, int] | None = None,
+        pdl: bool = False,
+    ) -> None:
+        """Enqueue the kernel; legal inside a CUDA-graph capture, never synchronises, thread safe.
+
+        Parameters
+        ----------
+        grid : (int, int, int)
+            CTAs per axis.
+        params : bytes
+            The parameter struct of the kernel, all its bytes; copied before the call returns.
+        stream : int
+            Stream handle of the kernel's device; 0 is the legacy default stream.
+        cluster : (int, int, int), optional
+            Cluster size in CTAs. None: what the kernel was compiled with, else no clusters.
+        pdl : bool
+            Programmatic dependent launch: the kernel may start before the one ahead of it on the stream has
+            finished, and waits for it with ``griddepcontrol.wait``.
+
+        Raises
+        ------
+        ValueError
+            ``params`` is not as long as the kernel's parameter struct.
+        LaunchError
+            The driver refused the launch (or reports an earlier asynchronous error).
+        """
+        kind = (cluster, pdl)
+        free = self._free.get(kind)
+        # Taking a slot out of the list is what makes this thread safe: list.pop and append are atomic.
+        try:
+            slot = free.pop()  # type: ignore[union-attr]
+        except (IndexError, AttributeError):
+            free = self._free.setdefault(kind, [])
+            slot = self._new_slot(params, cluster, pdl)
+        try:
+            slot.params[:] = params
+            _CALL.pack_into(
+                slot.config, 0, grid[0], grid[1], grid[2], self._threads, 1, 1, self._smem_bytes, stream
+            )
+            self._get_context(slot.context_ref)
+            if slot.context.value == self._context:
+                code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            else:
+                with _current(self._driver, self._context):
+                    code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+        except (ValueError, TypeError, struct.error) as error:
+            raise self._bad_arguments(grid, params, stream, error) from None
+        free.append(slot)  # type: ignore[union-attr]
+        if code != 0:
+            raise LaunchError(
+                f"launch of {self.spec.label} failed: {self._driver.error_text(code)}\n"
+                f"  grid {grid}, {self._threads} threads, {self._smem_bytes} bytes of dynamic shared memory, "
+                f"cluster {cluster}, pdl {pdl}, device {self.device}, stream {stream:#x}"
+            )
+
+    def _new_slot(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Slot:
+        if self._param_bytes is None:  # a driver that cannot tell the size: the first launch sets it
+            self._param_bytes = len(params)
+        return _Slot(self._param_bytes, cluster, pdl)
+
+    def _bad_arguments(self, grid: object, params: bytes, stream: object, error: Exception) -> Exception:
+        if len(params) != self._param_bytes:
+            return ValueError(
+                f"params: {self.spec.label} takes a struct of {self._param_bytes} bytes, got {len(params)} bytes"
+            )
+        return ValueError(
+            f"launch of {self.spec.label}: expected a grid of three non-negative integers and a stream handle, "
+            f"got {grid!r} and {stream!r} ({error})"
+        )
+
+
+@contextmanager
+def _current(driver: Driver, context: int) -> Iterator[None]:
+    """Make ``context`` current in this thread, and the previous one again afterwards."""
+    driver.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+    try:
+        yield
+    finally:
+        driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+_kernels: dict[tuple[KernelSpec, int], Kernel] = {}
+_load_mutex = threading.Lock()
+
+
+def get_kernel(spec: KernelSpec, device: int, *, capturing: bool = False) -> Kernel:
+    """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
+
+    Parameters
+    ----------
+    spec : KernelSpec
+    device : int
+        Device ordinal.
+    capturing : bool
+        True while the caller's stream is being captured into a CUDA graph; nothing is compiled or loaded then.
+
+    Raises
+    ------
+    KernelNotReadyError
+        ``capturing``, and this process has not loaded the kernel on this device yet.
+    NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
+        See the classes; each text has the remedy.
+    """
+    kernel = _kernels.get((spec, device))
+    if kernel is not None:
+        return kernel
+    if capturing:
+        raise KernelNotReadyError(
+            f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or loaded "
+            f"while a CUDA graph is captured: call rawmla.warmup(device={device}), or the same function once "
+            "outside the capture, before it"
+        )
+    with _load_mutex:
+        kernel = _kernels.get((spec, device))
+        if kernel is None:
+            require_supported(device)
+            kernel = _kernels[(spec, device)] = _load(build(spec), device)
+        return kernel
+
+
+def require_supported(device: int) -> None:
+    """Raise `UnsupportedGPUError` unless the device has compute capability 9.0 (H100, H200, GH200)."""
+    info = device_info(device)
+    if info.compute_capability != (9, 0):
+        major, minor = info.compute_capability
+        raise UnsupportedGPUError(
+            f"device {device} ({info.name}) has compute capability {major}.{minor}; the kernels of rawmla use "
+            "instructions that exist on 9.0 only (H100, H200, GH200)"
+        )
+
+
+def _load(compiled: CompiledKernel, device: int) -> Kernel:
+    try:
+        import cupy
+        from cupy.cuda.function import Module
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"loading a kernel needs CuPy ({error}); install it with `pip install rawmla[cu12]` or "
+            "`pip install rawmla[cu13]`, whichever fits the driver (`python -m rawmla info` shows it)"
+        ) from error
+    spec = compiled.spec
+    driver = get_driver()
+    context = driver.primary_context(device)
+    with cupy.cuda.Device(device), _current(driver, context):
+        try:
+            if compiled.path is not None and compiled.path.is_file():
+                module = cupy.RawModule(path=str(compiled.path))
+                function = module.get_function(spec.name).kernel.ptr
+            else:  # no disk to load it from
+                module = Module()
+                module.load(compiled.cubin)
+                function = module.get_function(spec.name).ptr
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LaunchError(f"{spec.label} could not be loaded on device {device}: {error}") from error
+        handle = ctypes.c_void_p(function)
+        if driver.has("cuFuncLoad"):  # CUDA 12.4; lazy loading would otherwise happen at the first launch
+            driver.call("cuFuncLoad", handle)
+        driver.call(
+            "cuFuncSetAttribute",
+            handle,
+            ctypes.c_int(_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES),
+            ctypes.c_int(spec.smem_bytes),
+        )
+        param_bytes = _param_bytes(driver, handle)
+    return Kernel(spec, device, compiled.meta, driver, context, function, param_bytes, module)
+
+
+def _param_bytes(driver: Driver, function: ctypes.c_void_p) -> int | None:
+    """Size of the kernel's only parameter; None with a driver older than CUDA 12.4."""
+    if not driver.has("cuFuncGetParamInfo"):
+        return None
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    driver.call(
+        "cuFuncGetParamInfo", function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
+    )
+    return size.value

@@ -1,0 +1,45 @@
+"""Reads the ptxas report in a program log, and says what in it makes a kernel unusable."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["problems", "resources"]
+
+_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_BARRIERS = re.compile(r"used (\d+) barriers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+_LOCAL = re.compile(r"(\d+) bytes (?:lmem|cumulative stack size)")
+# C7504 to C7507: setmaxnreg ignored. C7510 to C7514: wgmma instructions serialised.
+_ADVISORY = re.compile(r"^.*\(C75(?:0[4-9]|1[0-4])\).*$", re.MULTILINE)
+
+
+def _largest(pattern: re.Pattern[str], log: str) -> int:
+    return max((int(value) for value in pattern.findall(log)), default=0)
+
+
+def resources(log: str) -> dict[str, int]:
+    """Registers, spills, local, shared memory (bytes) and named barriers, from a log of ``ptxas -v``."""
+    frames = [tuple(int(value) for value in match) for match in _FRAME.findall(log)]
+    return {
+        "registers": _largest(_REGISTERS, log),
+        "barriers": _largest(_BARRIERS, log),
+        "spill_stores": sum(frame[1] for frame in frames),
+        "spill_loads": sum(frame[2] for frame in frames),
+        "local_bytes": max(sum(frame[0] for frame in frames), _largest(_LOCAL, log)),
+        "static_shared_bytes": _largest(_SHARED, log),
+    }
+
+
+def problems(log: str) -> list[str]:
+    """Why the compiled code must not be used; empty for a good kernel."""
+    found = [f"ptxas: {line.strip()}" for line in dict.fromkeys(_ADVISORY.findall(log))]
+    used = resources(log)
+    if not _REGISTERS.search(log) or not _FRAME.search(log):
+        found.append("the log has no ptxas resource report, so spills cannot be ruled out")
+    if used["spill_stores"] or used["spill_loads"]:
+        found.append(f"register spills: {used['spill_stores']} bytes stored, {used['spill_loads']} bytes loaded")
+    if used["local_bytes"]:
+        found.append(f"local memory: {used['local_bytes']} bytes of stack frame")
+    return found

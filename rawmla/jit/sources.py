@@ -1,0 +1,88 @@
+"""Kernel sources: where they are, and which files one kernel is made of.
+
+The compiler is given the text of every project header in memory and has no include path. What was hashed is
+therefore exactly what is compiled, and a file that was not hashed cannot be included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rawmla.errors import RawMLAError
+
+__all__ = ["SourceSet", "collect", "find_source_root"]
+
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\r\n]+)[">]', re.MULTILINE)
+
+
+def find_source_root() -> Path:
+    """Folder ``cuda_src``: inside the package when installed from a wheel, else beside it (checkout)."""
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / "cuda_src", package.parent / "cuda_src")
+    for candidate in candidates:
+        if (candidate / "kernels").is_dir():
+            return candidate
+    raise RawMLAError(
+        "the CUDA sources of rawmla were not found, the installation is incomplete: looked for a folder "
+        f"'kernels' in {' and '.join(str(c) for c in candidates)}. Install rawmla again."
+    )
+
+
+@dataclass(frozen=True)
+class SourceSet:
+    """The main file of a kernel and every project header it reaches.
+
+    Names are POSIX paths relative to the source root, as they stand in the ``#include`` lines.
+    """
+
+    main_name: str
+    main: bytes
+    headers: tuple[tuple[str, bytes], ...]
+
+    def digest(self) -> str:
+        """SHA-256 over the names, lengths and contents of all files."""
+        total = hashlib.sha256()
+        for name, data in ((self.main_name, self.main), *self.headers):
+            total.update(f"{name}\0{len(data)}\0".encode())
+            total.update(data)
+        return total.hexdigest()
+
+    def write_to(self, folder: Path) -> Path:
+        """Write all files below ``folder`` and return the path of the main one."""
+        for name, data in ((self.main_name, self.main), *self.headers):
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
+        return folder / self.main_name
+
+
+def collect(root: Path, kernel: str) -> SourceSet:
+    """Read ``root/kernels/<kernel>.cu`` and, transitively, the headers it includes.
+
+    Include lines are relative to ``root``, whichever file they stand in. All include lines count, also those
+    in comments or inactive ``#if`` branches; one that names no file below ``root`` is left to the compiler,
+    which reports it with file and line if it is active.
+    """
+    main_name = f"kernels/{kernel}.cu"
+    try:
+        main = (root / main_name).read_bytes()
+    except OSError as error:
+        raise RawMLAError(f"kernel {kernel!r} has no source file {root / main_name} ({error.strerror})") from None
+    headers: dict[str, bytes] = {}
+    pending = [main]
+    while pending:
+        for match in _INCLUDE.finditer(pending.pop()):
+            name = match.group(1).decode("utf-8", "replace")
+            parts = Path(name).parts
+            if name in headers or ".." in parts or name.startswith("/"):
+                continue
+            try:
+                data = (root / name).read_bytes()
+            except OSError:
+                continue
+            headers[name] = data
+            pending.append(data)
+    return SourceSet(main_name, main, tuple(sorted(headers.items())))

@@ -1,0 +1,89 @@
+"""TMA descriptors (tensor maps), encoded by the driver and remembered."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Literal
+
+from rawmla.errors import LaunchError
+from rawmla.jit.driver import get_driver
+from rawmla.jit.launch import _aligned
+
+__all__ = ["TENSOR_MAP_BYTES", "tensor_map"]
+
+TENSOR_MAP_BYTES = 128
+
+_DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
+_SWIZZLES = {"none": 0, "128b": 3}
+_L2_PROMOTIONS = {"none": 0, "128b": 2, "256b": 3}
+_MAX_RANK = 5
+
+
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    ptr: int,
+    dtype: Literal["bfloat16", "float16", "float32", "uint8"],
+    dims: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: Literal["none", "128b"],
+    l2_promotion: Literal["none", "128b", "256b"],
+) -> bytes:
+    """Tiled tensor map for ``cp.async.bulk.tensor``; the 128 bytes of a ``CUtensorMap``.
+
+    The last 4096 maps are kept, by all their arguments (never by shape alone), so a repeated call costs one
+    lookup. Elements out of range read as zero. No GPU memory is touched.
+
+    Parameters
+    ----------
+    ptr : int
+        Device address, a multiple of 16.
+    dtype : str
+        Element type; ``bfloat16`` and ``float16`` differ only in name, nothing is converted.
+    dims : tuple of int
+        Tensor extents in elements, innermost first; rank 1 to 5.
+    strides_bytes : tuple of int
+        Byte strides of all dimensions but the innermost; multiples of 16, below 2**40.
+    box : tuple of int
+        Elements copied by one instruction, per dimension; at most 256 each, and 128 bytes innermost with
+        ``swizzle="128b"``.
+    swizzle, l2_promotion : str
+
+    Raises
+    ------
+    LaunchError
+        The driver refused the combination; the text has every field.
+    """
+    fields = (
+        f"ptr={ptr:#x}, dtype={dtype!r}, dims={dims}, strides_bytes={strides_bytes}, box={box}, "
+        f"swizzle={swizzle!r}, l2_promotion={l2_promotion!r}"
+    )
+    rank = len(dims)
+    if not 1 <= rank <= _MAX_RANK or len(strides_bytes) != rank - 1 or len(box) != rank:
+        raise ValueError(f"tensor_map: expected rank 1 to 5, rank - 1 strides and a box of that rank, got {fields}")
+    try:
+        codes = _DTYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTIONS[l2_promotion]
+    except KeyError as error:
+        raise ValueError(f"tensor_map: unknown name {error} in {fields}") from None
+    driver = get_driver()
+    memory, address = _aligned(TENSOR_MAP_BYTES, 128)
+    try:
+        driver.call(
+            "cuTensorMapEncodeTiled",
+            ctypes.c_void_p(address),
+            ctypes.c_int(codes[0]),
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(ptr),
+            (ctypes.c_uint64 * rank)(*dims),
+            (ctypes.c_uint64 * rank)(*strides_bytes),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*((1,) * rank)),
+            ctypes.c_int(0),  # no interleave
+            ctypes.c_int(codes[1]),
+            ctypes.c_int(codes[2]),
+            ctypes.c_int(0),  # out of range: zeros
+        )
+    except LaunchError as error:
+        raise LaunchError(f"{error}\n  {fields}") from None
+    return bytes(memory)
