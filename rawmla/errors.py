@@ -56,8 +56,9 @@ class CompileError(RawMLAError):
         self.options = tuple(options)
         self.source_path = source_path
         saved = str(source_path) if source_path is not None else "could not be saved (no writable folder)"
+        shown = log.rstrip() or "(empty)"
         super().__init__(
-            f"{reason}\n  options: {' '.join(self.options)}\n  source:  {saved}\n  log:\n{log.rstrip() or '(empty)'}"
+            f"{reason}\n  options: {' '.join(self.options)}\n  source:  {saved}\n  log:\n{shown}"
         )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -79,4 +80,4 @@ class KernelNotReadyError(RawMLAError):
 
 
 class LaunchError(RawMLAError):
-    """The CUDA driver refused a call. The text has the driver's error name, its explanation and the arguments."""
+    """The CUDA driver refused a call; the text has its error name, its explanation and the arguments."""

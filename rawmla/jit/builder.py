@@ -37,9 +37,9 @@ class CompiledKernel:
         ELF image for sm_90a.
     meta : dict
         ``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
-        ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``, ``nvrtc``
-        (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and ``origin``:
-        ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
+        ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``,
+        ``nvrtc`` (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and
+        ``origin``: ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
     source : str
         Text of the main source file.
     log : str
@@ -214,7 +214,7 @@ def _digest(*parts: object) -> str:
 
 
 def default_builder() -> Builder:
-    """Builder of the installed sources, set up by RAWMLA_CACHE_DIR, RAWMLA_CACHE_MAX_MB and RAWMLA_CUBIN_DIR."""
+    """Builder of the installed sources; RAWMLA_CACHE_DIR, _CACHE_MAX_MB and _CUBIN_DIR set it up."""
     environment = os.environ
     return _default_builder(
         environment.get("RAWMLA_CACHE_DIR", ""),
@@ -242,5 +242,5 @@ def _default_builder(cache_dir: str, max_mb: str, cubin_dir: str) -> Builder:
 
 
 def build(spec: KernelSpec) -> CompiledKernel:
-    """Compile ``spec``, or take it from RAWMLA_CUBIN_DIR or the disk cache; see `Builder.build`. Needs no GPU."""
+    """Compile ``spec``, or take it from RAWMLA_CUBIN_DIR or the disk cache: `Builder.build`. Needs no GPU."""
     return default_builder().build(spec)

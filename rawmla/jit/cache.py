@@ -117,7 +117,9 @@ class DiskCache:
         """(time of last use, size in bytes, folder) of each entry, oldest first."""
         found = []
         try:
-            folders = [Path(item.path) for item in os.scandir(self.path) if item.is_dir(follow_symlinks=False)]
+            folders = [
+                Path(item.path) for item in os.scandir(self.path) if item.is_dir(follow_symlinks=False)
+            ]
         except OSError:
             return []
         for folder in folders:

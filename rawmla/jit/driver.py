@@ -14,12 +14,19 @@ from typing import Any
 
 from rawmla.errors import LaunchError, NoGPUError
 
-__all__ = ["DeviceInfo", "Driver", "device_info", "get_driver"]
+__all__ = ["DeviceInfo", "Driver", "aligned_buffer", "device_info", "get_driver"]
 
 _ATTRIBUTE_SM_COUNT = 16
 _ATTRIBUTE_CC_MAJOR = 75
 _ATTRIBUTE_CC_MINOR = 76
 _NO_DEVICE = 100
+
+
+def aligned_buffer(size: int, align: int) -> tuple[Any, int]:
+    """Zeroed ctypes memory of ``size`` bytes, and its address, a multiple of ``align``."""
+    raw = (ctypes.c_char * (size + align))()
+    view = (ctypes.c_char * size).from_buffer(raw, -ctypes.addressof(raw) % align)
+    return view, ctypes.addressof(view)
 
 
 @dataclass(frozen=True)
@@ -99,7 +106,9 @@ class Driver:
     def _handle(self, device: int) -> ctypes.c_int:
         count = self.device_count()
         if not 0 <= device < count:
-            raise ValueError(f"device: expected an ordinal below {count}, the number of devices, got {device}")
+            raise ValueError(
+                f"device: expected an ordinal below {count}, the number of devices, got {device}"
+            )
         handle = ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
         return handle
@@ -112,14 +121,16 @@ def get_driver() -> Driver:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise NoGPUError(
-            f"no NVIDIA driver was found ({error}). Kernels can be compiled here (`python -m rawmla compile`), "
-            "but running them needs a Hopper GPU with its driver; in a container, start it with access to the GPU."
+            f"no NVIDIA driver was found ({error}). Kernels can be compiled here (`python -m rawmla compile`), but "
+            "running them needs a Hopper GPU with its driver; a container has to be given access to the GPU."
         ) from None
     driver = Driver(library)
     code = library.cuInit(ctypes.c_uint(0))
     if code != 0 or driver.device_count() == 0:
         reason = driver.error_text(code if code != 0 else _NO_DEVICE)
-        raise NoGPUError(f"the NVIDIA driver offers no device: {reason}. Is CUDA_VISIBLE_DEVICES set as meant?")
+        raise NoGPUError(
+            f"the NVIDIA driver offers no device: {reason}. Is CUDA_VISIBLE_DEVICES set as meant?"
+        )
     return driver
 
 

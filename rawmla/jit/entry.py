@@ -1,4 +1,4 @@
-"""One stored kernel: a folder with ``kernel.cubin`` and ``meta.json``, in the disk cache or a prebuilt folder."""
+"""One stored kernel, in the disk cache or a prebuilt folder: ``kernel.cubin`` and ``meta.json``."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from rawmla.errors import KernelNotReadyError, LaunchError, MissingDependencyError, UnsupportedGPUError
 from rawmla.jit.builder import CompiledKernel, build
-from rawmla.jit.driver import Driver, device_info, get_driver
+from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 
 __all__ = ["Kernel", "get_kernel", "require_supported"]
 
-# CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, 4 bytes of padding, stream
-# @32, attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
+# CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
+# attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
 _CALL = struct.Struct("<7I4xQ")
 _CONFIG_BYTES = 56
 _ATTRIBUTES = struct.Struct("<QI")
@@ -33,14 +33,6 @@ _PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
-def _aligned(size: int, align: int) -> tuple[Any, int]:
-    """Zeroed ctypes memory of ``size`` bytes and its aligned address."""
-    raw = (ctypes.c_char * (size + align))()
-    offset = -ctypes.addressof(raw) % align
-    view = (ctypes.c_char * size).from_buffer(raw, offset)
-    return view, ctypes.addressof(view)
-
-
 class _Slot:
     """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
     at a time."""
@@ -48,8 +40,8 @@ class _Slot:
     __slots__ = ("_keep", "argument", "config", "config_ref", "context", "context_ref", "params")
 
     def __init__(self, param_bytes: int, cluster: tuple[int, int, int] | None, pdl: bool) -> None:
-        config, config_address = _aligned(_CONFIG_BYTES, 16)
-        attributes, attributes_address = _aligned(2 * _ATTRIBUTE_BYTES, 16)
+        config, config_address = aligned_buffer(_CONFIG_BYTES, 16)
+        attributes, attributes_address = aligned_buffer(2 * _ATTRIBUTE_BYTES, 16)
         count = 0
         if cluster is not None:
             _CLUSTER.pack_into(attributes, 0, _ID_CLUSTER_DIMENSION, *cluster)
@@ -58,7 +50,7 @@ class _Slot:
             _PDL.pack_into(attributes, count * _ATTRIBUTE_BYTES, _ID_PROGRAMMATIC_STREAM_SERIALIZATION, 1)
             count += 1
         _ATTRIBUTES.pack_into(config, _ATTRIBUTES_AT, attributes_address if count else 0, count)
-        params, params_address = _aligned(param_bytes, _PARAMS_ALIGN)
+        params, params_address = aligned_buffer(param_bytes, _PARAMS_ALIGN)
         pointers = (ctypes.c_void_p * 1)(params_address)
         self._keep = (attributes, params, pointers)
         self.config = config
@@ -148,8 +140,9 @@ class Kernel:
             slot = self._new_slot(params, cluster, pdl)
         try:
             slot.params[:] = params
+            grid_x, grid_y, grid_z = grid
             _CALL.pack_into(
-                slot.config, 0, grid[0], grid[1], grid[2], self._threads, 1, 1, self._smem_bytes, stream
+                slot.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
             )
             self._get_context(slot.context_ref)
             if slot.context.value == self._context:
@@ -175,11 +168,12 @@ class Kernel:
     def _bad_arguments(self, grid: object, params: bytes, stream: object, error: Exception) -> Exception:
         if len(params) != self._param_bytes:
             return ValueError(
-                f"params: {self.spec.label} takes a struct of {self._param_bytes} bytes, got {len(params)} bytes"
+                f"params: expected the {self._param_bytes} bytes of the struct that {self.spec.label} takes, "
+                f"got {len(params)} bytes"
             )
         return ValueError(
-            f"launch of {self.spec.label}: expected a grid of three non-negative integers and a stream handle, "
-            f"got {grid!r} and {stream!r} ({error})"
+            f"launch of {self.spec.label}: expected a grid of three non-negative integers and a stream "
+            f"handle, got {grid!r} and {stream!r} ({error})"
         )
 
 
@@ -206,7 +200,7 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: bool = False) -> Ker
     device : int
         Device ordinal.
     capturing : bool
-        True while the caller's stream is being captured into a CUDA graph; nothing is compiled or loaded then.
+        True while the caller's stream is captured into a CUDA graph; nothing is compiled or loaded then.
 
     Raises
     ------
@@ -220,9 +214,9 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: bool = False) -> Ker
         return kernel
     if capturing:
         raise KernelNotReadyError(
-            f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or loaded "
-            f"while a CUDA graph is captured: call rawmla.warmup(device={device}), or the same function once "
-            "outside the capture, before it"
+            f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
+            f"loaded while a CUDA graph is captured: call rawmla.warmup(device={device}), or the same "
+            "function once, before the capture"
         )
     with _load_mutex:
         kernel = _kernels.get((spec, device))
@@ -238,8 +232,8 @@ def require_supported(device: int) -> None:
     if info.compute_capability != (9, 0):
         major, minor = info.compute_capability
         raise UnsupportedGPUError(
-            f"device {device} ({info.name}) has compute capability {major}.{minor}; the kernels of rawmla use "
-            "instructions that exist on 9.0 only (H100, H200, GH200)"
+            f"device {device} ({info.name}) has compute capability {major}.{minor}; the kernels of rawmla "
+            "use instructions that exist on 9.0 only (H100, H200, GH200)"
         )
 
 
@@ -284,7 +278,5 @@ def _param_bytes(driver: Driver, function: ctypes.c_void_p) -> int | None:
     if not driver.has("cuFuncGetParamInfo"):
         return None
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    driver.call(
-        "cuFuncGetParamInfo", function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)
-    )
+    driver.call("cuFuncGetParamInfo", function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size))
     return size.value

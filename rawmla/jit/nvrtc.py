@@ -12,7 +12,7 @@ from rawmla.errors import MissingDependencyError, NVRTCNotFoundError, RawMLAErro
 from rawmla.jit.sources import SourceSet
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["NVRTCResult", "compile_source", "compiler_options", "version"]
+__all__ = ["NVRTCResult", "compile_source", "compiler_options", "library_path", "version"]
 
 # Every numeric or code-generating flag is here and nowhere else. ptxas takes one option per flag.
 _BASE_OPTIONS = (
@@ -105,6 +105,16 @@ def _version() -> str:
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return found.group(1).decode() if found else f"{major}.{minor}"
+
+
+def library_path() -> str | None:
+    """File of the NVRTC library in use; None before `version` has loaded it."""
+    try:
+        with open("/proc/self/maps") as maps:
+            found = re.search(r"/\S*libnvrtc\.so\S*", maps.read())
+    except OSError:
+        return None
+    return found.group(0) if found else None
 
 
 def compile_source(source: SourceSet, options: tuple[str, ...]) -> NVRTCResult:

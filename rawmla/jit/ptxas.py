@@ -39,7 +39,9 @@ def problems(log: str) -> list[str]:
     if not _REGISTERS.search(log) or not _FRAME.search(log):
         found.append("the log has no ptxas resource report, so spills cannot be ruled out")
     if used["spill_stores"] or used["spill_loads"]:
-        found.append(f"register spills: {used['spill_stores']} bytes stored, {used['spill_loads']} bytes loaded")
+        found.append(
+            f"register spills: {used['spill_stores']} bytes stored, {used['spill_loads']} bytes loaded"
+        )
     if used["local_bytes"]:
         found.append(f"local memory: {used['local_bytes']} bytes of stack frame")
     return found

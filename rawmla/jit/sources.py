@@ -70,7 +70,9 @@ def collect(root: Path, kernel: str) -> SourceSet:
     try:
         main = (root / main_name).read_bytes()
     except OSError as error:
-        raise RawMLAError(f"kernel {kernel!r} has no source file {root / main_name} ({error.strerror})") from None
+        raise RawMLAError(
+            f"kernel {kernel!r} has no source file {root / main_name} ({error.strerror})"
+        ) from None
     headers: dict[str, bytes] = {}
     pending = [main]
     while pending:

@@ -7,8 +7,7 @@ import functools
 from typing import Literal
 
 from rawmla.errors import LaunchError
-from rawmla.jit.driver import get_driver
-from rawmla.jit.launch import _aligned
+from rawmla.jit.driver import aligned_buffer, get_driver
 
 __all__ = ["TENSOR_MAP_BYTES", "tensor_map"]
 
@@ -61,13 +60,15 @@ def tensor_map(
     )
     rank = len(dims)
     if not 1 <= rank <= _MAX_RANK or len(strides_bytes) != rank - 1 or len(box) != rank:
-        raise ValueError(f"tensor_map: expected rank 1 to 5, rank - 1 strides and a box of that rank, got {fields}")
+        raise ValueError(
+            f"tensor_map: expected rank 1 to 5, rank - 1 strides and a box of the same rank, got {fields}"
+        )
     try:
         codes = _DTYPES[dtype], _SWIZZLES[swizzle], _L2_PROMOTIONS[l2_promotion]
     except KeyError as error:
         raise ValueError(f"tensor_map: unknown name {error} in {fields}") from None
     driver = get_driver()
-    memory, address = _aligned(TENSOR_MAP_BYTES, 128)
+    memory, address = aligned_buffer(TENSOR_MAP_BYTES, 128)
     try:
         driver.call(
             "cuTensorMapEncodeTiled",
