@@ -1,0 +1,357 @@
+"""Arrays of the caller's framework, seen as pointers, shapes and strides.
+
+This is the only module that knows torch, CuPy or DLPack. Neither framework is imported for somebody who
+does not use it: torch and CuPy are looked up in `sys.modules`, where the module of any array that reaches
+us already is. A DLPack array of another library is taken over by CuPy without a copy, so results computed
+from such a `q` are CuPy arrays.
+
+Reading an array is on the path of every call (about half a microsecond each for torch), hence a table from
+the array's class to a reader function, plain tuples, and no work that only a failure needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from .errors import MissingDependencyError
+
+_DLPACK_CPU = 1  # kDLCPU
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_ALLOCATION_ALIGNMENT = 256  # bytes; what every CUDA allocator gives
+
+
+class Framework(Protocol):
+    """What a call needs of the framework of its arrays.
+
+    `device` is a CUDA ordinal, `dtype` a name such as "bfloat16".
+    """
+
+    name: str
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """A new contiguous array from the framework's allocator on its current stream, not filled."""
+
+    def empty_with_scratch(
+        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
+    ) -> tuple[Any, Any]:
+        """A new array, and uint8 scratch that stays valid for as long as a graph captured here may run."""
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """A contiguous copy of the argument `name`, made on the framework's current stream."""
+
+    def fill(self, array: Any, value: int) -> None:
+        """Set every element, on the framework's current stream."""
+
+    def pointer(self, array: Any) -> int:
+        """Device address of the first element."""
+
+    def current_stream(self, device: int) -> int:
+        """Handle of the framework's current stream on `device`."""
+
+    def is_capturing(self, device: int) -> bool:
+        """Whether that stream is being captured into a CUDA graph."""
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
+
+
+class ArrayView(NamedTuple):
+    """One array argument: strides in elements, dtype by name, CUDA ordinal, and the array that owns it."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+    framework: Framework
+    array: Any
+
+
+Reader = Callable[[Any, str], ArrayView]
+
+_new_view = partial(tuple.__new__, ArrayView)  # skips NamedTuple's Python-level __new__
+
+
+class TorchFramework:
+    """torch: its caching allocator, its current stream per device, its graph-private pools."""
+
+    name = "torch"
+    keeps_captured_memory = True
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._empty = torch.empty
+        self._dtype_of_name = {
+            name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int32", "uint8")
+        }
+        self._name_of_dtype: dict[Any, str] = {dtype: name for name, dtype in self._dtype_of_name.items()}
+        self._devices: dict[int, Any] = {}
+        self._queries: dict[int, Callable[[], bool]] = {}
+        # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.current_stream: Callable[[int], int] = raw_stream or (
+            lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+        )
+        self.pointer: Callable[[Any], int] = torch.Tensor.data_ptr
+
+    def read(self, x: Any, name: str) -> ArrayView:
+        """View of a torch tensor; `name` is the argument's, for the error text."""
+        try:
+            if not x.is_cuda:
+                raise ValueError(
+                    f"{name}: expected a tensor in CUDA memory, got a torch tensor on device {x.device}"
+                )
+            dtype = x.dtype
+            return _new_view(
+                (
+                    x.data_ptr(),
+                    x.shape,
+                    x.stride(),
+                    self._name_of_dtype.get(dtype) or str(dtype).removeprefix("torch."),
+                    x.get_device(),
+                    self,
+                    x,
+                )
+            )
+        except (
+            RuntimeError
+        ) as error:  # sparse, nested and fake tensors have no strides or no memory of their own
+            raise TypeError(
+                f"{name}: expected a dense torch tensor with memory, got {type(x).__name__} ({error})"
+            ) from error
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """See `Framework.empty`."""
+        torch_device = self._devices.get(device)
+        if torch_device is None:
+            torch_device = self._devices[device] = self._torch.device("cuda", device)
+        return self._empty(shape, dtype=self._dtype_of_name[dtype], device=torch_device)
+
+    def empty_with_scratch(
+        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
+    ) -> tuple[Any, Any]:
+        """See `Framework.empty_with_scratch`; torch keeps what a capture allocates in a pool of the graph."""
+        return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.contiguous_copy`; not part of any autograd graph."""
+        return array.detach().clone(memory_format=self._torch.contiguous_format)
+
+    def fill(self, array: Any, value: int) -> None:
+        """See `Framework.fill`."""
+        array.fill_(value)
+
+    def is_capturing(self, device: int) -> bool:
+        """See `Framework.is_capturing`."""
+        cuda = self._torch.cuda
+        with cuda.device(device):
+            return bool(cuda.is_current_stream_capturing())
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """See `Framework.capture_query`."""
+        query = self._queries.get(device)
+        if query is None:
+            query = self._queries[device] = partial(self.is_capturing, device)
+        return query
+
+
+class CupyFramework:
+    """CuPy: its memory pool and its current stream per device.
+
+    The pool has no notion of a graph: memory that is freed after a capture may be handed to somebody else
+    while the graph still writes to it. Scratch of a captured call is therefore part of the allocation of
+    one of the call's outputs.
+    """
+
+    name = "cupy"
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._get_device = cupy.cuda.runtime.getDevice
+        self._get_stream = cupy.cuda.get_current_stream
+        self._name_of_dtype: dict[Any, str] = {}
+        self._dtype_of_name: dict[str, Any] = {}
+        self._queries: dict[int, Callable[[], bool]] = {}
+
+    def read(self, x: Any, name: str) -> ArrayView:
+        """View of a CuPy array; `name` is the argument's, for the error text."""
+        dtype = x.dtype
+        dtype_name = self._name_of_dtype.get(dtype)
+        if dtype_name is None:
+            dtype_name = self._name_of_dtype[dtype] = dtype.name
+        itemsize = x.itemsize
+        strides = x.strides
+        for stride in strides:
+            if stride % itemsize:
+                raise ValueError(
+                    f"{name}: expected strides that are multiples of the element ({itemsize} bytes), "
+                    f"got {strides} bytes"
+                )
+        data = x.data
+        return _new_view(
+            (data.ptr, x.shape, tuple([s // itemsize for s in strides]), dtype_name, data.device_id, self, x)
+        )
+
+    def take(self, x: Any, name: str) -> ArrayView:
+        """View of another library's DLPack array: no copy, and ordered after the work of that library."""
+        return self.read(self._cupy.from_dlpack(x), name)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """See `Framework.empty`."""
+        if self._get_device() == device:
+            return self._cupy.empty(shape, self._dtype(dtype))
+        with self._on(device):
+            return self._cupy.empty(shape, self._dtype(dtype))
+
+    def empty_with_scratch(
+        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
+    ) -> tuple[Any, Any]:
+        """See `Framework.empty_with_scratch`; in a capture the scratch lives as long as the array does."""
+        if not self.is_capturing(device):
+            return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
+        array_bytes = prod(shape) * self._dtype(dtype).itemsize
+        start = -(-array_bytes // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
+        buffer = self.empty((start + scratch_bytes,), "uint8", device)
+        return self._cupy.ndarray(shape, self._dtype(dtype), memptr=buffer.data), buffer[start:]
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.contiguous_copy`."""
+        device = array.data.device_id
+        if self.is_capturing(device):
+            raise ValueError(
+                f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, a 16-byte aligned array with "
+                "strides that are positive multiples of 8 elements (a copy made now would not outlive the "
+                f"capture), got address {array.data.ptr:#x}, strides {array.strides} bytes"
+            )
+        with self._on(device):
+            return array.copy(order="C")
+
+    def fill(self, array: Any, value: int) -> None:
+        """See `Framework.fill`."""
+        with self._on(array.data.device_id):
+            array.fill(value)
+
+    def pointer(self, array: Any) -> int:
+        """See `Framework.pointer`."""
+        return int(array.data.ptr)
+
+    def current_stream(self, device: int) -> int:
+        """See `Framework.current_stream`."""
+        return int(self._get_stream(device).ptr)
+
+    def is_capturing(self, device: int) -> bool:
+        """See `Framework.is_capturing`."""
+        return bool(self._get_stream(device).is_capturing())
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """See `Framework.capture_query`."""
+        query = self._queries.get(device)
+        if query is None:
+            query = self._queries[device] = partial(self.is_capturing, device)
+        return query
+
+    def _on(self, device: int) -> AbstractContextManager[Any]:
+        return self._cupy.cuda.Device(device)
+
+    def _dtype(self, name: str) -> Any:
+        dtype = self._dtype_of_name.get(name)
+        if dtype is None:
+            if name == "bfloat16":
+                import ml_dtypes  # a bfloat16 CuPy array exists, so this is installed
+
+                dtype = self._cupy.dtype(ml_dtypes.bfloat16)
+            else:
+                dtype = self._cupy.dtype(name)
+            self._dtype_of_name[name] = dtype
+        return dtype
+
+
+class _Readers(dict[type, Reader]):
+    """Class of an array -> the function that reads it; filled in as classes are met."""
+
+    def __missing__(self, cls: type) -> Reader:
+        reader = _find_reader(cls)
+        if reader is None:
+            return _reject
+        self[cls] = reader
+        return reader
+
+
+READERS = _Readers()
+"""`READERS[type(x)](x, name)` is `inspect(x, name)` without the function call around it."""
+
+_frameworks: dict[str, Any] = {}
+
+
+def inspect(x: Any, name: str) -> ArrayView:
+    """View of an array argument.
+
+    Args:
+        x: a torch CUDA tensor, a CuPy array, or any object with `__dlpack__` and `__dlpack_device__` in
+        CUDA memory. name: the argument's name, which starts the text of every error.
+
+    Raises:
+        TypeError: `x` is no such array.
+        ValueError: `x` is in CPU memory.
+        MissingDependencyError: `x` is a DLPack array of another library and CuPy is not installed.
+    """
+    return READERS[type(x)](x, name)
+
+
+def _find_reader(cls: type) -> Reader | None:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is not None and issubclass(cls, tensor):
+        return _torch().read
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if ndarray is not None and issubclass(cls, ndarray):
+        return _cupy().read
+    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
+        return _read_dlpack
+    return None
+
+
+def _torch() -> TorchFramework:
+    if "torch" not in _frameworks:
+        _frameworks["torch"] = TorchFramework(sys.modules["torch"])
+    return _frameworks["torch"]
+
+
+def _cupy() -> CupyFramework:
+    if "cupy" not in _frameworks:
+        import cupy
+
+        _frameworks["cupy"] = CupyFramework(cupy)
+    return _frameworks["cupy"]
+
+
+def _read_dlpack(x: Any, name: str) -> ArrayView:
+    device_type = int(x.__dlpack_device__()[0])
+    if device_type not in _DLPACK_CUDA:
+        raise ValueError(
+            f"{name}: expected an array in CUDA memory, got {_class_name(x)} in "
+            + ("CPU memory" if device_type == _DLPACK_CPU else f"memory of DLPack device type {device_type}")
+        )
+    try:
+        framework = _cupy()
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed: "
+            "pip install 'rawmla[cu12]' (or 'rawmla[cu13]')"
+        ) from error
+    return framework.take(x, name)
+
+
+def _reject(x: Any, name: str) -> ArrayView:
+    raise TypeError(
+        f"{name}: expected a torch tensor, CuPy array or DLPack array in CUDA memory, got {_class_name(x)}"
+    )
+
+
+def _class_name(x: Any) -> str:
+    cls = type(x)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,535 @@
+"""Decoding over a paged MLA cache: the scheduling plan and the attention call.
+
+`flash_mla_with_kvcache` and `get_mla_metadata` keep the names, order and meaning of FlashMLA's arguments.
+They check what the host can see, allocate outputs in the caller's framework and hand plain addresses and
+numbers to `rawmla.kernels`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import checks, jit
+from .arrays import READERS, ArrayView, Framework, inspect
+from .kernels import dense_decode, metadata
+
+__all__ = ["FlashMLASchedMeta", "SchedConfig", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+_DEFAULT_SCALE = {d_qk: d_qk**-0.5 for d_qk in checks.D_QK}
+_D_V = checks.D_V
+
+
+@dataclass(slots=True)
+class SchedConfig:
+    """The call that a `FlashMLASchedMeta` was filled for; every field must match when it is used again.
+
+    `h_k` is the number of KV heads (`h_kv`). `topk` and the `extra_*` fields are None for dense decoding.
+    """
+
+    b: int
+    s_q: int
+    h_q: int
+    page_block_size: int
+    h_k: int
+    causal: bool
+    is_fp8_kvcache: bool = False
+    topk: int | None = None
+    extra_page_block_size: int | None = None
+    extra_topk: int | None = None
+    enable_batch_invariant: bool = False
+
+
+@dataclass(eq=False)
+class FlashMLASchedMeta:
+    """A scheduling plan: the first decode call with it computes it, later ones of the same kind reuse it.
+
+    Lengths are not part of the configuration: when `cache_seqlens` changes, take a new object, or recompute
+    this one in place with `get_mla_metadata(..., out=plan)`. All fields may be written from outside; a
+    caller with a scheduler of its own sets the two arrays before the first call. One object must not be
+    filled by two threads at once.
+
+    Attributes
+    ----------
+    have_initialized : bool
+        True once a decode call has filled the object.
+    config : SchedConfig or None
+        The configuration it was filled for.
+    tile_scheduler_metadata : array or None
+        int32 `[num_sm_parts, 8]`, one row per part: begin_req, end_req (inclusive), begin_block, end_block
+        (exclusive), begin_split, first request is split, last request is split, pad. Blocks are 64 tokens.
+        A part is idle when begin_req >= b, begin > end or begin < 0. (Plans passed as bare tensors have
+        another order: see `get_mla_metadata`.)
+    num_splits : array or None
+        int32 `[>= b + 1]`, exclusive prefix sum of the number of splits per request.
+    enable_batch_invariant : bool
+        The plan is to be batch-invariant (see `get_mla_metadata`).
+    """
+
+    have_initialized: bool = False
+    config: SchedConfig | None = None
+    tile_scheduler_metadata: Any = None
+    num_splits: Any = None
+    enable_batch_invariant: bool = False
+
+
+def get_mla_metadata(
+    cache_seqlens: Any = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
+    enable_batch_invariant: bool = False,
+    out: Any = None,
+) -> tuple[Any, Any]:
+    """Plan how a decode call spreads its KV blocks over the GPU.
+
+    Without arguments (`enable_batch_invariant` aside) returns `(FlashMLASchedMeta(), None)`: an empty plan
+    that the first decode call fills on the device. With arguments the plan is computed now, on the device,
+    into two tensors.
+
+    Parameters
+    ----------
+    cache_seqlens : array
+        int32 `[b]`, contiguous, on the GPU: KV tokens per request, 0 and up. b is at most 16384.
+    num_q_tokens_per_head_k : int
+        `s_q * h_q // h_kv`. `num_heads_per_head_k` is the older name of the same argument.
+    num_heads_k : int
+        `h_kv`.
+    num_heads_q : int, optional
+        `h_q`. None: `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1; the plan is the same.
+    is_fp8_kvcache, topk
+        Of sparse decoding, which this version does not have: False and None.
+    num_heads_per_head_k : int, optional
+        See `num_q_tokens_per_head_k`; give one of the two.
+    enable_batch_invariant : bool
+        Split every request by its own length alone, so that its result has the same bits in any batch. A
+        plan of bare tensors needs `enable_batch_invariant=True` on the decode call too, which sizes its
+        scratch by it; a `FlashMLASchedMeta` remembers it.
+    out : pair of arrays or FlashMLASchedMeta, optional
+        A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or a
+        filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
+        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for. Between replays
+        of a captured CUDA graph this updates the plan that the graph reads.
+
+    Returns
+    -------
+    tile_scheduler_metadata : array or FlashMLASchedMeta
+        int32 `[num_sm_parts, 8]` in the framework of `cache_seqlens`, one row per part: begin_req,
+        begin_block (of 64 tokens), end_req (inclusive), end_block (exclusive), begin_split, 3 more of the
+        library's own. Any consumer may copy it; a decode call takes any number of rows. `out` if that was
+        given.
+    num_splits : array or None
+        int32 `[b + 1]`, exclusive prefix sum of splits per request. None with a `FlashMLASchedMeta`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, dtype, shape or device; raised before anything is launched.
+    NotImplementedError
+        An argument of sparse decoding was given.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Allocates the two arrays (unless `out` is given) with the caller's framework and enqueues one kernel on
+    its current stream. Never synchronises; legal inside a CUDA-graph capture once `rawmla.warmup` has
+    loaded the kernel. The row layout is FlashMLA's (github.com/deepseek-ai/FlashMLA).
+    """
+    batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
+    checks.refuse_sparse(is_fp8_kvcache, topk=topk)
+    if num_heads_per_head_k is not None:
+        if num_q_tokens_per_head_k is not None:
+            raise TypeError(
+                "num_heads_per_head_k: expected None when num_q_tokens_per_head_k, its newer name, is given, "
+                f"got {num_heads_per_head_k!r}"
+            )
+        num_q_tokens_per_head_k = num_heads_per_head_k
+    if cache_seqlens is None and num_q_tokens_per_head_k is num_heads_k is num_heads_q is out is None:
+        return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+
+    lengths = inspect(cache_seqlens, "cache_seqlens")
+    ptr, shape, strides, dtype, device, framework, _ = lengths
+    if dtype != "int32":
+        raise TypeError(f"cache_seqlens: expected dtype int32, got {dtype}")
+    if len(shape) != 1:
+        raise ValueError(f"cache_seqlens: expected shape [b], got {list(shape)}")
+    b = shape[0]
+    if b > metadata.MAX_BATCH:
+        raise ValueError(f"cache_seqlens: expected at most {metadata.MAX_BATCH} requests, got {b}")
+    if b > 1 and strides[0] != 1:
+        raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
+    h_kv = checks.as_count("num_heads_k", num_heads_k)
+    rows_q = checks.as_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k) * h_kv
+    h_q = rows_q if num_heads_q is None else checks.as_count("num_heads_q", num_heads_q)
+    if h_q % h_kv or rows_q % h_q:
+        raise ValueError(
+            "num_heads_q: expected a multiple of num_heads_k that divides num_q_tokens_per_head_k * "
+            f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
+        )
+
+    if out is None:
+        num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, rows_q // h_q, h_q, h_kv)
+        plan = None
+        tiles, splits = _empty_plan(framework, num_parts, b, device)
+        tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
+    else:
+        plan = out if isinstance(out, FlashMLASchedMeta) else None
+        if plan is not None:
+            tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
+            batch_invariant = batch_invariant or plan.enable_batch_invariant
+            if tiles is None or splits is None:
+                raise ValueError(
+                    "out: expected a FlashMLASchedMeta that a decode call has filled, got an empty one"
+                )
+        elif isinstance(out, (tuple, list)) and len(out) == 2:
+            tiles, splits = out
+        else:
+            raise TypeError(
+                "out: expected a pair (tile_scheduler_metadata, num_splits) or a FlashMLASchedMeta, "
+                f"got {type(out).__name__}"
+            )
+        tiles_view, splits_view = inspect(tiles, "out[0]"), inspect(splits, "out[1]")
+        num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "cache_seqlens")
+        tiles_ptr, splits_ptr = tiles_view.ptr, splits_view.ptr
+
+    if b:
+        metadata.launch(
+            device=device,
+            stream=framework.current_stream(device),
+            capturing=framework.capture_query(device),
+            cache_seqlens=ptr,
+            b=b,
+            num_parts=num_parts,
+            sched_meta=tiles_ptr,
+            num_splits=splits_ptr,
+            object_layout=plan is not None,
+            batch_invariant=batch_invariant,
+        )
+    else:
+        framework.fill(tiles, -1)  # begin < 0: every part idle, whatever the batch of the call that reads it
+        framework.fill(splits, 0)
+    return (tiles, splits) if plan is None else (plan, None)
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+    out: Any = None,
+    enable_batch_invariant: bool = False,
+) -> tuple[Any, Any]:
+    """Attention of s_q query tokens per request over a paged MLA cache; its first 512 columns are the values.
+
+    For every request and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`, with K the request's
+    `cache_seqlens` rows of the cache. Scores, softmax and sums are float32; probabilities are rounded to
+    the cache's dtype before the second product.
+
+    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory (taken
+    over by CuPy, which then also holds the results); no input is copied but for the one case named under
+    `q`. All are on the device of `q`, which need not be the current one. Arrays of two frameworks in one
+    call need the same current stream in both. Strides are in elements.
+
+    Parameters
+    ----------
+    q : array
+        `[b, s_q, h_q, d_qk]`, bfloat16 or float16, d_qk 576 or 512, last dimension contiguous, other
+        strides free. Any h_q that is a multiple of h_kv. When its address is not a multiple of 16 bytes, or
+        a stride is not a positive multiple of 8, a contiguous copy is made on the same stream.
+    k_cache : array
+        `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
+        multiple of 64. Address a multiple of 16 bytes, last dimension contiguous, other strides multiples
+        of 8.
+    block_table : array
+        int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request, in
+        order. Entries past a request's length are never read into the result. An entry outside `0 ..
+        num_blocks - 1` within the length is undefined, and so is a length above `max_blocks *
+        page_block_size`.
+    cache_seqlens : array
+        int32 `[b]`, contiguous: KV tokens per request, 0 and up.
+    head_dim_v : int
+        512.
+    tile_scheduler_metadata : FlashMLASchedMeta or array
+        The plan of `get_mla_metadata`. An object is filled by the first call with it, and checked by later
+        calls. A tensor is int32 `[n, 8]`, any n >= 1, contiguous, 16-byte aligned, in the row layout of
+        `get_mla_metadata`'s tensors.
+    num_splits : array, optional
+        int32 `[>= b + 1]`, contiguous, with a tensor plan; None with an object.
+    softmax_scale : float, optional
+        Finite and positive. None: `d_qk ** -0.5`.
+    causal : bool
+        Query token j of s_q sees keys `0 .. cache_seqlens - s_q + j`. With s_q == 1 it changes nothing.
+    is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
+    extra_topk_length
+        Of sparse decoding, which this version does not have: False and None.
+    out : array, optional
+        `[b, s_q, h_q, 512]` in q's dtype, written and returned. 16-byte aligned, last dimension contiguous,
+        other strides positive multiples of 8 (a slice of the heads of a larger buffer is fine), no element
+        twice. It must not overlap an input.
+    enable_batch_invariant : bool
+        A request's result has the same bits whatever else is in the batch. A plan of tensors must have been
+        made with `get_mla_metadata(enable_batch_invariant=True)`, and both calls need the flag; an object
+        needs it on either.
+
+    Returns
+    -------
+    out : array
+        `[b, s_q, h_q, 512]` in q's dtype, contiguous unless given, in the framework of `q`. 0 in a row with
+        nothing to attend.
+    softmax_lse : array
+        float32 `[b, h_q, s_q]`, contiguous: natural log of the sum of exp of the scaled scores; +inf in a
+        row with nothing to attend.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, a
+        re-used `FlashMLASchedMeta` was filled for another configuration among them. Raised before anything
+        is allocated or launched.
+    NotImplementedError
+        An argument of sparse decoding was given.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Allocates `out`, `softmax_lse` and, when requests can be split, float32 scratch, all with the framework
+    of `q`, and enqueues at most three kernels (plan of an empty object, attention, combine) on its current
+    stream. Never synchronises. Nothing is launched for b == 0 or s_q == 0. The same call twice gives the
+    same bits. There is no autograd: results carry no graph.
+
+    Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
+    kernel that `rawmla.warmup` has not loaded is a `KernelNotReadyError`. The plan of an empty object is
+    computed inside the graph, so replays follow lengths that changed in place. CuPy has no graph pools:
+    keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
+    copy.
+
+    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA).
+    """
+    if (
+        is_fp8_kvcache is not False
+        or indices is not None
+        or attn_sink is not None
+        or extra_k_cache is not None
+        or extra_indices_in_kvcache is not None
+        or topk_length is not None
+        or extra_topk_length is not None
+    ):
+        checks.refuse_sparse(
+            is_fp8_kvcache,
+            indices=indices,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+        )
+    if head_dim_v.__class__ is not int or head_dim_v != _D_V:
+        checks.check_head_dim_v(head_dim_v)
+    if causal is not False and causal is not True:
+        causal = checks.as_bool("causal", causal)
+    if enable_batch_invariant is not False and enable_batch_invariant is not True:
+        enable_batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
+
+    q_view = READERS[type(q)](q, "q")
+    k_view = READERS[type(k_cache)](k_cache, "k_cache")
+    table_view = READERS[type(block_table)](block_table, "block_table")
+    lengths_view = READERS[type(cache_seqlens)](cache_seqlens, "cache_seqlens")
+    b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks = checks.dense_sizes(
+        q_view, k_view, table_view, lengths_view
+    )
+    q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), dtype, device, framework, _ = q_view
+    k_ptr, _, (k_stride_block, k_stride_token, k_stride_head, _), _, _, _, _ = k_view
+    if (
+        (k_ptr & 15)
+        or (steps := k_stride_block | k_stride_token | k_stride_head) & 7
+        or steps < 0
+        or not (k_stride_block and k_stride_token and k_stride_head)
+    ):
+        k_stride_block, k_stride_token, k_stride_head, _ = _k_cache_strides(k_view)
+    if softmax_scale is None:
+        softmax_scale = _DEFAULT_SCALE[d_qk]
+    else:
+        softmax_scale = checks.as_softmax_scale(softmax_scale)
+    if out is not None:
+        out_view = READERS[type(out)](out, "out")
+        out_stride_b, out_stride_s, out_stride_h, _ = checks.out_strides(out_view, q_view)
+        out_ptr = out_view.ptr
+
+    plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+    if plan is None:
+        if num_splits is None:
+            raise ValueError(
+                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+            )
+        tiles, splits = tile_scheduler_metadata, num_splits
+    else:
+        if num_splits is not None:
+            raise ValueError(
+                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
+                f"{type(num_splits).__name__}"
+            )
+        enable_batch_invariant = enable_batch_invariant or plan.enable_batch_invariant
+        if plan.have_initialized:
+            checks.check_config(
+                plan.config, b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant
+            )
+        tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
+    if plan is None or tiles is not None:
+        tiles_view = READERS[type(tiles)](tiles, "tile_scheduler_metadata")
+        splits_view = READERS[type(splits)](splits, "num_splits")
+        num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "q")
+        tiles_ptr = tiles_view.ptr
+        splits_ptr = splits_view.ptr
+    elif splits is not None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
+        )
+    elif b > metadata.MAX_BATCH:
+        raise ValueError(f"q: expected at most {metadata.MAX_BATCH} requests for a plan, got {b}")
+
+    if not b or not s_q:
+        if out is None:
+            out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+        return out, framework.empty((b, h_q, s_q), "float32", device)
+
+    stream = framework.current_stream(device)
+    capturing = framework.capture_query(device)
+    if (
+        (q_ptr & 15)
+        or (steps := q_stride_b | q_stride_s | q_stride_h) & 7
+        or steps < 0
+        or not (q_stride_b and q_stride_s and q_stride_h)
+    ):
+        q_view = _q_for_kernel(q_view)
+        q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), _, _, _, _ = q_view
+    if plan is not None and (tiles is None or not plan.have_initialized):
+        config = SchedConfig(
+            b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
+        )
+        if tiles is None:
+            tiles_ptr, num_parts, splits_ptr = _fill_plan(plan, config, lengths_view, framework)
+        plan.config = config
+        plan.have_initialized = True
+    if out is None:
+        out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+        out_ptr = framework.pointer(out)
+        out_stride_h = _D_V
+        out_stride_s = h_q * _D_V
+        out_stride_b = s_q * out_stride_s
+    scratch_bytes = dense_decode.scratch_bytes(
+        num_parts, b, s_q, h_q, max_blocks * page_block_size, enable_batch_invariant
+    )
+    if scratch_bytes:
+        lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", scratch_bytes, device)
+        scratch_ptr = framework.pointer(scratch)
+    else:
+        lse = framework.empty((b, h_q, s_q), "float32", device)
+        scratch_ptr = 0
+    # By position, in a third of the time that keywords take; tests/test_validation.py checks the order.
+    dense_decode.launch(
+        dense_decode.DenseDecodeArgs(
+            device,
+            stream,
+            capturing,
+            dtype,
+            b,
+            s_q,
+            h_q,
+            h_kv,
+            d_qk,
+            page_block_size,
+            num_blocks,
+            q_ptr,
+            q_stride_b,
+            q_stride_s,
+            q_stride_h,
+            k_ptr,
+            k_stride_block,
+            k_stride_token,
+            k_stride_head,
+            table_view.ptr,
+            table_view.strides[0],
+            lengths_view.ptr,
+            tiles_ptr,
+            num_parts,
+            splits_ptr,
+            plan is not None,
+            enable_batch_invariant,
+            out_ptr,
+            out_stride_b,
+            out_stride_s,
+            out_stride_h,
+            framework.pointer(lse),
+            scratch_ptr,
+            softmax_scale,
+            causal and s_q > 1,
+        )
+    )
+    return out, lse
+
+
+def _empty_plan(framework: Framework, num_parts: int, b: int, device: int) -> tuple[Any, Any]:
+    """The two arrays of a plan, not yet computed."""
+    return (
+        framework.empty((num_parts, checks.PLAN_COLUMNS), "int32", device),
+        framework.empty((b + 1,), "int32", device),
+    )
+
+
+def _fill_plan(
+    plan: FlashMLASchedMeta, config: SchedConfig, lengths: ArrayView, framework: Framework
+) -> tuple[int, int, int]:
+    """Compute the arrays of an empty object; returns (address of rows, their number, address of splits)."""
+    device = lengths.device
+    num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, config.s_q, config.h_q, config.h_k)
+    tiles, splits = _empty_plan(framework, num_parts, config.b, device)
+    tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
+    metadata.launch(
+        device=device,
+        stream=framework.current_stream(device),
+        capturing=framework.capture_query(device),
+        cache_seqlens=lengths.ptr,
+        b=config.b,
+        num_parts=num_parts,
+        sched_meta=tiles_ptr,
+        num_splits=splits_ptr,
+        object_layout=True,
+        batch_invariant=config.enable_batch_invariant,
+    )
+    plan.tile_scheduler_metadata = tiles
+    plan.num_splits = splits
+    return tiles_ptr, num_parts, splits_ptr
+
+
+def _k_cache_strides(k_cache: ArrayView) -> tuple[int, ...]:
+    """Strides for TMA where the given ones do not fit as they are: a dimension of size 1 may have any."""
+    strides = checks.usable_strides(k_cache.shape, k_cache.strides)
+    if not checks.strides_fit(k_cache.ptr, k_cache.shape, strides):
+        checks.bad_k_cache_strides(k_cache)
+    return strides
+
+
+def _q_for_kernel(q: ArrayView) -> ArrayView:
+    """A view of `q` that 16-byte copies can walk: of a copy, unless only dimensions of size 1 did not fit."""
+    strides = checks.usable_strides(q.shape, q.strides)
+    if checks.strides_fit(q.ptr, q.shape, strides):
+        return q._replace(strides=strides)
+    return inspect(q.framework.contiguous_copy(q.array, "q"), "q")
