@@ -5,7 +5,7 @@ Importing this package is cheap: CuPy, cuda-bindings and the driver are touched 
 
 from __future__ import annotations
 
-from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder
+from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder, export
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.driver import DeviceInfo, device_info
 from rawmla.jit.launch import Kernel, get_kernel, require_supported
@@ -23,6 +23,7 @@ __all__ = [
     "build",
     "default_builder",
     "device_info",
+    "export",
     "get_kernel",
     "require_supported",
     "tensor_map",

@@ -20,7 +20,7 @@ from rawmla.jit.entry import entry_name, read_entry, untrusted_reason, write_ent
 from rawmla.jit.sources import SourceSet, collect, find_source_root
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["Builder", "CompiledKernel", "build", "default_builder"]
+__all__ = ["Builder", "CompiledKernel", "build", "default_builder", "export"]
 
 FORMAT = 1  # of keys and entries; a change makes every older entry a miss
 DEFAULT_CACHE_MB = 256
@@ -65,7 +65,7 @@ class Builder:
         Folder that has ``kernels/<name>.cu`` and the headers.
     cache : DiskCache
     prebuilt : Path or None
-        Folder that `export` wrote, looked at first.
+        Folder that `export` wrote to, looked at first.
     """
 
     def __init__(self, source_root: Path, cache: DiskCache, prebuilt: Path | None = None) -> None:
@@ -101,19 +101,6 @@ class Builder:
             if found is not None:
                 return found
             return self._compile(spec, sources, options, source_key, key)
-
-    def export(self, spec: KernelSpec, folder: Path) -> Path:
-        """Build ``spec`` and write it to ``folder`` for `prebuilt`; returns the entry. Raises ``OSError``.
-
-        Entries are found again by kernel, defines, options and source contents, not by compiler version, so
-        a machine with another NVRTC, or none, loads exactly this code.
-        """
-        compiled = self.build(spec)
-        folder.mkdir(parents=True, exist_ok=True)
-        meta = {name: value for name, value in compiled.meta.items() if name not in _PER_CALL_META}
-        return write_entry(
-            folder, spec.name, meta["source_key"], compiled.cubin, {**meta, "log": compiled.log}
-        )
 
     def _compile(
         self, spec: KernelSpec, sources: SourceSet, options: tuple[str, ...], source_key: str, key: str
@@ -197,7 +184,20 @@ class Builder:
         return None
 
 
-_PER_CALL_META = ("origin", "threads", "dynamic_shared_bytes", "key")
+def export(compiled: CompiledKernel, folder: Path) -> Path:
+    """Write a kernel into a prebuilt folder, creating it; returns the entry. Raises ``OSError``.
+
+    The entry is found again by kernel, defines, options and source contents, not by compiler version, so a
+    machine with another NVRTC, or none, loads exactly this code.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {name: value for name, value in compiled.meta.items() if name not in _META_OF_CALL}
+    meta["log"] = compiled.log
+    return write_entry(folder, compiled.spec.name, meta["source_key"], compiled.cubin, meta)
+
+
+# Not stored: they depend on who asks. `threads` and `dynamic_shared_bytes` are no part of a cubin.
+_META_OF_CALL = ("key", "origin", "threads", "dynamic_shared_bytes")
 
 
 def _compiled(

@@ -121,8 +121,8 @@ def get_driver() -> Driver:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise NoGPUError(
-            f"no NVIDIA driver was found ({error}). Kernels can be compiled here (`python -m rawmla compile`), but "
-            "running them needs a Hopper GPU with its driver; a container has to be given access to the GPU."
+            f"the NVIDIA driver was not found ({error}). Kernels can be compiled here with `python -m rawmla "
+            "compile`, but running them needs a Hopper GPU; a container has to be given access to it."
         ) from None
     driver = Driver(library)
     code = library.cuInit(ctypes.c_uint(0))

@@ -1,0 +1,138 @@
+"""Command line: ``python -m rawmla info`` and ``python -m rawmla compile [--all] [--out DIR]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from rawmla import __version__
+from rawmla.errors import CompileError, RawMLAError
+from rawmla.jit import Builder, CompiledKernel, KernelSpec, default_builder, export
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status: 0, or 1 after an error. Wrong usage exits with 2."""
+    parser = argparse.ArgumentParser(prog="python -m rawmla", description="MLA decoding kernels for Hopper.")
+    parser.add_argument("--version", action="version", version=f"rawmla {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "info",
+        help="what works on this machine, what does not and why",
+        description="What works on this machine, what does not and why: text for a bug report.",
+    )
+    compiling = commands.add_parser(
+        "compile",
+        help="compile the kernels ahead; needs no GPU",
+        description="Compile the kernels into the cache, so that no program waits for it. Needs no GPU.",
+    )
+    compiling.add_argument("--all", action="store_true", help="every variant, not only the common ones")
+    compiling.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="also write the cubins to DIR, for machines that set RAWMLA_CUBIN_DIR=DIR and need no NVRTC then",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.command == "info":
+            return _info()
+        return _compile(every=arguments.all, out=arguments.out)
+    except (RawMLAError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _info() -> int:
+    from rawmla.report import collect
+
+    sections = collect()
+    width = max(len(label) for rows in sections.values() for label, _ in rows)
+    for title, rows in sections.items():
+        print(title)
+        for label, value in rows:
+            print(f"  {label:<{width}}  {value}")
+    return 0
+
+
+def _compile(*, every: bool, out: Path | None) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from rawmla import kernels
+
+    specs = kernels.all_specs() if every else kernels.default_specs()
+    builder = default_builder()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    built: dict[KernelSpec, CompiledKernel] = {}
+    failures: list[CompileError] = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("compiling", total=len(specs))
+        for spec, future in _build_all(builder, specs, out):
+            try:
+                built[spec] = future.result()
+            except CompileError as error:
+                failures.append(error)
+            progress.update(task, advance=1, description=spec.label)
+    for line in _table([built[spec] for spec in specs if spec in built]):
+        print(line)
+    for failure in failures:
+        print(f"\nerror: {failure}", file=sys.stderr)
+    if out is not None:
+        print(f"{len(built)} of {len(specs)} kernels written to {out}")
+    else:
+        kept = sum(kernel.path is not None for kernel in built.values())
+        print(f"{len(built)} of {len(specs)} kernels compiled, {kept} of them kept in {builder.cache.path}")
+        if kept < len(built):
+            return 1  # the cache has said why in a warning
+    return 1 if failures else 0
+
+
+def _build_all(
+    builder: Builder, specs: Sequence[KernelSpec], out: Path | None
+) -> Iterator[tuple[KernelSpec, Future[CompiledKernel]]]:
+    """Build on all cores (NVRTC runs without the interpreter lock); yields in the order of completion."""
+
+    def job(spec: KernelSpec) -> CompiledKernel:
+        compiled = builder.build(spec)
+        if out is not None:
+            export(compiled, out)
+        return compiled
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {pool.submit(job, spec): spec for spec in specs}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _table(kernels: Sequence[CompiledKernel]) -> list[str]:
+    """Aligned text, one line per kernel: registers per thread, bytes per thread or CTA, seconds."""
+    rows = [("kernel", "regs", "spill B", "local B", "smem B", "compile s", "from")]
+    for kernel in kernels:
+        meta = kernel.meta
+        rows.append(
+            (
+                kernel.spec.label,
+                str(meta["registers"]),
+                str(meta["spill_stores"] + meta["spill_loads"]),
+                str(meta["local_bytes"]),
+                str(meta["static_shared_bytes"] + meta["dynamic_shared_bytes"]),
+                f"{meta['compile_seconds']:.2f}",
+                meta["origin"],
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]

@@ -1,0 +1,177 @@
+"""What ``python -m rawmla info`` shows: the machine, the packages, the cache, and what works or why not."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from rawmla import __version__
+from rawmla.errors import MissingDependencyError, RawMLAError, UnsupportedGPUError
+from rawmla.jit import default_builder, device_info, nvrtc, require_supported
+from rawmla.jit.driver import get_driver
+from rawmla.jit.entry import untrusted_reason
+
+__all__ = ["collect"]
+
+Rows = list[tuple[str, str]]
+
+_PACKAGES = (
+    "numpy",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "cupy",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvrtc",
+    "torch",
+    "ml_dtypes",
+)
+
+
+def collect() -> dict[str, Rows]:
+    """Section title to (label, text) rows. Nothing is compiled but NVRTC's own version check."""
+    return {
+        f"rawmla {__version__}": _system(),
+        "packages": _packages(),
+        "GPU": _gpu(),
+        "kernels": _cache(),
+        "what works": _verdicts(),
+    }
+
+
+def _guard(text: Callable[[], str]) -> str:
+    """Result of ``text``, or the reason why there is none: a report must not stop at what it reports."""
+    try:
+        return text()
+    except (RawMLAError, OSError, ValueError) as error:
+        return f"no: {error}"
+
+
+def _system() -> Rows:
+    rows = [("Python", f"{sys.version.split()[0]} on {platform.platform()}")]
+    rows += [(name, value) for name, value in sorted(os.environ.items()) if name.startswith("RAWMLA_")]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        rows.append(("CUDA_VISIBLE_DEVICES", os.environ["CUDA_VISIBLE_DEVICES"]))
+    return rows
+
+
+def _packages() -> Rows:
+    rows = []
+    for name in _PACKAGES:
+        try:
+            rows.append((name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            continue
+    return rows
+
+
+def _gpu() -> Rows:
+    try:
+        driver = get_driver()
+        release = "unknown"
+        proc = Path("/proc/driver/nvidia/version")
+        if proc.is_file():
+            release = proc.read_text().splitlines()[0].partition("Module")[2].split("  ")[1].strip()
+        major, minor = driver.version()
+        rows = [("driver", f"{release}, for CUDA up to {major}.{minor}")]
+        for device in range(driver.device_count()):
+            info = device_info(device)
+            cc_major, cc_minor = info.compute_capability
+            rows.append(
+                (f"device {device}", f"{info.name}, compute {cc_major}.{cc_minor}, {info.sm_count} SMs")
+            )
+        return rows
+    except (RawMLAError, OSError, IndexError) as error:
+        return [("driver", f"none: {error}")]
+
+
+def _cache() -> Rows:
+    def cache() -> str:
+        store = default_builder().cache
+        refusal = store.refusal()
+        if refusal is not None:
+            return f"not used: {refusal}"
+        entries = store.entries()
+        used = sum(size for _, size, _ in entries) / 1e6
+        return f"{store.path} ({len(entries)} entries, {used:.1f} of {store.max_bytes / 1e6:.0f} MB)"
+
+    def prebuilt() -> str:
+        folder = default_builder().prebuilt
+        if folder is None:
+            return "RAWMLA_CUBIN_DIR is not set"
+        reason = untrusted_reason(folder, root_may_own=True)
+        count = len(list(folder.glob("*/kernel.cubin")))
+        return f"not used: {reason}" if reason else f"{folder} ({count} entries)"
+
+    return [
+        ("sources", _guard(lambda: str(default_builder().source_root))),
+        ("NVRTC", _guard(lambda: f"{nvrtc.version()} ({nvrtc.library_path() or 'path unknown'})")),
+        ("cache", _guard(cache)),
+        ("prebuilt", _guard(prebuilt)),
+    ]
+
+
+def _verdicts() -> Rows:
+    def compiling() -> str:
+        return f"yes, with NVRTC {nvrtc.version()}"
+
+    def running() -> str:
+        driver = get_driver()
+        good = []
+        refused = []
+        for device in range(driver.device_count()):
+            try:
+                require_supported(device)
+                good.append(str(device))
+            except UnsupportedGPUError as error:
+                refused.append(str(error))
+        if not good:
+            return f"no: {'; '.join(refused)}"
+        _import("cupy", "loading kernels needs CuPy")
+        where = f"on device {', '.join(good)}"
+        try:
+            toolkit, driver_major = int(nvrtc.version().split(".")[0]), driver.version()[0]
+        except RawMLAError:
+            if default_builder().prebuilt is None:
+                raise
+            return f"only those of RAWMLA_CUBIN_DIR, {where}: NVRTC is missing"
+        if toolkit > driver_major:
+            return (
+                f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "
+                f"install rawmla[cu{driver_major}] instead"
+            )
+        return f"yes, {where}"
+
+    def torch_tensors() -> str:
+        try:
+            return f"yes, torch {metadata.version('torch')}"
+        except metadata.PackageNotFoundError:
+            return "no: torch is not installed (`pip install rawmla[torch]`)"
+
+    def cupy_arrays() -> str:
+        _import("cupy", "CuPy arrays need CuPy")
+        try:
+            _import("ml_dtypes", "")
+        except MissingDependencyError:
+            return "float16 only: bfloat16 needs ml_dtypes (`pip install ml_dtypes`)"
+        return "yes"
+
+    return [
+        ("compile kernels", _guard(compiling)),
+        ("run kernels", _guard(running)),
+        ("torch tensors", _guard(torch_tensors)),
+        ("CuPy arrays", _guard(cupy_arrays)),
+    ]
+
+
+def _import(name: str, purpose: str) -> None:
+    try:
+        __import__(name)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{purpose} ({error}); install `rawmla[cu12]` or `rawmla[cu13]`, whichever fits the driver"
+        ) from error
