@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Benchmark of rawmla's dense decoding and metadata kernels.
 
-On a machine with a Hopper GPU and torch: times every case (or those that --cases selects) next to the ceilings of the same
-run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and compile time, checks the reference, and
-says that nothing was timed.
+On a machine with a Hopper GPU and torch: times every case (or those that --cases selects) next to the
+ceilings of the same run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and
+compile time, checks the reference, and says that nothing was timed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import benchlib
-from benchlib import against, cases, nogpu, plot, report, source
+from benchlib import against, cases, plot, report, source
 
 TERMINAL_WIDTH = 200
 
@@ -61,7 +61,7 @@ def why_no_timing() -> str | None:
         return "No CUDA GPU is visible to PyTorch."
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
-        return f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not 9.0 (Hopper)."
+        return f"{torch.cuda.get_device_name()} has compute capability {capability}, not (9, 0) (Hopper)."
     return None
 
 
@@ -146,7 +146,8 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     chosen = cases.select(cases.all_cases(), options.cases)
     stored = against.load(options.against) if options.against else []
     if os.environ.get("RAWMLA_CUBIN_DIR"):
-        # A kernel that the prebuilt folder lacks would be compiled by another NVRTC, and the figures mislabelled.
+        # A kernel that the prebuilt folder lacks would be compiled by another NVRTC, and the figures
+        # mislabelled.
         warnings.filterwarnings("error", message=".*RAWMLA_CUBIN_DIR")
     result: dict[str, Any] = {"timed": True, "date": datetime.date.today().isoformat(), **environment()}
     result |= {
@@ -155,7 +156,7 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         "replays": options.replays,
     }
     ceilings = [measure.measure_ceilings(options.replays)]
-    with nogpu.progress_bar(console) as progress:
+    with report.progress_bar(console) as progress:
         rows = run_cases(chosen, options, progress, console)
     ceilings.append(measure.measure_ceilings(options.replays))
     result |= {"host": measure.time_host(), "ceilings": ceilings, "rows": rows}
@@ -169,9 +170,8 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if stored:
         console.print(report.means_table(rows, stored))
     host = result["host"]
-    console.print(
-        f"host time of one decode call: {host['decode_call_us']:.1f} µs (p90 {host['decode_call_p90_us']:.1f})"
-    )
+    median, p90 = host["decode_call_us"], host["decode_call_p90_us"]
+    console.print(f"host time of one decode call: median {median:.1f} µs, p90 {p90:.1f} µs")
     console.print(report.METHOD, soft_wrap=True, markup=False)
     if options.plot:
         plot.roofline({"rawmla": result}, result["device"], options.plot)
@@ -189,6 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     if reason is None:
         result = run_timed(options, console)
     else:
+        from benchlib import nogpu
+
         result = nogpu.run(console, reason)
     result = {"source_sha256": source.source_hash(benchlib.REPO_ROOT), **result}
     if options.json:

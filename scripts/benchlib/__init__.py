@@ -1,7 +1,7 @@
 """The parts of scripts/bench.py, gpu_check.py and update_figures.py.
 
-A checkout's scripts measure the checkout's code: the repository root comes first on the module search path, whether or not
-a rawmla is installed.
+A checkout's scripts measure the checkout's code: the repository root comes first on the module search path,
+whether or not a rawmla is installed.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""Stored results to compare with: files of bench.py --json, gpu_check.py records and lists of other libraries' timings."""
+"""Stored results to compare with: files of bench.py --json, gpu_check.py records and lists of other
+libraries' timings.
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ LATENCY_SUFFIX = "_us"
 
 
 def _timings(row: dict[str, Any], label: str) -> dict[str, float]:
-    """Label -> µs of each kernel timing in a stored row: `us`, or `<library>_us` and `<library>_best_us` per library."""
+    """Label -> µs of each kernel timing in a stored row: `us`, or `<library>_us` and `<library>_best_us`
+    per library.
+    """
     if isinstance(row.get("us"), (int, float)):
         return {label: float(row["us"])}
     found: dict[str, float] = {}
@@ -42,8 +46,9 @@ def _timings(row: dict[str, Any], label: str) -> dict[str, float]:
 def load(path: Path) -> list[dict[str, Any]]:
     """Stored rows, each with its case fields, a `label` and `us`.
 
-    Reads a file written by --json (its `rows`), a gpu_check record (each entry of its `bench`), or an object whose
-    list-valued keys hold rows, the key being the label. Raises ValueError when no timing is found.
+    Reads a file written by --json (its `rows`), a gpu_check record (each entry of its `bench`), or an
+    object whose list-valued keys hold rows, the key being the label. Raises ValueError when no timing is
+    found.
     """
     data = json.loads(path.read_text())
     found: list[dict[str, Any]] = []
@@ -78,7 +83,9 @@ def matches(stored: dict[str, Any], row: dict[str, Any]) -> bool:
 
 
 def ratios(stored: list[dict[str, Any]], row: dict[str, Any]) -> dict[str, float]:
-    """Per label: the stored µs over the measured µs (above 1: the measured run is faster). First match of a label wins."""
+    """Per label: the stored µs over the measured µs (above 1: the measured run is faster). First match of a
+    label wins.
+    """
     answer: dict[str, float] = {}
     for other in stored:
         if other["label"] not in answer and matches(other, row):

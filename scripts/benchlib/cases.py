@@ -1,4 +1,6 @@
-"""What the benchmark measures: dense decode cases and metadata batches, their lengths, operation and byte counts."""
+"""What the benchmark measures: dense decode cases and metadata batches, their lengths, operation and byte
+counts.
+"""
 
 import random
 import re
@@ -38,20 +40,24 @@ class DecodeCase:
         return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}"
 
     def lengths(self) -> list[int]:
-        """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation s_k / 2),
-        rounded down and at least s_q."""
+        """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation
+        s_k / 2), rounded down and at least s_q.
+        """
         if not self.varlen:
             return [self.s_k] * self.b
         rng = random.Random(LENGTH_SEED)
         return [max(self.s_q, int(rng.normalvariate(self.s_k, self.s_k / 2))) for _ in range(self.b)]
 
     def flops(self) -> int:
-        """Multiplications and additions of Q·K^T and P·V over every token of every request (a causal mask is not
-        subtracted)."""
+        """Multiplications and additions of Q·K^T and P·V over every token of every request (a causal mask
+        is not subtracted).
+        """
         return 2 * self.s_q * self.h_q * sum(self.lengths()) * (self.d_qk + D_V)
 
     def bytes_moved(self) -> int:
-        """Bytes that must cross device memory: each cache row read once, q read, out written (two bytes a value)."""
+        """Bytes that must cross device memory: each cache row read once, q read, out written (two bytes a
+        value).
+        """
         cache = sum(self.lengths()) * self.h_kv * self.d_qk
         q_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V)
         return 2 * (cache + q_and_out)
@@ -63,7 +69,9 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class MetadataCase:
-    """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128 heads."""
+    """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128
+    heads.
+    """
 
     b: int
     s_k: int = 4096
@@ -93,7 +101,9 @@ def _decode(
 
 
 def decode_cases() -> list[DecodeCase]:
-    """Large batches with varied lengths, then fixed lengths. Calls with several query tokens and fixed lengths are causal."""
+    """Large batches with varied lengths, then fixed lengths. Calls with several query tokens and fixed
+    lengths are causal.
+    """
     varlen = [
         _decode(128, 1, 4096, 128, varlen=True),
         _decode(128, 2, 4096, 128, varlen=True, causal=True),

@@ -42,7 +42,9 @@ class Timing:
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """Device arrays of a decode case. `block_tables` holds one table per rotated set of pages; set 0 is the plain case."""
+    """Device arrays of a decode case. `block_tables` holds one table per rotated set of pages; set 0 is the
+    plain case.
+    """
 
     q: Any
     k_cache: Any
@@ -50,8 +52,9 @@ class DecodeInputs:
     cache_seqlens: Any
 
 
-def make_inputs(case: DecodeCase, sets: int = 1) -> DecodeInputs:
-    """Inputs on the current device: q normal(0, 1) clamped to [-1, 1], cache normal(0, 0.1), pages in a random order.
+def make_inputs(case: DecodeCase, sets: int = 1, device: str = "cuda") -> DecodeInputs:
+    """Inputs on a device: q normal(0, 1) clamped to [-1, 1], cache normal(0, 0.1), pages in a
+    random order.
 
     `sets` disjoint sets of pages hold as many caches, for runs whose data must not stay in L2.
     """
@@ -60,8 +63,8 @@ def make_inputs(case: DecodeCase, sets: int = 1) -> DecodeInputs:
     page = case.page_block_size
     lengths = case.lengths()
     pages = [-(-length // page) for length in lengths]
-    q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, device="cuda", dtype=dtype).clamp_(-1, 1)
-    k_cache = torch.empty(sets * sum(pages), page, case.h_kv, case.d_qk, device="cuda", dtype=dtype)
+    q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, device=device, dtype=dtype).clamp_(-1, 1)
+    k_cache = torch.empty(sets * sum(pages), page, case.h_kv, case.d_qk, device=device, dtype=dtype)
     k_cache.normal_(0, 0.1)
     order = torch.randperm(k_cache.shape[0], dtype=torch.int64).to(torch.int32)
     tables = []
@@ -71,8 +74,8 @@ def make_inputs(case: DecodeCase, sets: int = 1) -> DecodeInputs:
         for request, count in enumerate(pages):
             table[request, :count] = order[start : start + count]
             start += count
-        tables.append(table.cuda())
-    return DecodeInputs(q, k_cache, tables, torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+        tables.append(table.to(device))
+    return DecodeInputs(q, k_cache, tables, torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
 def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
@@ -116,7 +119,9 @@ def plan(case: DecodeCase | MetadataCase, cache_seqlens: Any) -> tuple[Any, Any]
 
 
 def time_metadata(case: DecodeCase | MetadataCase, cache_seqlens: Any, replays: int) -> float:
-    """Microseconds of one metadata kernel: the slope between graphs of two lengths, free of a graph's fixed cost."""
+    """Microseconds of one metadata kernel: the slope between graphs of two lengths, free of a graph's fixed
+    cost.
+    """
     s_q, h_kv = (case.s_q, case.h_kv) if isinstance(case, DecodeCase) else (1, 1)
     buffers = plan(case, cache_seqlens)
 
@@ -130,7 +135,9 @@ def time_metadata(case: DecodeCase | MetadataCase, cache_seqlens: Any, replays: 
 
 
 def attention_of_request(case: DecodeCase, inputs: DecodeInputs, request: int) -> Any:
-    """Attention of one request by plain torch operations in float32: the check of the timed kernel, [s_q, h_q, 512]."""
+    """Attention of one request by plain torch operations in float32: the check of the timed kernel, [s_q,
+    h_q, 512].
+    """
     length = case.lengths()[request]
     pages = inputs.block_tables[0][request, : -(-length // case.page_block_size)].long()
     keys = inputs.k_cache[pages].flatten(0, 1)[:length].float().transpose(0, 1)
@@ -138,8 +145,8 @@ def attention_of_request(case: DecodeCase, inputs: DecodeInputs, request: int) -
     q = inputs.q[request].float().unflatten(1, (case.h_kv, per_kv)).permute(1, 2, 0, 3)
     scores = torch.einsum("kgsd,ktd->kgst", q, keys) * case.d_qk**-0.5
     if case.causal:
-        last_visible = torch.arange(case.s_q, device="cuda")[:, None] + length - case.s_q
-        scores.masked_fill_(torch.arange(length, device="cuda") > last_visible, float("-inf"))
+        last_visible = torch.arange(case.s_q, device=q.device)[:, None] + length - case.s_q
+        scores.masked_fill_(torch.arange(length, device=q.device) > last_visible, float("-inf"))
     out = torch.einsum("kgst,ktd->kgsd", scores.softmax(-1), keys[..., :D_V])
     return out.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -175,7 +182,9 @@ def rotated_sets(case: DecodeCase, l2: int) -> int:
 
 
 def time_decode(case: DecodeCase, replays: int) -> tuple[dict[str, Any], DecodeInputs]:
-    """Measure one case: identical calls, calls over rotated pages where the data would fit in L2, and its metadata."""
+    """Measure one case: identical calls, calls over rotated pages where the data would fit in L2, and its
+    metadata.
+    """
     sets = rotated_sets(case, l2_bytes())
     inputs = make_inputs(case, sets)
     meta, num_splits = plan(case, inputs.cache_seqlens)
@@ -210,8 +219,9 @@ def time_metadata_case(case: MetadataCase, replays: int) -> dict[str, Any]:
 
 
 def measure_ceilings(replays: int) -> dict[str, float]:
-    """This device, now: bf16 matrix product of two 8192 x 8192 matrices (TFLOP/s) and an elementwise copy (GB/s, bytes
-    read plus bytes written)."""
+    """This device, now: bf16 matrix product of two 8192 x 8192 matrices (TFLOP/s) and an elementwise copy
+    (GB/s, bytes read plus bytes written).
+    """
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(a)
@@ -230,7 +240,9 @@ def measure_ceilings(replays: int) -> dict[str, float]:
 
 
 def time_host(calls: int = 400) -> dict[str, float]:
-    """Host microseconds of one eager decode call, warm, metadata given, on a small case; the queue never fills."""
+    """Host microseconds of one eager decode call, warm, metadata given, on a small case; the queue never
+    fills.
+    """
     case = DecodeCase(2, 1, 1024, 16, causal=False, varlen=False)
     inputs = make_inputs(case)
     meta, num_splits = plan(case, inputs.cache_seqlens)

@@ -6,24 +6,33 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rawmla import jit, kernels, reference
 
 from .cases import D_V
+from .report import progress_bar
 
 TOLERANCE = 1e-10
-
-
-def progress_bar(console: Console) -> Progress:
-    """Progress with a bar, the count and the elapsed time."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+KEPT = (
+    "label",
+    "threads",
+    "registers",
+    "spill_stores",
+    "spill_loads",
+    "local_bytes",
+    "static_shared_bytes",
+    "dynamic_shared_bytes",
+    "compile_seconds",
+    "nvrtc",
+)
+"""Fields of a kernel's build metadata that --json stores."""
 
 
 def compile_all(console: Console) -> list[dict[str, Any]]:
-    """Build every kernel variant (or take it from the cache) and return label, resources and compile time of each."""
+    """Build every kernel variant (or take it from the cache) and return label, resources and compile time
+    of each.
+    """
     rows = []
     with progress_bar(console) as progress:
         for spec in progress.track(kernels.all_specs(), description="compiling for sm_90a"):
@@ -64,8 +73,8 @@ def compile_table(rows: list[dict[str, Any]]) -> Table:
 def reference_error() -> float:
     """Largest difference of rawmla.reference from a computation that shares nothing with it.
 
-    Scalar Python with exactly rounded sums, on a small causal case with permuted pages and three lengths, one of them
-    zero. Infinities must agree; else the answer is infinite.
+    Scalar Python with exactly rounded sums, on a small causal case with permuted pages and three lengths,
+    one of them zero. Infinities must agree; else the answer is infinite.
     """
     rng = random.Random(1)
     d_qk, page, s_q, h_q, lengths = 576, 16, 2, 2, [37, 0, 5]
@@ -114,20 +123,10 @@ def run(console: Console, reason: str) -> dict[str, Any]:
     verdict = "agrees with" if agrees else "DIFFERS from"
     console.print(f"rawmla.reference {verdict} an independent computation: largest difference {error:.1e}.")
     console.print("Nothing was timed.")
-    keep = (
-        "label",
-        "threads",
-        "registers",
-        "spill_stores",
-        "spill_loads",
-        "local_bytes",
-        "static_shared_bytes",
-    )
-    keep += ("dynamic_shared_bytes", "compile_seconds", "nvrtc")
     return {
         "timed": False,
         "reason": reason,
-        "kernels": [{key: row[key] for key in keep} for row in rows],
+        "kernels": [{key: row[key] for key in KEPT} for row in rows],
         "reference_error": error,
         "reference_agrees": agrees,
     }

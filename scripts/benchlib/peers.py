@@ -1,7 +1,6 @@
 """Other implementations on the same inputs, for --compare: whichever of them this environment can import."""
 
 from collections.abc import Callable
-from typing import Any
 
 from .cases import D_V, DecodeCase
 from .measure import CALLS_PER_GRAPH, DecodeInputs, attention_of_request, repeat, time_graph

@@ -8,7 +8,9 @@ from .report import best_ceilings, intensity
 
 
 def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
-    """Write a PNG with every decode row of the runs (label -> rows and ceilings) under the roofs of the first run."""
+    """Write a PNG with every decode row of the runs (label -> rows and ceilings) under the roofs of the
+    first run.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

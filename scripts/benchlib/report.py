@@ -2,10 +2,18 @@
 
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .against import geometric_mean, ratios
 from .cases import D_V, group_of
+
+
+def progress_bar(console: Console) -> Progress:
+    """Progress with a bar, the count and the elapsed time."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console)
 
 
 def best_ceilings(ceilings: list[dict[str, float]]) -> dict[str, float]:
@@ -138,12 +146,16 @@ def describe_ceilings(ceilings: list[dict[str, float]]) -> str:
     """One line on the ceilings before and after."""
     matmul = " and ".join(f"{c['matmul_tflops']:.0f}" for c in ceilings)
     copy = " and ".join(f"{c['copy_gbps'] / 1e3:.2f}" for c in ceilings)
-    return f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, elementwise copy {copy} TB/s"
+    return (
+        f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, "
+        f"elementwise copy {copy} TB/s"
+    )
 
 
 METHOD = (
-    "CUDA graph of 10 identical calls, median over replays; FLOPs = 2 * s_q * h_q * sum(lengths) * (d_qk + "
-    f"{D_V}); bytes = cache read once + q + out. Identical calls find data that fits in L2 there, as in most published "
-    "figures; 'cold L2' rotates page sets larger than L2 instead, where one call's data would fit. Metadata: slope "
-    "between graphs of 20 and 120 calls. Share: of the nearer roof, with the higher of the two ceilings."
+    "CUDA graph of 10 identical calls, median over replays; FLOPs = 2 * s_q * h_q * sum(lengths) * "
+    f"(d_qk + {D_V}); bytes = cache read once + q + out. Identical calls find data that fits in L2 there, as "
+    "in most published figures; 'cold L2' rotates page sets larger than L2 instead, where one call's data "
+    "would fit. Metadata: slope between graphs of 20 and 120 calls. Share: of the nearer roof, with the "
+    "higher of the two ceilings of the run."
 )

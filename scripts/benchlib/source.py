@@ -23,7 +23,9 @@ def source_files(root: Path) -> list[Path]:
 
 
 def source_hash(root: Path) -> str:
-    """SHA-256 over name, length and contents of every source file: equal trees give equal hashes, wherever they lie."""
+    """SHA-256 over name, length and contents of every source file: equal trees give equal hashes, wherever
+    they lie.
+    """
     digest = hashlib.sha256()
     for path in source_files(root):
         data = path.read_bytes()

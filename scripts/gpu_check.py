@@ -1,0 +1,281 @@
+#!/usr/bin/env python3
+"""Everything that only a GPU machine can say, written to docs/gpu-record.json.
+
+Stages: `tests` (every test file, its own pytest process), `sanitizer` (the cases marked `sanitizer`, under
+each tool of compute-sanitizer; keep their shapes tiny), `bench` (scripts/bench.py). Each result is merged into
+the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
+commands. A record made from other sources is started afresh.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import bench
+import benchlib
+from benchlib import source
+
+ROOT = benchlib.REPO_ROOT
+RECORD = ROOT / "docs" / "gpu-record.json"
+STAGES = ("tests", "sanitizer", "bench")
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZER_ERROR = 86
+"""Exit status that compute-sanitizer is told to give when it finds something."""
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stage", action="append", choices=STAGES, help="run this stage only; may be repeated"
+    )
+    parser.add_argument("--skip-sanitizer", action="store_true", help="leave the sanitizer stage out")
+    parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
+    parser.add_argument(
+        "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
+    )
+    parser.add_argument(
+        "--sanitizer-args",
+        default="",
+        metavar="TEXT",
+        help="more compute-sanitizer options, kept in the record",
+    )
+    parser.add_argument("--bench-args", default="", metavar="TEXT", help="more scripts/bench.py options")
+    parser.add_argument(
+        "--cubins",
+        type=Path,
+        metavar="DIR",
+        help="benchmark the kernels that `python -m rawmla compile --out DIR` wrote, e.g. by another NVRTC",
+    )
+    parser.add_argument(
+        "--record", type=Path, default=RECORD, help="the record to merge into (default docs/gpu-record.json)"
+    )
+    return parser.parse_args(arguments)
+
+
+def stages_of(options: argparse.Namespace) -> list[str]:
+    """The stages to run, in order."""
+    chosen = options.stage or STAGES
+    return [
+        stage for stage in STAGES if stage in chosen and not (stage == "sanitizer" and options.skip_sanitizer)
+    ]
+
+
+def load_record(path: Path, source_sha256: str) -> dict[str, Any]:
+    """The record at path when it was made from these sources; else a new one."""
+    if path.exists():
+        record = json.loads(path.read_text())
+        if record.get("source_sha256") == source_sha256:
+            return dict(record)
+        print(f"{path.name}: made from other sources; a new record is started")
+    return {"source_sha256": source_sha256, "tests": {}, "sanitizer": {}, "bench": {}}
+
+
+def save_record(record: dict[str, Any], path: Path) -> None:
+    """Write the record beside its place and rename it, so an interrupted run leaves a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    aside.replace(path)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Device, driver and package versions. Raises SystemExit without a Hopper GPU."""
+    reason = bench.why_no_timing()
+    if reason is not None:
+        raise SystemExit(f"gpu_check.py needs a Hopper GPU. {reason}")
+    import cupy
+    import numpy
+    import torch
+    from cuda import bindings
+
+    versions = {
+        "python": platform.python_version(),
+        "numpy": numpy.__version__,
+        "cupy": cupy.__version__,
+        "torch": str(torch.__version__),
+        "cuda_bindings": bindings.__version__,
+    }
+    return {"device": torch.cuda.get_device_name(), "driver": bench.driver_version(), "versions": versions}
+
+
+def parse_junit(text: str) -> dict[str, Any]:
+    """Counts, seconds and the names of what failed, from pytest's JUnit XML."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures = []
+    seconds = 0.0
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        seconds += float(case.get("time", "0"))
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+            failures.append(f"{case.get('classname')}::{case.get('name')}")
+        elif case.find("skipped") is not None:
+            counts["skipped"] += 1
+        else:
+            counts["passed"] += 1
+    return {**counts, "seconds": round(seconds, 1), "failures": failures}
+
+
+def run_pytest(
+    arguments: list[str], prefix: list[str], environment: dict[str, str]
+) -> tuple[dict[str, Any], int, str]:
+    """Run pytest with a JUnit report; returns its counts, exit status and output (shown as it comes)."""
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={junit}",
+        ]
+        print("$", shlex.join([*command, *arguments]), flush=True)
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        status = process.wait()
+        counts = parse_junit(junit.read_text()) if junit.exists() else parse_junit("<testsuites/>")
+    return counts, status, "".join(lines)
+
+
+def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Run each test file and merge its counts; True when all passed."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [path.relative_to(ROOT).as_posix() for path in files]
+    good = True
+    for name in names:
+        if options.tests and not re.search(options.tests, name):
+            continue
+        counts, status, _ = run_pytest([name], [], {})
+        record["tests"][name] = {**counts, "exit_status": status}
+        good &= status in (0, 5)  # 5: the file has no test for this machine
+        save_record(record, options.record)
+    return good
+
+
+def sanitizer_errors(output: str) -> int | None:
+    """The number in compute-sanitizer's own summary (racecheck: hazards), None when there is no summary."""
+    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", output)
+    return sum(int(a or b) for a, b in found) if found else None
+
+
+def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Run the marked cases under each tool and merge the verdicts; True when all are clean.
+
+    Clean means: pytest passed, at least one case ran, and the tool's own summary counts zero errors.
+    torch's allocator hands out memory without caching, so that an access outside one array is outside an
+    allocation.
+    """
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print("compute-sanitizer is not on the PATH: stage skipped")
+        return False
+    good = True
+    for tool in options.tools:
+        extra = shlex.split(options.sanitizer_args)
+        prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), *extra]
+        start = time.monotonic()
+        counts, status, output = run_pytest(
+            ["-m", "sanitizer", "tests/gpu"], prefix, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        )
+        errors = sanitizer_errors(output)
+        clean = status == 0 and counts["passed"] > 0 and errors == 0
+        record["sanitizer"][tool] = {
+            **counts,
+            "seconds": round(time.monotonic() - start, 1),
+            "errors": errors,
+            "exit_status": status,
+            "clean": clean,
+            "options": options.sanitizer_args,
+        }
+        good &= clean
+        save_record(record, options.record)
+    return good
+
+
+def cubin_compiler(folder: Path) -> str:
+    """The NVRTC version in the meta.json files of a prebuilt folder; ValueError unless there is exactly
+    one.
+    """
+    versions = {str(json.loads(path.read_text())["nvrtc"]) for path in sorted(folder.glob("*/meta.json"))}
+    if len(versions) != 1:
+        raise ValueError(f"{folder}: expected kernels of one NVRTC version, found {sorted(versions)}")
+    return versions.pop()
+
+
+def run_bench(record: dict[str, Any], options: argparse.Namespace) -> bool:
+    """Run scripts/bench.py in its own process and store its results under its kernels' NVRTC version."""
+    environment = dict(os.environ)
+    expected = None
+    if options.cubins is not None:
+        environment["RAWMLA_CUBIN_DIR"] = str(options.cubins.resolve())
+        expected = cubin_compiler(options.cubins)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "bench.json"
+        extra = shlex.split(options.bench_args)
+        command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "--json", str(results), *extra]
+        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if status != 0 or not results.exists():
+            print(f"scripts/bench.py ended with status {status}")
+            return False
+        run = json.loads(results.read_text())
+    version = run["versions"]["nvrtc"]
+    if expected not in (None, version):
+        print(
+            f"the prebuilt kernels are of NVRTC {expected}, the benchmark used NVRTC {version}: not recorded"
+        )
+        return False
+    record["bench"][version] = run
+    save_record(record, options.record)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; the exit status is 0 when everything that ran is good."""
+    options = parse_arguments(arguments)
+    machine = describe_machine()
+    record = load_record(options.record, source.source_hash(ROOT))
+    record |= machine
+    record |= {"git_commit": source.git_commit(ROOT), "date": datetime.date.today().isoformat()}
+    run = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}
+    good = True
+    for stage in stages_of(options):
+        good &= run[stage](record, options)
+    save_record(record, options.record)
+    for name, counts in record["tests"].items():
+        print(f"{name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
+    for tool, verdict in record["sanitizer"].items():
+        print(f"{tool}: {'clean' if verdict['clean'] else 'NOT CLEAN'}")
+    print("good" if good else "NOT GOOD")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The wheel and the sdist hold the CUDA sources, and importing rawmla is quick and pulls in nothing heavy."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rawmla
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA_SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "cuda_src").rglob("*.cu*"))
+IMPORT_SECONDS = 0.3
+HEAVY_MODULES = ("cupy", "torch", "cuda", "rich", "filelock", "platformdirs", "matplotlib")
+
+
+def run_python(code: str, *, path: Path, cwd: Path) -> str:
+    """Standard output of a fresh interpreter that finds modules in `path` first."""
+    environment = {**os.environ, "PYTHONPATH": str(path)}
+    command = [sys.executable, "-c", code]
+    answer = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the wheel and the sdist, built with the packages installed here."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder that the wheel was installed into, away from the checkout."""
+    pytest.importorskip("pip")
+    folder = tmp_path_factory.mktemp("site")
+    (wheel,) = built.glob("*.whl")
+    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return folder
+
+
+def test_wheel_contents(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    assert wheel.name == f"rawmla-{rawmla.__version__}-py3-none-any.whl"
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert CUDA_SOURCES
+    assert {f"rawmla/{source}" for source in CUDA_SOURCES} <= names
+    assert {"rawmla/py.typed", "rawmla/decode.py", "rawmla/__main__.py"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert all(name.startswith(("rawmla/", "rawmla-")) for name in names)
+    assert not any("__pycache__" in name for name in names)
+
+
+def test_wheel_metadata(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = archive.read(name).decode().splitlines()
+    extras = {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra: ")}
+    assert {"cu12", "cu13", "torch", "test", "dev"} <= extras
+    assert "Requires-Python: >=3.10" in lines
+    base = [line for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line]
+    assert any(line.startswith("Requires-Dist: numpy") for line in base)
+    assert not any(heavy in line for line in base for heavy in ("cupy", "torch", "cuda"))
+
+
+def test_sdist_contents(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(CUDA_SOURCES) <= names
+    assert {"pyproject.toml", "README.md", "LICENSE", "tests/test_packaging.py", "scripts/bench.py"} <= names
+
+
+def test_installed_wheel_finds_its_sources(installed: Path, tmp_path: Path) -> None:
+    code = "from rawmla.jit.sources import find_source_root; print(find_source_root())"
+    root = Path(run_python(code, path=installed, cwd=tmp_path))
+    assert root == installed / "rawmla" / "cuda_src"
+    for source in CUDA_SOURCES:
+        assert (installed / "rawmla" / source).read_bytes() == (ROOT / source).read_bytes()
+
+
+def test_checkout_finds_its_sources(tmp_path: Path) -> None:
+    code = "from rawmla.jit.sources import find_source_root; print(find_source_root())"
+    assert Path(run_python(code, path=ROOT, cwd=tmp_path)) == ROOT / "cuda_src"
+
+
+def test_import_is_quick_and_light(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import rawmla; print(time.perf_counter() - start); "
+        f"print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
+    )
+    runs = [run_python(code, path=ROOT, cwd=tmp_path).splitlines() for _ in range(3)]
+    assert all(loaded == "[]" for _, loaded in runs)
+    assert min(float(seconds) for seconds, _ in runs) < IMPORT_SECONDS
+
+
+def test_using_the_api_module_is_light(tmp_path: Path) -> None:
+    code = (
+        f"import sys, rawmla.decode, rawmla.kernels; print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
+    )
+    loaded = run_python(code, path=ROOT, cwd=tmp_path)
+    assert "torch" not in loaded
+    assert "cupy" not in loaded
+
+
+def test_public_names() -> None:
+    assert set(rawmla.__all__) <= set(dir(rawmla))
+    for name in rawmla.__all__:
+        assert getattr(rawmla, name) is not None
+    for name in rawmla.__all__:
+        if name.endswith("Error"):
+            assert issubclass(getattr(rawmla, name), rawmla.RawMLAError)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = rawmla.no_such_name

@@ -1,0 +1,63 @@
+"""The README's example and commands are what they claim to be."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import rawmla
+from rawmla.testing.gpu import missing_hopper_reason
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block_after(marker: str) -> str:
+    """The fenced block that follows an HTML comment."""
+    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README.md has no block marked {marker!r}"
+    return found.group(1)
+
+
+def example() -> str:
+    return block_after("example")
+
+
+def test_example_compiles_and_is_short() -> None:
+    compile(example(), "README.md", "exec")
+    assert len([line for line in example().splitlines() if line.strip()]) <= 15
+
+
+def test_example_without_a_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(rawmla.NoGPUError):
+        exec(compile(example(), "README.md", "exec"), {})
+
+
+def test_example_on_the_gpu() -> None:
+    reason = missing_hopper_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    torch = pytest.importorskip("torch")
+    names: dict[str, object] = {}
+    exec(compile(example(), "README.md", "exec"), names)
+    out, lse = names["out"], names["lse"]
+    assert tuple(out.shape) == (4, 1, 128, 512)  # type: ignore[attr-defined]
+    assert tuple(lse.shape) == (4, 128, 1)  # type: ignore[attr-defined]
+    assert bool(torch.isfinite(out).all())
+    assert bool((out[3] == 0).all()) and bool(torch.isposinf(lse[3]).all())  # type: ignore[index]
+
+
+def test_commands_are_one_line_each() -> None:
+    for marker in ("command: bench", "command: test"):
+        assert len(block_after(marker).strip().splitlines()) == 1
+    assert shlex.split(block_after("command: bench")) == ["bash", "scripts/bench.sh"]
+    assert "-m pytest" in block_after("command: test")
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "<!-- command: test -->" in script

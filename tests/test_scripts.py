@@ -1,0 +1,334 @@
+"""The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import bench  # noqa: E402
+import gpu_check  # noqa: E402
+import update_figures  # noqa: E402
+from benchlib import against, cases, nogpu, plot, report, source  # noqa: E402
+
+PEERS = ROOT / "docs" / "peers-h200.json"
+CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
+
+
+def made_up_row(case: cases.DecodeCase, us: float) -> dict[str, Any]:
+    """A result row as bench.py writes it, for a time that nobody measured."""
+    row = {**case.fields(), "us": us, "us_min": us, "us_max": us, "meta_us": 3.0, "rel_l2": 0.002}
+    row["tflops"] = case.flops() / us / 1e6
+    row["gbps"] = case.bytes_moved() / us / 1e3
+    report.add_shares([row], report.best_ceilings(CEILINGS))
+    return row
+
+
+def made_up_run() -> dict[str, Any]:
+    rows = [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.decode_cases()]
+    rows += [{**cases.MetadataCase(b).fields(), "us": 3.0} for b in cases.METADATA_BATCHES]
+    host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0}
+    return {"rows": rows, "ceilings": CEILINGS, "host": host, "versions": {"nvrtc": "0.0"}}
+
+
+def made_up_record() -> dict[str, Any]:
+    return {
+        "source_sha256": "0" * 64,
+        "device": "a device",
+        "driver": "0",
+        "date": "2000-01-01",
+        "tests": {"tests/test_a.py": {"passed": 3, "failed": 0, "skipped": 1}},
+        "sanitizer": {"memcheck": {"clean": True}},
+        "bench": {"0.0": made_up_run()},
+    }
+
+
+def test_case_names_are_unique() -> None:
+    names = [case.id for case in cases.all_cases()]
+    assert len(set(names)) == len(names)
+
+
+def test_select() -> None:
+    everything = cases.all_cases()
+    assert cases.select(everything, None) == everything
+    assert {case.id for case in cases.select(everything, "^metadata")} == {
+        f"metadata-b{b}" for b in cases.METADATA_BATCHES
+    }
+    with pytest.raises(ValueError, match="matches none"):
+        cases.select(everything, "no such case")
+
+
+def test_lengths() -> None:
+    case = cases.DecodeCase(128, 2, 4096, 128, causal=True, varlen=True)
+    assert case.lengths() == case.lengths()
+    assert len(case.lengths()) == 128
+    assert min(case.lengths()) >= 2
+    assert len(set(case.lengths())) > 100
+    assert cases.DecodeCase(3, 1, 70, 16, causal=False, varlen=False).lengths() == [70, 70, 70]
+
+
+def stored_decode_rows() -> list[dict[str, Any]]:
+    data = json.loads(PEERS.read_text())
+    return [row for row in data["FlashMLA@9241ae3"] if row["op"] == "dense_decode"]
+
+
+@pytest.mark.parametrize(
+    "row", stored_decode_rows(), ids=lambda row: f"b{row['b']}-q{row['s_q']}-k{row['s_k']}-h{row['h_q']}"
+)
+def test_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
+    case = cases.DecodeCase(*(row[key] for key in ("b", "s_q", "s_k", "h_q", "causal", "varlen", "dtype")))
+    assert case in cases.decode_cases()
+    assert case.flops() / row["us"] / 1e6 == pytest.approx(row["tflops"], rel=1e-3)
+    assert case.bytes_moved() / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)
+
+
+def test_fixed_length_rows_have_their_case() -> None:
+    stored = [row for row in against.load(PEERS) if row["label"].endswith(" fixed")]
+    assert len(stored) == 32
+    rows = [case.fields() for case in cases.decode_cases()]
+    for other in stored:
+        assert any(against.matches(other, row) for row in rows)
+
+
+def test_ratios(tmp_path: Path) -> None:
+    case = cases.DecodeCase(128, 1, 8192, 16, causal=False, varlen=False)
+    ratios = against.ratios(against.load(PEERS), made_up_row(case, 200.0))
+    assert ratios == {"flashmla fixed": pytest.approx(278.2 / 200), "fa3 fixed": pytest.approx(281.6 / 200)}
+    varied = cases.DecodeCase(128, 1, 8192, 16, causal=False, varlen=True)
+    assert set(against.ratios(against.load(PEERS), made_up_row(varied, 200.0))) == {"FlashMLA@9241ae3"}
+    metadata = {**cases.MetadataCase(128).fields(), "us": 4.0}
+    assert against.ratios(against.load(PEERS), metadata) == {"FlashMLA@9241ae3": pytest.approx(5.0)}
+
+
+def test_the_best_split_count_is_the_one_compared(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    row = {"b": 1, "s_q": 1, "s_k": 64, "h_q": 8, "fa3_us": 20.0, "fa3_best_us": 10.0}
+    path.write_text(json.dumps({"list": [row]}))
+    assert [(found["label"], found["us"]) for found in against.load(path)] == [("fa3 fixed", 10.0)]
+
+
+def test_against_reads_its_own_formats(tmp_path: Path) -> None:
+    run = made_up_run()
+    stored = tmp_path / "run.json"
+    stored.write_text(json.dumps(run))
+    for row in run["rows"]:
+        assert against.ratios(against.load(stored), row) == {"run": pytest.approx(1.0)}
+    stored.write_text(json.dumps(made_up_record()))
+    assert set(against.ratios(against.load(stored), run["rows"][0])) == {"run NVRTC 0.0"}
+    stored.write_text("{}")
+    with pytest.raises(ValueError, match="no timings"):
+        against.load(stored)
+
+
+def test_means_by_family() -> None:
+    rows = made_up_run()["rows"]
+    stored = [{**row, "label": "twice", "us": 2 * row["us"]} for row in rows]
+    means = report.group_means(rows, stored)["twice"]
+    assert set(means) == {"b >= 64, h_q 128", "b >= 64, h_q 8 to 64", "b 16 to 32", "b <= 4", "metadata"}
+    assert sum(count for _, _, count in means.values()) == len(rows)
+    assert all(
+        mean == pytest.approx(2.0) and least == pytest.approx(2.0) for mean, least, _ in means.values()
+    )
+    assert against.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+
+
+def test_share_of_the_nearer_roof() -> None:
+    ceilings = report.best_ceilings(CEILINGS)
+    assert ceilings == {"matmul_tflops": 720.0, "copy_gbps": 4240.0}
+    assert report.roof_share({"tflops": 360.0, "gbps": 1000.0}, ceilings) == (0.5, "matmul")
+    assert report.roof_share({"tflops": 36.0, "gbps": 2120.0}, ceilings) == (0.5, "copy")
+    case = cases.DecodeCase(128, 1, 8192, 128, causal=False, varlen=False)
+    row = made_up_row(case, 500.0)
+    assert report.intensity(row) == pytest.approx(case.flops() / case.bytes_moved())
+
+
+def test_tables() -> None:
+    run = made_up_run()
+    console = Console(width=240, record=True, quiet=True)
+    stored = against.load(PEERS)
+    for table in (report.decode_table, report.metadata_table, report.means_table):
+        console.print(table(run["rows"], stored))
+    text = report.markdown_results(run["rows"])
+    lines = [line for line in text.splitlines() if line]
+    assert all(line.startswith("|") and line.endswith("|") for line in lines)
+    assert len(lines) == 2 + len(cases.decode_cases()) + 3
+    width = lines[0].count("|")
+    assert all(line.count("|") == width for line in lines[: 2 + len(cases.decode_cases())])
+
+
+def test_roofline_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "roofline.png"
+    plot.roofline({"NVRTC 0.0": made_up_run(), "NVRTC 0.1": made_up_run()}, "a device", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def tiny_tree(root: Path) -> Path:
+    for folder in source.HASHED_FOLDERS:
+        (root / folder / "sub").mkdir(parents=True)
+        (root / folder / "sub" / "file.txt").write_text(folder)
+    return root
+
+
+def test_source_hash(tmp_path: Path) -> None:
+    one, two = tiny_tree(tmp_path / "one"), tiny_tree(tmp_path / "two")
+    assert source.source_hash(one) == source.source_hash(two)
+    (two / "rawmla" / "__pycache__").mkdir()
+    (two / "rawmla" / "__pycache__" / "x.pyc").write_bytes(b"x")
+    (two / "README.md").write_text("outside")
+    assert source.source_hash(one) == source.source_hash(two)
+    (two / "cuda_src" / "sub" / "file.txt").write_text("changed")
+    assert source.source_hash(one) != source.source_hash(two)
+
+
+def test_reference_agrees_with_an_independent_computation() -> None:
+    assert nogpu.reference_error() < nogpu.TOLERANCE
+
+
+def test_bench_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "why_no_timing", lambda: "No GPU in this test.")
+    path = tmp_path / "bench.json"
+    assert bench.main(["--json", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["timed"] is False
+    assert result["reference_agrees"] is True
+    assert result["kernels"]
+    assert all(
+        row["spill_stores"] == row["spill_loads"] == row["local_bytes"] == 0 for row in result["kernels"]
+    )
+    assert "Nothing was timed." in capsys.readouterr().out
+
+
+def test_bench_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.parse_arguments(["--replays", "4"])
+    assert bench.main(["--list"]) == 0
+    assert "metadata-b4096" in capsys.readouterr().out
+
+
+def test_timed_check_agrees_with_the_reference() -> None:
+    pytest.importorskip("torch")
+    from benchlib import measure
+    from rawmla import reference
+
+    for case in (
+        cases.DecodeCase(3, 2, 100, 6, causal=True, varlen=True, h_kv=2),
+        cases.DecodeCase(2, 1, 70, 4, causal=False, varlen=False, dtype="fp16", d_qk=512),
+    ):
+        inputs = measure.make_inputs(case, sets=2, device="cpu")
+        pages = [
+            table[i, : -(-n // 64)] for table in inputs.block_tables for i, n in enumerate(case.lengths())
+        ]
+        used = np.concatenate([page.numpy() for page in pages])
+        assert sorted(used) == list(range(inputs.k_cache.shape[0]))
+        want, _ = reference.flash_mla_with_kvcache(
+            inputs.q.float().numpy(),
+            inputs.k_cache.float().numpy(),
+            inputs.block_tables[0].numpy(),
+            inputs.cache_seqlens.numpy(),
+            cases.D_V,
+            None,
+            causal=case.causal,
+        )
+        for request in range(case.b):
+            got = measure.attention_of_request(case, inputs, request).numpy()
+            np.testing.assert_allclose(got, want[request], rtol=1e-4, atol=1e-5)
+
+
+def test_rotated_sets() -> None:
+    pytest.importorskip("torch")
+    from benchlib import measure
+
+    l2 = 60 << 20
+    small = cases.DecodeCase(1, 1, 8192, 128, causal=False, varlen=False)
+    large = cases.DecodeCase(128, 1, 8192, 128, causal=False, varlen=False)
+    assert measure.rotated_sets(large, l2) == 1
+    assert measure.rotated_sets(small, l2) * small.bytes_moved() > measure.COLD_L2_FACTOR * l2
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_one" time="1.5"/>
+<testcase classname="tests.test_a" name="test_two" time="0.5"><failure message="no">no</failure></testcase>
+<testcase classname="tests.test_a" name="test_three" time="0"><skipped message="no GPU"/></testcase>
+<testcase classname="tests.test_a" name="test_four" time="0"><error message="broken">broken</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_junit_counts() -> None:
+    counts = gpu_check.parse_junit(JUNIT)
+    failures = ["tests.test_a::test_two", "tests.test_a::test_four"]
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1, "seconds": 2.0, "failures": failures}
+
+
+@pytest.mark.parametrize(
+    ("output", "errors"),
+    [
+        ("========= ERROR SUMMARY: 0 errors", 0),
+        ("========= ERROR SUMMARY: 1 error", 1),
+        ("========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)", 3),
+        ("no summary", None),
+    ],
+)
+def test_sanitizer_summary(output: str, errors: int | None) -> None:
+    assert gpu_check.sanitizer_errors(output) == errors
+
+
+def test_record_merges_only_with_the_same_sources(tmp_path: Path) -> None:
+    path = tmp_path / "docs" / "record.json"
+    record = gpu_check.load_record(path, "a")
+    record["tests"]["tests/test_a.py"] = {"passed": 1}
+    gpu_check.save_record(record, path)
+    assert gpu_check.load_record(path, "a") == record
+    assert gpu_check.load_record(path, "b") == {
+        "source_sha256": "b",
+        "tests": {},
+        "sanitizer": {},
+        "bench": {},
+    }
+    assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+def test_stages() -> None:
+    def stages(*arguments: str) -> list[str]:
+        return gpu_check.stages_of(gpu_check.parse_arguments(list(arguments)))
+
+    assert stages() == ["tests", "sanitizer", "bench"]
+    assert stages("--skip-sanitizer") == ["tests", "bench"]
+    assert stages("--stage", "bench", "--stage", "tests") == ["tests", "bench"]
+
+
+def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="one NVRTC version"):
+        gpu_check.cubin_compiler(tmp_path)
+    for name in ("a-1", "b-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meta.json").write_text(json.dumps({"nvrtc": "12.9"}))
+    assert gpu_check.cubin_compiler(tmp_path) == "12.9"
+    (tmp_path / "b-2" / "meta.json").write_text(json.dumps({"nvrtc": "13.0"}))
+    with pytest.raises(ValueError, match="one NVRTC version"):
+        gpu_check.cubin_compiler(tmp_path)
+
+
+def test_figures() -> None:
+    assert update_figures.figures(None) == update_figures.NOTHING_YET
+    text = update_figures.figures(made_up_record())
+    assert "3 passed, 0 failed, 1 skipped" in text
+    assert "memcheck clean" in text
+    assert "NVRTC 0.0" in text
+    page = f"before\n{update_figures.BEGIN}\nold\n{update_figures.END}\nafter\n"
+    replaced = update_figures.replace_section(page, "new")
+    assert replaced == page.replace("old", "new")
+    with pytest.raises(ValueError, match="once each"):
+        update_figures.replace_section("no markers", "new")
+
+
+def test_readme_figures_come_from_the_record() -> None:
+    assert update_figures.main(["--check"]) == 0
