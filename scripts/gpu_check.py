@@ -2,8 +2,8 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
 Stages: `tests` (every test file, its own pytest process), `sanitizer` (the cases marked `sanitizer`, under
-each tool of compute-sanitizer; keep their shapes tiny), `bench` (scripts/bench.py). Each result is merged into
-the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
+each tool of compute-sanitizer; keep their shapes tiny), `bench` (scripts/bench.py). Each result is merged
+into the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
 commands. A record made from other sources is started afresh.
 """
 
