@@ -14,12 +14,13 @@ from typing import Any
 
 from rawmla.errors import LaunchError, NoGPUError
 
-__all__ = ["DeviceInfo", "Driver", "aligned_buffer", "device_info", "get_driver"]
+__all__ = ["DeviceInfo", "Driver", "aligned_buffer", "current_device", "device_info", "get_driver"]
 
 _ATTRIBUTE_SM_COUNT = 16
 _ATTRIBUTE_CC_MAJOR = 75
 _ATTRIBUTE_CC_MINOR = 76
 _NO_DEVICE = 100
+_INVALID_CONTEXT = 201
 
 
 def aligned_buffer(size: int, align: int) -> tuple[Any, int]:
@@ -141,3 +142,15 @@ def device_info(device: int) -> DeviceInfo:
     Raises `NoGPUError` without a driver or device and ``ValueError`` for an ordinal out of range.
     """
     return get_driver().device_info(device)
+
+
+def current_device() -> int:
+    """Ordinal of the device whose context is current in this thread; 0 when none is."""
+    driver = get_driver()
+    value = ctypes.c_int()
+    code = driver.library.cuCtxGetDevice(ctypes.byref(value))
+    if code == _INVALID_CONTEXT:
+        return 0
+    if code != 0:
+        raise LaunchError(f"cuCtxGetDevice: {driver.error_text(code)}")
+    return value.value

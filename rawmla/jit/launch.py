@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -191,7 +191,9 @@ _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _load_mutex = threading.Lock()
 
 
-def get_kernel(spec: KernelSpec, device: int, *, capturing: bool = False) -> Kernel:
+def get_kernel(
+    spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None
+) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
 
     Parameters
@@ -199,20 +201,21 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: bool = False) -> Ker
     spec : KernelSpec
     device : int
         Device ordinal.
-    capturing : bool
-        True while the caller's stream is captured into a CUDA graph; nothing is compiled or loaded then.
+    capturing : callable, optional
+        Tells whether the caller's stream is being captured into a CUDA graph; nothing is compiled or loaded
+        then. Asked only when the kernel is not loaded.
 
     Raises
     ------
     KernelNotReadyError
-        ``capturing``, and this process has not loaded the kernel on this device yet.
+        ``capturing()``, and this process has not loaded the kernel on this device yet.
     NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
         See the classes; each text has the remedy.
     """
     kernel = _kernels.get((spec, device))
     if kernel is not None:
         return kernel
-    if capturing:
+    if capturing is not None and capturing():
         raise KernelNotReadyError(
             f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
             f"loaded while a CUDA graph is captured: call rawmla.warmup(device={device}), or the same "

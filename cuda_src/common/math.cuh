@@ -1,0 +1,27 @@
+// Approximate base-2 math and packing to 16-bit types, one instruction each.
+#pragma once
+#include "common/types.cuh"
+
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Rounds two floats to nearest even and packs them: `lo` in the low half.
+template <Dtype kDtype>
+__device__ __forceinline__ u32 pack_16bit(float lo, float hi) {
+    u32 packed;
+    if constexpr (kDtype == Dtype::kBf16) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    } else {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
+    }
+    return packed;
+}

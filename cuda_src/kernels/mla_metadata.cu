@@ -1,0 +1,182 @@
+// Scheduling metadata of split-KV decoding: shares all 64-token blocks of a batch among the parts.
+//
+//   cache_seqlens [b] int32  ->  sched_meta [num_parts, 8] int32 (row layouts: sched/plan.cuh), num_splits [b + 1] int32
+//
+// One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), n_i = max(ceil(len_i / 64), 1)
+// blocks behind F blocks' worth of fixed cost, start = exclusive prefix sum. The line is cut into parts of equal length T:
+//   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
+//   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
+// Nothing is serial over requests or parts: ceil(b / 1024) elements per thread, two block scans, O(log b) per part.
+//
+// Batch-invariant plans: the unit on the line is a piece of batch_invariant_piece(n_i) blocks, so that where a request is
+// cut depends on its own length alone; the line's cuts only decide who computes a piece.
+#include "common/types.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
+#include "sched/plan.cuh"
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMaxBatch = MAX_BATCH;
+constexpr int kMaxFixedCost = 2;  // blocks: prologue and epilogue of a request, roughly
+
+struct Params {
+    const int* cache_seqlens;
+    int* sched_meta;
+    int* num_splits;
+    int b;
+    int num_parts;
+    int object_layout;
+    int batch_invariant;
+};
+
+struct SharedMemoryPlan {
+    int start[kMaxBatch + 1];  // prefix sum of the requests' lengths on the line
+    int blocks[kMaxBatch];
+    int warp_sums[kWarps];
+};
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
+
+// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call.
+__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
+    const int lane_idx = threadIdx.x % 32;
+    const int warp_idx = threadIdx.x / 32;
+    int inclusive = value;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const int below = __shfl_up_sync(0xffffffff, inclusive, offset);
+        if (lane_idx >= offset) inclusive += below;
+    }
+    if (lane_idx == 31) warp_sums[warp_idx] = inclusive;
+    __syncthreads();
+    // Every warp scans the 32 warp sums itself: one barrier less than handing the result out.
+    int warp_sum = warp_sums[lane_idx];
+    const int own = warp_sum;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const int below = __shfl_up_sync(0xffffffff, warp_sum, offset);
+        if (lane_idx >= offset) warp_sum += below;
+    }
+    total = __shfl_sync(0xffffffff, warp_sum, 31);
+    const int before = __shfl_sync(0xffffffff, warp_sum - own, warp_idx);
+    __syncthreads();
+    return before + inclusive - value;
+}
+
+// The line's geometry. A "unit" is what may not be cut: a block, or a batch-invariant piece.
+struct Line {
+    int fixed;   // F, in units
+    int length;  // T, in units; at least 1
+
+    __device__ __forceinline__ int first_part(int start) const { return (start + fixed) / length; }
+    __device__ __forceinline__ int last_part(int start, int units) const {
+        return (start + fixed + units - 1) / length;
+    }
+};
+
+__device__ __forceinline__ int unit_blocks(const Params& params, int blocks) {
+    return params.batch_invariant ? batch_invariant_piece(blocks) : 1;
+}
+
+// The last request that begins at or before `position` on the line (start[0] == 0 <= position).
+__device__ __forceinline__ int last_starting_at(const int* start, int b, int position) {
+    int low = 0, high = b - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (start[middle] <= position) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    return low;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __grid_constant__ Params params) {
+    extern __shared__ __align__(16) unsigned char smem_bytes[];
+    SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
+    const int b = params.b;
+    const int per_thread = ceil_div(b, kThreads);
+    const int first = min_int(threadIdx.x * per_thread, b);
+    const int last = min_int(first + per_thread, b);
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+
+    // Blocks and units per request
+    int units_here = 0;
+    for (int i = first; i < last; ++i) {
+        const int blocks = max_int(ceil_div(load_global(params.cache_seqlens + i), kBlockTokens), 1);
+        smem.blocks[i] = blocks;
+        units_here += ceil_div(blocks, unit_blocks(params, blocks));
+    }
+    int units_total;
+    const int units_before = block_exclusive_sum(units_here, smem.warp_sums, units_total);
+
+    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests.
+    Line line;
+    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 8);
+    line.length = max_int(ceil_div(units_total + b * line.fixed, params.num_parts), 1);
+
+    int start = units_before + first * line.fixed;
+    int splits_here = 0;
+    for (int i = first; i < last; ++i) {
+        const int blocks = smem.blocks[i];
+        const int units = ceil_div(blocks, unit_blocks(params, blocks));
+        smem.start[i] = start;
+        splits_here += params.batch_invariant ? units : line.last_part(start, units) - line.first_part(start) + 1;
+        start += line.fixed + units;
+    }
+    int splits_total;
+    int splits = block_exclusive_sum(splits_here, smem.warp_sums, splits_total);
+    for (int i = first; i < last; ++i) {
+        params.num_splits[i] = splits;
+        const int blocks = smem.blocks[i];
+        const int units = ceil_div(blocks, unit_blocks(params, blocks));
+        splits += params.batch_invariant ? units
+                                         : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
+    }
+    if (threadIdx.x == 0) params.num_splits[b] = splits_total;
+
+    // One part per thread
+    const int line_end = units_total + b * line.fixed;
+    for (int part = threadIdx.x; part < params.num_parts; part += kThreads) {
+        const int begin = part * line.length;
+        const int end = min_int(begin + line.length, line_end);
+        int begin_req = b, end_req = -1, begin_block = 0, end_block = 0, begin_split = 0;
+        bool begin_is_split = false, end_is_split = false;
+        if (begin < end) {
+            // A request belongs to the part when one of its units does, not only its fixed cost.
+            begin_req = last_starting_at(smem.start, b, begin);
+            end_req = last_starting_at(smem.start, b, end - 1 - line.fixed);
+            const int begin_unit = max_int(begin - smem.start[begin_req] - line.fixed, 0);
+            const int end_blocks = smem.blocks[end_req];
+            const int end_unit_blocks = unit_blocks(params, end_blocks);
+            const int begin_unit_blocks = unit_blocks(params, smem.blocks[begin_req]);
+            begin_block = begin_unit * begin_unit_blocks;
+            end_block = min_int((end - smem.start[end_req] - line.fixed) * end_unit_blocks, end_blocks);
+            begin_split = params.batch_invariant ? begin_unit : part - line.first_part(smem.start[begin_req]);
+            begin_split = max_int(begin_split, 0);
+            end_is_split = end_block < end_blocks || (end_req == begin_req && begin_block > 0);
+            begin_is_split = begin_block > 0 || (end_req == begin_req && end_is_split);
+            if (params.batch_invariant) {
+                begin_is_split = begin_is_split || smem.blocks[begin_req] > begin_unit_blocks;
+                end_is_split = end_is_split || end_blocks > end_unit_blocks;
+            }
+            if (end - 1 < line.fixed || end_req < begin_req) {  // nothing but the fixed cost of one request
+                begin_req = b;
+                end_req = -1;
+                begin_block = end_block = begin_split = 0;
+                begin_is_split = end_is_split = false;
+            }
+        }
+        int* row = params.sched_meta + static_cast<i64>(part) * kPlanRowInts;
+        row[0] = begin_req;
+        row[1] = params.object_layout ? end_req : begin_block;
+        row[2] = params.object_layout ? begin_block : end_req;
+        row[3] = end_block;
+        row[4] = begin_split;
+        row[5] = params.object_layout ? begin_is_split : 0;
+        row[6] = params.object_layout ? end_is_split : 0;
+        row[7] = params.batch_invariant ? kBatchInvariantMark : 0;
+    }
+}

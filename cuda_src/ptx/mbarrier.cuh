@@ -1,0 +1,38 @@
+// mbarrier instructions. Barriers are addressed by their 32-bit shared-memory address.
+// PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+#pragma once
+#include "common/types.cuh"
+
+// One thread. `count` arrivals complete a phase.
+__device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+
+// The initialising thread, after its last mbarrier_init: makes them visible to the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Any thread. Releases its earlier shared-memory writes to whoever waits for the phase.
+__device__ __forceinline__ void mbarrier_arrive(u32 bar) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+
+// One thread: one arrival, and `bytes` more for the copy engine to deliver before the phase completes.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
+}
+
+// Any thread. Returns once the phase with this parity has completed; parity 1 of a fresh barrier counts as completed.
+__device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n"
+        "}\n" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}

@@ -1,0 +1,41 @@
+// Copies between global and shared memory that are not TMA, and stmatrix.
+#pragma once
+#include "common/types.cuh"
+
+__device__ __forceinline__ u32 smem_address(const void* ptr) {
+    return static_cast<u32>(__cvta_generic_to_shared(ptr));
+}
+
+// 16 bytes global -> shared; zeros when `valid` is false (the source is then not read).
+__device__ __forceinline__ void cp_async_16(u32 dst, const void* src, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
+// The issuing thread: all its cp.async have landed.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A warp stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8.
+__device__ __forceinline__ void stmatrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// Loads that must not move above griddepcontrol.wait and must not use the non-coherent path.
+__device__ __forceinline__ int load_global(const int* ptr) {
+    int value;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(ptr) : "memory");
+    return value;
+}
+__device__ __forceinline__ float load_global(const float* ptr) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(ptr) : "memory");
+    return value;
+}
+__device__ __forceinline__ float4 load_global(const float4* ptr) {
+    float4 value;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(ptr)
+                 : "memory");
+    return value;
+}

@@ -1,0 +1,46 @@
+// Named barriers, fences, register reallocation, lane election and programmatic dependent launch.
+#pragma once
+#include "common/types.cuh"
+
+// All `threads` participants (a multiple of 32) wait for each other. Id 0 is __syncthreads.
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Counts towards the barrier without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or TMA touches it.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// All warps of a warpgroup, once, at the start of its role.
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// A converged warp: true in exactly one lane. ptxas then emits the guarded TMA instructions bare.
+__device__ __forceinline__ bool elect_one_sync() {
+    u32 elected;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(elected));
+    return elected != 0;
+}
+
+// Programmatic dependent launch. Every rawmla kernel waits before it reads or writes global memory, so that
+// "the previous kernel has finished" holds along a whole chain of launches.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

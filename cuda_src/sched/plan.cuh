@@ -1,0 +1,106 @@
+// The split-KV plan: how the parts (CTAs along grid z) share the 64-token blocks of all requests.
+//
+// A plan row covers a contiguous range on the line "all blocks of request 0, then of request 1, ...". Two orders of its
+// eight integers are in use:
+//   object layout  begin_req, end_req (inclusive), begin_block, end_block (exclusive), begin_split, 2 flags, mark
+//   tensor layout  begin_req, begin_block, end_req, end_block, begin_split, 2 unused, mark
+// A row is idle when begin_req < 0, begin_req >= b or begin_req > end_req.
+//
+// num_splits[b + 1] is the exclusive prefix sum of the pieces per request. A request of one piece is written straight to
+// the output; the pieces of the others go to scratch slots and are merged by mla_combine.
+#pragma once
+#include "common/types.cuh"
+#include "ptx/memory.cuh"
+
+constexpr int kPlanRowInts = 8;
+constexpr int kBlockTokens = 64;
+
+// In the last column of the rows of a batch-invariant plan: every request is cut at multiples of
+// batch_invariant_piece(its own blocks), wherever the parts begin and end.
+constexpr int kBatchInvariantMark = 0x62690001;
+
+__device__ __forceinline__ int batch_invariant_piece(int num_blocks) { return max_int(8, ceil_div(num_blocks, 32)); }
+
+// First scratch slot of a request's pieces. In an ordinary plan a request of k >= 2 pieces adds k - 1 to
+// num_splits[req] - req, so that 2 (num_splits[req] - req) leaves at least k slots for it and depends on the number of
+// cuts (at most the number of parts) and not on the batch.
+__device__ __forceinline__ int first_slot(int splits_before, int req, bool batch_invariant) {
+    return batch_invariant ? splits_before : 2 * (splits_before - req);
+}
+
+struct PlanRow {
+    int begin_req, end_req, begin_block, end_block, begin_split, mark;
+
+    __device__ __forceinline__ bool batch_invariant() const { return mark == kBatchInvariantMark; }
+};
+
+__device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part, bool object_layout, int b) {
+    const int* row = sched_meta + static_cast<i64>(part) * kPlanRowInts;
+    const int c1 = load_global(row + 1);
+    const int c2 = load_global(row + 2);
+    PlanRow plan;
+    plan.begin_req = load_global(row);
+    plan.end_req = object_layout ? c1 : c2;
+    plan.begin_block = object_layout ? c2 : c1;
+    plan.end_block = load_global(row + 3);
+    plan.begin_split = load_global(row + 4);
+    plan.mark = load_global(row + 7);
+    if (plan.begin_req < 0 || plan.begin_req >= b) plan.end_req = -1;  // idle: begin > end
+    if (plan.end_req >= b) plan.end_req = b - 1;
+    return plan;
+}
+
+// One contiguous range of blocks of one request, computed by one CTA in one go.
+struct WorkItem {
+    int req;
+    int seqlen;
+    int first_block;
+    int num_blocks;  // 0 for a request without tokens
+    int slot;        // scratch slot of the piece, or -1: the whole request, written to the output
+};
+
+// Walks the work items of a plan row.
+struct WorkItems {
+    int req;
+    int block;  // blocks of `req` before this one are done
+
+    __device__ __forceinline__ void start(const PlanRow& row) {
+        req = row.begin_req;
+        block = 0;
+    }
+
+    __device__ __forceinline__ bool next(const PlanRow& row, const int* cache_seqlens, const int* num_splits,
+                                         int num_slots, WorkItem& item) {
+        while (req <= row.end_req) {
+            const int seqlen = load_global(cache_seqlens + req);
+            const int splits_before = load_global(num_splits + req);
+            const int splits = load_global(num_splits + req + 1) - splits_before;
+            const int blocks = ceil_div(max_int(seqlen, 0), kBlockTokens);
+            const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
+            const int end = req == row.end_req ? min_int(row.end_block, blocks) : blocks;
+            const int first = max_int(block, begin);
+            int stop = end;
+            int split = req == row.begin_req ? row.begin_split : 0;
+            if (row.batch_invariant()) {
+                const int piece = batch_invariant_piece(blocks);
+                split = first / piece;
+                stop = min_int(end, (split + 1) * piece);
+            }
+            item.req = req;
+            item.seqlen = seqlen;
+            item.first_block = first;
+            item.num_blocks = max_int(stop - first, 0);
+            item.slot = splits > 1 ? first_slot(splits_before, req, row.batch_invariant()) + split : -1;
+            // A plan that its scratch was not made for must not write outside; mla_combine then writes NaN.
+            const bool fits = splits <= 1 || (item.slot >= 0 && item.slot < num_slots);
+            block = stop;
+            if (stop >= end) {
+                ++req;
+                block = 0;
+            }
+            // An empty range writes something only where nobody else does.
+            if (fits && (item.num_blocks > 0 || blocks == 0 || item.slot >= 0)) return true;
+        }
+        return false;
+    }
+};

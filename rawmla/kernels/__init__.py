@@ -1,0 +1,74 @@
+"""The kernels' host sides: which variants exist, their parameter structs and grids.
+
+One module per file of cuda_src/kernels. They take device addresses and numbers, never arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .. import jit
+from . import combine, dense_decode, metadata
+from .common import DTYPES
+
+__all__ = ["all_specs", "default_specs", "warmup"]
+
+
+def all_specs() -> list[jit.KernelSpec]:
+    """Every variant of every kernel."""
+    return _specs(list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS))
+
+
+def default_specs() -> list[jit.KernelSpec]:
+    """What a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs."""
+    return _specs(["bfloat16"], [576], [64])
+
+
+def warmup(
+    *,
+    dtypes: Iterable[str] = ("bfloat16",),
+    d_qk: Iterable[int] = (576,),
+    page_block_sizes: Iterable[int] = (64,),
+    device: int | None = None,
+) -> None:
+    """Compile (or take from the disk cache) and load the kernels of decode calls ahead of time.
+
+    A CUDA-graph capture cannot compile or load anything: call this, or the function itself once, before it.
+
+    Parameters
+    ----------
+    dtypes : iterable of str
+        Of q and the cache: "bfloat16", "float16".
+    d_qk : iterable of int
+        576, 512.
+    page_block_sizes : iterable of int
+        Tokens per page of the caches that will be used.
+    device : int, optional
+        Device ordinal; None is the current device.
+
+    Raises
+    ------
+    ValueError
+        An unknown dtype, d_qk or page size.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, CuPy.
+
+    Notes
+    -----
+    Blocks until everything is loaded (seconds for a cold cache); enqueues nothing.
+    """
+    if device is None:
+        device = jit.current_device()
+    for spec in _specs(list(dtypes), list(d_qk), list(page_block_sizes)):
+        jit.get_kernel(spec, device)
+
+
+def _specs(dtypes: list[str], d_qks: list[int], page_block_sizes: list[int]) -> list[jit.KernelSpec]:
+    specs = [metadata.spec()]
+    for dtype in dtypes:
+        specs += combine.specs(dtype)
+        for d_qk in d_qks:
+            specs += {
+                dense_decode.spec(dtype, d_qk, dense_decode.box_rows(page)) for page in page_block_sizes
+            }
+    return specs

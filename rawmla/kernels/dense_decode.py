@@ -1,0 +1,190 @@
+"""Host side of cuda_src/kernels/sm90_dense_decode.cu, and of the combine that follows it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import log2
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from . import combine
+from .common import (
+    BATCH_INVARIANT_MAX_PIECES,
+    BATCH_INVARIANT_MIN_BLOCKS,
+    BLOCK_TOKENS,
+    D_V,
+    DTYPES,
+    ceil_div,
+)
+
+__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec"]
+
+_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 9if 24x")  # Params of sm90_dense_decode.cu
+_LOG2_E = log2(2.718281828459045)
+_BLOCK_M = 64
+_SMEM_BYTES = 224_256  # SharedMemoryPlan of the kernel, rounded up
+D_QK = (576, 512)
+BOX_ROWS = (64, 32, 16)
+_PREFETCH_L2 = 1
+_SLOT_ROW_BYTES = (D_V + 1) * 4  # float32 output row and its lse
+
+
+class DenseDecodeArgs(NamedTuple):
+    """One dense decode call: device addresses, sizes, and strides in elements.
+
+    ``block_table_stride`` is the row stride of block_table; ``scratch`` points to
+    ``scratch_bytes(...)`` bytes.
+    """
+
+    device: int
+    stream: int
+    capturing: Callable[[], bool]
+    dtype: str
+    b: int
+    s_q: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    page_block_size: int
+    num_blocks: int
+    q: int
+    q_stride_b: int
+    q_stride_s: int
+    q_stride_h: int
+    k_cache: int
+    k_stride_block: int
+    k_stride_token: int
+    k_stride_head: int
+    block_table: int
+    block_table_stride: int
+    cache_seqlens: int
+    sched_meta: int
+    num_parts: int
+    num_splits: int
+    object_layout: bool
+    batch_invariant: bool
+    out: int
+    out_stride_b: int
+    out_stride_s: int
+    out_stride_h: int
+    lse: int
+    scratch: int
+    scratch_bytes: int
+    softmax_scale: float
+    causal: bool
+
+
+@cache
+def spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
+    """A variant; ``rows`` are the BOX_ROWS of the page size.
+
+    Raises ValueError for a combination that no kernel exists for.
+    """
+    if dtype not in DTYPES or d_qk not in D_QK or rows not in BOX_ROWS:
+        raise ValueError(
+            f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size 16, 32 or a "
+            f"multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {rows} tokens"
+        )
+    return jit.KernelSpec(
+        "sm90_dense_decode",
+        (
+            ("BOX_ROWS", rows),
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("PREFETCH_L2", _PREFETCH_L2),
+            ("SMEM_BYTES", _SMEM_BYTES),
+        ),
+        threads=512,
+        smem_bytes=_SMEM_BYTES,
+    )
+
+
+def box_rows(page_block_size: int) -> int:
+    """Tokens that one TMA box copies: a page, or the 64 of a block."""
+    return min(page_block_size, BLOCK_TOKENS)
+
+
+def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -> int:
+    """Scratch slots for pieces: see ``first_slot`` in cuda_src/sched/plan.cuh. 0: nothing can be split."""
+    blocks = ceil_div(max_seqlen, BLOCK_TOKENS)
+    if blocks <= 1:
+        return 0
+    slots = 2 * num_parts if num_parts > 1 else 0
+    if batch_invariant:
+        pieces = min(ceil_div(blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_PIECES)
+        slots = max(slots, b * pieces if pieces > 1 else 0)
+    return slots
+
+
+def scratch_bytes(num_parts: int, b: int, s_q: int, h_q: int, max_seqlen: int, batch_invariant: bool) -> int:
+    """Bytes of scratch a call needs, 16-byte aligned: a float32 output row and its lse per slot, token and head."""
+    return _num_slots(num_parts, b, max_seqlen, batch_invariant) * s_q * h_q * _SLOT_ROW_BYTES
+
+
+@lru_cache(maxsize=1024)
+def _k_maps(
+    k_cache: int,
+    dtype: str,
+    page_block_size: int,
+    d_qk: int,
+    h_kv: int,
+    num_blocks: int,
+    stride_token: int,
+    stride_head: int,
+    stride_block: int,
+) -> bytes:
+    """The two tensor maps of a cache: boxes of two chunks (64 columns) and of one."""
+
+    def encode(chunks: int) -> bytes:
+        return jit.tensor_map(
+            k_cache,
+            cast(Literal["bfloat16", "float16"], dtype),
+            (64, page_block_size, d_qk // 64, h_kv, num_blocks),
+            (2 * stride_token, 128, 2 * stride_head, 2 * stride_block),
+            (64, box_rows(page_block_size), chunks, 1, 1),
+            "128b",
+            "256b",
+        )
+
+    return encode(2) + encode(1)
+
+
+def launch(args: DenseDecodeArgs) -> None:
+    """Enqueue the decode kernel and, with scratch, the combine."""
+    (
+        device, stream, capturing, dtype, b, s_q, h_q, h_kv, d_qk, page_block_size, num_blocks,
+        q, q_stride_b, q_stride_s, q_stride_h,
+        k_cache, k_stride_block, k_stride_token, k_stride_head,
+        block_table, block_table_stride, cache_seqlens, sched_meta, num_parts, num_splits,
+        object_layout, batch_invariant,
+        out, out_stride_b, out_stride_s, out_stride_h, lse, scratch, scratch_bytes, softmax_scale, causal,
+    ) = args  # fmt: skip
+    main = jit.get_kernel(spec(dtype, d_qk, box_rows(page_block_size)), device, capturing=capturing)
+    heads_per_kv = h_q // h_kv
+    rows = s_q * heads_per_kv
+    all_rows = s_q * h_q
+    num_slots = scratch_bytes // (all_rows * _SLOT_ROW_BYTES)
+    lse_accum = 0
+    if num_slots:
+        lse_accum = scratch + num_slots * all_rows * D_V * 4
+        by_request = batch_invariant or b <= num_parts
+        combine_grid, rows_per_cta = combine.grid(all_rows, b, num_parts, by_request)
+        merge = jit.get_kernel(combine.spec(dtype, rows_per_cta), device, capturing=capturing)
+    maps = _k_maps(
+        k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
+    )
+    params = _PARAMS.pack(
+        maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
+        cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
+        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, rows, page_block_size, num_slots,
+        object_layout, causal, softmax_scale * _LOG2_E,
+    )  # fmt: skip
+    main.launch(((rows + _BLOCK_M - 1) // _BLOCK_M, h_kv, num_parts), params, stream, pdl=True)
+    if num_slots:
+        params = combine.PARAMS.pack(
+            sched_meta, num_splits, scratch, lse_accum, out, out_stride_b, out_stride_s, out_stride_h,
+            lse, b, s_q, h_q, num_slots, object_layout, by_request,
+        )  # fmt: skip
+        merge.launch(combine_grid, params, stream, pdl=True)
