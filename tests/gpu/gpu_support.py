@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import rawmla
@@ -17,7 +18,20 @@ if missing_hopper_reason() is None:
 else:  # collected to be skipped; importing the frameworks would only take time
     cupy = torch = None
 
-__all__ = ["assert_same_bits", "bits", "check", "cupy", "decode", "plan", "poisoned_allocations", "torch"]
+__all__ = [
+    "assert_same_bits",
+    "bits",
+    "call_arguments",
+    "check",
+    "cupy",
+    "decode",
+    "in_batch",
+    "plan",
+    "plan_arguments",
+    "poisoned_allocations",
+    "reference",
+    "torch",
+]
 
 
 @contextmanager
@@ -37,38 +51,51 @@ def poisoned_allocations() -> Iterator[None]:
 def plan(inputs: DenseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
     """Scheduling metadata for a call: `form` "object" (filled in by the call) or "tensors"."""
     if form == "object":
-        return rawmla.get_mla_metadata()
+        return rawmla.get_mla_metadata(**kwargs)
+    return rawmla.get_mla_metadata(*plan_arguments(inputs), **kwargs)
+
+
+def plan_arguments(inputs: DenseInputs) -> tuple[Any, int, int, int]:
+    """The arguments of `get_mla_metadata` for a call."""
     case = inputs.case
-    return rawmla.get_mla_metadata(
-        inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q, **kwargs
-    )
+    return inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q
 
 
-def decode(inputs: DenseInputs, form: str = "tensors", **kwargs: Any) -> tuple[Any, Any]:
+def decode(
+    inputs: DenseInputs, form: str = "tensors", enable_batch_invariant: bool = False, **kwargs: Any
+) -> tuple[Any, Any]:
     """Plan and decode, in poisoned memory."""
     with poisoned_allocations():
-        metadata, num_splits = plan(inputs, form)
+        metadata, num_splits = plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
+        kwargs["enable_batch_invariant"] = enable_batch_invariant
         return rawmla.flash_mla_with_kvcache(
-            inputs.q,
-            inputs.k_cache,
-            inputs.block_table,
-            inputs.cache_seqlens,
-            512,
-            metadata,
-            num_splits,
-            causal=inputs.case.causal,
-            **kwargs,
+            *call_arguments(inputs), metadata, num_splits, causal=inputs.case.causal, **kwargs
         )
 
 
+def in_batch(inputs: DenseInputs, requests: list[int]) -> DenseInputs:
+    """A batch of these requests, in this order, over the same cache."""
+    rows = torch.tensor(requests, device=inputs.q.device)
+    lengths = [inputs.lengths[i] for i in requests]
+    return DenseInputs(
+        case=replace(inputs.case, b=len(requests), lengths=tuple(lengths)),
+        q=inputs.q[rows],
+        k_cache=inputs.k_cache,
+        block_table=inputs.block_table[rows],
+        cache_seqlens=inputs.cache_seqlens[rows],
+        lengths=lengths,
+    )
+
+
+def call_arguments(inputs: DenseInputs) -> tuple[Any, ...]:
+    """The first five arguments of `flash_mla_with_kvcache`."""
+    return inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512
+
+
 def reference(inputs: DenseInputs, **kwargs: Any) -> tuple[Any, Any]:
+    """The float64 reference of a call."""
     return torch_reference.flash_mla_with_kvcache(
-        inputs.q,
-        inputs.k_cache,
-        inputs.block_table,
-        inputs.cache_seqlens,
-        causal=inputs.case.causal,
-        **kwargs,
+        *call_arguments(inputs)[:4], causal=inputs.case.causal, **kwargs
     )
 
 

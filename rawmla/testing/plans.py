@@ -1,0 +1,169 @@
+"""Scheduling plans on the host: what a plan must satisfy, and plans of an engine's own making.
+
+A plan row is a part's share of the line "all 64-token blocks of request 0, then of request 1, ...". The piece
+of a request that one part computes is a split; a request without tokens is one empty piece, which some part
+has to visit so that its output gets written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK_TOKENS = 64
+
+LAYOUTS = ("object", "tensors")
+"""Row layouts: inside a `FlashMLASchedMeta`, and of bare tensors."""
+
+IDLE_FORMS = ("past_end", "crossed", "negative")
+"""Ways to write an idle row: begin_req >= b; begin_req > end_req; begin_req < 0."""
+
+# Columns of begin_req, end_req, begin_block, end_block, begin_split.
+_COLUMNS = {"object": (0, 1, 2, 3, 4), "tensors": (0, 2, 1, 3, 4)}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks `begin_block` to `end_block` (exclusive) of a request: split `split`, computed by `part`."""
+
+    part: int
+    request: int
+    split: int
+    begin_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """Blocks per part that has work: how many such parts, the largest share, the mean share."""
+
+    active_parts: int
+    max_blocks: int
+    mean_blocks: float
+
+
+def blocks_of(lengths: Sequence[int]) -> list[int]:
+    """64-token blocks per request."""
+    return [-(-length // BLOCK_TOKENS) for length in lengths]
+
+
+def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) -> list[Piece]:
+    """The pieces that the rows of a plan describe, part after part."""
+    blocks = blocks_of(lengths)
+    columns = list(_COLUMNS[layout])
+    pieces = []
+    for part, (begin_req, end_req, begin_block, end_block, begin_split) in enumerate(
+        rows[:, columns].tolist()
+    ):
+        if begin_req < 0 or begin_req >= len(lengths) or begin_req > end_req:
+            continue
+        for request in range(begin_req, end_req + 1):
+            first = begin_block if request == begin_req else 0
+            last = end_block if request == end_req else blocks[request]
+            pieces.append(Piece(part, request, begin_split if request == begin_req else 0, first, last))
+    return pieces
+
+
+def check_plan(
+    rows: NDArray[np.int32],
+    num_splits: NDArray[np.int32],
+    lengths: Sequence[int],
+    layout: str,
+    *,
+    batch_invariant: bool = False,
+) -> PlanSummary:
+    """Raise AssertionError unless the plan covers every block of every request exactly once, in order.
+
+    `num_splits` must be the exclusive prefix sum of the pieces per request, and the object layout's flags
+    must say whether the first and the last request of a part are split. A batch-invariant plan may cut a
+    part's share of a request further: there only coverage is checked, and that each request counts one piece
+    at least.
+    """
+    b = len(lengths)
+    blocks = blocks_of(lengths)
+    counts = np.diff(num_splits[: b + 1]).tolist()
+    assert num_splits[0] == 0, f"num_splits starts with {num_splits[0]}"
+    pieces = read_pieces(rows, lengths, layout)
+    by_request: list[list[Piece]] = [[] for _ in range(b)]
+    loads: dict[int, int] = {}
+    for piece in pieces:
+        by_request[piece.request].append(piece)
+        loads[piece.part] = loads.get(piece.part, 0) + piece.end_block - piece.begin_block
+    for request, own in enumerate(by_request):
+        place = f"request {request} ({blocks[request]} blocks): {own}"
+        position = 0
+        for index, piece in enumerate(own):
+            assert piece.begin_block == position, f"a gap or an overlap in {place}"
+            assert piece.end_block > position or blocks[request] == 0, f"an empty piece in {place}"
+            assert batch_invariant or piece.split == index, f"splits out of order in {place}"
+            position = piece.end_block
+        assert position == blocks[request], f"not all blocks covered of {place}"
+        assert own, f"nobody writes the output of {place}"
+        expected = len(own)
+        fits = counts[request] >= 1 if batch_invariant else counts[request] == expected
+        assert fits, f"num_splits counts {counts[request]} pieces, the rows have {expected}: {place}"
+    if layout == "object" and not batch_invariant:
+        _check_flags(rows, counts, b)
+    total = sum(loads.values())
+    return PlanSummary(len(loads), max(loads.values(), default=0), total / max(len(loads), 1))
+
+
+def _check_flags(rows: NDArray[np.int32], counts: list[int], b: int) -> None:
+    for part, row in enumerate(rows.tolist()):
+        begin_req, end_req = row[0], row[1]
+        if 0 <= begin_req < b and begin_req <= end_req:
+            expected = [int(counts[begin_req] > 1), int(counts[end_req] > 1)]
+            assert row[5:7] == expected, f"split flags of part {part} are {row[5:7]}, expected {expected}"
+
+
+def write_plan(
+    lengths: Sequence[int],
+    shares: Sequence[int],
+    layout: str,
+    *,
+    idle_form: str = "past_end",
+    idle_before: int = 0,
+    idle_after: int = 0,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Rows and num_splits of a plan that gives `shares[i]` blocks to the i-th busy part, the last one all
+    that is left.
+
+    `idle_before` idle rows precede the busy ones and `idle_after` follow them. Shares are positive; parts for
+    which nothing is left are idle too.
+    """
+    b = len(lengths)
+    blocks = blocks_of(lengths)
+    counts = [1] * b
+    busy: list[tuple[int, int, int, int, int]] = []
+    request, block, split = 0, 0, 0
+    for index, share in enumerate(shares):
+        if request == b:
+            break
+        remaining = share if index < len(shares) - 1 else sum(blocks)
+        begin = (request, block, split)
+        end = (request, block)
+        while request < b and (remaining > 0 or blocks[request] == block):
+            taken = min(remaining, blocks[request] - block)
+            remaining -= taken
+            block += taken
+            end = (request, block)
+            if block == blocks[request]:
+                counts[request] = split + 1
+                request, block, split = request + 1, 0, 0
+        if block:
+            split += 1
+        busy.append((begin[0], end[0], begin[1], end[1], begin[2]))
+    idle = {"past_end": (b, b - 1), "crossed": (b - 1, b - 2), "negative": (-1, -1)}[idle_form]
+    idle_row = (*idle, 0, 0, 0)
+    spare = len(shares) - len(busy)
+    values = [idle_row] * idle_before + busy + [idle_row] * (idle_after + spare)
+    rows = np.zeros((len(values), 8), dtype=np.int32)
+    rows[:, list(_COLUMNS[layout])] = values
+    if layout == "object":
+        for row, (begin_req, end_req, *_) in zip(rows, values, strict=True):
+            if 0 <= begin_req < b and begin_req <= end_req:
+                row[5:7] = counts[begin_req] > 1, counts[end_req] > 1
+    return rows, np.cumsum([0, *counts], dtype=np.int32)

@@ -1,0 +1,230 @@
+"""Dense decoding at the edges: empty requests, huge caches, poison, strides, odd shapes, outputs given."""
+
+from dataclasses import replace
+
+import pytest
+from gpu_support import assert_same_bits, check, decode, plan, reference, torch
+
+import rawmla
+from rawmla.testing import DenseCase, make_dense_inputs
+
+EDGE_CASES = (
+    DenseCase(b=4, s_q=4, h_q=16, lengths=(0, 1, 3, 5), causal=True),
+    DenseCase(b=5, s_q=5, h_q=128, lengths=(64, 2, 65, 0, 127), causal=True, sharp=True),
+    DenseCase(b=2, s_q=128, h_q=16, lengths=(100, 777), causal=True),
+    DenseCase(b=2, s_q=300, h_q=8, lengths=(299, 1111), causal=True, sharp=True),
+    DenseCase(b=3, s_q=2, h_q=8, lengths=(63, 64, 65), page_block_size=32),
+    DenseCase(b=3, h_q=64, lengths=(127, 128, 129), page_block_size=128),
+    DenseCase(b=3, h_q=128, lengths=(511, 512, 1025), page_block_size=512, dtype="float16"),
+    DenseCase(b=2, h_q=256, s_k=1000),
+    DenseCase(b=2, s_q=2, h_q=96, h_kv=3, s_k=1000, causal=True, sharp=True),
+    DenseCase(b=7, h_q=8, s_k=600, varlen=True, block_gap=16, table_gap=5),
+    DenseCase(b=7, s_q=2, h_q=32, h_kv=2, s_k=600, varlen=True, block_gap=64, table_gap=1, dtype="float16"),
+    DenseCase(b=4, h_q=128, s_k=2000, varlen=True, page_block_size=16, block_gap=1, sharp=True),
+    DenseCase(b=1, h_q=128, s_k=131072, sharp=True),
+    DenseCase(b=1, h_q=16, s_k=131072, d_qk=512, dtype="float16", sharp=True),
+    DenseCase(b=300, h_q=16, s_k=200, varlen=True, zero_lengths=True),
+)
+
+
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@pytest.mark.parametrize("case", EDGE_CASES, ids=lambda case: case.id)
+def test_edge_case(case: DenseCase, form: str) -> None:
+    inputs = make_dense_inputs(case)
+    check(inputs, decode(inputs, form))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("s_q", (1, 2))
+@pytest.mark.parametrize("h_q", (16, 128))
+def test_random_zero_lengths(h_q: int, s_q: int, dtype: str) -> None:
+    case = DenseCase(
+        b=128, s_q=s_q, h_q=h_q, s_k=4096, varlen=True, zero_lengths=True, causal=True, dtype=dtype
+    )
+    inputs = make_dense_inputs(case)
+    empty = [i for i, length in enumerate(inputs.lengths) if length == 0]
+    assert empty
+    out, lse = decode(inputs, "object")
+    check(inputs, (out, lse))
+    assert_same_bits("out of empty requests", out[empty], torch.zeros_like(out[empty]))
+    assert bool((lse[empty] == float("inf")).all())
+
+
+@pytest.mark.parametrize("lengths", ((0,), (0, 0, 0), (0,) * 200), ids=len)
+def test_every_request_empty(lengths: tuple[int, ...]) -> None:
+    inputs = make_dense_inputs(DenseCase(b=len(lengths), h_q=128, lengths=lengths))
+    for form in ("object", "tensors"):
+        out, lse = decode(inputs, form)
+        assert_same_bits("out", out, torch.zeros_like(out))
+        assert bool((lse == float("inf")).all())
+
+
+@pytest.mark.parametrize("gap", (0, 8))
+def test_cache_past_2_31_elements(gap: int) -> None:
+    """The live pages lie at both ends of a cache of more than 2**31 elements (4 GiB), the rest is poison."""
+    case = DenseCase(b=6, s_q=2, h_q=128, s_k=3000, varlen=True, causal=True, block_gap=gap)
+    small = make_dense_inputs(case)
+    live = small.k_cache.shape[0]
+    num_blocks = 2**31 // (64 * 576) + 2 * live
+    storage = torch.full((num_blocks, 64 + gap, 1, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    assert storage.numel() > 2**31
+    k_cache = storage[:, :64]
+    half = live // 2
+    k_cache[:half] = small.k_cache[:half]
+    shift = num_blocks - live
+    k_cache[half + shift :] = small.k_cache[half:]
+    table = small.block_table
+    moved = torch.where((table >= half) & (table < live), table + shift, table)
+    large = replace(small, k_cache=k_cache, block_table=moved.int())
+    check(large, decode(large))
+
+
+@pytest.mark.parametrize("poison", ("nan", "inf"))
+@pytest.mark.parametrize("page_block_size", (16, 64, 256))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_poison_is_never_read(dtype: str, page_block_size: int, poison: str) -> None:
+    case = DenseCase(
+        b=9,
+        s_q=2,
+        h_q=64,
+        lengths=(1, 15, 16, 17, 63, 64, 65, 250, 700),
+        page_block_size=page_block_size,
+        dtype=dtype,
+        block_gap=32,
+        table_gap=3,
+    )
+    for causal in (False, True):
+        poisoned = make_dense_inputs(replace(case, causal=causal, poison=poison))
+        clean = make_dense_inputs(replace(case, causal=causal, poison="none"))
+        got, want = decode(poisoned), decode(clean)
+        check(poisoned, got)
+        assert_same_bits(f"{case.id} out with and without poison", got[0], want[0])
+        assert_same_bits(f"{case.id} lse with and without poison", got[1], want[1])
+
+
+def test_nan_inside_a_request_stays_in_its_request() -> None:
+    inputs = make_dense_inputs(DenseCase(b=5, h_q=16, lengths=(700, 650, 1, 64, 900)))
+    want, want_lse = decode(inputs)
+    page = int(inputs.block_table[1, 5])
+    inputs.k_cache[page, 3] = float("nan")
+    out, lse = decode(inputs)
+    assert bool(out[1].isnan().all()) and bool(lse[1].isnan().all())
+    others = [0, 2, 3, 4]
+    assert_same_bits("other requests' out", out[others], want[others])
+    assert_same_bits("other requests' lse", lse[others], want_lse[others])
+
+
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@pytest.mark.parametrize("h_q", (8, 128))
+def test_out_is_written_whole(h_q: int, form: str) -> None:
+    inputs = make_dense_inputs(
+        DenseCase(b=20, s_q=2, h_q=h_q, s_k=900, varlen=True, zero_lengths=True, causal=True)
+    )
+    given = torch.full((20, 2, h_q, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    out, lse = decode(inputs, form, out=given)
+    assert out is given
+    check(inputs, (out, lse))
+    fresh, fresh_lse = decode(inputs, form)
+    assert_same_bits("given and fresh out", out, fresh)
+    assert_same_bits("lse", lse, fresh_lse)
+
+
+@pytest.mark.parametrize("h_q", (8, 16, 63, 128))
+def test_out_as_a_slice_between_canaries(h_q: int) -> None:
+    inputs = make_dense_inputs(DenseCase(b=6, s_q=3, h_q=h_q, s_k=700, varlen=True, causal=True))
+    canary = -7.0
+    buffer = torch.full((8, 5, h_q + 24, 528), canary, dtype=torch.bfloat16, device="cuda")
+    given = buffer[1:7, 1:4, 8 : 8 + h_q, 8:520]
+    given.fill_(float("nan"))
+    out, lse = decode(inputs, out=given)
+    assert out is given
+    check(inputs, (out, lse))
+    given.fill_(canary)
+    assert bool((buffer == canary).all()), "the call wrote outside `out`"
+
+
+def _strided_queries(q: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+    """The same values behind different strides."""
+    b, s_q, h_q, d_qk = q.shape
+    wide = torch.full((b, s_q, h_q + 8, d_qk), float("nan"), dtype=q.dtype, device=q.device)
+    wide[:, :, 4 : 4 + h_q] = q
+    padded = torch.full((b, s_q, h_q, d_qk + 64), float("nan"), dtype=q.dtype, device=q.device)
+    padded[..., 32 : 32 + d_qk] = q
+    shifted = torch.full((q.numel() + 1,), float("nan"), dtype=q.dtype, device=q.device)
+    shifted[1:] = q.reshape(-1)
+    odd = torch.full((b, s_q, h_q, d_qk + 1), float("nan"), dtype=q.dtype, device=q.device)
+    odd[..., :d_qk] = q
+    return {
+        "slice of the heads": wide[:, :, 4 : 4 + h_q],
+        "slice of the columns": padded[..., 32 : 32 + d_qk],
+        "tokens and requests swapped": q.transpose(0, 1).contiguous().transpose(0, 1),
+        "heads and tokens swapped": q.transpose(1, 2).contiguous().transpose(1, 2),
+        "heads outermost": q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+        "unaligned address": shifted[1:].view(b, s_q, h_q, d_qk),
+        "odd strides": odd[..., :d_qk],
+    }
+
+
+@pytest.mark.parametrize(("h_q", "h_kv"), ((16, 1), (128, 1), (12, 2)))
+@pytest.mark.parametrize("s_q", (1, 3))
+def test_query_strides(s_q: int, h_q: int, h_kv: int) -> None:
+    inputs = make_dense_inputs(DenseCase(b=4, s_q=s_q, h_q=h_q, h_kv=h_kv, s_k=500, varlen=True, causal=True))
+    want = decode(inputs)
+    check(inputs, want)
+    for name, q in _strided_queries(inputs.q).items():
+        assert bool((q == inputs.q).all())
+        out, lse = decode(replace(inputs, q=q))
+        assert_same_bits(f"out, q with {name}", out, want[0])
+        assert_same_bits(f"lse, q with {name}", lse, want[1])
+        assert out.is_contiguous()
+
+
+def test_query_expanded_over_the_batch() -> None:
+    """One request's q for all of them: a batch stride of 0."""
+    inputs = make_dense_inputs(DenseCase(b=4, h_q=16, s_k=500, varlen=True))
+    expanded = replace(inputs, q=inputs.q[:1].expand(4, -1, -1, -1))
+    check(expanded, decode(expanded))
+
+
+def test_block_table_row_stride_and_longer_num_splits() -> None:
+    inputs = make_dense_inputs(DenseCase(b=5, h_q=128, s_k=3000, varlen=True))
+    want = decode(inputs)
+    check(inputs, want)
+    width = inputs.block_table.shape[1]
+    wide = torch.full((5, 4 * width), 2147480000, dtype=torch.int32, device="cuda")
+    wide[:, :width] = inputs.block_table
+    metadata, num_splits = plan(inputs, "tensors")
+    longer = torch.full((64,), 1 << 28, dtype=torch.int32, device="cuda")
+    longer[:6] = num_splits
+    out, lse = rawmla.flash_mla_with_kvcache(
+        inputs.q, inputs.k_cache, wide[:, :width], inputs.cache_seqlens, 512, metadata, longer
+    )
+    assert_same_bits("out", out, want[0])
+    assert_same_bits("lse", lse, want[1])
+
+
+def test_block_table_much_wider_than_the_lengths() -> None:
+    """The engine's maximum, not the batch's: 131,072 tokens of table for requests of a few hundred."""
+    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
+    wide = torch.full((3, 2048), 2147480000, dtype=torch.int32, device="cuda")
+    wide[:, : inputs.block_table.shape[1]] = inputs.block_table
+    widened = replace(inputs, block_table=wide)
+    check(widened, decode(widened))
+
+
+def test_softmax_scale() -> None:
+    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
+    for scale in (1.0, 0.5, 1e-4):
+        got = decode(inputs, softmax_scale=scale)
+        check(inputs, got, reference(inputs, softmax_scale=scale))
+
+
+@pytest.mark.parametrize(("b", "s_q"), ((0, 1), (3, 0)))
+def test_nothing_to_compute(b: int, s_q: int) -> None:
+    inputs = make_dense_inputs(DenseCase(b=3, h_q=16, s_k=100))
+    metadata, _ = rawmla.get_mla_metadata()
+    out, lse = rawmla.flash_mla_with_kvcache(
+        inputs.q[:b, :s_q], inputs.k_cache, inputs.block_table[:b], inputs.cache_seqlens[:b], 512, metadata
+    )
+    assert out.shape == (b, s_q, 16, 512) and lse.shape == (b, 16, s_q)
+    torch.cuda.synchronize()

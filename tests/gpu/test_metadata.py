@@ -1,0 +1,150 @@
+"""The plan that the device makes: complete, in order, balanced, in both layouts, in place."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_support import call_arguments, poisoned_allocations, torch
+
+import rawmla
+from rawmla.testing import DenseCase, make_dense_inputs
+from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
+
+
+def lengths_of(kind: str, b: int) -> list[int]:
+    """Request lengths of a named kind."""
+    draw = random.Random(b)
+    if kind == "equal":
+        return [4096] * b
+    if kind == "normal":
+        return [max(1, int(draw.normalvariate(4096, 2048))) for _ in range(b)]
+    if kind == "short":
+        return [draw.randint(1, 200) for _ in range(b)]
+    if kind == "holes":
+        return [0 if draw.random() < 0.5 else draw.randint(1, 5000) for _ in range(b)]
+    if kind == "one long":
+        return [draw.randint(1, 64) for _ in range(b - 1)] + [131072]
+    assert kind == "zero"
+    return [0] * b
+
+
+KINDS = ("equal", "normal", "short", "holes", "one long", "zero")
+BATCHES = (1, 2, 3, 7, 16, 31, 32, 33, 128, 131, 511, 1000, 1024, 1025, 4096, 10007, 16384)
+HEADS = ((1, 16, 1), (1, 128, 1), (2, 128, 1), (1, 64, 2), (4, 126, 2), (1, 1, 1), (1, 512, 1))
+
+
+def make_plan(
+    lengths: list[int], s_q: int, h_q: int, h_kv: int, layout: str, **kwargs: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The device's plan on the host. The object layout is that of a FlashMLASchedMeta recomputed in place."""
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    with poisoned_allocations():
+        rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, **kwargs)
+        if layout == "object":
+            metadata = rawmla.FlashMLASchedMeta()
+            metadata.tile_scheduler_metadata = torch.empty_like(rows)
+            metadata.num_splits = torch.empty_like(num_splits)
+            rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, out=metadata, **kwargs)
+            rows, num_splits = metadata.tile_scheduler_metadata, metadata.num_splits
+    assert rows.dtype == torch.int32 and rows.shape[1] == 8
+    assert num_splits.dtype == torch.int32 and num_splits.shape == (len(lengths) + 1,)
+    return rows.cpu().numpy(), num_splits.cpu().numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("b", BATCHES)
+def test_plan_is_complete_and_balanced(b: int, kind: str, layout: str) -> None:
+    lengths = lengths_of(kind, b)
+    total = sum(blocks_of(lengths))
+    heads = HEADS if b < 1000 else HEADS[1:2]
+    for s_q, h_q, h_kv in heads:
+        rows, num_splits = make_plan(lengths, s_q, h_q, h_kv, layout)
+        summary = check_plan(rows, num_splits, lengths, layout)
+        if total == 0:
+            continue
+        # Requests can be cut anywhere between blocks, so no part has much more than its share; what it has
+        # more is the fixed cost that a piece is reckoned with.
+        share = total / len(rows)
+        assert summary.max_blocks <= 1.15 * share + 8, f"{summary}, share {share:.1f} of {len(rows)} parts"
+
+
+def test_small_batch_fills_the_machine() -> None:
+    rows, num_splits = make_plan([8192], 1, 128, 1, "tensors")
+    summary = check_plan(rows, num_splits, [8192], "tensors")
+    assert summary.active_parts >= 0.5 * min(len(rows), 128), summary
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("b", (1, 5, 128, 1000, 16384))
+def test_batch_invariant_plan(b: int, layout: str) -> None:
+    """Complete, cut at places that depend on the request alone, and counted so."""
+    pieces_of_length: dict[int, int] = {}
+    for kind in KINDS:
+        lengths = lengths_of(kind, b)
+        rows, num_splits = make_plan(lengths, 1, 128, 1, layout, enable_batch_invariant=True)
+        check_plan(rows, num_splits, lengths, layout, batch_invariant=True)
+        for length, pieces in zip(lengths, np.diff(num_splits).tolist(), strict=True):
+            assert pieces_of_length.setdefault(length, pieces) == pieces
+    alone: dict[int, int] = {}
+    for length in list(pieces_of_length)[:20]:
+        _, num_splits = make_plan([length], 1, 128, 1, layout, enable_batch_invariant=True)
+        alone[length] = int(num_splits[1])
+    assert alone == {length: pieces_of_length[length] for length in alone}
+
+
+def test_object_filled_by_the_call_has_the_object_layout() -> None:
+    inputs = make_dense_inputs(DenseCase(b=9, s_q=2, h_q=128, s_k=2000, varlen=True, zero_lengths=True))
+    metadata, _ = rawmla.get_mla_metadata()
+    rawmla.flash_mla_with_kvcache(*call_arguments(inputs), metadata)
+    rows, num_splits = (x.cpu().numpy() for x in (metadata.tile_scheduler_metadata, metadata.num_splits))
+    check_plan(rows, num_splits, inputs.lengths, "object")
+    tensors, splits = make_plan(inputs.lengths, 2, 128, 1, "tensors")
+    assert np.array_equal(num_splits, splits)
+    assert read_pieces(rows, inputs.lengths, "object") == read_pieces(tensors, inputs.lengths, "tensors")
+
+
+@pytest.mark.parametrize("parts", (1, 2, 7, 66, 132, 300, 1000))
+def test_in_place_with_any_number_of_rows(parts: int) -> None:
+    lengths = lengths_of("holes", 50)
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    rows = torch.full((parts, 8), -99, dtype=torch.int32, device="cuda")
+    num_splits = torch.full((51,), -99, dtype=torch.int32, device="cuda")
+    returned = rawmla.get_mla_metadata(cache_seqlens, 128, 1, out=(rows, num_splits))
+    assert returned[0] is rows and returned[1] is num_splits
+    check_plan(rows.cpu().numpy(), num_splits.cpu().numpy(), lengths, "tensors")
+
+
+def test_in_place_for_smaller_batches() -> None:
+    cache_seqlens = torch.tensor(lengths_of("normal", 200), dtype=torch.int32, device="cuda")
+    rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, 128, 1)
+    for b in (200, 3, 1, 199):
+        rawmla.get_mla_metadata(cache_seqlens[:b], 128, 1, out=(rows, num_splits))
+        lengths = cache_seqlens[:b].tolist()
+        check_plan(rows.cpu().numpy(), num_splits.cpu().numpy(), lengths, "tensors")
+        # Read by a call for the captured batch of 200, the rows name no request past the new batch.
+        named = {
+            piece.request for piece in read_pieces(rows.cpu().numpy(), lengths + [64] * (200 - b), "tensors")
+        }
+        assert named == set(range(b))
+
+
+def test_older_keyword_and_form_without_arguments() -> None:
+    cache_seqlens = torch.tensor([100, 5000], dtype=torch.int32, device="cuda")
+    new = rawmla.get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k=128, num_heads_k=1)
+    old = rawmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k=128, num_heads_k=1)
+    assert torch.equal(new[0][:, :5], old[0][:, :5]) and torch.equal(new[1], old[1])
+    metadata, nothing = rawmla.get_mla_metadata()
+    assert isinstance(metadata, rawmla.FlashMLASchedMeta) and nothing is None
+
+
+def test_plan_is_deterministic_and_stays_on_the_device() -> None:
+    cache_seqlens = torch.tensor(lengths_of("normal", 128), dtype=torch.int32, device="cuda")
+    want = rawmla.get_mla_metadata(cache_seqlens, 128, 1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    got = [rawmla.get_mla_metadata(cache_seqlens, 128, 1) for _ in range(20)]
+    assert not torch.cuda.current_stream().query(), "the planner waited for the device"
+    for rows, num_splits in got:
+        assert torch.equal(rows, want[0]) and torch.equal(num_splits, want[1])
