@@ -8,11 +8,11 @@ shape, stride, range or combination. The functions called on every decode (`dens
 from __future__ import annotations
 
 from operator import index
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayView, Framework
+from .arrays import Fields, Framework
 
 D_V = 512
 """Value columns: the first 512 of a cache row."""
@@ -59,6 +59,8 @@ def check_head_dim_v(head_dim_v: Any) -> None:
 
 def as_softmax_scale(softmax_scale: Any) -> float:
     """`softmax_scale` as a positive float within float32. Arrays are refused: reading one synchronises."""
+    if softmax_scale.__class__ is float and 0.0 < softmax_scale <= FLOAT32_MAX:
+        return softmax_scale
     if isinstance(softmax_scale, (bool, np.bool_)) or not isinstance(
         softmax_scale, (int, float, np.integer, np.floating)
     ):
@@ -82,7 +84,7 @@ def refuse_sparse(is_fp8_kvcache: Any, **arrays: Any) -> None:
 
 
 def dense_sizes(
-    q: ArrayView, k_cache: ArrayView, block_table: ArrayView, cache_seqlens: ArrayView
+    q: Fields, k_cache: Fields, block_table: Fields, cache_seqlens: Fields
 ) -> tuple[int, int, int, int, int, int, int, int]:
     """Check the inputs of a dense decode against each other.
 
@@ -161,22 +163,23 @@ def dense_sizes(
     return b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks
 
 
-def check_place(name: str, view: ArrayView, device: int, framework: Framework, reference: str) -> None:
+def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
     """Check that `view` is on `device` and, if it is of another framework, that both share a stream.
 
     Work on the same stream is ordered; anything else could read memory that is still being written.
     """
-    if view.device != device:
+    _, _, _, _, given_device, given_framework, _ = view
+    if given_device != device:
         raise ValueError(
-            f"{name}: expected an array on device cuda:{device}, that of {reference}, got cuda:{view.device}"
+            f"{name}: expected an array on device cuda:{device}, that of {reference}, got cuda:{given_device}"
         )
-    if view.framework is framework:
+    if given_framework is framework:
         return
-    stream, other = framework.current_stream(device), view.framework.current_stream(device)
-    if stream != other:
+    stream, given_stream = framework.current_stream(device), given_framework.current_stream(device)
+    if given_stream != stream:
         raise ValueError(
             f"{name}: expected a {framework.name} array, as {reference} is, or one of a framework with the "
-            f"same current stream ({stream:#x}), got a {view.framework.name} array with current stream {other:#x}"
+            f"same current stream ({stream:#x}), got a {given_framework.name} array with stream {given_stream:#x}"
         )
 
 
@@ -197,43 +200,56 @@ def strides_fit(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> b
     return not ptr & 15 and all(step > 0 and not step & 7 for step in steps)
 
 
-def bad_k_cache_strides(k_cache: ArrayView) -> NoReturn:
-    """The error for a cache that TMA cannot address."""
-    raise ValueError(
-        "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 elements "
-        f"(TMA), got address {k_cache.ptr:#x}, shape {list(k_cache.shape)}, strides {list(k_cache.strides)} "
-        "(elements)"
-    )
+def k_cache_strides(k_cache: Fields) -> tuple[int, ...]:
+    """Strides for TMA where the given ones do not fit as they are: a dimension of size 1 may have any."""
+    ptr, shape, strides, _, _, _, _ = k_cache
+    usable = usable_strides(shape, strides)
+    if not strides_fit(ptr, shape, usable):
+        raise ValueError(
+            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
+            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
+        )
+    return usable
 
 
-def out_strides(out: ArrayView, q: ArrayView) -> tuple[int, ...]:
+def out_strides(out: Fields, q: Fields) -> tuple[int, ...]:
     """Check `out` against q; returns its strides in elements."""
-    if out.dtype != q.dtype:
-        raise TypeError(f"out: expected dtype {q.dtype}, that of q, got {out.dtype}")
-    shape = (*q.shape[:3], D_V)
-    if tuple(out.shape) != shape:
-        raise ValueError(f"out: expected shape {list(shape)}, got {list(out.shape)}")
-    check_place("out", out, q.device, q.framework, "q")
-    strides = usable_strides(shape, out.strides)
-    if strides[3] != 1 or not strides_fit(out.ptr, shape, strides):
+    ptr, shape, strides, dtype, _, _, _ = out
+    _, (b, s_q, h_q, _), _, q_dtype, device, framework, _ = q
+    if dtype != q_dtype:
+        raise TypeError(f"out: expected dtype {q_dtype}, that of q, got {dtype}")
+    if tuple(shape) != (b, s_q, h_q, D_V):
+        raise ValueError(f"out: expected shape {[b, s_q, h_q, D_V]}, got {list(shape)}")
+    check_place("out", out, device, framework, "q")
+    step_b, step_s, step_h, step = strides
+    if (
+        step == 1
+        and step_h >= D_V
+        and step_s >= h_q * step_h
+        and step_b >= s_q * step_s
+        and not (ptr & 15 or (step_h | step_s | step_b) & 7)
+    ):
+        return strides  # the usual order of dimensions, contiguous or a slice
+    usable = usable_strides(shape, strides)
+    if usable[3] != 1 or not strides_fit(ptr, shape, usable):
         raise ValueError(
             "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
-            f"positive multiples of 8, got address {out.ptr:#x}, strides {list(out.strides)} (elements)"
+            f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
         )
     reach = 0  # elements from the first to the last one of the dimensions seen so far, smallest stride first
-    for stride, extent in sorted(zip(strides, shape, strict=True)):
+    for stride, extent in sorted(zip(usable, shape, strict=True)):
         if extent > 1:
             if stride <= reach:
                 raise ValueError(
-                    f"out: expected an array whose elements do not overlap, got shape {list(shape)}, "
-                    f"strides {list(out.strides)} (elements)"
+                    "out: expected an array whose elements do not overlap, got "
+                    f"shape {list(shape)}, strides {list(strides)} (elements)"
                 )
             reach += stride * (extent - 1)
-    return strides
+    return usable
 
 
 def plan_rows(
-    tiles: ArrayView, splits: ArrayView, b: int, device: int, framework: Framework, reference: str
+    tiles: Fields, splits: Fields, b: int, device: int, framework: Framework, reference: str
 ) -> int:
     """Check the two arrays of a plan for `b` requests; returns the number of rows."""
     ptr, shape, strides, dtype, t_device, t_framework, _ = tiles
@@ -302,9 +318,9 @@ def check_config(
             planned = getattr(config, field, False)
             if planned != wanted:
                 raise ValueError(
-                    f"tile_scheduler_metadata: expected a plan for {field} = {wanted}, that of this call, got "
-                    f"a FlashMLASchedMeta filled for {field} = {planned}; take one from get_mla_metadata() for "
-                    "each configuration"
+                    f"tile_scheduler_metadata: expected a plan for {field} = {wanted}, that of this "
+                    f"call, got a FlashMLASchedMeta filled for {field} = {planned}; take one from "
+                    "get_mla_metadata() for each configuration"
                 )
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import checks, jit
-from .arrays import READERS, ArrayView, Framework, inspect
+from .arrays import READERS, Fields, Framework, inspect
 from .kernels import dense_decode, metadata
 
 __all__ = ["FlashMLASchedMeta", "SchedConfig", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 _DEFAULT_SCALE = {d_qk: d_qk**-0.5 for d_qk in checks.D_QK}
 _D_V = checks.D_V
+_make_args = dense_decode.DenseDecodeArgs._make
 
 
 @dataclass(slots=True)
@@ -195,7 +196,7 @@ def get_mla_metadata(
             )
         tiles_view, splits_view = inspect(tiles, "out[0]"), inspect(splits, "out[1]")
         num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "cache_seqlens")
-        tiles_ptr, splits_ptr = tiles_view.ptr, splits_view.ptr
+        tiles_ptr, splits_ptr = tiles_view[0], splits_view[0]
 
     if b:
         metadata.launch(
@@ -363,7 +364,7 @@ def flash_mla_with_kvcache(
         or steps < 0
         or not (k_stride_block and k_stride_token and k_stride_head)
     ):
-        k_stride_block, k_stride_token, k_stride_head, _ = _k_cache_strides(k_view)
+        k_stride_block, k_stride_token, k_stride_head, _ = checks.k_cache_strides(k_view)
     if softmax_scale is None:
         softmax_scale = _DEFAULT_SCALE[d_qk]
     else:
@@ -371,7 +372,7 @@ def flash_mla_with_kvcache(
     if out is not None:
         out_view = READERS[type(out)](out, "out")
         out_stride_b, out_stride_s, out_stride_h, _ = checks.out_strides(out_view, q_view)
-        out_ptr = out_view.ptr
+        out_ptr = out_view[0]
 
     plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
     if plan is None:
@@ -396,8 +397,8 @@ def flash_mla_with_kvcache(
         tiles_view = READERS[type(tiles)](tiles, "tile_scheduler_metadata")
         splits_view = READERS[type(splits)](splits, "num_splits")
         num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "q")
-        tiles_ptr = tiles_view.ptr
-        splits_ptr = splits_view.ptr
+        tiles_ptr = tiles_view[0]
+        splits_ptr = splits_view[0]
     elif splits is not None:
         raise ValueError(
             "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
@@ -443,44 +444,47 @@ def flash_mla_with_kvcache(
     else:
         lse = framework.empty((b, h_q, s_q), "float32", device)
         scratch_ptr = 0
-    # By position, in a third of the time that keywords take; tests/test_validation.py checks the order.
+    # In the order of the fields, which takes half the time of a call by name; the tests check the order.
     dense_decode.launch(
-        dense_decode.DenseDecodeArgs(
-            device,
-            stream,
-            capturing,
-            dtype,
-            b,
-            s_q,
-            h_q,
-            h_kv,
-            d_qk,
-            page_block_size,
-            num_blocks,
-            q_ptr,
-            q_stride_b,
-            q_stride_s,
-            q_stride_h,
-            k_ptr,
-            k_stride_block,
-            k_stride_token,
-            k_stride_head,
-            table_view.ptr,
-            table_view.strides[0],
-            lengths_view.ptr,
-            tiles_ptr,
-            num_parts,
-            splits_ptr,
-            plan is not None,
-            enable_batch_invariant,
-            out_ptr,
-            out_stride_b,
-            out_stride_s,
-            out_stride_h,
-            framework.pointer(lse),
-            scratch_ptr,
-            softmax_scale,
-            causal and s_q > 1,
+        _make_args(
+            (
+                device,
+                stream,
+                capturing,
+                dtype,
+                b,
+                s_q,
+                h_q,
+                h_kv,
+                d_qk,
+                page_block_size,
+                num_blocks,
+                q_ptr,
+                q_stride_b,
+                q_stride_s,
+                q_stride_h,
+                k_ptr,
+                k_stride_block,
+                k_stride_token,
+                k_stride_head,
+                table_view[0],
+                table_view[2][0],
+                lengths_view[0],
+                tiles_ptr,
+                num_parts,
+                splits_ptr,
+                plan is not None,
+                enable_batch_invariant,
+                out_ptr,
+                out_stride_b,
+                out_stride_s,
+                out_stride_h,
+                framework.pointer(lse),
+                scratch_ptr,
+                scratch_bytes,
+                softmax_scale,
+                causal and s_q > 1,
+            )
         )
     )
     return out, lse
@@ -495,10 +499,10 @@ def _empty_plan(framework: Framework, num_parts: int, b: int, device: int) -> tu
 
 
 def _fill_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, lengths: ArrayView, framework: Framework
+    plan: FlashMLASchedMeta, config: SchedConfig, lengths: Fields, framework: Framework
 ) -> tuple[int, int, int]:
     """Compute the arrays of an empty object; returns (address of rows, their number, address of splits)."""
-    device = lengths.device
+    lengths_ptr, _, _, _, device, _, _ = lengths
     num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, config.s_q, config.h_q, config.h_k)
     tiles, splits = _empty_plan(framework, num_parts, config.b, device)
     tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
@@ -506,7 +510,7 @@ def _fill_plan(
         device=device,
         stream=framework.current_stream(device),
         capturing=framework.capture_query(device),
-        cache_seqlens=lengths.ptr,
+        cache_seqlens=lengths_ptr,
         b=config.b,
         num_parts=num_parts,
         sched_meta=tiles_ptr,
@@ -519,17 +523,10 @@ def _fill_plan(
     return tiles_ptr, num_parts, splits_ptr
 
 
-def _k_cache_strides(k_cache: ArrayView) -> tuple[int, ...]:
-    """Strides for TMA where the given ones do not fit as they are: a dimension of size 1 may have any."""
-    strides = checks.usable_strides(k_cache.shape, k_cache.strides)
-    if not checks.strides_fit(k_cache.ptr, k_cache.shape, strides):
-        checks.bad_k_cache_strides(k_cache)
-    return strides
-
-
-def _q_for_kernel(q: ArrayView) -> ArrayView:
-    """A view of `q` that 16-byte copies can walk: of a copy, unless only dimensions of size 1 did not fit."""
-    strides = checks.usable_strides(q.shape, q.strides)
-    if checks.strides_fit(q.ptr, q.shape, strides):
-        return q._replace(strides=strides)
-    return inspect(q.framework.contiguous_copy(q.array, "q"), "q")
+def _q_for_kernel(q: Fields) -> Fields:
+    """Fields of a `q` that 16-byte copies can walk: a copy, unless only dimensions of size 1 did not fit."""
+    ptr, shape, strides, dtype, device, framework, array = q
+    usable = checks.usable_strides(shape, strides)
+    if checks.strides_fit(ptr, shape, usable):
+        return ptr, shape, usable, dtype, device, framework, array
+    return inspect(framework.contiguous_copy(array, "q"), "q")
