@@ -7,7 +7,8 @@ from rawmla.testing import DenseCase, lse_tolerance, make_dense_inputs, measure,
 
 # FlashMLA (commit 9241ae3, one H200): relative L2 error of `out`. Both kernels round the probabilities and
 # the result to the cache's type, so a correct one has this error up to the luck of the draw, for which SLACK
-# allows. ASHMLA_REL_L2 = (
+# allows.
+FLASHMLA_REL_L2 = (
     (DenseCase(b=4, s_q=1, s_k=4096), 0.002149),
     (DenseCase(b=4, s_q=2, s_k=4096), 0.002152),
     (DenseCase(b=4, s_q=1, s_k=32768), 0.002110),
