@@ -178,8 +178,9 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
     stream, given_stream = framework.current_stream(device), given_framework.current_stream(device)
     if given_stream != stream:
         raise ValueError(
-            f"{name}: expected a {framework.name} array, as {reference} is, or one of a framework with the "
-            f"same current stream ({stream:#x}), got a {given_framework.name} array with stream {given_stream:#x}"
+            f"{name}: expected a {framework.name} array, as {reference} is, or one of a framework with "
+            f"the same current stream ({stream:#x}), got a {given_framework.name} array with stream "
+            f"{given_stream:#x}"
         )
 
 
@@ -249,37 +250,41 @@ def out_strides(out: Fields, q: Fields) -> tuple[int, ...]:
 
 
 def plan_rows(
-    tiles: Fields, splits: Fields, b: int, device: int, framework: Framework, reference: str
+    tiles: Fields,
+    splits: Fields,
+    b: int,
+    device: int,
+    framework: Framework,
+    reference: str,
+    names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> int:
     """Check the two arrays of a plan for `b` requests; returns the number of rows."""
     ptr, shape, strides, dtype, t_device, t_framework, _ = tiles
     if dtype != "int32":
-        raise TypeError(f"tile_scheduler_metadata: expected dtype int32, got {dtype}")
+        raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
     if len(shape) != 2 or shape[1] != PLAN_COLUMNS or not shape[0]:
-        raise ValueError(
-            f"tile_scheduler_metadata: expected shape [num_sm_parts, {PLAN_COLUMNS}], got {list(shape)}"
-        )
+        raise ValueError(f"{names[0]}: expected shape [num_sm_parts, {PLAN_COLUMNS}], got {list(shape)}")
     if strides[1] != 1 or strides[0] != PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
         raise ValueError(
-            "tile_scheduler_metadata: expected a contiguous array at a 16-byte aligned address, got strides "
+            f"{names[0]}: expected a contiguous array at a 16-byte aligned address, got strides "
             f"{list(strides)} (elements), address {ptr:#x}"
         )
     rows = shape[0]
     _, shape, strides, dtype, s_device, s_framework, _ = splits
     if dtype != "int32":
-        raise TypeError(f"num_splits: expected dtype int32, got {dtype}")
+        raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
     if len(shape) != 1 or shape[0] <= b:
-        raise ValueError(f"num_splits: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
+        raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
-        raise ValueError(f"num_splits: expected a contiguous array, got stride {strides[0]} (elements)")
+        raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")
     if (
         t_device != device
         or s_device != device
         or t_framework is not framework
         or s_framework is not framework
     ):
-        check_place("tile_scheduler_metadata", tiles, device, framework, reference)
-        check_place("num_splits", splits, device, framework, reference)
+        check_place(names[0], tiles, device, framework, reference)
+        check_place(names[1], splits, device, framework, reference)
     return rows
 
 
