@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--out",
         type=Path,
         metavar="DIR",
-        help="also write the cubins to DIR, for machines that set RAWMLA_CUBIN_DIR=DIR and need no NVRTC then",
+        help="also write the cubins to DIR, for machines without NVRTC that set RAWMLA_CUBIN_DIR=DIR",
     )
     arguments = parser.parse_args(argv)
     try:

@@ -126,6 +126,8 @@ class Builder:
             "nvrtc": nvrtc.version(),
             "options": list(options),
             "compile_seconds": round(seconds, 3),
+            "cubin_bytes": len(result.cubin),
+            "cubin_sha256": hashlib.sha256(result.cubin).hexdigest(),
             **ptxas.resources(result.log),
             "sources": {
                 name: hashlib.sha256(data).hexdigest()
@@ -146,9 +148,9 @@ class Builder:
     def _load_prebuilt(
         self, prebuilt: Path, spec: KernelSpec, sources: SourceSet, source_key: str
     ) -> CompiledKernel | None:
-        folder = prebuilt / entry_name(spec.name, source_key)
+        folder = prebuilt.resolve() / entry_name(spec.name, source_key)
         try:
-            reason = untrusted_reason(prebuilt, root_may_own=True)
+            reason = untrusted_reason(folder.parent, root_may_own=True)
         except (OSError, RawMLAError) as error:
             reason = str(error)
         if reason is None:
@@ -197,7 +199,7 @@ def export(compiled: CompiledKernel, folder: Path) -> Path:
 
 
 # Not stored: they depend on who asks. `threads` and `dynamic_shared_bytes` are no part of a cubin.
-_META_OF_CALL = ("key", "origin", "threads", "dynamic_shared_bytes")
+_META_OF_CALL = ("origin", "threads", "dynamic_shared_bytes")
 
 
 def _compiled(
@@ -234,9 +236,7 @@ def _default_builder(cache_dir: str, max_mb: str, cubin_dir: str) -> Builder:
     if cache_dir:
         path = Path(cache_dir).expanduser().absolute()
     else:
-        from platformdirs import user_cache_path
-
-        path = user_cache_path("rawmla")
+        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rawmla"
     cache = DiskCache(path, int(megabytes * 1e6))
     return Builder(find_source_root(), cache, Path(cubin_dir).expanduser().absolute() if cubin_dir else None)
 

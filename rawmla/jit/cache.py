@@ -55,6 +55,7 @@ class DiskCache:
     def _check(self) -> str | None:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.path = self.path.resolve()  # a link that is changed later has no effect on this process
             return untrusted_reason(self.path)
         except (OSError, RawMLAError) as error:
             return f"{self.path} cannot be used ({error})"

@@ -32,11 +32,9 @@ def read_entry(folder: Path, key: str) -> tuple[bytes, dict[str, Any]] | None:
         cubin = (folder / CUBIN_FILE).read_bytes()
     except (OSError, ValueError):
         return None
-    if not isinstance(meta, dict) or meta.get("key") != key:
+    if not isinstance(meta, dict) or meta.pop("meta_sha256", None) != _meta_digest(meta):
         return None
-    if meta.pop("meta_sha256", None) != _meta_digest(meta):
-        return None
-    if meta.get("cubin_sha256") != hashlib.sha256(cubin).hexdigest():
+    if meta.pop("key", None) != key or meta.get("cubin_sha256") != hashlib.sha256(cubin).hexdigest():
         return None
     return cubin, meta
 
@@ -44,10 +42,11 @@ def read_entry(folder: Path, key: str) -> tuple[bytes, dict[str, Any]] | None:
 def write_entry(parent: Path, kernel: str, key: str, cubin: bytes, meta: dict[str, Any]) -> Path:
     """Write an entry aside and rename it into place, so that a reader sees all of it or nothing.
 
-    An entry that is already there and valid wins; an invalid one is replaced. Raises ``OSError``.
+    ``meta`` has ``cubin_sha256``. An entry that is already there and valid wins; an invalid one is replaced.
+    Raises ``OSError``.
     """
     final = parent / entry_name(kernel, key)
-    meta = {**meta, "key": key, "cubin_sha256": hashlib.sha256(cubin).hexdigest(), "cubin_bytes": len(cubin)}
+    meta = {**meta, "key": key}
     meta["meta_sha256"] = _meta_digest(meta)
     aside = Path(tempfile.mkdtemp(prefix=TMP_PREFIX, dir=parent))
     try:

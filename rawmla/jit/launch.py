@@ -191,9 +191,7 @@ _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _load_mutex = threading.Lock()
 
 
-def get_kernel(
-    spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None
-) -> Kernel:
+def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
 
     Parameters
@@ -218,8 +216,8 @@ def get_kernel(
     if capturing is not None and capturing():
         raise KernelNotReadyError(
             f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
-            f"loaded while a CUDA graph is captured: call rawmla.warmup(device={device}), or the same "
-            "function once, before the capture"
+            f"loaded while a CUDA graph is captured: before the capture, call rawmla.warmup(device={device}, ...) "
+            "with this dtype, d_qk and page size, or the same function once"
         )
     with _load_mutex:
         kernel = _kernels.get((spec, device))

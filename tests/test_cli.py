@@ -1,0 +1,196 @@
+"""``python -m rawmla info`` and ``python -m rawmla compile``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from jit_project import Project, tiny
+
+import rawmla
+from rawmla import cli, report
+from rawmla.errors import NoGPUError, NVRTCNotFoundError
+from rawmla.jit import builder, nvrtc
+from rawmla.jit.driver import DeviceInfo
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The command line works on two tiny kernels, three with --all."""
+    made = Project(tmp_path)
+    kernels = ModuleType("rawmla.kernels")
+    kernels.default_specs = lambda: [tiny(1), tiny(2)]  # type: ignore[attr-defined]
+    kernels.all_specs = lambda: [tiny(1), tiny(2), tiny(3)]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rawmla.kernels", kernels)
+    monkeypatch.setattr(rawmla, "kernels", kernels, raising=False)
+    monkeypatch.setattr(builder, "find_source_root", lambda: made.sources)
+    monkeypatch.setenv("RAWMLA_CACHE_DIR", str(made.cache_dir))
+    monkeypatch.delenv("RAWMLA_CACHE_MAX_MB", raising=False)
+    monkeypatch.delenv("RAWMLA_CUBIN_DIR", raising=False)
+    builder._default_builder.cache_clear()
+    return made
+
+
+def test_compile_fills_the_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compile"]) == 0
+    out = capsys.readouterr().out
+    header, first, second, last = out.splitlines()
+    assert header.split()[:2] == ["kernel", "regs"]
+    assert first.split()[0] == "tiny[FACTOR=1]" and second.split()[0] == "tiny[FACTOR=2]"
+    assert first.split()[-1] == second.split()[-1] == "compiled"
+    assert last == f"2 of 2 kernels compiled, 2 of them kept in {project.cache_dir}"
+    assert len(project.entries()) == 2
+    assert cli.main(["compile", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[1:4]] == ["cache", "cache", "compiled"]
+
+
+def test_compile_shows_progress(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["compile"])
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_compile_to_a_folder(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = project.root / "deep" / "cubins"
+    assert cli.main(["compile", "--all", "--out", str(folder)]) == 0
+    assert f"3 of 3 kernels written to {folder}" in capsys.readouterr().out
+    assert len(list(folder.glob("*/kernel.cubin"))) == 3
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(folder))
+    monkeypatch.setattr(nvrtc, "version", lambda: pytest.fail("NVRTC was asked"))
+    assert {builder.build(tiny(factor)).meta["origin"] for factor in (1, 2, 3)} == {"prebuilt"}
+
+
+def test_compile_failure_is_shown_and_the_others_are_built(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project.write(
+        "kernels/tiny.cu",
+        '#if FACTOR == 2\n#error "two is wrong"\n#endif\nextern "C" __global__ void tiny() {}\n',
+    )
+    assert cli.main(["compile", "--all"]) == 1
+    captured = capsys.readouterr()
+    assert "2 of 3 kernels" in captured.out
+    assert "two is wrong" in captured.err and "-DFACTOR=2" in captured.err
+
+
+def test_compile_without_nvrtc(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise NVRTCNotFoundError("there is no NVRTC")
+
+    monkeypatch.setattr(nvrtc, "version", missing)
+    assert cli.main(["compile"]) == 1
+    assert "error: there is no NVRTC" in capsys.readouterr().err
+
+
+def test_compile_that_keeps_nothing_is_a_failure(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.cache_dir.mkdir()
+    project.cache_dir.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="chmod go-w"):
+        assert cli.main(["compile"]) == 1
+    assert "0 of them kept" in capsys.readouterr().out
+
+
+def test_wrong_setting_is_named(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAWMLA_CACHE_MAX_MB", "lots")
+    assert cli.main(["compile"]) == 1
+    assert "RAWMLA_CACHE_MAX_MB" in capsys.readouterr().err
+    assert cli.main(["info"]) == 0
+    assert "RAWMLA_CACHE_MAX_MB: expected" in capsys.readouterr().out
+
+
+def test_info_without_a_gpu(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise NoGPUError("there is no driver")
+
+    monkeypatch.setattr(report, "get_driver", missing)
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        f"rawmla {rawmla.__version__}",
+        sys.version.split()[0],
+        "numpy",
+        nvrtc.version(),
+        str(project.cache_dir),
+        str(project.sources),
+        "none: there is no driver",
+        "no: there is no driver",
+        f"yes, with NVRTC {nvrtc.version()}",
+        "RAWMLA_CACHE_DIR  ",
+    ):
+        assert part in out
+
+
+class FakeDriver:
+    """Two devices; the second is no Hopper."""
+
+    def version(self) -> tuple[int, int]:
+        return 13, 0
+
+    def device_count(self) -> int:
+        return 2
+
+
+def test_info_with_gpus(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infos = [DeviceInfo("NVIDIA H200", 132, (9, 0)), DeviceInfo("NVIDIA L4", 58, (8, 9))]
+    monkeypatch.setattr(report, "get_driver", FakeDriver)
+    for module in (report, sys.modules["rawmla.jit.launch"]):
+        monkeypatch.setattr(module, "device_info", lambda device: infos[device])
+    monkeypatch.setattr(report, "_import", lambda name, purpose: None)
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "NVIDIA H200, compute 9.0, 132 SMs" in out and "NVIDIA L4, compute 8.9" in out
+    assert "for CUDA up to 13.0" in out and "yes, on device 0" in out
+    infos[0] = infos[1]
+    cli.main(["info"])
+    assert "no: device 0 (NVIDIA L4) has compute capability 8.9" in capsys.readouterr().out
+
+
+def test_info_notices_a_driver_that_is_too_old(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "get_driver", FakeDriver)
+    for module in (report, sys.modules["rawmla.jit.launch"]):
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo("NVIDIA H200", 132, (9, 0)))
+    monkeypatch.setattr(report, "_import", lambda name, purpose: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
+    cli.main(["info"])
+    assert "install rawmla[cu13] instead" in capsys.readouterr().out
+
+
+def test_info_shows_a_refused_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.cache_dir.mkdir()
+    project.cache_dir.chmod(0o777)
+    assert cli.main(["info"]) == 0
+    assert f"not used: {project.cache_dir} is writable for others" in capsys.readouterr().out
+
+
+def test_info_shows_the_prebuilt_folder(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = project.root / "cubins"
+    cli.main(["compile", "--out", str(folder)])
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(folder))
+    cli.main(["info"])
+    assert f"{folder} (2 entries)" in capsys.readouterr().out
+
+
+def test_module_runs() -> None:
+    done = subprocess.run([sys.executable, "-m", "rawmla", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, f"rawmla {rawmla.__version__}")
+    done = subprocess.run([sys.executable, "-m", "rawmla"], capture_output=True, text=True)
+    assert done.returncode == 2 and "compile" in done.stderr

@@ -1,0 +1,390 @@
+"""Launches, tensor maps and device look-ups against a stand-in for the driver library; needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from jit_project import tiny
+
+from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
+from rawmla.jit import Kernel, KernelSpec, device_info, driver, get_kernel, launch, tensor_map, tensormap
+from rawmla.jit.driver import Driver
+
+VOID = ctypes.c_void_p
+CONTEXT_A, CONTEXT_B, FUNCTION = 0xAAAA00000001, 0xBBBB00000002, 0xCCCC00000003
+PARAM_BYTES = 192
+MAP_BYTES = bytes(range(128))
+
+
+class FakeLibrary:
+    """Driver functions as C callbacks, so that argument conversion and memory layout are the real ones."""
+
+    def __init__(self) -> None:
+        self.thread = threading.local()  # the current context belongs to a thread
+        self.launches: list[dict[str, Any]] = []
+        self.maps: list[dict[str, Any]] = []
+        self.result = 0
+        self.capability = (9, 0)
+        self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
+        self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
+        self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
+        self.cuLaunchKernelEx = self._c(self._launch, VOID, VOID, VOID, VOID)
+        self.cuGetErrorName = self._c(self._name, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self.cuGetErrorString = self._c(self._string, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+        self.cuDeviceGetCount = self._c(self._count, ctypes.POINTER(ctypes.c_int))
+        self.cuDeviceGet = self._c(self._device, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
+        self.cuDeviceGetName = self._c(self._device_name, VOID, ctypes.c_int, ctypes.c_int)
+        self.cuDeviceGetAttribute = self._c(
+            self._attribute, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
+        )
+        u64s, u32s = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
+        enum = ctypes.c_int
+        self.cuTensorMapEncodeTiled = self._c(
+            self._map, VOID, enum, ctypes.c_uint32, VOID, u64s, u64s, u32s, u32s, enum, enum, enum, enum
+        )
+
+    @staticmethod
+    def _c(function: Any, *types: Any) -> Any:
+        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(function)
+
+    def _stack(self) -> list[int | None]:
+        if not hasattr(self.thread, "stack"):
+            self.thread.stack = [None]
+        return self.thread.stack
+
+    def set_current(self, context: int | None) -> None:
+        self.thread.stack = [context]
+
+    def _get(self, out: Any) -> int:
+        out[0] = self._stack()[-1]
+        return 0
+
+    def _push(self, context: int) -> int:
+        self._stack().append(context)
+        return 0
+
+    def _pop(self, out: Any) -> int:
+        out[0] = self._stack().pop()
+        return 0
+
+    def _launch(self, config: int, function: int, params: int, extra: int | None) -> int:
+        raw = ctypes.string_at(config, 56)
+        fields = struct.unpack("<7I4xQQI4x", raw)
+        first_param = VOID.from_address(params).value or 0
+        attributes = ctypes.string_at(fields[8], 72 * fields[9]) if fields[9] else b""
+        self.launches.append(
+            {
+                "grid": fields[:3],
+                "block": fields[3:6],
+                "smem": fields[6],
+                "stream": fields[7],
+                "attributes": [struct.unpack_from("<I4x3I", attributes, 72 * i) for i in range(fields[9])],
+                "function": function,
+                "params": ctypes.string_at(first_param, PARAM_BYTES),
+                "aligned": first_param % 128 == 0,
+                "extra": extra,
+                "context": self._stack()[-1],
+            }
+        )
+        return self.result
+
+    def _name(self, code: int, out: Any) -> int:
+        out[0] = b"CUDA_ERROR_TEST"
+        return 0
+
+    def _string(self, code: int, out: Any) -> int:
+        out[0] = f"explanation of {code}".encode()
+        return 0
+
+    def _count(self, out: Any) -> int:
+        out[0] = 2
+        return 0
+
+    def _device(self, out: Any, device: int) -> int:
+        out[0] = device + 40
+        return 0
+
+    def _device_name(self, out: int, size: int, handle: int) -> int:
+        ctypes.memmove(out, f"GPU {handle}\0".encode(), 7)
+        return 0
+
+    def _attribute(self, out: Any, attribute: int, handle: int) -> int:
+        out[0] = {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute]
+        return 0
+
+    def _map(
+        self, out: int, dtype: int, rank: int, ptr: int, dims: Any, strides: Any, box: Any, *rest: Any
+    ) -> int:
+        element_strides, interleave, swizzle, promotion, fill = rest
+        self.maps.append(
+            {
+                "aligned": out % 64 == 0,
+                "codes": (dtype, interleave, swizzle, promotion, fill),
+                "ptr": ptr,
+                "dims": dims[:rank],
+                "strides": strides[: rank - 1],
+                "box": box[:rank],
+                "element_strides": element_strides[:rank],
+            }
+        )
+        ctypes.memmove(out, MAP_BYTES, 128)
+        return self.result
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
+    fake = FakeLibrary()
+    stand_in = Driver(fake)
+    for module in (driver, launch, tensormap):
+        monkeypatch.setattr(module, "get_driver", lambda: stand_in)
+    monkeypatch.setattr(launch, "_kernels", {})
+    device_info.cache_clear()
+    tensor_map.cache_clear()
+    yield fake
+    device_info.cache_clear()
+    tensor_map.cache_clear()
+
+
+def make_kernel(library: FakeLibrary, *, param_bytes: int | None = PARAM_BYTES) -> Kernel:
+    spec = KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
+    return Kernel(spec, 0, {}, Driver(library), CONTEXT_A, FUNCTION, param_bytes)
+
+
+PARAMS = bytes(range(PARAM_BYTES))
+
+
+def test_plain_launch(library: FakeLibrary) -> None:
+    library.set_current(CONTEXT_A)
+    make_kernel(library).launch((132, 2, 3), PARAMS, 0x123456789AB)
+    assert library.launches == [
+        {
+            "grid": (132, 2, 3),
+            "block": (384, 1, 1),
+            "smem": 232_448,
+            "stream": 0x123456789AB,
+            "attributes": [],
+            "function": FUNCTION,
+            "params": PARAMS,
+            "aligned": True,
+            "extra": None,
+            "context": CONTEXT_A,
+        }
+    ]
+
+
+def test_attributes_of_each_kind_of_launch(library: FakeLibrary) -> None:
+    library.set_current(CONTEXT_A)
+    kernel = make_kernel(library)
+    for _ in range(2):
+        kernel.launch((4, 1, 1), PARAMS, 1, pdl=True)
+        kernel.launch((4, 1, 1), PARAMS, 2, cluster=(2, 1, 1))
+        kernel.launch((4, 1, 1), PARAMS, 3, cluster=(4, 2, 1), pdl=True)
+        kernel.launch((4, 1, 1), PARAMS, 4)
+    found = [(one["stream"], one["attributes"]) for one in library.launches]
+    expected = [
+        (1, [(6, 1, 0, 0)]),
+        (2, [(4, 2, 1, 1)]),
+        (3, [(4, 4, 2, 1), (6, 1, 0, 0)]),
+        (4, []),
+    ]
+    assert found == expected * 2
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT_B])
+def test_the_device_of_the_kernel_is_made_current_and_restored(
+    library: FakeLibrary, current: int | None
+) -> None:
+    library.set_current(current)
+    make_kernel(library).launch((1, 1, 1), PARAMS, 0)
+    assert library.launches[0]["context"] == CONTEXT_A
+    assert library._stack() == [current]
+
+
+def test_failed_launch_says_everything_and_the_kernel_stays_usable(library: FakeLibrary) -> None:
+    library.set_current(CONTEXT_B)
+    kernel = make_kernel(library)
+    library.result = 701
+    with pytest.raises(LaunchError) as caught:
+        kernel.launch((7, 8, 9), PARAMS, 0x55, cluster=(2, 1, 1), pdl=True)
+    for part in (
+        "tiny[FACTOR=1]",
+        "CUDA_ERROR_TEST",
+        "explanation of 701",
+        "(7, 8, 9)",
+        "384",
+        "232448",
+        "0x55",
+    ):
+        assert part in str(caught.value)
+    assert library._stack() == [CONTEXT_B]
+    library.result = 0
+    kernel.launch((1, 1, 1), PARAMS, 0)
+
+
+@pytest.mark.parametrize("length", [0, PARAM_BYTES - 1, PARAM_BYTES + 8])
+def test_parameters_of_the_wrong_size_are_refused(library: FakeLibrary, length: int) -> None:
+    with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
+        make_kernel(library).launch((1, 1, 1), bytes(length), 0)
+    assert library.launches == []
+
+
+def test_without_the_drivers_word_the_first_launch_sets_the_size(library: FakeLibrary) -> None:
+    kernel = make_kernel(library, param_bytes=None)
+    kernel.launch((1, 1, 1), PARAMS, 0)
+    with pytest.raises(ValueError, match="params"):
+        kernel.launch((1, 1, 1), PARAMS[:-1], 0)
+
+
+@pytest.mark.parametrize("grid", [(1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)])
+def test_a_grid_that_is_none_is_refused(library: FakeLibrary, grid: Any) -> None:
+    with pytest.raises(ValueError, match="grid of three"):
+        make_kernel(library).launch(grid, PARAMS, 0)
+    assert library.launches == []
+
+
+def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
+    kernel = make_kernel(library)
+    start = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        library.set_current(CONTEXT_A)
+        start.wait()
+        for turn in range(200):
+            kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number, pdl=True)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(library.launches) == 1600
+    for one in library.launches:
+        number = one["stream"]
+        assert one["grid"][0] == number + 1 and one["params"] == bytes([number]) * PARAM_BYTES
+
+
+def test_loaded_kernels_are_found_also_in_a_capture(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = make_kernel(library)
+    loads = []
+    monkeypatch.setattr(launch, "build", lambda spec: spec)
+    monkeypatch.setattr(launch, "_load", lambda built, device: loads.append((built, device)) or kernel)
+    spec = tiny()
+    with pytest.raises(KernelNotReadyError, match=r"tiny\[FACTOR=1\].*rawmla\.warmup\("):
+        get_kernel(spec, 1, capturing=lambda: True)
+    assert get_kernel(spec, 1) is kernel
+    assert get_kernel(tiny(), 1) is get_kernel(spec, 1, capturing=lambda: True) is kernel
+    assert loads == [(spec, 1)]
+    with pytest.raises(KernelNotReadyError, match="device 0"):
+        get_kernel(spec, 0, capturing=lambda: True)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+def test_other_gpus_are_refused_before_anything_is_built(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(launch, "build", lambda spec: pytest.fail("built"))
+    library.capability = capability
+    with pytest.raises(UnsupportedGPUError, match=f"GPU 41.*{capability[0]}.{capability[1]}.*9.0"):
+        get_kernel(tiny(), 1)
+
+
+def test_device_info(library: FakeLibrary) -> None:
+    info = device_info(1)
+    assert (info.name, info.sm_count, info.compute_capability) == ("GPU 41", 132, (9, 0))
+    assert device_info(1) is info
+    with pytest.raises(ValueError, match="device: expected an ordinal below 2.*got 2"):
+        device_info(2)
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
+    with pytest.raises(NoGPUError, match=r"libcuda\.so\.1.*Hopper GPU"):
+        driver.get_driver.__wrapped__()
+
+
+def test_driver_without_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeLibrary()
+    fake.cuInit = lambda flags: 100  # type: ignore[attr-defined]
+    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: fake)
+    with pytest.raises(NoGPUError, match="explanation of 100"):
+        driver.get_driver.__wrapped__()
+
+
+MAP = (0x7F0000000010, "bfloat16", (64, 100, 9), (1152, 128), (64, 64, 1), "128b", "256b")
+
+
+def test_tensor_map_is_encoded_once(library: FakeLibrary) -> None:
+    assert tensor_map(*MAP) == MAP_BYTES
+    assert tensor_map(*MAP) is tensor_map(*MAP)
+    assert library.maps == [
+        {
+            "aligned": True,
+            "codes": (9, 0, 3, 3, 0),
+            "ptr": 0x7F0000000010,
+            "dims": [64, 100, 9],
+            "strides": [1152, 128],
+            "box": [64, 64, 1],
+            "element_strides": [1, 1, 1],
+        }
+    ]
+
+
+def test_tensor_map_key_has_every_argument(library: FakeLibrary) -> None:
+    variants = [
+        (0x7F0000000020, *MAP[1:]),
+        (MAP[0], "float16", *MAP[2:]),
+        (*MAP[:2], (64, 101, 9), *MAP[3:]),
+        (*MAP[:3], (1152, 256), *MAP[4:]),
+        (*MAP[:4], (64, 32, 1), *MAP[5:]),
+        (*MAP[:5], "none", MAP[6]),
+        (*MAP[:6], "128b"),
+    ]
+    for arguments in (MAP, *variants, MAP):
+        tensor_map(*arguments)
+    assert len(library.maps) == 1 + len(variants)
+
+
+def test_tensor_map_cache_is_bounded() -> None:
+    assert tensor_map.cache_info().maxsize == 4096
+
+
+def test_refused_tensor_map_prints_every_field(library: FakeLibrary) -> None:
+    library.result = 1
+    with pytest.raises(LaunchError) as caught:
+        tensor_map(*MAP)
+    for part in (
+        "cuTensorMapEncodeTiled",
+        "CUDA_ERROR_TEST",
+        "ptr=0x7f0000000010",
+        "dtype='bfloat16'",
+        "dims=(64, 100, 9)",
+        "strides_bytes=(1152, 128)",
+        "box=(64, 64, 1)",
+        "swizzle='128b'",
+        "l2_promotion='256b'",
+    ):
+        assert part in str(caught.value)
+    library.result = 0
+    assert tensor_map(*MAP) == MAP_BYTES  # the failure was not remembered
+
+
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [(1, "int4"), (2, (64, 100)), (3, (1152,)), (4, (64, 64)), (5, "64b"), (6, "64b"), (2, ())],
+)
+def test_tensor_map_arguments_are_checked(library: FakeLibrary, position: int, value: Any) -> None:
+    arguments = [*MAP]
+    arguments[position] = value
+    with pytest.raises(ValueError, match="tensor_map"):
+        tensor_map(*arguments)
+    assert library.maps == []
