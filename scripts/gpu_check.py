@@ -59,8 +59,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cubins",
         type=Path,
         metavar="DIR",
-        help="benchmark the kernels that `python -m rawmla compile --out DIR` wrote, e.g. by another NVRTC",
+        help="benchmark the kernels that `python -m rawmla compile --all --out DIR` wrote, e.g. by another NVRTC",
     )
+    parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
     parser.add_argument(
         "--record", type=Path, default=RECORD, help="the record to merge into (default docs/gpu-record.json)"
     )
@@ -263,7 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
     machine = describe_machine()
     record = load_record(options.record, source.source_hash(ROOT))
     record |= machine
-    record |= {"git_commit": source.git_commit(ROOT), "date": datetime.date.today().isoformat()}
+    record |= {
+        "git_commit": options.commit or source.git_commit(ROOT),
+        "date": datetime.date.today().isoformat(),
+    }
     run = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}
     good = True
     for stage in stages_of(options):

@@ -19,10 +19,16 @@ MATCH_FIELDS = (
     "causal",
     "varlen",
     "dtype",
+    "batch_invariant",
 )
 """Fields that identify a case. A stored row matches when every one of these that it has is equal."""
 
-DEFAULTS: dict[str, Any] = {"op": "dense_decode", "varlen": False, "dtype": "bf16"}
+DEFAULTS: dict[str, Any] = {
+    "op": "dense_decode",
+    "varlen": False,
+    "dtype": "bf16",
+    "batch_invariant": False,
+}
 """What a stored row means when it leaves a field out."""
 
 METADATA_FIELDS = ("op", "b")

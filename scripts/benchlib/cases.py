@@ -5,7 +5,7 @@ counts.
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 D_V = 512
@@ -31,13 +31,15 @@ class DecodeCase:
     h_kv: int = 1
     d_qk: int = 576
     page_block_size: int = 64
+    batch_invariant: bool = False
 
     @property
     def id(self) -> str:
         """Readable name, the text that --cases searches."""
         mask = "-causal" if self.causal else ""
         kind = "varlen" if self.varlen else "fixed"
-        return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}"
+        mode = "-invariant" if self.batch_invariant else ""
+        return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}{mode}"
 
     def lengths(self) -> list[int]:
         """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation
@@ -101,8 +103,8 @@ def _decode(
 
 
 def decode_cases() -> list[DecodeCase]:
-    """Large batches with varied lengths, then fixed lengths. Calls with several query tokens and fixed
-    lengths are causal.
+    """Large batches with varied lengths, then fixed lengths, then some of both in batch-invariant mode. Calls
+    with several query tokens and fixed lengths are causal.
     """
     varlen = [
         _decode(128, 1, 4096, 128, varlen=True),
@@ -138,7 +140,13 @@ def decode_cases() -> list[DecodeCase]:
         _decode(1, 1, 8192, 16, varlen=False),
         _decode(1, 1, 131072, 16, varlen=False),
     ]
-    return varlen + fixed
+    invariant = [
+        _decode(128, 1, 4096, 128, varlen=True),
+        _decode(128, 1, 8192, 16, varlen=True),
+        _decode(16, 1, 4096, 128, varlen=False),
+        _decode(1, 1, 8192, 128, varlen=False),
+    ]
+    return varlen + fixed + [replace(case, batch_invariant=True) for case in invariant]
 
 
 def all_cases() -> list[Case]:
@@ -163,6 +171,8 @@ def group_of(row: dict[str, Any]) -> str:
     """The family that a result row's ratio is averaged in."""
     if row.get("op") == "metadata":
         return "metadata"
+    if row["batch_invariant"]:
+        return "batch-invariant"
     if row["b"] <= 4:
         return "b <= 4"
     if row["b"] < 64:

@@ -112,21 +112,25 @@ def repeat(call: Callable[[int], Any], count: int) -> Callable[[], None]:
     return calls
 
 
-def plan(case: DecodeCase | MetadataCase, cache_seqlens: Any) -> tuple[Any, Any]:
-    """Scheduling metadata of a case in tensor form."""
-    s_q, h_kv = (case.s_q, case.h_kv) if isinstance(case, DecodeCase) else (1, 1)
-    return rawmla.get_mla_metadata(cache_seqlens, s_q * case.h_q // h_kv, h_kv)
+def plan(case: DecodeCase | MetadataCase, cache_seqlens: Any, out: Any = None) -> tuple[Any, Any]:
+    """Scheduling metadata of a case in tensor form, into `out` when given."""
+    s_q, h_kv, invariant = 1, 1, False
+    if isinstance(case, DecodeCase):
+        s_q, h_kv, invariant = case.s_q, case.h_kv, case.batch_invariant
+    tokens = s_q * case.h_q // h_kv
+    return rawmla.get_mla_metadata(
+        cache_seqlens, tokens, h_kv, case.h_q, enable_batch_invariant=invariant, out=out
+    )
 
 
 def time_metadata(case: DecodeCase | MetadataCase, cache_seqlens: Any, replays: int) -> float:
     """Microseconds of one metadata kernel: the slope between graphs of two lengths, free of a graph's fixed
     cost.
     """
-    s_q, h_kv = (case.s_q, case.h_kv) if isinstance(case, DecodeCase) else (1, 1)
     buffers = plan(case, cache_seqlens)
 
     def call(_: int) -> None:
-        rawmla.get_mla_metadata(cache_seqlens, s_q * case.h_q // h_kv, h_kv, out=buffers)
+        plan(case, cache_seqlens, buffers)
 
     few, many = METADATA_GRAPH_CALLS
     short = time_graph(repeat(call, few), 1, replays).us
@@ -199,6 +203,7 @@ def time_decode(case: DecodeCase, replays: int) -> tuple[dict[str, Any], DecodeI
             meta,
             num_splits,
             causal=case.causal,
+            enable_batch_invariant=case.batch_invariant,
         )
 
     error = check_output(case, inputs, call(0)[0])

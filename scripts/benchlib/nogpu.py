@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rawmla import jit, kernels, reference
+from rawmla.errors import CompileError
 
 from .cases import D_V
 from .report import progress_bar
@@ -25,18 +26,22 @@ KEPT = (
     "dynamic_shared_bytes",
     "compile_seconds",
     "nvrtc",
+    "problem",
 )
 """Fields of a kernel's build metadata that --json stores."""
 
 
 def compile_all(console: Console) -> list[dict[str, Any]]:
     """Build every kernel variant (or take it from the cache) and return label, resources and compile time
-    of each.
+    of each; of one that does not compile, label and `problem`.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
     with progress_bar(console) as progress:
         for spec in progress.track(kernels.all_specs(), description="compiling for sm_90a"):
-            rows.append({"label": spec.label, **jit.build(spec).meta})
+            try:
+                rows.append({"label": spec.label, **jit.build(spec).meta})
+            except CompileError as error:
+                rows.append({"label": spec.label, "problem": str(error)})
     return rows
 
 
@@ -56,6 +61,8 @@ def compile_table(rows: list[dict[str, Any]]) -> Table:
     ):
         table.add_column(heading, justify="right")
     for row in rows:
+        if "problem" in row:
+            continue
         table.add_row(
             row["label"],
             str(row["threads"]),
@@ -118,6 +125,9 @@ def run(console: Console, reason: str) -> dict[str, Any]:
     console.print(f"{reason} Nothing is timed: the kernels are compiled and the reference is checked.")
     rows = compile_all(console)
     console.print(compile_table(rows))
+    problems = [row for row in rows if "problem" in row]
+    for row in problems:
+        console.print(f"DOES NOT COMPILE: {row['problem']}", markup=False, soft_wrap=True)
     error = reference_error()
     agrees = error < TOLERANCE
     verdict = "agrees with" if agrees else "DIFFERS from"
@@ -126,7 +136,7 @@ def run(console: Console, reason: str) -> dict[str, Any]:
     return {
         "timed": False,
         "reason": reason,
-        "kernels": [{key: row[key] for key in KEPT} for row in rows],
+        "kernels": [{key: row[key] for key in KEPT if key in row} for row in rows],
         "reference_error": error,
-        "reference_agrees": agrees,
+        "good": agrees and not problems,
     }

@@ -43,6 +43,8 @@ def add_shares(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
 def _case_cells(row: dict[str, Any]) -> list[str]:
     causal = "yes" if row["causal"] else "no"
     lengths = "varied" if row["varlen"] else "fixed"
+    if row["batch_invariant"]:
+        lengths += ", batch-invariant"
     return [str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), causal, row["dtype"], lengths]
 
 
