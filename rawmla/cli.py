@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -86,10 +87,13 @@ def _compile(*, every: bool, out: Path | None) -> int:
     if out is not None:
         print(f"{len(built)} of {len(specs)} kernels written to {out}")
     else:
-        kept = sum(kernel.path is not None for kernel in built.values())
-        print(f"{len(built)} of {len(specs)} kernels compiled, {kept} of them kept in {builder.cache.path}")
-        if kept < len(built):
-            return 1  # the cache has said why in a warning
+        origins = Counter(str(kernel.meta["origin"]) for kernel in built.values())
+        how = ", ".join(f"{count} {origin}" for origin, count in sorted(origins.items()))
+        print(f"{len(built)} of {len(specs)} kernels ready ({how}); cache: {builder.cache.path}")
+        lost = sum(kernel.path is None for kernel in built.values())
+        if lost:
+            print(f"error: {lost} of them could not be kept, see the warning", file=sys.stderr)
+            return 1
     return 1 if failures else 0
 
 

@@ -41,7 +41,7 @@ def test_compile_fills_the_cache(project: Project, capsys: pytest.CaptureFixture
     assert header.split()[:2] == ["kernel", "regs"]
     assert first.split()[0] == "tiny[FACTOR=1]" and second.split()[0] == "tiny[FACTOR=2]"
     assert first.split()[-1] == second.split()[-1] == "compiled"
-    assert last == f"2 of 2 kernels compiled, 2 of them kept in {project.cache_dir}"
+    assert last == f"2 of 2 kernels ready (2 compiled); cache: {project.cache_dir}"
     assert len(project.entries()) == 2
     assert cli.main(["compile", "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -96,7 +96,7 @@ def test_compile_that_keeps_nothing_is_a_failure(
     project.cache_dir.chmod(0o777)
     with pytest.warns(RuntimeWarning, match="chmod go-w"):
         assert cli.main(["compile"]) == 1
-    assert "0 of them kept" in capsys.readouterr().out
+    assert "error: 2 of them could not be kept" in capsys.readouterr().err
 
 
 def test_wrong_setting_is_named(

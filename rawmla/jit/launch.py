@@ -216,8 +216,8 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     if capturing is not None and capturing():
         raise KernelNotReadyError(
             f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
-            f"loaded while a CUDA graph is captured: before the capture, call rawmla.warmup(device={device}, ...) "
-            "with this dtype, d_qk and page size, or the same function once"
+            "loaded while a CUDA graph is captured: before the capture, call "
+            f"rawmla.warmup(device={device}, ...) with this dtype, d_qk and page size, or the function itself"
         )
     with _load_mutex:
         kernel = _kernels.get((spec, device))
