@@ -1,0 +1,286 @@
+"""Reading arrays of torch, CuPy and DLPack, and allocating in them; addresses are made up, never followed."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawmla import arrays
+from rawmla.arrays import CupyFramework, TorchFramework, inspect
+from rawmla.errors import MissingDependencyError
+
+cupy = pytest.importorskip("cupy")
+
+ADDRESS = 0x7F00_0000_0000
+
+
+def cupy_array(shape: tuple[int, ...], dtype: Any = np.float32, device: int = 0, offset: int = 0) -> Any:
+    """A CuPy array that claims device memory at `ADDRESS`."""
+    memory = cupy.cuda.UnownedMemory(ADDRESS, 1 << 40, None, device_id=device)
+    return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, offset))
+
+
+class Producer:
+    """A DLPack array of some other library."""
+
+    def __init__(self, device: tuple[int, int]) -> None:
+        self.device = device
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise AssertionError("the data was asked for")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def test_import_loads_no_framework() -> None:
+    program = "import sys, rawmla.arrays; print(sorted({'torch', 'cupy'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("value", (None, 3, 1.5, "q", [1, 2], (), {}, object()), ids=repr)
+def test_not_an_array(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^num_splits: expected .*, got ") as caught:
+        inspect(value, "num_splits")
+    assert type(value).__name__ in str(caught.value)
+
+
+def test_numpy_array() -> None:
+    with pytest.raises(
+        ValueError, match=r"^q: expected an array in CUDA memory, got numpy\.ndarray in CPU memory"
+    ):
+        inspect(np.zeros((2, 3), np.float32), "q")
+
+
+class TestDLPack:
+    def test_pinned_host_memory(self) -> None:
+        with pytest.raises(ValueError, match=r"^q: expected .* memory of DLPack device type 3"):
+            inspect(Producer((3, 0)), "q")
+
+    def test_without_cupy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing() -> CupyFramework:
+            raise ImportError("No module named 'cupy'")
+
+        monkeypatch.setattr(arrays, "_cupy", missing)
+        with pytest.raises(MissingDependencyError, match=r"^q: .*Producer.*pip install 'rawmla\[cu12\]'"):
+            inspect(Producer((2, 0)), "q")
+
+    @pytest.mark.parametrize("device_type", (2, 13), ids=("device", "managed"))
+    def test_taken_over_by_cupy(self, monkeypatch: pytest.MonkeyPatch, device_type: int) -> None:
+        taken = cupy_array((4, 6), np.int32, device=1)
+        monkeypatch.setattr(cupy, "from_dlpack", lambda x: taken)
+        view = inspect(Producer((device_type, 1)), "block_table")
+        assert view.array is taken
+        assert (view.ptr, view.shape, view.strides, view.dtype, view.device) == (
+            ADDRESS,
+            (4, 6),
+            (6, 1),
+            "int32",
+            1,
+        )
+        assert view.framework.name == "cupy"
+
+
+class TestCupy:
+    @pytest.mark.parametrize("dtype", ("float16", "float32", "int32", "int64", "uint8"))
+    def test_dtype(self, dtype: str) -> None:
+        assert inspect(cupy_array((2,), dtype), "x").dtype == dtype
+
+    def test_bfloat16(self) -> None:
+        ml_dtypes = pytest.importorskip("ml_dtypes")
+        view = inspect(cupy_array((2, 3), ml_dtypes.bfloat16), "x")
+        assert (view.dtype, view.strides) == ("bfloat16", (3, 1))
+
+    def test_device(self) -> None:
+        assert inspect(cupy_array((2,), device=1), "x").device == 1
+
+    def test_slice(self) -> None:
+        view = inspect(cupy_array((4, 10, 6), np.float16)[1:, ::2, 2:], "x")
+        assert (view.ptr, view.shape, view.strides) == (ADDRESS + 2 * (60 + 2), (3, 5, 4), (60, 12, 1))
+
+    def test_no_elements(self) -> None:
+        assert inspect(cupy_array((0, 6), np.int32), "x").shape == (0, 6)
+
+    def test_stride_between_elements(self) -> None:
+        odd = cupy.lib.stride_tricks.as_strided(cupy_array((8,)), (2,), (6,))
+        with pytest.raises(ValueError, match=r"^x: expected strides that are multiples .* got \(6,\) bytes"):
+            inspect(odd, "x")
+
+
+class FakeStream:
+    def __init__(self, capturing: bool) -> None:
+        self.capturing = capturing
+        self.ptr = 0xABC
+
+    def is_capturing(self) -> bool:
+        return self.capturing
+
+
+def cupy_framework(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> tuple[CupyFramework, list[Any]]:
+    """A framework on a made-up stream; also the list of the arrays that it allocates."""
+    framework = CupyFramework(cupy)
+    allocated: list[Any] = []
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+        allocated.append(cupy_array(shape, dtype, offset=len(allocated) << 32))
+        return allocated[-1]
+
+    monkeypatch.setattr(cupy, "empty", empty)
+    monkeypatch.setattr(framework, "_get_device", lambda: 0)
+    monkeypatch.setattr(framework, "_get_stream", lambda device: FakeStream(capturing))
+    return framework, allocated
+
+
+class TestCupyMemory:
+    def test_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=False)
+        array = framework.empty((2, 3), "int32", 0)
+        assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.int32)
+        assert framework.pointer(array) == ADDRESS
+
+    def test_empty_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=False)
+        entered: list[int] = []
+
+        class Device:
+            def __init__(self, ordinal: int) -> None:
+                self.ordinal = ordinal
+
+            def __enter__(self) -> None:
+                assert not allocated
+                entered.append(self.ordinal)
+
+            def __exit__(self, *error: object) -> None:
+                assert allocated
+
+        monkeypatch.setattr(cupy.cuda, "Device", Device)
+        framework.empty((2,), "float32", 3)
+        assert entered == [3]
+
+    def test_scratch_is_separate(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=False)
+        array, scratch = framework.empty_with_scratch((2, 3), "float32", 1000, 0)
+        assert allocated[0] is array and allocated[1] is scratch
+        assert (scratch.shape, scratch.dtype) == ((1000,), np.uint8)
+
+    def test_scratch_of_a_capture_lives_with_the_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=True)
+        array, scratch = framework.empty_with_scratch((5, 100), "float32", 1000, 0)
+        assert len(allocated) == 1 and allocated[0].nbytes == 2048 + 1000
+        assert (array.shape, array.dtype, array.flags.c_contiguous) == ((5, 100), np.float32, True)
+        assert array.data.mem is scratch.data.mem is allocated[0].data.mem
+        assert (array.data.ptr, scratch.data.ptr, scratch.nbytes) == (ADDRESS, ADDRESS + 2048, 1000)
+
+    def test_no_copy_in_a_capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, _ = cupy_framework(monkeypatch, capturing=True)
+        with pytest.raises(ValueError, match=r"^q: expected, inside a CUDA-graph capture"):
+            framework.contiguous_copy(cupy_array((2, 3)), "q")
+
+    def test_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for capturing in (False, True):
+            framework, _ = cupy_framework(monkeypatch, capturing)
+            assert framework.current_stream(0) == 0xABC
+            query = framework.capture_query(0)
+            assert query() is capturing
+            assert framework.capture_query(0) is query is not framework.capture_query(1)
+
+
+class TestTorch:
+    @pytest.fixture
+    def torch(self) -> Any:
+        return pytest.importorskip("torch")
+
+    @pytest.fixture
+    def on_cuda(self, torch: Any) -> Any:
+        """Makes a tensor that claims to be on a CUDA device; its address is that of its CPU memory."""
+
+        class OnCuda(torch.Tensor):  # type: ignore[misc]
+            is_cuda = True
+
+            def get_device(self) -> int:
+                return 1
+
+        return lambda tensor: torch.Tensor._make_subclass(OnCuda, tensor)
+
+    def test_cpu_tensor(self, torch: Any) -> None:
+        with pytest.raises(ValueError, match=r"^q: expected a tensor in CUDA memory, got .* on device cpu"):
+            inspect(torch.zeros(2, 3), "q")
+
+    @pytest.mark.parametrize(
+        "dtype", ("bfloat16", "float16", "float32", "int32", "int64", "uint8", "float8_e4m3fn")
+    )
+    def test_dtype(self, torch: Any, on_cuda: Any, dtype: str) -> None:
+        assert inspect(on_cuda(torch.zeros(2, dtype=getattr(torch, dtype))), "x").dtype == dtype
+
+    def test_slice(self, torch: Any, on_cuda: Any) -> None:
+        whole = torch.zeros(4, 10, 6, dtype=torch.bfloat16)
+        part = on_cuda(whole[1:, ::2, 2:])
+        view = inspect(part, "x")
+        assert (view.ptr, view.shape, view.strides) == (
+            whole.data_ptr() + 2 * (60 + 2),
+            (3, 5, 4),
+            (60, 12, 1),
+        )
+        assert view.device == 1 and view.array is part
+        assert view.framework.name == "torch"
+
+    def test_requires_grad(self, torch: Any, on_cuda: Any) -> None:
+        tensor = on_cuda(torch.zeros(2)).requires_grad_()
+        assert inspect(tensor, "q").shape == (2,)
+
+    def test_tensor_without_memory(self, torch: Any, on_cuda: Any) -> None:
+        sparse = on_cuda(torch.zeros(2, 2).to_sparse())
+        with pytest.raises(TypeError, match=r"^q: expected a dense torch tensor with memory, got OnCuda"):
+            inspect(sparse, "q")
+
+    def test_empty(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework = TorchFramework(torch)
+        calls: list[Any] = []
+        monkeypatch.setattr(framework, "_empty", lambda *shape, **options: calls.append((shape, options)))
+        framework.empty((2, 3), "bfloat16", 1)
+        framework.empty_with_scratch((2, 3, 4), "float32", 1000, 0)
+        zero, one = torch.device("cuda", 0), torch.device("cuda", 1)
+        assert calls == [
+            ((2, 3), {"dtype": torch.bfloat16, "device": one}),
+            ((2, 3, 4), {"dtype": torch.float32, "device": zero}),
+            ((1000,), {"dtype": torch.uint8, "device": zero}),
+        ]
+
+    def test_contiguous_copy(self, torch: Any) -> None:
+        framework = TorchFramework(torch)
+        source = torch.arange(24.0, requires_grad=True).reshape(2, 3, 4)
+        for array in (source, source.transpose(0, 2), source[:1].expand(5, 3, 4)):
+            copy = framework.contiguous_copy(array, "q")
+            assert copy.is_contiguous() and not copy.requires_grad and torch.equal(copy, array)
+            assert copy.data_ptr() != array.data_ptr()
+
+    def test_fill_and_pointer(self, torch: Any) -> None:
+        framework = TorchFramework(torch)
+        tensor = torch.zeros(3, dtype=torch.int32)
+        framework.fill(tensor, -1)
+        assert tensor.tolist() == [-1, -1, -1]
+        assert framework.pointer(tensor) == tensor.data_ptr()
+
+    def test_capture_query_asks_about_its_device(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework = TorchFramework(torch)
+        current: list[int] = []
+
+        class Guard:
+            def __init__(self, ordinal: int) -> None:
+                self.ordinal = ordinal
+
+            def __enter__(self) -> None:
+                current.append(self.ordinal)
+
+            def __exit__(self, *error: object) -> None:
+                current.pop()
+
+        cuda = SimpleNamespace(device=Guard, is_current_stream_capturing=lambda: current == [1])
+        monkeypatch.setattr(framework, "_torch", SimpleNamespace(cuda=cuda))
+        assert framework.capture_query(1)() is True
+        assert framework.capture_query(0)() is False
+        assert framework.capture_query(1) is framework.capture_query(1)
