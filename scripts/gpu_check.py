@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cubins",
         type=Path,
         metavar="DIR",
-        help="benchmark the kernels that `python -m rawmla compile --all --out DIR` wrote, e.g. by another NVRTC",
+        help="benchmark kernels that `python -m rawmla compile --all --out DIR` wrote, by another NVRTC",
     )
     parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
     parser.add_argument(
