@@ -25,7 +25,7 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
         edges, [min(x * tera_bytes, roofs["matmul_tflops"]) for x in edges], color="black", linewidth=1.2
     )
     axes.annotate(
-        f"copy {tera_bytes:.2f} TB/s", (9, 9 * tera_bytes), xytext=(0, 8), textcoords="offset points"
+        f"copy {tera_bytes:.2f} TB/s", (9, 9 * tera_bytes), xytext=(14, -8), textcoords="offset points"
     )
     axes.annotate(
         f"matmul {roofs['matmul_tflops']:.0f} TFLOP/s",
