@@ -36,10 +36,16 @@ class Framework(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """A new contiguous array from the framework's allocator on its current stream, not filled."""
 
+    def empty_like(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """`empty` with the dtype and device of `array`, which need not be named again."""
+
     def empty_with_scratch(
         self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
     ) -> tuple[Any, Any]:
-        """A new array, and uint8 scratch that stays valid for as long as a graph captured here may run."""
+        """A new array, and an array of at least `scratch_bytes` bytes to use as scratch.
+
+        The scratch stays valid for as long as a graph captured here may run.
+        """
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """A contiguous copy of the argument `name`, made on the framework's current stream."""
@@ -125,11 +131,16 @@ class TorchFramework:
         # Sizes one by one: torch takes 0.4 us longer to parse a tuple of them.
         return self._empty(*shape, dtype=self._dtype_of_name[dtype], device=torch_device)
 
+    def empty_like(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """See `Framework.empty_like`; 0.2 us less than `torch.empty` with its options."""
+        return array.new_empty(*shape)
+
     def empty_with_scratch(
         self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
     ) -> tuple[Any, Any]:
         """See `Framework.empty_with_scratch`; torch keeps what a capture allocates in a pool of the graph."""
-        return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
+        array = self.empty(shape, dtype, device)
+        return array, array.new_empty(-(-scratch_bytes // array.itemsize))
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """See `Framework.contiguous_copy`; not part of any autograd graph."""
@@ -199,6 +210,10 @@ class CupyFramework:
             return self._cupy.empty(shape, self._dtype(dtype))
         with self._on(device):
             return self._cupy.empty(shape, self._dtype(dtype))
+
+    def empty_like(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """See `Framework.empty_like`."""
+        return self.empty(shape, array.dtype.name, array.data.device_id)
 
     def empty_with_scratch(
         self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int

@@ -160,7 +160,7 @@ def flash_mla_with_kvcache(
     b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks = checks.dense_sizes(
         q_view, k_view, table_view, lengths_view
     )
-    q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), dtype, device, framework, _ = q_view
+    q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), dtype, device, framework, q_array = q_view
     k_ptr, _, (k_stride_block, k_stride_token, k_stride_head, _), _, _, _, _ = k_view
     if (
         (k_ptr & 15)
@@ -212,7 +212,7 @@ def flash_mla_with_kvcache(
 
     if not b or not s_q:
         if out is None:
-            out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+            out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
         return out, framework.empty((b, h_q, s_q), "float32", device)
 
     stream = framework.current_stream(device)
@@ -234,7 +234,7 @@ def flash_mla_with_kvcache(
         plan.config = config
         plan.have_initialized = True
     if out is None:
-        out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+        out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
         out_ptr = framework.pointer(out)
         out_stride_h = _D_V
         out_stride_s = h_q * _D_V

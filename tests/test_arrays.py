@@ -142,6 +142,11 @@ class TestCupyMemory:
         assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.int32)
         assert framework.pointer(array) == ADDRESS
 
+    def test_empty_like(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=False)
+        array = framework.empty_like(cupy_array((9,), np.float16), (2, 3))
+        assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.float16)
+
     def test_empty_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing=False)
         entered: list[int] = []
@@ -242,13 +247,29 @@ class TestTorch:
         calls: list[Any] = []
         monkeypatch.setattr(framework, "_empty", lambda *shape, **options: calls.append((shape, options)))
         framework.empty((2, 3), "bfloat16", 1)
-        framework.empty_with_scratch((2, 3, 4), "float32", 1000, 0)
+        framework.empty((5,), "int32", 0)
         zero, one = torch.device("cuda", 0), torch.device("cuda", 1)
         assert calls == [
             ((2, 3), {"dtype": torch.bfloat16, "device": one}),
-            ((2, 3, 4), {"dtype": torch.float32, "device": zero}),
-            ((1000,), {"dtype": torch.uint8, "device": zero}),
+            ((5,), {"dtype": torch.int32, "device": zero}),
         ]
+
+    def test_empty_like(self, torch: Any) -> None:
+        q = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+        array = TorchFramework(torch).empty_like(q, (4, 1, 5))
+        assert (array.shape, array.dtype, array.requires_grad) == ((4, 1, 5), torch.bfloat16, False)
+        assert array.is_contiguous()
+
+    @pytest.mark.parametrize("scratch_bytes", (1, 1000, 1001))
+    def test_scratch(self, torch: Any, monkeypatch: pytest.MonkeyPatch, scratch_bytes: int) -> None:
+        framework = TorchFramework(torch)
+        monkeypatch.setattr(
+            framework, "_empty", lambda *shape, dtype, device: torch.zeros(shape, dtype=dtype)
+        )
+        array, scratch = framework.empty_with_scratch((2, 3), "float32", scratch_bytes, 0)
+        assert (array.shape, array.dtype) == ((2, 3), torch.float32)
+        assert scratch_bytes <= scratch.nbytes < scratch_bytes + 4
+        assert scratch.untyped_storage().data_ptr() != array.untyped_storage().data_ptr()
 
     def test_contiguous_copy(self, torch: Any) -> None:
         framework = TorchFramework(torch)
