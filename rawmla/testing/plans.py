@@ -38,11 +38,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """Blocks per part that has work: how many such parts, the largest share, the mean share."""
+    """What every part that has work was given: how many blocks, in how many pieces."""
 
-    active_parts: int
-    max_blocks: int
-    mean_blocks: float
+    blocks: tuple[int, ...]
+    pieces: tuple[int, ...]
+
+    def largest_cost(self, piece_cost: int) -> int:
+        """The largest share when a piece costs `piece_cost` blocks on top of its own."""
+        return max((n + piece_cost * k for n, k in zip(self.blocks, self.pieces, strict=True)), default=0)
+
+    def total_cost(self, piece_cost: int) -> int:
+        """The sum of all shares, reckoned in the same way."""
+        return sum(self.blocks) + piece_cost * sum(self.pieces)
 
 
 def blocks_of(lengths: Sequence[int]) -> list[int]:
@@ -51,7 +58,10 @@ def blocks_of(lengths: Sequence[int]) -> list[int]:
 
 
 def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) -> list[Piece]:
-    """The pieces that the rows of a plan describe, part after part."""
+    """The pieces that the rows of a plan describe, part after part.
+
+    A planner may reckon a request without tokens as one block; its piece is empty all the same.
+    """
     blocks = blocks_of(lengths)
     columns = list(_COLUMNS[layout])
     pieces = []
@@ -62,7 +72,7 @@ def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) ->
             continue
         for request in range(begin_req, end_req + 1):
             first = begin_block if request == begin_req else 0
-            last = end_block if request == end_req else blocks[request]
+            last = end_block if request == end_req and blocks[request] else blocks[request]
             pieces.append(Piece(part, request, begin_split if request == begin_req else 0, first, last))
     return pieces
 
@@ -88,10 +98,12 @@ def check_plan(
     assert num_splits[0] == 0, f"num_splits starts with {num_splits[0]}"
     pieces = read_pieces(rows, lengths, layout)
     by_request: list[list[Piece]] = [[] for _ in range(b)]
-    loads: dict[int, int] = {}
+    given: dict[int, list[int]] = {}
     for piece in pieces:
         by_request[piece.request].append(piece)
-        loads[piece.part] = loads.get(piece.part, 0) + piece.end_block - piece.begin_block
+        share = given.setdefault(piece.part, [0, 0])
+        share[0] += piece.end_block - piece.begin_block
+        share[1] += 1
     for request, own in enumerate(by_request):
         place = f"request {request} ({blocks[request]} blocks): {own}"
         position = 0
@@ -107,8 +119,7 @@ def check_plan(
         assert fits, f"num_splits counts {counts[request]} pieces, the rows have {expected}: {place}"
     if layout == "object" and not batch_invariant:
         _check_flags(rows, counts, b)
-    total = sum(loads.values())
-    return PlanSummary(len(loads), max(loads.values(), default=0), total / max(len(loads), 1))
+    return PlanSummary(tuple(n for n, _ in given.values()), tuple(k for _, k in given.values()))
 
 
 def _check_flags(rows: NDArray[np.int32], counts: list[int], b: int) -> None:

@@ -35,7 +35,7 @@ def flash_mla_with_kvcache(
     lse = torch.full((b, h_q, s_q), float("inf"), dtype=torch.float64, device=q.device)
     per_token = k_cache.shape[2] * d_qk
     for start, stop in _chunks(lengths, CHUNK_ELEMENTS // per_token):
-        width = max(lengths[start:stop])
+        width = max(lengths[start:stop], default=0)
         if width == 0:
             continue
         own = cache_seqlens[start:stop].long()

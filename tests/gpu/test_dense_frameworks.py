@@ -116,6 +116,16 @@ def test_dlpack_producer(dtype: str, form: str) -> None:
     check(inputs, (torch.from_dlpack(out), torch.from_dlpack(lse)))
 
 
+def warmed_up_stream(inputs: DenseInputs, form: str) -> "torch.cuda.Stream":
+    """An idle stream for which the allocator holds memory already: allocating may wait for the device."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        decode(inputs, form)
+    torch.cuda.synchronize()
+    return stream
+
+
 @pytest.mark.parametrize("form", ("object", "tensors"))
 def test_torch_side_stream(form: str) -> None:
     """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
@@ -124,8 +134,7 @@ def test_torch_side_stream(form: str) -> None:
     valid_q, valid_lengths = inputs.q.clone(), inputs.cache_seqlens.clone()
     inputs.q.fill_(float("nan"))
     inputs.cache_seqlens.zero_()
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
+    stream = warmed_up_stream(inputs, form)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(DELAY_CYCLES)
         inputs.q.copy_(valid_q)
@@ -142,8 +151,7 @@ def test_default_stream_is_not_involved() -> None:
     """A call on a side stream finishes while the default stream is held up (non-blocking streams)."""
     inputs = make_dense_inputs(DenseCase(b=6, h_q=128, s_k=900, varlen=True))
     want = decode(inputs)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
+    stream = warmed_up_stream(inputs, "tensors")
     torch.cuda._sleep(4 * DELAY_CYCLES)
     with torch.cuda.stream(stream):
         out, lse = decode(inputs)
@@ -159,8 +167,12 @@ def test_cupy_side_stream() -> None:
     inputs = make_dense_inputs(case, "cupy")
     valid_q = inputs.q.copy()
     stream = cupy.cuda.Stream(non_blocking=True)
-    metadata, _ = rawmla.get_mla_metadata()
-    rawmla.flash_mla_with_kvcache(*call_arguments(inputs), metadata, causal=True)  # loads the kernels
+    cupy.cuda.Device().synchronize()
+    with stream:  # loads the kernels, and gives the pool memory for this stream
+        metadata, _ = rawmla.get_mla_metadata()
+        rawmla.flash_mla_with_kvcache(*call_arguments(inputs), metadata, causal=True)
+    del metadata
+    stream.synchronize()
     inputs.q.view(np.uint16).fill(0x7FFF)  # NaN
     cupy.cuda.Device().synchronize()
     with stream:
