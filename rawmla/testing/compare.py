@@ -53,11 +53,11 @@ class Difference:
 def out_tolerance(dtype: str) -> Tolerance:
     """Tolerance for attention output of `dtype` "bfloat16" or "float16".
 
-    `row_l2` is two half-steps of the type's rounding, the most that rounding the probabilities and the result
-    can do to a row.
+    `row_l2` is in half-steps of the type's rounding: rounding the probabilities costs a row at most one (when
+    one of them outweighs the rest), rounding the result 0.4 in the mean over its 512 columns.
     """
     half_step = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
-    return Tolerance(absolute=8e-4, relative=2.01 / 128, cosine=5e-6, row_l2=2.05 * half_step)
+    return Tolerance(absolute=8e-4, relative=2.01 / 128, cosine=5e-6, row_l2=1.25 * half_step)
 
 
 def lse_tolerance(score_scale: float = 1.0) -> Tolerance:

@@ -70,6 +70,7 @@ def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) ->
     ):
         if begin_req < 0 or begin_req >= len(lengths) or begin_req > end_req:
             continue
+        assert end_req < len(lengths), f"part {part} ends with request {end_req} of {len(lengths)}"
         for request in range(begin_req, end_req + 1):
             first = begin_block if request == begin_req else 0
             last = end_block if request == end_req and blocks[request] else blocks[request]

@@ -6,15 +6,15 @@ from gpu_support import decode, reference
 from rawmla.testing import DenseCase, lse_tolerance, make_dense_inputs, measure, out_tolerance
 
 # FlashMLA (commit 9241ae3, one H200): relative L2 error of `out`. Both kernels round the probabilities and
-# the result to the cache's type, so a correct one has this error up to the luck of the draw, for which SLACK
-# allows.
+# the result to the cache's type. How much the former costs moves by 3 % with where the probabilities lie
+# between two powers of two, that is, with the running maximum they are relative to; SLACK allows for that.
 FLASHMLA_REL_L2 = (
     (DenseCase(b=4, s_q=1, s_k=4096), 0.002149),
     (DenseCase(b=4, s_q=2, s_k=4096), 0.002152),
     (DenseCase(b=4, s_q=1, s_k=32768), 0.002110),
     (DenseCase(b=4, s_q=1, s_k=4096, dtype="float16"), 0.0002674),
 )
-SLACK = 1.02
+SLACK = 1.03
 LSE_MAX_ABS = 2e-6
 
 

@@ -1,0 +1,507 @@
+"""The tests' own tools: inputs are what they claim, poison poisons, comparisons fail when they should."""
+
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawmla import reference
+from rawmla.testing import (
+    DenseCase,
+    DenseInputs,
+    Tolerance,
+    check_close,
+    lse_tolerance,
+    make_dense_inputs,
+    measure,
+    missing_hopper_reason,
+    out_tolerance,
+)
+from rawmla.testing.generators import GARBAGE_PAGE, SHARP_FACTOR
+from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_pieces, write_plan
+
+LAYOUT_CASES = (
+    DenseCase(b=4, h_q=2, s_k=100, varlen=True, page_block_size=16, seed=4),
+    DenseCase(b=9, s_q=2, h_q=4, h_kv=2, s_k=70, varlen=True, zero_lengths=True, block_gap=3, table_gap=2),
+    DenseCase(b=3, h_q=3, lengths=(0, 256, 257), page_block_size=256, dtype="float16", d_qk=512),
+)
+
+
+def decode(inputs: DenseInputs, causal: bool | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """The NumPy reference on a case's inputs."""
+    return reference.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        causal=inputs.case.causal if causal is None else causal,
+    )
+
+
+# ---- generators
+
+
+def test_varlen_lengths_are_those_of_the_published_benchmark() -> None:
+    draw = random.Random(0)
+    published = [max(int(draw.normalvariate(4096, 2048)), 2) for _ in range(128)]
+    assert DenseCase(b=128, s_q=2, s_k=4096, varlen=True).request_lengths() == published
+
+
+def test_zero_lengths_and_given_lengths() -> None:
+    lengths = DenseCase(b=128, s_k=100, zero_lengths=True).request_lengths()
+    assert set(lengths) == {0, 100} and 10 < lengths.count(0) < 60
+    assert DenseCase(b=2, lengths=(3, 0)).request_lengths() == [3, 0]
+    with pytest.raises(ValueError, match="lengths"):
+        DenseCase(b=3, lengths=(3, 0))
+
+
+def test_ids_tell_cases_apart() -> None:
+    base = DenseCase(b=2)
+    changes: list[dict[str, Any]] = [
+        {"b": 3},
+        {"s_q": 2},
+        {"s_k": 20},
+        {"h_q": 8},
+        {"h_kv": 2},
+        {"d_qk": 512},
+        {"page_block_size": 16},
+        {"varlen": True},
+        {"causal": True},
+        {"dtype": "float16"},
+        {"seed": 1},
+        {"zero_lengths": True},
+        {"sharp": True},
+        {"block_gap": 1},
+        {"table_gap": 1},
+        {"lengths": (1, 2)},
+    ]
+    ids = {base.id} | {replace(base, **change).id for change in changes}
+    assert len(ids) == len(changes) + 1
+    assert base.id == "b2-sq1-sk4096-h128x1-d576-page64-bf16"
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
+def test_layout(case: DenseCase) -> None:
+    """Each request has its own pages; whatever is not a token is poison; the rest of the table is garbage."""
+    inputs = make_dense_inputs(case, "numpy")
+    page = case.page_block_size
+    assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.d_qk)
+    assert inputs.q.dtype.name == inputs.k_cache.dtype.name == case.dtype
+    assert inputs.k_cache.shape[1:] == (page, case.h_kv, case.d_qk)
+    assert inputs.cache_seqlens.tolist() == inputs.lengths == case.request_lengths()
+    assert inputs.block_table.dtype == inputs.cache_seqlens.dtype == np.int32
+
+    alive = np.zeros(inputs.k_cache.shape[:2], dtype=bool)
+    for i, length in enumerate(inputs.lengths):
+        count = -(-length // page)
+        assert (inputs.block_table[i, count:] == GARBAGE_PAGE).all() and inputs.block_table.shape[1] > count
+        for t in range(length):
+            place = inputs.block_table[i, t // page], t % page
+            assert not alive[place], "two tokens share a row"
+            alive[place] = True
+    finite = np.isfinite(inputs.k_cache.astype(np.float32)).all(axis=(2, 3))
+    np.testing.assert_array_equal(finite, alive)
+    assert np.isnan(inputs.k_cache.astype(np.float32)[~alive]).all()
+    assert not alive.any(axis=1).all(), "no page is left unused"
+
+
+def test_gaps_are_poisoned() -> None:
+    case = LAYOUT_CASES[1]
+    inputs = make_dense_inputs(case, "numpy")
+    whole = inputs.k_cache.base
+    assert whole.shape[1] == case.page_block_size + case.block_gap
+    assert np.isnan(whole[:, case.page_block_size :].astype(np.float32)).all()
+    table = inputs.block_table.base
+    assert table.shape[1] == inputs.block_table.shape[1] + case.table_gap
+    assert (table[:, -case.table_gap :] == GARBAGE_PAGE).all()
+
+
+@pytest.mark.parametrize("poison", ("nan", "inf"))
+def test_poison_reaches_whoever_reads_it(poison: str) -> None:
+    inputs = make_dense_inputs(DenseCase(b=2, h_q=2, lengths=(70, 64), poison=poison), "numpy")
+    assert np.isfinite(decode(inputs)[0]).all()
+    with np.errstate(invalid="ignore"):
+        inputs.cache_seqlens[0] += 1
+        out, _ = decode(inputs)
+        assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+        inputs.cache_seqlens[1] += 1  # needs another page, which the table does not have
+        with pytest.raises(IndexError):
+            decode(inputs)
+
+
+def test_without_poison() -> None:
+    case = DenseCase(b=2, h_q=2, lengths=(70, 64), block_gap=2)
+    poisoned, clean = (
+        make_dense_inputs(case, "numpy"),
+        make_dense_inputs(replace(case, poison="none"), "numpy"),
+    )
+    assert np.isfinite(clean.k_cache.astype(np.float32)).all()
+    np.testing.assert_array_equal(decode(poisoned)[0], decode(clean)[0])
+
+
+def test_values() -> None:
+    case = DenseCase(b=8, h_q=16, s_k=300)
+    inputs = make_dense_inputs(case, "numpy")
+    q, k = inputs.q.astype(np.float32), inputs.k_cache.astype(np.float32)
+    assert np.abs(q).max() == 1.0 and 0.6 < q.std() < 0.8
+    assert 0.095 < np.nanstd(k) < 0.105
+    sharp = make_dense_inputs(replace(case, sharp=True), "numpy").q.astype(np.float32)
+    scaled = np.abs(sharp).max(axis=-1) == SHARP_FACTOR
+    assert scaled[0, 0, 0] and not scaled[0, 0, 1] and not scaled[1, 0, 0] and scaled.mean() == 0.5
+
+
+def test_seed_decides() -> None:
+    case = LAYOUT_CASES[0]
+    first, second = make_dense_inputs(case, "numpy"), make_dense_inputs(case, "numpy")
+    np.testing.assert_array_equal(first.q, second.q)
+    np.testing.assert_array_equal(first.block_table, second.block_table)
+    other = make_dense_inputs(replace(case, seed=5), "numpy")
+    assert (first.q != other.q).any()
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ValueError, match="framework"):
+        make_dense_inputs(LAYOUT_CASES[0], "jax")
+    with pytest.raises(ValueError, match="poison"):
+        DenseCase(b=1, poison="zero")
+    with pytest.raises(ValueError, match="dtype"):
+        DenseCase(b=1, dtype="float32")
+
+
+def as_numpy(inputs: DenseInputs) -> DenseInputs:
+    """torch inputs as NumPy arrays."""
+    return DenseInputs(
+        inputs.case,
+        inputs.q.double().numpy(),
+        inputs.k_cache.double().numpy(),
+        inputs.block_table.numpy(),
+        inputs.cache_seqlens.numpy(),
+        inputs.lengths,
+    )
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
+def test_torch_inputs_are_laid_out_alike(case: DenseCase) -> None:
+    torch = pytest.importorskip("torch")
+    inputs = make_dense_inputs(case, "torch", "cpu")
+    assert inputs.q.dtype == inputs.k_cache.dtype == getattr(torch, case.dtype)
+    got, want = as_numpy(inputs), make_dense_inputs(case, "numpy")
+    np.testing.assert_array_equal(got.block_table, want.block_table)
+    np.testing.assert_array_equal(np.isnan(got.k_cache), np.isnan(want.k_cache.astype(np.float32)))
+    assert np.abs(got.q).max() == 1.0 and 0.08 < np.nanstd(got.k_cache) < 0.12
+
+
+@pytest.mark.parametrize("page_block_size", (16, 64, 256))
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
+def test_repage_keeps_the_tokens(case: DenseCase, page_block_size: int) -> None:
+    pytest.importorskip("torch")
+    from rawmla.testing import repage
+
+    first = make_dense_inputs(case, "torch", "cpu")
+    second = repage(first, page_block_size)
+    assert second.k_cache.shape[1] == second.case.page_block_size == page_block_size
+    for got, want in zip(decode(as_numpy(second)), decode(as_numpy(first)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    same_page = make_dense_inputs(second.case, "torch", "cpu")
+    np.testing.assert_array_equal(np.isnan(as_numpy(second).k_cache), np.isnan(as_numpy(same_page).k_cache))
+
+
+# ---- the reference in torch
+
+
+@pytest.mark.parametrize("chunk_elements", (1, 1 << 28))
+@pytest.mark.parametrize(
+    "case",
+    (
+        *LAYOUT_CASES,
+        DenseCase(b=4, s_q=4, h_q=6, h_kv=2, lengths=(0, 2, 33, 70), causal=True, sharp=True),
+        DenseCase(b=3, s_q=2, h_q=5, lengths=(0, 0, 0), causal=True),
+    ),
+    ids=lambda case: case.id,
+)
+def test_torch_reference(case: DenseCase, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from rawmla.testing import torch_reference
+
+    monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", chunk_elements)
+    inputs = make_dense_inputs(case, "torch", "cpu")
+    for scale in (None, 0.2):
+        out, lse = torch_reference.flash_mla_with_kvcache(
+            inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, scale, case.causal
+        )
+        host = as_numpy(inputs)
+        want_out, want_lse = reference.flash_mla_with_kvcache(
+            host.q,
+            host.k_cache,
+            host.block_table,
+            host.cache_seqlens,
+            512,
+            softmax_scale=scale,
+            causal=case.causal,
+        )
+        np.testing.assert_allclose(out.numpy(), want_out, rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-12)
+
+
+# ---- comparison
+
+STRICT = Tolerance(absolute=1e-3, relative=1e-2, cosine=1e-6, row_l2=1e-2)
+
+
+def to_kind(kind: str, array: np.ndarray) -> Any:
+    """A NumPy array as an array of `kind`."""
+    if kind == "numpy":
+        return array
+    return pytest.importorskip("torch").from_numpy(array)
+
+
+@pytest.mark.parametrize("kind", ("numpy", "torch"))
+class TestCheckClose:
+    @pytest.fixture
+    def want(self) -> np.ndarray:
+        want = np.random.default_rng(0).standard_normal((3, 4, 64))
+        want[1, 2] = np.inf
+        want[0, 0, 0] = -np.inf
+        want[2, 3, 1] = np.nan
+        return want
+
+    def test_equal(self, kind: str, want: np.ndarray) -> None:
+        difference = check_close("x", to_kind(kind, want), to_kind(kind, want.copy()), STRICT)
+        assert difference.max_abs == difference.rel_l2 == difference.max_row_l2 == 0.0
+        assert difference.cosine == pytest.approx(0.0, abs=1e-15)
+
+    def test_small_errors_pass(self, kind: str, want: np.ndarray) -> None:
+        got = (want * (1 + 5e-4 * np.random.default_rng(1).standard_normal(want.shape))).astype(np.float32)
+        difference = check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+        assert 3e-4 < difference.rel_l2 < 7e-4
+
+    @pytest.mark.parametrize("value", (np.nan, np.inf, -np.inf))
+    def test_special_value_too_many(self, kind: str, want: np.ndarray, value: float) -> None:
+        got = want.copy()
+        got[2, 1, 7] = value
+        with pytest.raises(
+            AssertionError, match=r"^x: 1 of 768 .* first at \(2, 1, 7\): got -?(nan|inf), expected"
+        ):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    @pytest.mark.parametrize("value", (0.0, 1e30, np.nan))
+    def test_special_value_lost(self, kind: str, want: np.ndarray, value: float) -> None:
+        got = want.copy()
+        got[1, 2, 5] = value
+        with pytest.raises(AssertionError, match=r"first at \(1, 2, 5\).*expected inf"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_sign_of_infinity(self, kind: str, want: np.ndarray) -> None:
+        got = want.copy()
+        got[0, 0, 0] = np.inf
+        with pytest.raises(AssertionError, match=r"first at \(0, 0, 0\): got inf, expected -inf"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_one_element_off(self, kind: str, want: np.ndarray) -> None:
+        got = want.copy()
+        got[2, 2, 9] = want[2, 2, 9] * 1.02 + 0.002
+        with pytest.raises(AssertionError, match=r"1 of 768 elements are off.*first at \(2, 2, 9\): got"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_many_small_errors(self, kind: str, want: np.ndarray) -> None:
+        """A bias that every element's tolerance lets through is caught by the array's or the row's."""
+        got = np.where(np.isfinite(want), want * 1.005, want)
+        check_close("x", to_kind(kind, got), to_kind(kind, want), replace(STRICT, cosine=None))
+        with pytest.raises(AssertionError, match="cosine difference"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_one_bad_row(self, kind: str) -> None:
+        """A wrong row of small numbers, within the absolute tolerance and invisible in the whole."""
+        want = np.random.default_rng(2).standard_normal((500, 64))
+        want[77] *= 1e-4
+        got = want.copy()
+        got[77] *= -1
+        check_close("x", to_kind(kind, got), to_kind(kind, want), replace(STRICT, row_l2=None))
+        with pytest.raises(AssertionError, match="relative L2 error of a row 2"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_row_that_should_be_zero(self, kind: str) -> None:
+        want = np.random.default_rng(2).standard_normal((5, 64))
+        want[3] = 0.0
+        check_close("x", to_kind(kind, want.copy()), to_kind(kind, want), STRICT)
+        got = want.copy()
+        got[3, 3] = 1e-9
+        with pytest.raises(AssertionError, match="row inf"):
+            check_close("x", to_kind(kind, got), to_kind(kind, want), STRICT)
+
+    def test_shapes(self, kind: str, want: np.ndarray) -> None:
+        with pytest.raises(AssertionError, match="shape"):
+            check_close("x", to_kind(kind, want[:2]), to_kind(kind, want), STRICT)
+        empty = to_kind(kind, want[:0])
+        check_close("x", empty, empty, STRICT)
+
+    def test_all_zero(self, kind: str) -> None:
+        zero = to_kind(kind, np.zeros((3, 8)))
+        assert check_close("x", zero, zero, STRICT).cosine == 0.0
+
+
+def low_precision(inputs: DenseInputs, *, drop: int | None = None, scale_error: float = 1.0) -> Any:
+    """What a kernel does: float32 scores, probabilities and result rounded to the type of the cache.
+
+    With `drop` a token is left out of every request, with `scale_error` the scores are off: mistakes that the
+    comparison has to find.
+    """
+    case = inputs.case
+    dtype = inputs.q.dtype
+    out = np.zeros((case.b, case.s_q, case.h_q, 512), dtype=dtype)
+    lse = np.full((case.b, case.h_q, case.s_q), np.inf, dtype=np.float32)
+    for i, length in enumerate(inputs.lengths):
+        tokens = np.array([t for t in range(length) if t != drop])
+        pages = inputs.block_table[i, tokens // case.page_block_size]
+        k = inputs.k_cache[pages, tokens % case.page_block_size, 0].astype(np.float32)
+        for j in range(case.s_q):
+            scores = inputs.q[i, j].astype(np.float32) @ k.T * np.float32(case.d_qk**-0.5 * scale_error)
+            top = scores.max(axis=1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(axis=1, keepdims=True)
+            product = weights.astype(dtype).astype(np.float32) @ k[:, :512]
+            out[i, j] = (product / total).astype(dtype)
+            lse[i, :, j] = (top + np.log(total))[:, 0]
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("sharp", (False, True))
+class TestTolerances:
+    """The kernels' tolerances let through what rounding does and nothing else."""
+
+    def check(self, inputs: DenseInputs, got: Any) -> None:
+        want = decode(inputs)
+        check_close("out", got[0], want[0], out_tolerance(inputs.case.dtype))
+        check_close("lse", got[1], want[1], lse_tolerance(SHARP_FACTOR if inputs.case.sharp else 1.0))
+
+    @pytest.fixture
+    def inputs(self, dtype: str, sharp: bool) -> DenseInputs:
+        case = DenseCase(b=4, s_q=2, h_q=16, lengths=(1, 20, 140, 2000), dtype=dtype, sharp=sharp)
+        return make_dense_inputs(case, "numpy")
+
+    def test_rounding_passes(self, inputs: DenseInputs) -> None:
+        self.check(inputs, low_precision(inputs))
+
+    def test_a_token_left_out_is_found(self, inputs: DenseInputs) -> None:
+        with pytest.raises(AssertionError):
+            self.check(inputs, low_precision(inputs, drop=1999))
+
+    def test_a_wrong_scale_is_found(self, inputs: DenseInputs) -> None:
+        with pytest.raises(AssertionError):
+            self.check(inputs, low_precision(inputs, scale_error=1.01))
+
+    def test_heads_swapped_are_found(self, inputs: DenseInputs) -> None:
+        out, lse = low_precision(inputs)
+        swapped = out.copy()
+        swapped[3, 1, [4, 6]] = out[3, 1, [6, 4]]
+        with pytest.raises(AssertionError):
+            self.check(inputs, (swapped, lse))
+
+    def test_one_column_wrong_is_found(self, inputs: DenseInputs) -> None:
+        out, lse = low_precision(inputs)
+        out[3, 1, 5, 511] = 0.01
+        with pytest.raises(AssertionError):
+            self.check(inputs, (out, lse))
+
+
+def test_error_of_rounding_is_that_of_the_published_table() -> None:
+    """FlashMLA's relative L2 error is the rounding of probabilities and result, so a bound on it is fair."""
+    for dtype, published in (("bfloat16", 0.00215), ("float16", 0.000267)):
+        inputs = make_dense_inputs(DenseCase(b=1, h_q=128, lengths=(4096,), dtype=dtype), "numpy")
+        error = measure(low_precision(inputs)[0], decode(inputs)[0], out_tolerance(dtype))
+        assert error.rel_l2 == pytest.approx(published, rel=0.05)
+
+
+# ---- plans
+
+
+def random_plans() -> list[tuple[list[int], list[int]]]:
+    """Lengths and shares."""
+    plans = []
+    for seed in range(60):
+        draw = random.Random(seed)
+        lengths = [draw.choice((0, 0, 1, 63, 64, 65, 300, 1000)) for _ in range(draw.randint(1, 9))]
+        plans.append((lengths, [draw.randint(1, 8) for _ in range(draw.randint(1, 12))]))
+    return plans
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_written_plans_are_complete(layout: str) -> None:
+    for (lengths, shares), idle_form in zip(random_plans(), IDLE_FORMS * 20, strict=True):
+        rows, num_splits = write_plan(
+            lengths, shares, layout, idle_form=idle_form, idle_before=2, idle_after=1
+        )
+        summary = check_plan(rows, num_splits, lengths, layout)
+        assert len(rows) == len(shares) + 3
+        assert sum(summary.blocks) == sum(blocks_of(lengths))
+        assert sum(summary.pieces) == num_splits[-1]
+
+
+def test_both_layouts_say_the_same() -> None:
+    for lengths, shares in random_plans():
+        by_layout = [write_plan(lengths, shares, layout) for layout in LAYOUTS]
+        pieces = [
+            read_pieces(rows, lengths, layout) for (rows, _), layout in zip(by_layout, LAYOUTS, strict=True)
+        ]
+        assert pieces[0] == pieces[1]
+        np.testing.assert_array_equal(by_layout[0][1], by_layout[1][1])
+
+
+def test_plan_columns() -> None:
+    """Requests of 3, 0 and 2 blocks in shares of 2: parts (0: 0-2), (0: 2-3, 1, 2: 0-1), (2: 1-2)."""
+    lengths = [150, 0, 128]
+    rows, num_splits = write_plan(lengths, [2, 2, 2], "object")
+    assert num_splits.tolist() == [0, 2, 3, 5]
+    assert rows.tolist() == [[0, 0, 0, 2, 0, 1, 1, 0], [0, 2, 2, 1, 1, 1, 1, 0], [2, 2, 1, 2, 1, 1, 1, 0]]
+    rows, _ = write_plan(lengths, [2, 2, 2], "tensors")
+    assert rows.tolist() == [[0, 0, 0, 2, 0, 0, 0, 0], [0, 2, 2, 1, 1, 0, 0, 0], [2, 1, 2, 2, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("column", range(5))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_plans_are_found(layout: str, column: int) -> None:
+    lengths = [700, 0, 64, 65, 1999]
+    rows, num_splits = write_plan(lengths, [7] * 7, layout)
+    for part in range(len(rows)):
+        for change in (-1, 1):
+            damaged = rows.copy()
+            damaged[part, column] += change
+            if (damaged[part] == rows[part]).all():
+                continue
+            with pytest.raises(AssertionError):
+                check_plan(damaged, num_splits, lengths, layout)
+    for request in range(len(lengths) + 1):
+        damaged = num_splits.copy()
+        damaged[request] += 1
+        with pytest.raises(AssertionError):
+            check_plan(rows, damaged, lengths, layout)
+
+
+def test_damaged_flags_are_found() -> None:
+    lengths = [700, 64, 64]
+    rows, num_splits = write_plan(lengths, [3] * 5, "object")
+    for column in (5, 6):
+        damaged = rows.copy()
+        damaged[0, column] ^= 1
+        with pytest.raises(AssertionError, match="flags"):
+            check_plan(damaged, num_splits, lengths, "object")
+
+
+# ---- the question whether there is a GPU
+
+
+def test_missing_hopper_reason_needs_no_framework() -> None:
+    program = (
+        "import sys, rawmla.testing\n"
+        "reason = rawmla.testing.missing_hopper_reason()\n"
+        "assert reason is None or isinstance(reason, str) and reason\n"
+        "assert not {'torch', 'cupy', 'cuda.bindings'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert missing_hopper_reason() == missing_hopper_reason()
