@@ -83,15 +83,13 @@ def refuse_sparse(is_fp8_kvcache: Any, **arrays: Any) -> None:
         )
 
 
-def dense_sizes(
-    q: Fields, k_cache: Fields, block_table: Fields, cache_seqlens: Fields
-) -> tuple[int, int, int, int, int, int, int, int]:
-    """Check the inputs of a dense decode against each other.
+def dense_sizes(q: Fields, k_cache: Fields) -> tuple[int, int, int, int, int, int, int]:
+    """Check q and the cache of a dense decode against each other.
 
     Returns
     -------
     tuple of int
-        (b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks).
+        (b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv).
     """
     _, shape, strides, dtype, device, framework, _ = q
     if dtype != "bfloat16" and dtype != "float16":
@@ -130,37 +128,36 @@ def dense_sizes(
             f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"
         )
 
-    _, shape, strides, t_dtype, t_device, t_framework, _ = block_table
-    if t_dtype != "int32":
-        raise TypeError(f"block_table: expected dtype int32, got {t_dtype}")
+    if k_device != device or k_framework is not framework:
+        check_place("k_cache", k_cache, device, framework, "q")
+    return b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv
+
+
+def table_width(block_table: Fields, b: int, device: int, framework: Framework) -> int:
+    """Check the block table of `b` requests; returns its number of columns."""
+    _, shape, strides, dtype, _, _, _ = block_table
+    if dtype != "int32":
+        raise TypeError(f"block_table: expected dtype int32, got {dtype}")
     if len(shape) != 2 or shape[0] != b:
         raise ValueError(f"block_table: expected shape [{b}, max_blocks] (b is that of q), got {list(shape)}")
-    max_blocks = shape[1]
-    if strides[1] != 1 and max_blocks > 1:
+    if strides[1] != 1 and shape[1] > 1:
         raise ValueError(
             f"block_table: expected a contiguous last dimension, got strides {list(strides)} (elements)"
         )
+    check_place("block_table", block_table, device, framework, "q")
+    return shape[1]
 
-    _, shape, strides, l_dtype, l_device, l_framework, _ = cache_seqlens
-    if l_dtype != "int32":
-        raise TypeError(f"cache_seqlens: expected dtype int32, got {l_dtype}")
+
+def check_lengths(cache_seqlens: Fields, b: int, device: int, framework: Framework) -> None:
+    """Check the lengths of `b` requests."""
+    _, shape, strides, dtype, _, _, _ = cache_seqlens
+    if dtype != "int32":
+        raise TypeError(f"cache_seqlens: expected dtype int32, got {dtype}")
     if len(shape) != 1 or shape[0] != b:
         raise ValueError(f"cache_seqlens: expected shape [{b}] (b is that of q), got {list(shape)}")
     if strides[0] != 1 and b > 1:
         raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
-
-    if (
-        k_device != device
-        or t_device != device
-        or l_device != device
-        or k_framework is not framework
-        or t_framework is not framework
-        or l_framework is not framework
-    ):
-        check_place("k_cache", k_cache, device, framework, "q")
-        check_place("block_table", block_table, device, framework, "q")
-        check_place("cache_seqlens", cache_seqlens, device, framework, "q")
-    return b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks
+    check_place("cache_seqlens", cache_seqlens, device, framework, "q")
 
 
 def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
@@ -259,7 +256,7 @@ def plan_rows(
     names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> int:
     """Check the two arrays of a plan for `b` requests; returns the number of rows."""
-    ptr, shape, strides, dtype, t_device, t_framework, _ = tiles
+    ptr, shape, strides, dtype, _, _, _ = tiles
     if dtype != "int32":
         raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
     if len(shape) != 2 or shape[1] != PLAN_COLUMNS or not shape[0]:
@@ -270,21 +267,15 @@ def plan_rows(
             f"{list(strides)} (elements), address {ptr:#x}"
         )
     rows = shape[0]
-    _, shape, strides, dtype, s_device, s_framework, _ = splits
+    _, shape, strides, dtype, _, _, _ = splits
     if dtype != "int32":
         raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
     if len(shape) != 1 or shape[0] <= b:
         raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
         raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")
-    if (
-        t_device != device
-        or s_device != device
-        or t_framework is not framework
-        or s_framework is not framework
-    ):
-        check_place(names[0], tiles, device, framework, reference)
-        check_place(names[1], splits, device, framework, reference)
+    check_place(names[0], tiles, device, framework, reference)
+    check_place(names[1], splits, device, framework, reference)
     return rows
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from . import checks
 from .arrays import READERS, Fields, inspect
+from .batch import read_batch, read_requests
 from .kernels import dense_decode, metadata
 from .plan import FlashMLASchedMeta, SchedConfig, fill_plan, get_mla_metadata
 
@@ -155,11 +156,7 @@ def flash_mla_with_kvcache(
 
     q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
-    table_view = READERS[type(block_table)](block_table, "block_table")
-    lengths_view = READERS[type(cache_seqlens)](cache_seqlens, "cache_seqlens")
-    b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv, max_blocks = checks.dense_sizes(
-        q_view, k_view, table_view, lengths_view
-    )
+    b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv = checks.dense_sizes(q_view, k_view)
     q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), dtype, device, framework, q_array = q_view
     k_ptr, _, (k_stride_block, k_stride_token, k_stride_head, _), _, _, _, _ = k_view
     if (
@@ -198,17 +195,26 @@ def flash_mla_with_kvcache(
             )
         tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
     if plan is None or tiles is not None:
-        tiles_view = READERS[type(tiles)](tiles, "tile_scheduler_metadata")
-        splits_view = READERS[type(splits)](splits, "num_splits")
-        num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "q")
-        tiles_ptr = tiles_view[0]
-        splits_ptr = splits_view[0]
+        (
+            table_ptr,
+            table_stride,
+            max_blocks,
+            lengths_ptr,
+            tiles_ptr,
+            num_parts,
+            splits_ptr,
+            _owners,
+        ) = read_batch(block_table, cache_seqlens, tiles, splits, b, device, framework)
     elif splits is not None:
         raise ValueError(
             "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
         )
     elif b > metadata.MAX_BATCH:
         raise ValueError(f"q: expected at most {metadata.MAX_BATCH} requests for a plan, got {b}")
+    else:
+        table_ptr, table_stride, max_blocks, lengths_ptr, _owners = read_requests(
+            block_table, cache_seqlens, b, device, framework
+        )
 
     if not b or not s_q:
         if out is None:
@@ -230,7 +236,7 @@ def flash_mla_with_kvcache(
             b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
         )
         if tiles is None:
-            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, lengths_view, framework)
+            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, lengths_ptr, device, framework)
         plan.config = config
         plan.have_initialized = True
     if out is None:
@@ -271,9 +277,9 @@ def flash_mla_with_kvcache(
                 k_stride_block,
                 k_stride_token,
                 k_stride_head,
-                table_view[0],
-                table_view[2][0],
-                lengths_view[0],
+                table_ptr,
+                table_stride,
+                lengths_ptr,
                 tiles_ptr,
                 num_parts,
                 splits_ptr,

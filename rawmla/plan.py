@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import checks, jit
-from .arrays import Fields, Framework, inspect
+from .arrays import Framework, inspect
 from .kernels import metadata
 
 __all__ = ["FlashMLASchedMeta", "SchedConfig", "fill_plan", "get_mla_metadata"]
@@ -203,10 +203,9 @@ def get_mla_metadata(
 
 
 def fill_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, lengths: Fields, framework: Framework
+    plan: FlashMLASchedMeta, config: SchedConfig, lengths_ptr: int, device: int, framework: Framework
 ) -> tuple[int, int, int]:
     """Compute the arrays of an empty object; returns (address of rows, their number, address of splits)."""
-    lengths_ptr, _, _, _, device, _, _ = lengths
     num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, config.s_q, config.h_q, config.h_k)
     tiles, splits = _empty_arrays(framework, num_parts, config.b, device)
     tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)

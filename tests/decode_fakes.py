@@ -96,6 +96,7 @@ class World:
     framework: FakeFramework
     decodes: list[dense_decode.DenseDecodeArgs]
     plans: list[Arguments]
+    reads: list[str]  # names of the arguments that were read
 
     @property
     def untouched(self) -> bool:
@@ -106,9 +107,10 @@ class World:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), [], [])
+    made = World(FakeFramework(), [], [], [])
 
     def read(x: FakeArray, name: str) -> arrays.Fields:
+        made.reads.append(name)
         strides = contiguous(x.shape) if x.strides is None else x.strides
         return x.ptr, x.shape, strides, x.dtype, x.device, x.framework or made.framework, x
 

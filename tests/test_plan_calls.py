@@ -1,0 +1,226 @@
+"""Plans: what fills, checks and recomputes them; arrays and launches are stand-ins."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_fakes import (
+    D_QK,
+    H_KV,
+    H_Q,
+    NUM_BLOCKS,
+    PAGE,
+    S_Q,
+    SM_COUNT,
+    Arguments,
+    B,
+    FakeArray,
+    World,
+    change,
+    dense_arguments,
+    make_world,
+)
+
+import rawmla
+from rawmla.decode import SchedConfig
+from rawmla.kernels import metadata
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch)
+
+
+class TestPlanObject:
+    def arguments(self, plan: rawmla.FlashMLASchedMeta) -> Arguments:
+        return dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+
+    def test_first_call_fills_it(self, world: World) -> None:
+        plan, nothing = rawmla.get_mla_metadata()
+        assert isinstance(plan, rawmla.FlashMLASchedMeta) and nothing is None
+        assert not plan.have_initialized and plan.config is None
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan), causal=True)
+        assert plan.have_initialized
+        assert plan.config == SchedConfig(B, S_Q, H_Q, PAGE, H_KV, True)
+        parts = metadata.num_sm_parts(SM_COUNT, S_Q, H_Q, H_KV)
+        assert (plan.tile_scheduler_metadata.shape, plan.num_splits.shape) == ((parts, 8), (B + 1,))
+        (launched,) = world.plans
+        assert launched.pop("capturing")() is False
+        assert launched == {
+            "device": 0,
+            "stream": 0x51,
+            "cache_seqlens": 0x4000,
+            "b": B,
+            "num_parts": parts,
+            "sched_meta": plan.tile_scheduler_metadata.ptr,
+            "num_splits": plan.num_splits.ptr,
+            "object_layout": True,
+            "batch_invariant": False,
+        }
+        args = world.decodes[0]
+        assert (args.sched_meta, args.num_splits) == (launched["sched_meta"], launched["num_splits"])
+        assert (args.num_parts, args.object_layout) == (parts, True)
+
+    def test_second_call_reuses_it(self, world: World) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        for _ in range(3):
+            rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        assert len(world.plans) == 1 and len(world.decodes) == 3
+        assert len({args.sched_meta for args in world.decodes}) == 1
+
+    @pytest.mark.parametrize(
+        ("field", "planned", "called", "changes"),
+        (
+            ("b", 3, 2, {"q": (2, S_Q, H_Q, D_QK), "block_table": (2, 10), "cache_seqlens": (2,)}),
+            ("s_q", 2, 1, {"q": (B, 1, H_Q, D_QK)}),
+            ("h_q", 16, 8, {"q": (B, S_Q, 8, D_QK)}),
+            ("page_block_size", 64, 128, {"k_cache": (NUM_BLOCKS, 128, H_KV, D_QK)}),
+            ("h_k", 2, 4, {"k_cache": (NUM_BLOCKS, PAGE, 4, D_QK)}),
+        ),
+    )
+    def test_other_shape(
+        self, world: World, field: str, planned: int, called: int, changes: dict[str, tuple[int, ...]]
+    ) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        arguments = self.arguments(plan)
+        rawmla.flash_mla_with_kvcache(**arguments)
+        for name, shape in changes.items():
+            change(name, shape=shape)(arguments)
+        expected = (
+            rf"^tile_scheduler_metadata: expected a plan for {field} = {called}, .*{field} = {planned};"
+        )
+        with pytest.raises(ValueError, match=expected):
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert len(world.decodes) == 1
+
+    @pytest.mark.parametrize("option", ("causal", "enable_batch_invariant"))
+    def test_other_option(self, world: World, option: str) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan), **{option: True})
+        with pytest.raises(ValueError, match=rf"expected a plan for {option} = False, .* {option} = True;"):
+            rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        assert len(world.decodes) == 1
+
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        (("is_fp8_kvcache", True), ("topk", 64), ("extra_page_block_size", 2), ("extra_topk", 64)),
+    )
+    def test_plan_of_a_sparse_call(self, world: World, field: str, value: Any) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        setattr(plan.config, field, value)
+        with pytest.raises(ValueError, match=rf"expected a plan for {field} = .* {field} = {value};"):
+            rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+
+    def test_arrays_written_from_outside(self, world: World) -> None:
+        """An engine with a scheduler of its own fills the arrays, not the config."""
+        plan = rawmla.FlashMLASchedMeta()
+        plan.tile_scheduler_metadata = FakeArray((7, 8), ptr=0x8000)
+        plan.num_splits = FakeArray((50,), ptr=0x9000)
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        args = world.decodes[0]
+        assert not world.plans
+        assert (args.sched_meta, args.num_splits, args.num_parts) == (0x8000, 0x9000, 7)
+        assert args.object_layout and plan.have_initialized and plan.config is not None
+
+    def test_config_of_another_library(self, world: World) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        fields = dataclasses.asdict(plan.config)  # type: ignore[arg-type]
+        del fields["enable_batch_invariant"]
+        plan.config = SimpleNamespace(**fields)  # type: ignore[assignment]
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        assert len(world.decodes) == 2
+
+    def test_arrays_removed_from_outside(self, world: World) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        plan.tile_scheduler_metadata = plan.num_splits = None
+        rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        assert len(world.plans) == 2 and plan.num_splits is not None
+
+    @pytest.mark.parametrize("where", ("plan", "call"))
+    def test_batch_invariant(self, world: World, where: str) -> None:
+        plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=where == "plan")
+        options = {"enable_batch_invariant": True} if where == "call" else {}
+        for _ in range(2):
+            rawmla.flash_mla_with_kvcache(**self.arguments(plan), **options)
+        assert [launched["batch_invariant"] for launched in world.plans] == [True]
+        assert [args.batch_invariant for args in world.decodes] == [True, True]
+
+    def test_failed_plan_leaves_it_empty(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(**arguments: Any) -> None:
+            raise rawmla.KernelNotReadyError("not loaded")
+
+        monkeypatch.setattr(metadata, "launch", fail)
+        plan = rawmla.FlashMLASchedMeta()
+        with pytest.raises(rawmla.KernelNotReadyError):
+            rawmla.flash_mla_with_kvcache(**self.arguments(plan))
+        assert vars(plan) == vars(rawmla.FlashMLASchedMeta())
+
+
+class TestMetadata:
+    LENGTHS = FakeArray((B,), ptr=0x4000)
+
+    def test_tensors(self, world: World) -> None:
+        rows, splits = rawmla.get_mla_metadata(self.LENGTHS, 128, 1)
+        parts = metadata.num_sm_parts(SM_COUNT, 1, 128, 1)
+        assert (rows.shape, rows.dtype, splits.shape, splits.dtype) == (
+            (parts, 8),
+            "int32",
+            (B + 1,),
+            "int32",
+        )
+        (launched,) = world.plans
+        assert launched.pop("capturing")() is False
+        assert launched == {
+            "device": 0,
+            "stream": 0x51,
+            "cache_seqlens": 0x4000,
+            "b": B,
+            "num_parts": parts,
+            "sched_meta": rows.ptr,
+            "num_splits": splits.ptr,
+            "object_layout": False,
+            "batch_invariant": False,
+        }
+
+    @pytest.mark.parametrize("num_heads_q", (None, 2, 16, 32))
+    def test_rows_do_not_depend_on_the_head_count(self, world: World, num_heads_q: int | None) -> None:
+        rows, _ = rawmla.get_mla_metadata(self.LENGTHS, 16, 2, num_heads_q)
+        assert rows.shape[0] == metadata.num_sm_parts(SM_COUNT, 1, 32, 2)
+
+    def test_old_keyword(self, world: World) -> None:
+        rawmla.get_mla_metadata(self.LENGTHS, num_heads_per_head_k=128, num_heads_k=1)
+        assert len(world.plans) == 1
+
+    def test_batch_invariant(self, world: World) -> None:
+        rawmla.get_mla_metadata(self.LENGTHS, 128, 1, enable_batch_invariant=True)
+        assert world.plans[0]["batch_invariant"] is True
+
+    def test_in_place(self, world: World) -> None:
+        rows, splits = FakeArray((9, 8), ptr=0x8000), FakeArray((60,), ptr=0x9000)
+        returned = rawmla.get_mla_metadata(self.LENGTHS, 128, 1, out=(rows, splits))
+        assert returned[0] is rows and returned[1] is splits and not world.framework.allocated
+        (launched,) = world.plans
+        assert (launched["sched_meta"], launched["num_splits"], launched["num_parts"]) == (0x8000, 0x9000, 9)
+        assert launched["object_layout"] is False
+
+    @pytest.mark.parametrize("batch_invariant", (False, True))
+    def test_object_in_place(self, world: World, batch_invariant: bool) -> None:
+        plan = rawmla.FlashMLASchedMeta()
+        arguments = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        rawmla.flash_mla_with_kvcache(**arguments, enable_batch_invariant=batch_invariant)
+        returned = rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=plan)
+        assert returned[0] is plan and returned[1] is None
+        first, second = world.plans
+        assert first.pop("capturing") and second.pop("capturing")
+        assert first == second and second["batch_invariant"] is batch_invariant
+
+    def test_no_requests(self, world: World) -> None:
+        rows, splits = rawmla.get_mla_metadata(FakeArray((0,), ptr=0), 128, 1)
+        assert splits.shape == (1,) and not world.plans
+        assert world.framework.filled == [(rows, -1), (splits, 0)]
