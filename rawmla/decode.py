@@ -127,9 +127,9 @@ def flash_mla_with_kvcache(
     keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
     copy.
 
-    The block table, the lengths and the plan of the last call are recognised by identity, address and shape and
-    not checked again, so layers that share them cost less host time. Only strides that were changed in place
-    escape this.
+    The block table, the lengths and the plan of the last call are recognised by identity, address and shape
+    and not checked again, so layers that share them cost less host time. Only strides that were changed in
+    place escape this.
 
     The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA).
 
