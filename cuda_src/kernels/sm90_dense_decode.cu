@@ -9,28 +9,34 @@
 // Grid: x = tiles of 64 query rows (the rows of one KV head are its (token, head) pairs, token-major), y = KV heads,
 // z = parts of the plan (sched/plan.cuh). Neighbouring CTAs share a part, so they read the same K lines from L2.
 //
-// Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
-//   QK0, QK1  warpgroups 0, 1, 96 registers    even / odd blocks: S = Q K^T, online softmax, P to shared memory
-//   PV0, PV1  warpgroups 2, 3, 160 registers   O[:, 0:256] / O[:, 256:512] += P V, rescale, epilogue
-// Warp 0 of each QK warpgroup also loads the K blocks of its stage by TMA, and the one of QK0 walks the plan for all.
+// Roles (384 threads; the launch gives 168 registers each, setmaxnreg moves them)
+//   QK        warpgroup 0, 184 registers   S = Q K^T with 7 of Q's chunks in registers, online softmax, P
+//   PV0, PV1  warpgroups 1, 2, 160 each    O[:, 0:256] / O[:, 256:512] += P V, rescale, epilogue
+// Warp 0 of PV0 also walks the plan and looks up pages for all. Each role refills by TMA the part of a K block that it
+// is the last to read: PV0 columns 0-255, PV1 columns 256-511, QK the RoPE chunk.
 //
-// Per 64-token block the tensor core is busy 36 x 32 (QK) + 2 x 8 x 64 (PV) = 2176 cycles; the softmax of one block runs
-// under the QK of the next and the PV of the one before.
+// Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
+//   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
+//   QK            | issue QK(j), store P(j-1)    | softmax(j)                   | issue QK(j+1), store P(j)    |
+//   PV0, PV1      | wait for P(j-1)              | rescale O, PV(j-1)           | refill stage (j-1) % 3, wait |
+// P(j-1) is announced when all but the last chunk of QK(j) is done, so PV fills the softmax and not the QK. When K(j) has
+// not arrived yet (memory-bound shapes) there is nothing to wait for and P(j-1) is announced at once.
+// A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176 cycles; the rest hides the load.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[4]    1         warp 0 of QK0: smem.items[n] written                all: read it                     0
-// bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of QK0: overwrite it      1
-// bar_k_full[s][5]    1 + bytes warp 0 of QKs; the unit's bytes land                QKs: S += Q K^T of the unit      0
-// bar_p_full[s]       128       QKs: P and scale written, fence_proxy_async done    PV0, PV1: rescale, O += P V      0
-// bar_v_free[s][h]    4         lane 0 of each warp of PVh: its PV of the block done producer: refill half h         1
-// bar_sum_full        256       QK0, QK1: row sums and maxima of the item written   PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: they have read them                       QK0, QK1: write the next item's  1
-// NB_MAX + 4 s + w    64        warp w of QKs: running maximum of its rows written  warp w of the other QK           -
-// NB_Q                256       QK0, QK1: last QK of the item done / Q landed       both                             -
-// NB_QK_DONE + s      128       QKs: its S is complete                              QKs: P overwrites the RoPE chunk -
+// bar_item_full[8]    1         warp 0 of PV0: smem.items[n] written                all: read it                     0
+// bar_item_free[8]    12        lane 0 of each warp: done with the item             warp 0 of PV0: overwrite it      1
+// bar_k_full[s][4]    1 + bytes warp 0 of PV0 or PV1; a unit (2 chunks) has landed  QK: S += Q K^T of the unit       0
+// bar_rope_full       1 + bytes warp 0 of QK; the RoPE chunk has landed             QK: S += Q K^T of it             0
+// bar_qk_done         4         QK: lane 0 of each warp, its QK is complete         warp 0 of QK: refill RoPE        0
+// bar_p_full          4         QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
+// bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
+// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
+// bar_sum_free        256       PV0, PV1: they have read them                       QK: write the next item's        1
+// NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
+// NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
-// Block n of the part (over all its items) uses stage n % 2 with phase (n / 2) & 1.
-// P of a block lies where its RoPE chunk was: S is complete before P is written, and the chunk is refilled after PV.
+// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1; RoPE and P have one slot each.
 //
 // Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
 // by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
@@ -41,6 +47,7 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
@@ -50,27 +57,31 @@
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
 static_assert(DTYPE == 0 || DTYPE == 1, "DTYPE must be 0 (bf16) or 1 (fp16)");
+static_assert(CLUSTER == 1 || (CLUSTER == 2 && BOX_ROWS == 64), "CLUSTER must be 1, or 2 with boxes of 64 rows");
 static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16, "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kBlockM = 64;
 constexpr int kDimV = 512;
-constexpr int kStages = 2;
+constexpr int kStages = 3;
+constexpr int kClusterSize = CLUSTER;  // CTAs along grid x that share one copy of K
 constexpr int kQChunks = D_QK / kChunkCols;
 constexpr int kVChunks = kDimV / kChunkCols;
-constexpr int kStageChunks = kVChunks + 1;  // the last one: RoPE, then P
-constexpr int kPChunk = kVChunks;
+constexpr bool kHasRope = D_QK > kDimV;
+constexpr int kQRegisterChunks = 7;  // chunks 0 to 6 of Q live in registers
+constexpr int kQSharedChunks = kQChunks - kQRegisterChunks;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
-constexpr int kUnits = 5;                        // units of a stage with a barrier each: 4 x 2 chunks, RoPE
-constexpr int kUsedUnits = D_QK == 576 ? 5 : 4;
-constexpr bool kPrefetchL2 = PREFETCH_L2;
-constexpr int kItemSlots = 4;
+constexpr int kItemSlots = 8;
+constexpr int kSourceSlots = 8;
+constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the block in hand
+static_assert(kLookahead + 1 < kItemSlots && kLookahead < kSourceSlots, "rings must hold what is looked up ahead");
 constexpr float kLazyMaxLog2 = 8.0f;
+constexpr int kStoreChunk = STORE_CHUNK;
 
-constexpr int kThreads = 512;
-constexpr int kRegistersQK = 96;
+constexpr int kThreads = 384;
+constexpr int kRegistersQK = 184;
 constexpr int kRegistersPV = 160;
-static_assert(2 * kRegistersQK + 2 * kRegistersPV <= 65536 / 128, "more registers than an SM has");
+static_assert(kRegistersQK + 2 * kRegistersPV <= 65536 / kThreads / 8 * 8 * 3, "more registers than the launch gives");
 
 struct Params {
     TensorMap k_map_pair;  // box 64 columns x 64 tokens x 2 chunks
@@ -90,30 +101,14 @@ struct Params {
     int b, s_q, h_q, heads_per_kv;
     int rows;  // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
+    u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
     int num_slots;
     int object_layout;
     int causal;
     float sm_scale_log2;
 };
 
-enum NamedBarrier : int { NB_MAX = 1, NB_Q = 9, NB_QK_DONE = 10 };
-
-// Position of the tokens of a block's last, shifted box: see "Tail" above.
-struct TailShift {
-    int box;    // the partly filled box
-    int shift;  // rows of it that hold zeros
-
-    __device__ __forceinline__ explicit TailShift(int tokens)
-        : box(min_int(tokens, kBlockTokens) / BOX_ROWS), shift(BOX_ROWS - min_int(tokens, kBlockTokens) % BOX_ROWS) {}
-
-    // Token (relative to the block) in row `row` of the tile; at least kBlockTokens when there is none.
-    __device__ __forceinline__ int token(int row) const {
-        const int row_box = row / BOX_ROWS;
-        if (row_box < box) return row;
-        const int token = row - shift;
-        return row_box == box && token >= box * BOX_ROWS ? token : kBlockTokens;
-    }
-};
+enum NamedBarrier : int { NB_QK = 1, NB_V_FREE = 2 };
 
 // Where a block's boxes lie in the cache. Lane j of the warp describes box j % kBoxes.
 struct BoxSource {
@@ -122,96 +117,68 @@ struct BoxSource {
 };
 constexpr int kNoBlock = -(1 << 30);
 
-// A walk over the part's blocks of one parity: those of one QK warpgroup.
-struct BlockCursor {
-    WorkItems items;
-    WorkItem item;
-    int index;  // next block inside the item
-
-    __device__ __forceinline__ void start(const PlanRow& plan, int parity) {
-        items.start(plan);
-        item.num_blocks = 0;
-        index = parity;
-    }
-    // Where the next block lies; the page id is a load in flight. `row` is kNoBlock after the last one.
-    __device__ __forceinline__ BoxSource next(const Params& params, const PlanRow& plan, int lane_idx) {
-        while (index >= item.num_blocks) {
-            index -= item.num_blocks;
-            if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, item)) {
-                item.num_blocks = 0;
-                return {0, kNoBlock};
-            }
-        }
-        const int first_token = (item.first_block + index) * kBlockTokens + lane_idx % kBoxes * BOX_ROWS;
-        index += 2;
-        const int tokens = min_int(item.seqlen - first_token, BOX_ROWS);
-        if (tokens <= 0) return {0, params.page_block_size};  // wholly out of range: zeros
-        const int page_in_table = first_token / params.page_block_size;
-        const int first_row = first_token - page_in_table * params.page_block_size;
-        return {load_global(params.block_table + item.req * params.block_table_stride + page_in_table),
-                first_row + tokens - BOX_ROWS};
-    }
+struct WalkerState {
+    PlanRow plan;
+    WorkItems items;      // the next one to publish
+    u32 items_published;  // kNoMoreItems once the end mark is
+    u32 item;             // of the next block to look up
+    int block;            // in that item
 };
+constexpr u32 kNoMoreItems = 1u << 31;
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char q[kQChunks * kChunkBytes];           //  73,728 B with D_QK 576
-    unsigned char k[kStages][kStageChunks * kChunkBytes];            // 147,456 B
-    float row_scale[kStages][kBlockM];                               // factor on O before the block's PV
-    float row_max[kBlockM];                                          // m_ref, base 2
-    float row_sum[2][kBlockM];                                       // of the item, per QK warpgroup
-    float item_max[kBlockM];                                         // m_ref at the item's end
+    alignas(1024) unsigned char k[kStages][kVChunks * kChunkBytes];  // 196,608 B
+    unsigned char q[2 * kChunkBytes];                                //  16,384 B, the chunks not in registers
+    unsigned char rope[kChunkBytes];                                 //   8,192 B, chunk 8 of the block in hand
+    unsigned char p[kChunkBytes];                                    //   8,192 B
+    float row_scale[2][kBlockM];                                     // factor on O before the block's PV
+    float row_sum[kBlockM];                                          // of the item
+    float row_max[kBlockM];                                          // m_ref at the item's end, base 2
     u64 bar_item_full[kItemSlots];
     u64 bar_item_free[kItemSlots];
-    u64 bar_k_full[kStages][kUnits];
-    u64 bar_p_full[kStages];
-    u64 bar_v_free[kStages][2];
+    u64 bar_k_full[kStages][2];
+    u64 bar_peer_free[kStages];
+    u64 bar_rope_full;
+    u64 bar_qk_done;
+    u64 bar_p_full;
+    u64 bar_p_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
     WorkItem items[kItemSlots];
-    PlanRow plan;
-    WorkItems walk;              // of warp 0 of QK0
-    BlockCursor cursor[kStages];  // of warp 0 of QK0 and of QK1
-    BoxSource source[kStages][2][kBoxes];
+    BoxSource sources[kSourceSlots][kBoxes];
+    WalkerState walker;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
 
-// Loads chunks [first, first + count) of a block into its stage. A converged warp calls.
-template <int kFirstChunk, int kCount>
-__device__ __forceinline__ void load_unit(const Params& params, u32 stage, u32 bar, BoxSource source, int kv_head,
-                                          int lane_idx) {
+// Loads chunks [first, first + count) of a block to `dst`, in both CTAs of a cluster if kMulticast; the caller has armed
+// the barriers. A converged warp calls.
+template <int kFirstChunk, int kCount, bool kMulticast>
+__device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 bar, BoxSource source, int lane_idx) {
+    const int kv_head = blockIdx.y;
     if constexpr (kBoxes == 1) {
         if (elect_one_sync()) {
-            mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
-            tma_load_5d(stage + kFirstChunk * kChunkBytes, kCount == 2 ? &params.k_map_pair : &params.k_map_one, bar, 0,
-                        source.row, kFirstChunk, kv_head, source.page);
-        }
-    } else {
-        if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
-        if (lane_idx < kBoxes) {
+            constexpr int kStep = kCount == 1 ? 1 : 2;
 #pragma unroll
-            for (int chunk = kFirstChunk; chunk < kFirstChunk + kCount; ++chunk) {
-                tma_load_5d(stage + chunk * kChunkBytes + lane_idx * BOX_ROWS * kChunkRowBytes, &params.k_map_one, bar,
-                            0, source.row, chunk, kv_head, source.page);
+            for (int chunk = 0; chunk < kCount; chunk += kStep) {
+                const TensorMap* map = kStep == 2 ? &params.k_map_pair : &params.k_map_one;
+                if constexpr (kMulticast) {
+                    tma_load_5d_multicast(dst + chunk * kChunkBytes, map, bar, (1 << kClusterSize) - 1, 0, source.row,
+                                          kFirstChunk + chunk, kv_head, source.page);
+                } else {
+                    tma_load_5d(dst + chunk * kChunkBytes, map, bar, 0, source.row, kFirstChunk + chunk, kv_head,
+                                source.page);
+                }
             }
+        }
+    } else if (lane_idx < kBoxes) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < kCount; ++chunk) {
+            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one, bar, 0,
+                        source.row, kFirstChunk + chunk, kv_head, source.page);
         }
     }
     __syncwarp();
-}
-
-__device__ __forceinline__ void prefetch_block(const Params& params, BoxSource source, int kv_head) {
-    if constexpr (kBoxes == 1) {
-        if (elect_one_sync()) {
-#pragma unroll
-            for (int chunk = 0; chunk < kVChunks; chunk += 2) {
-                tma_prefetch_l2_5d(&params.k_map_pair, 0, source.row, chunk, kv_head, source.page);
-            }
-            if constexpr (D_QK == 576) {
-                tma_prefetch_l2_5d(&params.k_map_one, 0, source.row, kVChunks, kv_head, source.page);
-            }
-        }
-        __syncwarp();
-    }
 }
 
 // A row of the CTA's tile as (token, head) of the request.
@@ -227,97 +194,12 @@ struct RowIndex {
     }
 };
 
-// QK0 and QK1 together copy the item's 64 query rows; rows past the last arrive as zeros.
-__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, int req, int idx_in_pair) {
-    const int unit = idx_in_pair % 8;
-#pragma unroll 1
-    for (int tile_row = idx_in_pair / 8; tile_row < kBlockM; tile_row += 32) {
-        const RowIndex row(params, tile_row);
-        const u16* src = params.q;  // not read when the row is past the end
-        if (row.valid) {
-            src += req * params.q_stride_b + row.token * params.q_stride_s + row.head * params.q_stride_h + unit * 8;
-        }
-        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, unit);
-#pragma unroll
-        for (int chunk = 0; chunk < kQChunks; ++chunk) {
-            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
-        }
-    }
-    cp_async_wait_all();
-    fence_proxy_async();
+__device__ __forceinline__ float* lse_address(const Params& params, int req, const RowIndex& row) {
+    return params.lse + (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
 }
-
-// Warp 0 of a QK warpgroup keeps its stage filled. Its state lives in shared memory: registers are short here.
-template <int kStage>
-struct StageLoader {
-    BoxSource in_flight;  // of the block after smem.source[kStage]'s two; the page id is being loaded
-    u32 free_parity;
-
-    __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
-        if (lane_idx == 0) smem.cursor[kStage].start(smem.plan, kStage);
-        __syncwarp();
-        free_parity = 1;
-        in_flight = look_ahead(params, smem, lane_idx);
-        push(smem, lane_idx);
-        in_flight = look_ahead(params, smem, lane_idx);
-        push(smem, lane_idx);
-        in_flight = look_ahead(params, smem, lane_idx);
-        refill(params, smem, lane_idx);
-    }
-    // Waits until PV is done with the stage and loads the next block into it.
-    __device__ __forceinline__ void refill(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
-        const int kv_head = blockIdx.y;
-        const u32 stage = smem_address(smem.k[kStage]);
-        u64* full = smem.bar_k_full[kStage];
-        const BoxSource source = smem.source[kStage][0][lane_idx % kBoxes];
-        if (source.row == kNoBlock) return;
-        mbarrier_wait_parity(smem_address(&smem.bar_v_free[kStage][0]), free_parity);
-        load_unit<0, 2>(params, stage, smem_address(full + 0), source, kv_head, lane_idx);
-        load_unit<2, 2>(params, stage, smem_address(full + 1), source, kv_head, lane_idx);
-        mbarrier_wait_parity(smem_address(&smem.bar_v_free[kStage][1]), free_parity);
-        load_unit<4, 2>(params, stage, smem_address(full + 2), source, kv_head, lane_idx);
-        load_unit<6, 2>(params, stage, smem_address(full + 3), source, kv_head, lane_idx);
-        if constexpr (D_QK == 576) {
-            load_unit<8, 1>(params, stage, smem_address(full + 4), source, kv_head, lane_idx);
-        }
-        free_parity ^= 1;
-        push(smem, lane_idx);
-        if constexpr (kPrefetchL2) {
-            const BoxSource after = smem.source[kStage][0][lane_idx % kBoxes];
-            if (after.row != kNoBlock) prefetch_block(params, after, kv_head);
-        }
-        in_flight = look_ahead(params, smem, lane_idx);
-    }
-
-  private:
-    __device__ __forceinline__ BoxSource look_ahead(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
-        BlockCursor cursor = smem.cursor[kStage];
-        const BoxSource next = cursor.next(params, smem.plan, lane_idx);
-        __syncwarp();
-        if (lane_idx == 0) smem.cursor[kStage] = cursor;
-        __syncwarp();
-        return next;
-    }
-    __device__ __forceinline__ void push(SharedMemoryPlan& smem, int lane_idx) {
-        if (lane_idx < kBoxes) {
-            smem.source[kStage][0][lane_idx] = smem.source[kStage][1][lane_idx];
-            smem.source[kStage][1][lane_idx] = in_flight;
-        }
-        __syncwarp();
-    }
-};
-
-// Warp 0 of QK0 looks up item `n` for everybody; an item with req -1 ends the walk.
-__device__ __forceinline__ void publish_item(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
-    const u32 slot = n % kItemSlots;
-    mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(n / kItemSlots) & 1);
-    if (lane_idx == 0) {
-        WorkItem item;
-        if (!smem.walk.next(smem.plan, params.cache_seqlens, params.num_splits, params.num_slots, item)) item.req = -1;
-        smem.items[slot] = item;
-        mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
-    }
-    __syncwarp();
+// Row of o_accum and lse_accum_log2.
+__device__ __forceinline__ i64 piece_row(const Params& params, int slot, const RowIndex& row) {
+    return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
 }
 
 // A role's view of the published items.
@@ -325,158 +207,371 @@ struct ItemReader {
     u32 count = 0;
 
     // False after the last item.
-    __device__ __forceinline__ bool next(SharedMemoryPlan& smem, WorkItem& item) {
-        const u32 slot = count % kItemSlots;
-        mbarrier_wait_parity(smem_address(&smem.bar_item_full[slot]), count / kItemSlots & 1);
-        item = smem.items[slot];
-        return item.req >= 0;
+    __device__ __forceinline__ bool next(SharedMemoryPlan& smem) {
+        mbarrier_wait_parity(smem_address(&smem.bar_item_full[count % kItemSlots]), count / kItemSlots & 1);
+        return warp_uniform(item(smem).req) >= 0;
     }
-    __device__ __forceinline__ void release(SharedMemoryPlan& smem, int lane_idx) {
+    // Read from shared memory where it is needed: registers are short.
+    __device__ __forceinline__ const WorkItem& item(const SharedMemoryPlan& smem) const {
+        return smem.items[count % kItemSlots];
+    }
+    __device__ __forceinline__ void release(SharedMemoryPlan& smem) {
         __syncwarp();
-        if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_item_free[count % kItemSlots]));
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_item_free[count % kItemSlots]));
         ++count;
     }
 };
 
-template <int kStage>
-__device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx, int lane_idx) {
-    const int m_block = blockIdx.x;
-    const u32 stage = smem_address(smem.k[kStage]);
-    const u32 smem_p = stage + kPChunk * kChunkBytes;
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
-    const u64 desc_k = descriptor_k_major(stage);
-    const int row0 = warp_idx * 16 + lane_idx / 4;  // this thread's rows of the tile: row0 and row0 + 8
+// What warp 0 of PV0 does for all: walks the plan's items, then their blocks, looking up where each block lies. Items and
+// sources go to rings in shared memory ahead of their use. Its own state is there too (smem.walker): next to 128
+// accumulators there are no registers for it. A converged warp calls.
+struct Walker {
+    int page_in_flight;  // of the block after those stored
 
-    StageLoader<kStage> loader;
-    if (warp_idx == 0) {
-        if (kStage == 0) publish_item(params, smem, 0, lane_idx);
-        loader.start(params, smem, lane_idx);
+    __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
+        if (lane_idx == 0) {
+            smem.walker.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+            smem.walker.items.start(smem.walker.plan);
+            smem.walker.items_published = 0;
+            smem.walker.item = 0;
+            smem.walker.block = 0;
+        }
+        __syncwarp();
+        publish_items(params, smem, 0, lane_idx);
+        look_up(params, smem, 0, lane_idx);
+#pragma unroll 1
+        for (int n = 0; n < kLookahead; ++n) store_source(params, smem, n, lane_idx);
     }
-    ItemReader reader;
-    WorkItem item;
-    int first = kStage;  // this warpgroup's first block of the item
-    u32 k_parity = 0;
-    u32 sum_free_parity = 1;
-    for (; reader.next(smem, item); reader.release(smem, lane_idx)) {
-        if (kStage == 0 && warp_idx == 0) publish_item(params, smem, reader.count + 1, lane_idx);
-        if (item.num_blocks == 0) continue;
-        named_barrier_sync(NB_Q, 256);
-        load_q(params, smem, item.req, kStage * 128 + warp_idx * 32 + lane_idx);
-        named_barrier_sync(NB_Q, 256);
+    // Keeps as many items published beyond `current` as blocks may be looked up ahead.
+    __device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 current,
+                                                  int lane_idx) {
+        const PlanRow plan = smem.walker.plan;
+        WorkItems items = smem.walker.items;
+        u32 published = smem.walker.items_published;
+        while (published < current + 2 + kLookahead) {
+            WorkItem next;
+            if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, next)) next.req = -1;
+            if (next.req >= 0 && next.num_blocks == 0) {
+                store_empty(params, next, lane_idx);
+                continue;
+            }
+            const u32 slot = published % kItemSlots;
+            mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(published / kItemSlots) & 1);
+            if (lane_idx == 0) {
+                smem.items[slot] = next;
+                mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
+            }
+            published = next.req >= 0 ? published + 1 : kNoMoreItems;
+        }
+        __syncwarp();
+        if (lane_idx == 0) {
+            smem.walker.items = items;
+            smem.walker.items_published = published;
+        }
+        __syncwarp();
+    }
+    // Stores the page of block `n`, whose lookup has had a turn to arrive, and starts the next lookup.
+    __device__ __forceinline__ void store_source(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+        if (lane_idx < kBoxes) smem.sources[n % kSourceSlots][lane_idx].page = page_in_flight;
+        __syncwarp();
+        look_up(params, smem, n + 1, lane_idx);
+    }
 
-        float m[2] = {-kInfinity, -kInfinity};  // m_ref when this warpgroup last saw it
-        float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums, relative to m
-        int i = first;
-        for (; i < item.num_blocks; i += 2) {
-            // S = Q K^T as the units of K arrive
+  private:
+    __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+        const WorkItem& item = smem.items[smem.walker.item % kItemSlots];
+        const int block = smem.walker.block;
+        int row = kNoBlock;
+        page_in_flight = 0;
+        if (item.req >= 0) {
+            const int first_token = (item.first_block + block) * kBlockTokens + lane_idx % kBoxes * BOX_ROWS;
+            const int tokens = min_int(item.seqlen - first_token, BOX_ROWS);
+            row = params.page_block_size;  // wholly out of range: zeros
+            if (tokens > 0) {
+                const u32 page_in_table =
+                    BOX_ROWS == 16 ? first_token / 16 : __umulhi(first_token / 16, params.page_magic);
+                row = first_token - page_in_table * params.page_block_size + tokens - BOX_ROWS;
+                page_in_flight =
+                    load_global(params.block_table + item.req * params.block_table_stride + page_in_table);
+            }
+            const bool last = block + 1 == item.num_blocks;
+            __syncwarp();
+            if (lane_idx == 0) {
+                smem.walker.block = last ? 0 : block + 1;
+                if (last) smem.walker.item += 1;
+            }
+        }
+        if (lane_idx < kBoxes) smem.sources[n % kSourceSlots][lane_idx].row = row;
+        __syncwarp();
+    }
+    // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
+    __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) const {
+        for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
+            const RowIndex row(params, tile_row);
+            if (!row.valid) return;
+            if (empty.slot < 0) {
+                u16* out = params.out + empty.req * params.out_stride_b + row.token * params.out_stride_s +
+                           row.head * params.out_stride_h;
+                for (int i = lane_idx; i < kDimV / 8; i += 32) {
+                    reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+                }
+                if (lane_idx == 0) *lse_address(params, empty.req, row) = kInfinity;
+            } else if (lane_idx == 0) {
+                params.lse_accum_log2[piece_row(params, empty.slot, row)] = -kInfinity;
+            }
+        }
+    }
+};
+
+// Loads one half of block n into its stage, which this CTA has finished with; nothing after the part's last block. In a
+// cluster, CTA 0 loads the left half and CTA 1 the right one for both, when the other has finished with it too.
+template <int kHalf>
+__device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+    const BoxSource source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
+    if (warp_uniform(source.row) == kNoBlock) return;
+    const u32 stage = n % kStages;
+    const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * kChunkBytes;
+    const u32 bar = smem_address(&smem.bar_k_full[stage][kHalf]);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * kChunkBytes);
+    __syncwarp();
+    if constexpr (kClusterSize == 1) {
+        load_chunks<4 * kHalf, 4, false>(params, dst, bar, source, lane_idx);
+    } else {
+        const u32 bar_peer_free = smem_address(&smem.bar_peer_free[stage]);
+        if (cluster_ctarank() == kHalf) {
+            mbarrier_wait_parity(bar_peer_free, n / kStages & 1);
+            load_chunks<4 * kHalf, 4, true>(params, dst, bar, source, lane_idx);
+        } else if (lane_idx == 0) {
+            mbarrier_arrive_remote(bar_peer_free, kHalf);
+        }
+    }
+}
+__device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+    const BoxSource source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
+    if (warp_uniform(source.row) == kNoBlock) return;
+    const u32 bar = smem_address(&smem.bar_rope_full);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kChunkBytes);
+    __syncwarp();
+    load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
+}
+
+// Q of an item: chunks 0 to 6 as A fragments in registers, the rest to shared memory. Rows past the last are zero.
+__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, int req,
+                                       u32 (&q)[kQRegisterChunks * 4][4], int warp_idx, int lane_idx) {
+    const u16* base = params.q + req * params.q_stride_b;
+    auto address = [&](const RowIndex& row) {
+        return row.valid ? base + row.token * params.q_stride_s + row.head * params.q_stride_h : params.q;
+    };
+    constexpr int kFirst = kQRegisterChunks * kChunkCols;
+    const int thread = warp_idx * 32 + lane_idx;
+#pragma unroll 1
+    for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
+        const RowIndex row(params, tile_row);
+        const u16* src = address(row) + kFirst + thread % 8 * 8;
+        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+#pragma unroll
+        for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
+            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
+        const u16* src = address(row) + 2 * (lane_idx % 4);
+#pragma unroll
+        for (int k = 0; k < kQRegisterChunks * 4; ++k) {
+            q[k][r] = row.valid ? *reinterpret_cast<const u32*>(src + 16 * k) : 0;
+            q[k][r + 2] = row.valid ? *reinterpret_cast<const u32*>(src + 16 * k + 8) : 0;
+        }
+    }
+    cp_async_wait_all();
+    fence_proxy_async();
+}
+
+// -inf where a token is past the row's limit or not in the tile at all ("Tail" above).
+__device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32], int seqlen, int first_token,
+                                            int warp_idx) {
+    const int lane_idx = lane_index();
+    const int tokens = min_int(seqlen - first_token, kBlockTokens);
+    const int tail_box = tokens / BOX_ROWS;  // the partly filled one, if any: its first tail_shift rows are zeros
+    const int tail_shift = BOX_ROWS - tokens % BOX_ROWS;
+    int limit[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
+        limit[r] = min_int((params.causal ? seqlen - params.s_q + row.token + 1 : seqlen) - first_token, kBlockTokens);
+    }
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+        const int box = 8 * (j >> 2) / BOX_ROWS;
+        const int shift = box == tail_box ? tail_shift : 0;
+        const int begin = box > tail_box ? kBlockTokens : box * BOX_ROWS + shift;
+        const int row = 8 * (j >> 2) + (j & 1) + 2 * (lane_idx % 4);  // of K in the tile
+        if (row < begin || row >= limit[(j >> 1) & 1] + shift) s[j] = -kInfinity;
+    }
+}
+
+__device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u32 smem_k = smem_address(smem.k);
+    // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
+    const u32 smem_p = smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    u32 stage = 0, k_parity = 0;
+    for (; reader.next(smem); reader.release(smem)) {
+        u32 q[kQRegisterChunks * 4][4];
+        named_barrier_sync(NB_QK, 128);
+        load_q(params, smem, reader.item(smem).req, q, warp_idx, lane_index());
+        named_barrier_sync(NB_QK, 128);
+
+        float m[2] = {-kInfinity, -kInfinity};  // m_ref
+        float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
+        u32 p[16] = {};                         // P of the block before, packed as A fragments
+        auto wait_p_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1); };  // of n - 2
+        auto store_p = [&](int group) {  // of 16 tokens
+            u32 dst = smem_p;
+            asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
+            stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2], p[4 * group + 3]);
+        };
+        auto fence_p = [&]() {
+            fence_proxy_async();
+            __syncwarp();
+        };
+        auto announce_p = [&]() {
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_full));
+        };
+        auto hand_over_p = [&]() {
+            wait_p_free();
+#pragma unroll
+            for (int group = 0; group < 4; ++group) store_p(group);
+            fence_p();
+            announce_p();
+        };
+        // Tokens from the block's first on that every row of the tile sees.
+        int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
+        if (params.causal) visible += static_cast<int>(blockIdx.x) * kBlockM / params.heads_per_kv + 1 - params.s_q;
+        bool p_pending = false;  // P of the block before is in registers
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+            // S = Q K^T; the stores of P hide between the chunks
+            u64* full = smem.bar_k_full[stage];
+            if (p_pending && !__all_sync(0xffffffff, mbarrier_test_parity(smem_address(full), k_parity))) {
+                hand_over_p();
+                p_pending = false;
+            }
+            const u64 desc_k = descriptor_k_major(smem_k + stage * (kVChunks * kChunkBytes));
             float s[32];
             wgmma_pin(s);
 #pragma unroll
-            for (int unit = 0; unit < kUsedUnits; ++unit) {
-                mbarrier_wait_parity(smem_address(&smem.bar_k_full[kStage][unit]), k_parity);
+            for (int chunk = 0; chunk < kVChunks; ++chunk) {
+                if (chunk % 4 == 0) mbarrier_wait_parity(smem_address(full + chunk / 4), k_parity);
+                if (kHasRope && chunk == kVChunks - 1) {
+                    mbarrier_wait_parity(smem_address(&smem.bar_rope_full), n & 1);
+                    wgmma_fence();
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) {
+                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor,
+                                                   desc_rope + k * kStepKMajor, true);
+                    }
+                }
+                if (chunk == kVChunks - 1) wgmma_commit_group();
                 wgmma_fence();
 #pragma unroll
-                for (int chunk = 2 * unit; chunk < min_int(2 * unit + 2, kQChunks); ++chunk) {
-#pragma unroll
-                    for (int k = 0; k < kChunkCols / 16; ++k) {
-                        const u64 step = chunk * kStepChunk + k * kStepKMajor;
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + step, desc_k + step, chunk + k > 0);
+                for (int k = 0; k < 4; ++k) {
+                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    if (chunk < kQRegisterChunks) {
+                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b, chunk + k > 0);
+                    } else {
+                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
                     }
+                }
+                if (p_pending) {
+                    if (chunk == kStoreChunk - 1) wait_p_free();
+                    if (chunk >= kStoreChunk && chunk < kStoreChunk + 4) store_p(chunk - kStoreChunk);
+                    if (chunk == kStoreChunk + 4) fence_p();
                 }
             }
             wgmma_commit_group();
+            wgmma_wait_group<1>();
+            if (p_pending) announce_p();
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            k_parity ^= 1;
-
-            // Mask the last blocks
-            const int first_token = (item.first_block + i) * kBlockTokens;
-            const int tile_token = m_block * kBlockM / params.heads_per_kv;
-            const int full_limit = params.causal ? item.seqlen - params.s_q + tile_token + 1 : item.seqlen;
-            if (first_token + kBlockTokens > full_limit) {
-                const TailShift tail(item.seqlen - first_token);
-                // Opaque, or the compiler keeps row and column numbers in registers for the rare block that needs them.
-                int column = 2 * (lane_idx % 4);
-                int row = m_block * kBlockM + row0;
-                asm volatile("" : "+r"(column), "+r"(row));
-                int limit[2];
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const int token = (row + 8 * r) / params.heads_per_kv;
-                    limit[r] = (params.causal ? item.seqlen - params.s_q + token + 1 : item.seqlen) - first_token;
-                    limit[r] = min_int(limit[r], kBlockTokens);
-                }
-#pragma unroll
-                for (int j = 0; j < 32; ++j) {
-                    const int token = tail.token(8 * (j >> 2) + column + (j & 1));
-                    if (token >= limit[(j >> 1) & 1]) s[j] = -kInfinity;
-                }
+            if (kHasRope) {
+                __syncwarp();
+                if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_qk_done));
             }
 
-            // Row maximum, and the reference it may move
+            if (visible < kBlockTokens) {
+                const WorkItem& item = reader.item(smem);
+                mask_scores(params, s, item.seqlen, (item.first_block + item.num_blocks - left) * kBlockTokens, warp_idx);
+            }
+            visible -= kBlockTokens;
+
+            // P = 2^(S - m_ref), by the reference so far, which nearly always stands
+            float sum[2];
+            auto exponentials = [&]() {
+                const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
+                sum[0] = sum[1] = 0.0f;
+#pragma unroll
+                for (int j = 0; j < 32; j += 2) {
+                    const int r = (j >> 1) & 1;
+                    const float p0 = exp2_approx(fmaf(s[j], params.sm_scale_log2, -offset[r]));
+                    const float p1 = exp2_approx(fmaf(s[j + 1], params.sm_scale_log2, -offset[r]));
+                    sum[r] += p0 + p1;
+                    p[j / 2] = pack_16bit<kDtype>(p0, p1);
+                }
+            };
+            exponentials();
             float row_max[2] = {-kInfinity, -kInfinity};
 #pragma unroll
             for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
-            if (i > 0) {
-                named_barrier_sync(NB_MAX + 4 * (1 - kStage) + warp_idx, 64);
-            }
-            float m_prev[2], offset[2], scale[2];
+            const bool exceeds = row_max[0] * params.sm_scale_log2 > m[0] + kLazyMaxLog2 ||
+                                 row_max[1] * params.sm_scale_log2 > m[1] + kLazyMaxLog2;
+            float scale[2] = {1.0f, 1.0f};
+            if (__any_sync(0xffffffff, exceeds)) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                m_prev[r] = i > 0 ? smem.row_max[row0 + 8 * r] : -kInfinity;
-                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
-                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
-                const float m_new = row_max[r] > m_prev[r] + kLazyMaxLog2 ? row_max[r] : m_prev[r];
-                scale[r] = m_new == m_prev[r] ? 1.0f : exp2_approx(m_prev[r] - m_new);
-                // this thread's sum may lag one block behind: m is as of its previous block
-                l[r] *= m_new == m[r] ? 1.0f : exp2_approx(m[r] - m_new);
-                m[r] = m_new;
-                offset[r] = m_new == -kInfinity ? 0.0f : m_new;
+                for (int r = 0; r < 2; ++r) {
+                    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
+                    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
+                    const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
+                    scale[r] = m_new == m[r] ? 1.0f : exp2_approx(m[r] - m_new);
+                    l[r] *= scale[r];
+                    m[r] = m_new;
+                }
+                exponentials();
             }
+            l[0] += sum[0];
+            l[1] += sum[1];
+            const int lane_idx = lane_index();
             if (lane_idx % 4 == 0) {
-                smem.row_max[row0] = m[0];
-                smem.row_max[row0 + 8] = m[1];
-                smem.row_scale[kStage][row0] = scale[0];
-                smem.row_scale[kStage][row0 + 8] = scale[1];
+                float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_idx / 4;
+                row_scale[0] = scale[0];
+                row_scale[8] = scale[1];
             }
-            __syncwarp();
-            named_barrier_arrive(NB_MAX + 4 * kStage + warp_idx, 64);
-
-            // P = 2^(S - m_ref), to shared memory as A of the PV product
-#pragma unroll
-            for (int j = 0; j < 32; ++j) {
-                s[j] = exp2_approx(fmaf(s[j], params.sm_scale_log2, -offset[(j >> 1) & 1]));
-                l[(j >> 1) & 1] += s[j];
+            if (kHasRope && warp_idx == 0) {
+                mbarrier_wait_parity(smem_address(&smem.bar_qk_done), n & 1);
+                load_rope(params, smem, n + 1, lane_idx);
             }
-            named_barrier_sync(NB_QK_DONE + kStage, 128);
-            const int p_row = warp_idx * 16 + lane_idx % 16;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                stmatrix_x4(smem_p + swizzle128_offset(p_row, 2 * j + lane_idx / 16),
-                            pack_16bit<kDtype>(s[8 * j], s[8 * j + 1]), pack_16bit<kDtype>(s[8 * j + 2], s[8 * j + 3]),
-                            pack_16bit<kDtype>(s[8 * j + 4], s[8 * j + 5]),
-                            pack_16bit<kDtype>(s[8 * j + 6], s[8 * j + 7]));
+            p_pending = true;
+            if (++stage == kStages) {
+                stage = 0;
+                k_parity ^= 1;
             }
-            fence_proxy_async();
-            mbarrier_arrive(smem_address(&smem.bar_p_full[kStage]));
-            if (warp_idx == 0) loader.refill(params, smem, lane_idx);
         }
-        first = i - item.num_blocks;
+        hand_over_p();
 
-        // The item's row sums. The warpgroup without the last block takes the final maximum from the other.
-        const bool computed_last = i - 2 == item.num_blocks - 1;
-        if (!computed_last) named_barrier_sync(NB_MAX + 4 * (1 - kStage) + warp_idx, 64);
-        mbarrier_wait_parity(smem_address(&smem.bar_sum_free), sum_free_parity);
-        sum_free_parity ^= 1;
+        mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float m_final = smem.row_max[row0 + 8 * r];
-            l[r] *= m_final == m[r] ? 1.0f : exp2_approx(m[r] - m_final);
             l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
             l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+            const int lane_idx = lane_index();
+            const int row = warp_idx * 16 + lane_idx / 4 + 8 * r;
             if (lane_idx % 4 == 0) {
-                smem.row_sum[kStage][row0 + 8 * r] = l[r];
-                if (computed_last) smem.item_max[row0 + 8 * r] = m_final;
+                smem.row_sum[row] = l[r];
+                smem.row_max[row] = m[r];
             }
         }
         mbarrier_arrive(smem_address(&smem.bar_sum_full));
@@ -485,7 +580,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 // Writes 256 columns of two rows: the output of a whole request, or a float32 piece. `o` is normalised here.
 template <int kHalf>
-__device__ __forceinline__ void store_rows(const Params& params, const WorkItem& item, float (&o)[2][64],
+__device__ __forceinline__ void store_rows(const Params& params, const WorkItem& item, float (&o)[128],
                                            const float (&sum)[2], const float (&max_log2)[2], int warp_idx,
                                            int lane_idx) {
 #pragma unroll
@@ -500,91 +595,91 @@ __device__ __forceinline__ void store_rows(const Params& params, const WorkItem&
                        row.head * params.out_stride_h + column;
 #pragma unroll
             for (int j = 0; j < 32; ++j) {
-                float* pair = &o[j / 16][4 * (j % 16) + 2 * r];
-                *reinterpret_cast<u32*>(out + 8 * j) = pack_16bit<kDtype>(pair[0] * inverse, pair[1] * inverse);
+                *reinterpret_cast<u32*>(out + 8 * j) =
+                    pack_16bit<kDtype>(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
             }
             if (kHalf == 0 && lane_idx % 4 == 0) {
-                params.lse[(static_cast<i64>(item.req) * params.h_q + row.head) * params.s_q + row.token] =
-                    sum[r] == 0.0f ? kInfinity : lse_log2 * kLn2;
+                *lse_address(params, item.req, row) = sum[r] == 0.0f ? kInfinity : lse_log2 * kLn2;
             }
         } else {
-            const i64 piece_row =
-                (static_cast<i64>(item.slot) * params.s_q + row.token) * params.h_q + row.head;
-            float* accum = params.o_accum + piece_row * kDimV + column;
+            const i64 accum_row = piece_row(params, item.slot, row);
+            float* accum = params.o_accum + accum_row * kDimV + column;
 #pragma unroll
             for (int j = 0; j < 32; ++j) {
-                float* pair = &o[j / 16][4 * (j % 16) + 2 * r];
-                *reinterpret_cast<float2*>(accum + 8 * j) = make_float2(pair[0] * inverse, pair[1] * inverse);
+                *reinterpret_cast<float2*>(accum + 8 * j) =
+                    make_float2(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
             }
             if (kHalf == 0 && lane_idx % 4 == 0) {
-                params.lse_accum_log2[piece_row] = sum[r] == 0.0f ? -kInfinity : lse_log2;
+                params.lse_accum_log2[accum_row] = sum[r] == 0.0f ? -kInfinity : lse_log2;
             }
         }
     }
 }
 
 template <int kHalf>
-__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx, int lane_idx) {
-    const int row0 = warp_idx * 16 + lane_idx / 4;
-    constexpr u32 kStageBytes = kStageChunks * kChunkBytes;
-    const u32 smem_k = smem_address(smem.k);
+__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const bool walks = kHalf == 0 && warp_idx == 0;
 
-    float o[2][64];  // columns [256 kHalf, + 128) and the 128 after them
-    ItemReader reader;
-    WorkItem item;
-    u32 block = 0;  // running number over all items
-    u32 sum_full_parity = 0;
-    for (; reader.next(smem, item); reader.release(smem, lane_idx)) {
-        float sum[2] = {0.0f, 0.0f};
-        float max_log2[2] = {0.0f, 0.0f};
-        if (item.num_blocks == 0) {
-#pragma unroll
-            for (int j = 0; j < 64; ++j) o[0][j] = o[1][j] = 0.0f;
-            store_rows<kHalf>(params, item, o, sum, max_log2, warp_idx, lane_idx);
-            continue;
+    Walker walker;
+    if (walks) {
+        walker.start(params, smem, lane_index());
+        if (kHasRope) load_rope(params, smem, 0, lane_index());
+#pragma unroll 1
+        for (int n = 0; n < kStages; ++n) {
+            load_half<0>(params, smem, n, lane_index());
+            load_half<1>(params, smem, n, lane_index());
         }
-        for (int i = 0; i < item.num_blocks; ++i, ++block) {
-            const u32 stage = block & 1;
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), (block >> 1) & 1);
-            if (i > 0) {
-                const float scale0 = smem.row_scale[stage][row0];
-                const float scale1 = smem.row_scale[stage][row0 + 8];
-                if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
+    }
+    float o[128];
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    u32 stage = 0;
+    for (; reader.next(smem); reader.release(smem)) {
+        if (walks) walker.publish_items(params, smem, reader.count, lane_index());
 #pragma unroll
-                    for (int j = 0; j < 64; ++j) {
-                        o[0][j] *= j & 2 ? scale1 : scale0;
-                        o[1][j] *= j & 2 ? scale1 : scale0;
-                    }
-                }
+        for (int j = 0; j < 128; ++j) o[j] = 0.0f;
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+            if (walks) walker.store_source(params, smem, n + kLookahead, lane_index());
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
+            const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
+            const float scale0 = row_scale[0];
+            const float scale1 = row_scale[8];
+            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
+#pragma unroll
+                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u32 smem_stage = smem_k + stage * kStageBytes;
-            const u64 desc_p = descriptor_k_major(smem_stage + kPChunk * kChunkBytes);
-            const u64 desc_v = descriptor_mn_major(smem_stage + kHalf * 4 * kChunkBytes);
-            wgmma_pin(o[0]);
-            wgmma_pin(o[1]);
+            const u64 desc_v = descriptor_mn_major(smem_v + stage * (kVChunks * kChunkBytes));
+            wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor;
-                const u64 b = desc_v + k * kStepMnMajor;
-                wgmma_m64n128k16_ss_bt<kDtype>(o[0], a, b, i > 0 || k > 0);
-                wgmma_m64n128k16_ss_bt<kDtype>(o[1], a, b + 2 * kStepChunk, i > 0 || k > 0);
+                wgmma_m64n256k16_ss_bt<kDtype>(o, desc_p + k * kStepKMajor, desc_v + k * kStepMnMajor, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
-            wgmma_pin(o[0]);
-            wgmma_pin(o[1]);
-            if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_v_free[stage][kHalf]));
+            wgmma_pin(o);
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
+            if (warp_idx == 0) {
+                named_barrier_sync(NB_V_FREE + kHalf, 128);
+                load_half<kHalf>(params, smem, n + kStages, lane_index());
+            } else {
+                named_barrier_arrive(NB_V_FREE + kHalf, 128);
+            }
+            stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        mbarrier_wait_parity(smem_address(&smem.bar_sum_full), sum_full_parity);
-        sum_full_parity ^= 1;
+        const int lane_idx = lane_index();
+        const int row0 = warp_idx * 16 + lane_idx / 4;
+        float sum[2], max_log2[2];
+        mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            sum[r] = smem.row_sum[0][row0 + 8 * r] + smem.row_sum[1][row0 + 8 * r];
-            max_log2[r] = smem.item_max[row0 + 8 * r];
+            sum[r] = smem.row_sum[row0 + 8 * r];
+            max_log2[r] = smem.row_max[row0 + 8 * r];
         }
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
-        store_rows<kHalf>(params, item, o, sum, max_log2, warp_idx, lane_idx);
+        store_rows<kHalf>(params, reader.item(smem), o, sum, max_log2, warp_idx, lane_idx);
     }
 }
 
@@ -593,46 +688,45 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(cons
     SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
     const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
-    const int lane_idx = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
         tma_prefetch_descriptor(&params.k_map_pair);
         tma_prefetch_descriptor(&params.k_map_one);
         for (int slot = 0; slot < kItemSlots; ++slot) {
             mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), 16);
+            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
         }
         for (int stage = 0; stage < kStages; ++stage) {
-            for (int unit = 0; unit < kUsedUnits; ++unit) {
-                mbarrier_init(smem_address(&smem.bar_k_full[stage][unit]), 1);
-            }
-            mbarrier_init(smem_address(&smem.bar_p_full[stage]), 128);
-            mbarrier_init(smem_address(&smem.bar_v_free[stage][0]), 4);
-            mbarrier_init(smem_address(&smem.bar_v_free[stage][1]), 4);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 1);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 1);
+            mbarrier_init(smem_address(&smem.bar_peer_free[stage]), 1);
         }
-        mbarrier_init(smem_address(&smem.bar_sum_full), 256);
+        mbarrier_init(smem_address(&smem.bar_rope_full), 1);
+        mbarrier_init(smem_address(&smem.bar_qk_done), 4);
+        mbarrier_init(smem_address(&smem.bar_p_full), 4);
+        mbarrier_init(smem_address(&smem.bar_p_free), 8);
+        mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
         mbarrier_init_fence();
     }
+    if constexpr (kClusterSize > 1) {
+        cluster_sync();
+    } else {
+        __syncthreads();
+    }
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    if (threadIdx.x == 0) {
-        smem.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-        smem.walk.start(smem.plan);
-    }
-    __syncthreads();
 
     if (wg_idx == 0) {
-        setmaxnreg_dec<kRegistersQK>();
-        qk_warpgroup<0>(params, smem, warp_idx, lane_idx);
+        setmaxnreg_inc<kRegistersQK>();
+        qk_warpgroup(params, smem, warp_idx);
     } else if (wg_idx == 1) {
-        setmaxnreg_dec<kRegistersQK>();
-        qk_warpgroup<1>(params, smem, warp_idx, lane_idx);
-    } else if (wg_idx == 2) {
-        setmaxnreg_inc<kRegistersPV>();
-        pv_warpgroup<0>(params, smem, warp_idx, lane_idx);
+        setmaxnreg_dec<kRegistersPV>();
+        pv_warpgroup<0>(params, smem, warp_idx);
     } else {
-        setmaxnreg_inc<kRegistersPV>();
-        pv_warpgroup<1>(params, smem, warp_idx, lane_idx);
+        setmaxnreg_dec<kRegistersPV>();
+        pv_warpgroup<1>(params, smem, warp_idx);
     }
+    // A CTA must stay while the other may still signal its barriers or copy into it.
+    if constexpr (kClusterSize > 1) cluster_sync();
 }

@@ -25,6 +25,16 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// The calling thread's lane. Opaque on purpose: read again where it is needed instead of being kept in a register.
+__device__ __forceinline__ int lane_index() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// The value of lane 0, which all lanes have anyway: tells ptxas that a value read from memory may live in a uniform register.
+__device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
+
 // A converged warp: true in exactly one lane. ptxas then emits the guarded TMA instructions bare.
 __device__ __forceinline__ bool elect_one_sync() {
     u32 elected;

@@ -68,7 +68,5 @@ def _specs(dtypes: list[str], d_qks: list[int], page_block_sizes: list[int]) -> 
     for dtype in dtypes:
         specs += combine.specs(dtype)
         for d_qk in d_qks:
-            specs += {
-                dense_decode.spec(dtype, d_qk, dense_decode.box_rows(page)) for page in page_block_sizes
-            }
+            specs += dense_decode.specs(dtype, d_qk, page_block_sizes)
     return specs

@@ -19,15 +19,15 @@ from .common import (
     ceil_div,
 )
 
-__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec"]
+__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec", "specs"]
 
-_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 9if 24x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 6iI3if 20x")  # Params of sm90_dense_decode.cu
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64
-_SMEM_BYTES = 224_256  # SharedMemoryPlan of the kernel, rounded up
+_SMEM_BYTES = 232_448  # all that a CTA can have
 D_QK = (576, 512)
 BOX_ROWS = (64, 32, 16)
-_PREFETCH_L2 = 1
+_CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
 _SLOT_ROW_BYTES = (D_V + 1) * 4  # float32 output row and its lse
 
 
@@ -77,8 +77,8 @@ class DenseDecodeArgs(NamedTuple):
 
 
 @cache
-def spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
-    """A variant; ``rows`` are the BOX_ROWS of the page size.
+def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
+    """A variant; ``rows`` are the BOX_ROWS of the page size, ``cluster`` the CTAs that share K (1 or 2).
 
     Raises ValueError for a combination that no kernel exists for.
     """
@@ -90,13 +90,14 @@ def spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
     return jit.KernelSpec(
         "sm90_dense_decode",
         (
+            ("STORE_CHUNK", 1),
             ("BOX_ROWS", rows),
+            ("CLUSTER", cluster),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
-            ("PREFETCH_L2", _PREFETCH_L2),
             ("SMEM_BYTES", _SMEM_BYTES),
         ),
-        threads=512,
+        threads=384,
         smem_bytes=_SMEM_BYTES,
     )
 
@@ -104,6 +105,13 @@ def spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
 def box_rows(page_block_size: int) -> int:
     """Tokens that one TMA box copies: a page, or the 64 of a block."""
     return min(page_block_size, BLOCK_TOKENS)
+
+
+def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.KernelSpec]:
+    """The variants that caches with these page sizes need."""
+    boxes = dict.fromkeys(box_rows(page) for page in page_block_sizes)
+    pairs = [(box, cluster) for box in boxes for cluster in ((1, 2) if box == BLOCK_TOKENS else (1,))]
+    return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs]
 
 
 def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -> int:
@@ -145,7 +153,7 @@ def _k_maps(
             (2 * stride_token, 128, 2 * stride_head, 2 * stride_block),
             (64, box_rows(page_block_size), chunks, 1, 1),
             "128b",
-            "256b",
+            "none",
         )
 
     return encode(2) + encode(1)
@@ -161,9 +169,12 @@ def launch(args: DenseDecodeArgs) -> None:
         object_layout, batch_invariant,
         out, out_stride_b, out_stride_s, out_stride_h, lse, scratch, scratch_bytes, softmax_scale, causal,
     ) = args  # fmt: skip
-    main = jit.get_kernel(spec(dtype, d_qk, box_rows(page_block_size)), device, capturing=capturing)
     heads_per_kv = h_q // h_kv
     rows = s_q * heads_per_kv
+    m_blocks = (rows + _BLOCK_M - 1) // _BLOCK_M
+    box = box_rows(page_block_size)
+    cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
+    main = jit.get_kernel(spec(dtype, d_qk, box, cluster), device, capturing=capturing)
     all_rows = s_q * h_q
     num_slots = scratch_bytes // (all_rows * _SLOT_ROW_BYTES)
     lse_accum = 0
@@ -175,13 +186,14 @@ def launch(args: DenseDecodeArgs) -> None:
     maps = _k_maps(
         k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
     )
+    page_magic = -(-(2**36) // page_block_size) & 0xFFFFFFFF  # division by multiplication: see Params
     params = _PARAMS.pack(
         maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
         cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
-        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, rows, page_block_size, num_slots,
+        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, rows, page_block_size, page_magic, num_slots,
         object_layout, causal, softmax_scale * _LOG2_E,
     )  # fmt: skip
-    main.launch(((rows + _BLOCK_M - 1) // _BLOCK_M, h_kv, num_parts), params, stream, pdl=True)
+    main.launch((m_blocks, h_kv, num_parts), params, stream, cluster=_CLUSTER_DIMS[cluster], pdl=True)
     if num_slots:
         params = combine.PARAMS.pack(
             sched_meta, num_splits, scratch, lse_accum, out, out_stride_b, out_stride_s, out_stride_h,
