@@ -46,6 +46,7 @@
 // the page's first are out of range and arrive as zeros. Tokens past the length are never in shared memory.
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragments.cuh"
 #include "layout/swizzle128.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
@@ -239,8 +240,6 @@ struct Walker {
         __syncwarp();
         publish_items(params, smem, 0, lane_idx);
         look_up(params, smem, 0, lane_idx);
-#pragma unroll 1
-        for (int n = 0; n < kLookahead; ++n) store_source(params, smem, n, lane_idx);
     }
     // Keeps as many items published beyond `current` as blocks may be looked up ahead.
     __device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 current,
@@ -355,19 +354,20 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
 
-// Q of an item: chunks 0 to 6 as A fragments in registers, the rest to shared memory. Rows past the last are zero.
-__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, int req,
-                                       u32 (&q)[kQRegisterChunks * 4][4], int warp_idx, int lane_idx) {
+// Starts loading the Q of an item: 16 bytes each of chunks 0 to 6 to registers, the rest to shared memory. Rows past the
+// last are zero.
+__device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
+                                             u32 (&q)[kQRegisterChunks * 4][4], int warp_idx) {
     const u16* base = params.q + req * params.q_stride_b;
     auto address = [&](const RowIndex& row) {
         return row.valid ? base + row.token * params.q_stride_s + row.head * params.q_stride_h : params.q;
     };
-    constexpr int kFirst = kQRegisterChunks * kChunkCols;
+    const int lane_idx = lane_index();
     const int thread = warp_idx * 32 + lane_idx;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
         const RowIndex row(params, tile_row);
-        const u16* src = address(row) + kFirst + thread % 8 * 8;
+        const u16* src = address(row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
         const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
@@ -377,15 +377,34 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        const u16* src = address(row) + 2 * (lane_idx % 4);
+        const uint4* src = reinterpret_cast<const uint4*>(address(row)) + lane_idx % 4;
 #pragma unroll
-        for (int k = 0; k < kQRegisterChunks * 4; ++k) {
-            q[k][r] = row.valid ? *reinterpret_cast<const u32*>(src + 16 * k) : 0;
-            q[k][r + 2] = row.valid ? *reinterpret_cast<const u32*>(src + 16 * k + 8) : 0;
+        for (int i = 0; i < kQRegisterChunks * 2; ++i) {
+            const uint4 value = row.valid ? src[4 * i] : make_uint4(0, 0, 0, 0);
+            q[2 * i + r][0] = value.x;
+            q[2 * i + r][1] = value.y;
+            q[2 * i + r][2] = value.z;
+            q[2 * i + r][3] = value.w;
+        }
+    }
+}
+// Waits for it and turns the registers into A fragments: of four 16-byte units in a quad, lane i takes the i-th pairs.
+__device__ __forceinline__ void finish_load_q(u32 (&q)[kQRegisterChunks * 4][4]) {
+#pragma unroll
+    for (int i = 0; i < kQRegisterChunks * 2; ++i) {
+        quad_transpose(q[2 * i]);
+        quad_transpose(q[2 * i + 1]);
+        const u32 first[4] = {q[2 * i][0], q[2 * i + 1][0], q[2 * i][1], q[2 * i + 1][1]};
+        const u32 second[4] = {q[2 * i][2], q[2 * i + 1][2], q[2 * i][3], q[2 * i + 1][3]};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            q[2 * i][j] = first[j];
+            q[2 * i + 1][j] = second[j];
         }
     }
     cp_async_wait_all();
     fence_proxy_async();
+    named_barrier_sync(NB_QK, 128);
 }
 
 // -inf where a token is past the row's limit or not in the tile at all ("Tail" above).
@@ -421,11 +440,10 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     ItemReader reader;
     u32 n = 0;  // running number of the block
     u32 stage = 0, k_parity = 0;
+    u32 q[kQRegisterChunks * 4][4];
+    if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req, q, warp_idx);
     for (; reader.next(smem); reader.release(smem)) {
-        u32 q[kQRegisterChunks * 4][4];
-        named_barrier_sync(NB_QK, 128);
-        load_q(params, smem, reader.item(smem).req, q, warp_idx, lane_index());
-        named_barrier_sync(NB_QK, 128);
+        finish_load_q(q);
 
         float m[2] = {-kInfinity, -kInfinity};  // m_ref
         float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
@@ -503,6 +521,15 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_qk_done));
             }
 
+            if (left == 1) {
+                // The next item's Q, under the rest of this one
+                ItemReader after = reader;
+                ++after.count;
+                if (after.next(smem)) {
+                    named_barrier_sync(NB_QK, 128);
+                    start_load_q(params, smem, after.item(smem).req, q, warp_idx);
+                }
+            }
             if (visible < kBlockTokens) {
                 const WorkItem& item = reader.item(smem);
                 mask_scores(params, s, item.seqlen, (item.first_block + item.num_blocks - left) * kBlockTokens, warp_idx);
@@ -625,11 +652,13 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     Walker walker;
     if (walks) {
         walker.start(params, smem, lane_index());
-        if (kHasRope) load_rope(params, smem, 0, lane_index());
 #pragma unroll 1
-        for (int n = 0; n < kStages; ++n) {
+        for (int n = 0; n < kLookahead; ++n) {
+            walker.store_source(params, smem, n, lane_index());
+            if (n >= kStages) continue;
             load_half<0>(params, smem, n, lane_index());
             load_half<1>(params, smem, n, lane_index());
+            if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
         }
     }
     float o[128];

@@ -181,8 +181,8 @@ def launch(args: DenseDecodeArgs) -> None:
     if num_slots:
         lse_accum = scratch + num_slots * all_rows * D_V * 4
         by_request = batch_invariant or b <= num_parts
-        combine_grid, rows_per_cta = combine.grid(all_rows, b, num_parts, by_request)
-        merge = jit.get_kernel(combine.spec(dtype, rows_per_cta), device, capturing=capturing)
+        combine_grid, piece_groups = combine.grid(all_rows, b, num_parts, by_request, batch_invariant)
+        merge = jit.get_kernel(combine.spec(dtype, piece_groups), device, capturing=capturing)
     maps = _k_maps(
         k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
     )
