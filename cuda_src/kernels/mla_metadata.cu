@@ -18,7 +18,7 @@
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
-constexpr int kMaxFixedCost = 2;  // blocks: prologue and epilogue of a request, roughly
+constexpr int kMaxFixedCost = 5;  // blocks: prologue and epilogue of a request, roughly
 
 struct Params {
     const int* cache_seqlens;
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __g
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests.
     Line line;
-    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 8);
+    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 16);
     line.length = max_int(ceil_div(units_total + b * line.fixed, params.num_parts), 1);
 
     int start = units_before + first * line.fixed;

@@ -100,6 +100,7 @@ struct Params {
     float* o_accum;                                // [num_slots, s_q * h_q, 512], normalised per piece
     float* lse_accum_log2;                         // [num_slots, s_q * h_q]
     int b, s_q, h_q, heads_per_kv;
+    u32 heads_magic;  // ceil(2^32 / heads_per_kv), for heads_per_kv > 1
     int rows;  // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
@@ -182,6 +183,10 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
     __syncwarp();
 }
 
+__device__ __forceinline__ int token_of_row(const Params& params, int row) {
+    return params.heads_per_kv == 1 ? row : __umulhi(row, params.heads_magic);
+}
+
 // A row of the CTA's tile as (token, head) of the request.
 struct RowIndex {
     int token, head;
@@ -189,7 +194,7 @@ struct RowIndex {
 
     __device__ __forceinline__ RowIndex(const Params& params, int tile_row) {
         const int row = blockIdx.x * kBlockM + tile_row;
-        token = row / params.heads_per_kv;
+        token = token_of_row(params, row);
         head = blockIdx.y * params.heads_per_kv + row - token * params.heads_per_kv;
         valid = row < params.rows;
     }
@@ -337,10 +342,11 @@ __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan
         load_chunks<4 * kHalf, 4, false>(params, dst, bar, source, lane_idx);
     } else {
         const u32 bar_peer_free = smem_address(&smem.bar_peer_free[stage]);
+        const bool reused = n >= kStages;
         if (cluster_ctarank() == kHalf) {
-            mbarrier_wait_parity(bar_peer_free, n / kStages & 1);
+            if (reused) mbarrier_wait_parity(bar_peer_free, ~(n / kStages) & 1);
             load_chunks<4 * kHalf, 4, true>(params, dst, bar, source, lane_idx);
-        } else if (lane_idx == 0) {
+        } else if (reused && lane_idx == 0) {
             mbarrier_arrive_remote(bar_peer_free, kHalf);
         }
     }
@@ -354,33 +360,32 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
 
-// Starts loading the Q of an item: 16 bytes each of chunks 0 to 6 to registers, the rest to shared memory. Rows past the
-// last are zero.
+// Starts loading the Q of an item: 16 bytes each of chunks 0 to 6 to registers, the rest to shared memory.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
                                              u32 (&q)[kQRegisterChunks * 4][4], int warp_idx) {
     const u16* base = params.q + req * params.q_stride_b;
-    auto address = [&](const RowIndex& row) {
-        return row.valid ? base + row.token * params.q_stride_s + row.head * params.q_stride_h : params.q;
+    auto address = [&](int tile_row) {  // rows past the last repeat it; their results are not stored
+        const RowIndex row(params, min_int(tile_row, params.rows - 1 - static_cast<int>(blockIdx.x) * kBlockM));
+        return base + row.token * params.q_stride_s + row.head * params.q_stride_h;
     };
     const int lane_idx = lane_index();
     const int thread = warp_idx * 32 + lane_idx;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
-        const RowIndex row(params, tile_row);
-        const u16* src = address(row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
+        const u16* src = address(tile_row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
         const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
-            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols);
         }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        const uint4* src = reinterpret_cast<const uint4*>(address(row)) + lane_idx % 4;
+        const uint4* src =
+            reinterpret_cast<const uint4*>(address(warp_idx * 16 + lane_idx / 4 + 8 * r)) + lane_idx % 4;
 #pragma unroll
         for (int i = 0; i < kQRegisterChunks * 2; ++i) {
-            const uint4 value = row.valid ? src[4 * i] : make_uint4(0, 0, 0, 0);
+            const uint4 value = src[4 * i];
             q[2 * i + r][0] = value.x;
             q[2 * i + r][1] = value.y;
             q[2 * i + r][2] = value.z;
@@ -437,6 +442,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
     const u32 smem_p = smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
 
+    if constexpr (kClusterSize > 1) cluster_wait();
     ItemReader reader;
     u32 n = 0;  // running number of the block
     u32 stage = 0, k_parity = 0;
@@ -470,7 +476,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         };
         // Tokens from the block's first on that every row of the tile sees.
         int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
-        if (params.causal) visible += static_cast<int>(blockIdx.x) * kBlockM / params.heads_per_kv + 1 - params.s_q;
+        if (params.causal) visible += token_of_row(params, blockIdx.x * kBlockM) + 1 - params.s_q;
         bool p_pending = false;  // P of the block before is in registers
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             // S = Q K^T; the stores of P hide between the chunks
@@ -563,7 +569,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
                     row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
                     const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
-                    scale[r] = m_new == m[r] ? 1.0f : exp2_approx(m[r] - m_new);
+                    // O is still zero while m_ref is -inf
+                    scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
                     l[r] *= scale[r];
                     m[r] = m_new;
                 }
@@ -650,8 +657,9 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const bool walks = kHalf == 0 && warp_idx == 0;
 
     Walker walker;
+    if (walks) walker.start(params, smem, lane_index());
+    if constexpr (kClusterSize > 1) cluster_wait();  // the other CTA's barriers are there
     if (walks) {
-        walker.start(params, smem, lane_index());
 #pragma unroll 1
         for (int n = 0; n < kLookahead; ++n) {
             walker.store_source(params, smem, n, lane_index());
@@ -712,37 +720,39 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(const __grid_constant__ Params params) {
-    extern __shared__ __align__(1024) unsigned char smem_bytes[];
-    SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
-    const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
-    const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
-
-    if (threadIdx.x == 0) {
-        tma_prefetch_descriptor(&params.k_map_pair);
-        tma_prefetch_descriptor(&params.k_map_one);
-        for (int slot = 0; slot < kItemSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
-        }
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 1);
-            mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 1);
-            mbarrier_init(smem_address(&smem.bar_peer_free[stage]), 1);
-        }
+// One barrier per thread of the first three warps, so that nobody waits for a long list.
+__device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
+    const int thread = threadIdx.x;
+    if (thread < kItemSlots) {
+        mbarrier_init(smem_address(&smem.bar_item_full[thread]), 1);
+        mbarrier_init(smem_address(&smem.bar_item_free[thread]), kThreads / 32);
+    } else if (thread >= 32 && thread < 32 + kStages) {
+        mbarrier_init(smem_address(&smem.bar_k_full[thread - 32][0]), 1);
+        mbarrier_init(smem_address(&smem.bar_k_full[thread - 32][1]), 1);
+        mbarrier_init(smem_address(&smem.bar_peer_free[thread - 32]), 1);
+    } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
         mbarrier_init(smem_address(&smem.bar_qk_done), 4);
         mbarrier_init(smem_address(&smem.bar_p_full), 4);
         mbarrier_init(smem_address(&smem.bar_p_free), 8);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
-        mbarrier_init_fence();
+    } else if (thread == 96) {
+        tma_prefetch_descriptor(&params.k_map_pair);
+        tma_prefetch_descriptor(&params.k_map_one);
     }
-    if constexpr (kClusterSize > 1) {
-        cluster_sync();
-    } else {
-        __syncthreads();
-    }
+    mbarrier_init_fence();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
+    const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
+
+    init_barriers(params, smem);
+    if constexpr (kClusterSize > 1) cluster_arrive();
+    __syncthreads();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
@@ -757,5 +767,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(cons
         pv_warpgroup<1>(params, smem, warp_idx);
     }
     // A CTA must stay while the other may still signal its barriers or copy into it.
-    if constexpr (kClusterSize > 1) cluster_sync();
+    if constexpr (kClusterSize > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
 }

@@ -6,9 +6,9 @@ __device__ __forceinline__ u32 smem_address(const void* ptr) {
     return static_cast<u32>(__cvta_generic_to_shared(ptr));
 }
 
-// 16 bytes global -> shared; zeros when `valid` is false (the source is then not read).
-__device__ __forceinline__ void cp_async_16(u32 dst, const void* src, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+// 16 bytes global -> shared.
+__device__ __forceinline__ void cp_async_16(u32 dst, const void* src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 // The issuing thread: all its cp.async have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }

@@ -21,7 +21,7 @@ from .common import (
 
 __all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec", "specs"]
 
-_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 6iI3if 20x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 4iI2iI3if 16x")  # Params of sm90_dense_decode.cu
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64
 _SMEM_BYTES = 232_448  # all that a CTA can have
@@ -186,11 +186,12 @@ def launch(args: DenseDecodeArgs) -> None:
     maps = _k_maps(
         k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
     )
-    page_magic = -(-(2**36) // page_block_size) & 0xFFFFFFFF  # division by multiplication: see Params
+    heads_magic = -(-(2**32) // heads_per_kv) & 0xFFFFFFFF  # division by multiplication: see Params
+    page_magic = -(-(2**36) // page_block_size) & 0xFFFFFFFF
     params = _PARAMS.pack(
         maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
         cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
-        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, rows, page_block_size, page_magic, num_slots,
+        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic, num_slots,
         object_layout, causal, softmax_scale * _LOG2_E,
     )  # fmt: skip
     main.launch((m_blocks, h_kv, num_parts), params, stream, cluster=_CLUSTER_DIMS[cluster], pdl=True)
