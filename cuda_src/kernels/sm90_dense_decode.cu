@@ -80,9 +80,10 @@ constexpr float kLazyMaxLog2 = 8.0f;
 constexpr int kStoreChunk = STORE_CHUNK;
 
 constexpr int kThreads = 384;
-constexpr int kRegistersQK = 184;
-constexpr int kRegistersPV = 160;
-static_assert(kRegistersQK + 2 * kRegistersPV <= 65536 / kThreads / 8 * 8 * 3, "more registers than the launch gives");
+constexpr int kRegistersQK = 176;
+constexpr int kRegistersPV0 = 168;
+constexpr int kRegistersPV1 = 160;
+static_assert(kRegistersQK + kRegistersPV0 + kRegistersPV1 <= 65536 / kThreads / 8 * 8 * 3, "more registers than the launch gives");
 
 struct Params {
     TensorMap k_map_pair;  // box 64 columns x 64 tokens x 2 chunks
@@ -232,8 +233,6 @@ struct ItemReader {
 // sources go to rings in shared memory ahead of their use. Its own state is there too (smem.walker): next to 128
 // accumulators there are no registers for it. A converged warp calls.
 struct Walker {
-    int page_in_flight;  // of the block after those stored
-
     __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
         if (lane_idx == 0) {
             smem.walker.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
@@ -274,9 +273,9 @@ struct Walker {
         }
         __syncwarp();
     }
-    // Stores the page of block `n`, whose lookup has had a turn to arrive, and starts the next lookup.
-    __device__ __forceinline__ void store_source(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
-        if (lane_idx < kBoxes) smem.sources[n % kSourceSlots][lane_idx].page = page_in_flight;
+    // Waits for the page of block `n`, whose lookup has had a turn to arrive, and starts the next lookup.
+    __device__ __forceinline__ void finish_source(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+        cp_async_wait_all();
         __syncwarp();
         look_up(params, smem, n + 1, lane_idx);
     }
@@ -285,8 +284,8 @@ struct Walker {
     __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
         const WorkItem& item = smem.items[smem.walker.item % kItemSlots];
         const int block = smem.walker.block;
+        BoxSource& source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
         int row = kNoBlock;
-        page_in_flight = 0;
         if (item.req >= 0) {
             const int first_token = (item.first_block + block) * kBlockTokens + lane_idx % kBoxes * BOX_ROWS;
             const int tokens = min_int(item.seqlen - first_token, BOX_ROWS);
@@ -295,8 +294,12 @@ struct Walker {
                 const u32 page_in_table =
                     BOX_ROWS == 16 ? first_token / 16 : __umulhi(first_token / 16, params.page_magic);
                 row = first_token - page_in_table * params.page_block_size + tokens - BOX_ROWS;
-                page_in_flight =
-                    load_global(params.block_table + item.req * params.block_table_stride + page_in_table);
+                if (lane_idx < kBoxes) {
+                    cp_async_4(smem_address(&source.page),
+                               params.block_table + item.req * params.block_table_stride + page_in_table);
+                }
+            } else if (lane_idx < kBoxes) {
+                source.page = 0;
             }
             const bool last = block + 1 == item.num_blocks;
             __syncwarp();
@@ -305,7 +308,7 @@ struct Walker {
                 if (last) smem.walker.item += 1;
             }
         }
-        if (lane_idx < kBoxes) smem.sources[n % kSourceSlots][lane_idx].row = row;
+        if (lane_idx < kBoxes) source.row = row;
         __syncwarp();
     }
     // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
@@ -360,13 +363,18 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
 
-// Starts loading the Q of an item: 16 bytes each of chunks 0 to 6 to registers, the rest to shared memory.
+// Stands in for query rows past the last. Zeros, because a tensor core that multiplies zeros takes less power, and power
+// is what limits the clock.
+__device__ alignas(16) const u16 kZeroRow[D_QK] = {};
+
+// Starts loading the Q of an item: 16 bytes each of chunks 0 to 6 to registers, the rest to shared memory. Rows past
+// the last are zero.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
                                              u32 (&q)[kQRegisterChunks * 4][4], int warp_idx) {
     const u16* base = params.q + req * params.q_stride_b;
-    auto address = [&](int tile_row) {  // rows past the last repeat it; their results are not stored
-        const RowIndex row(params, min_int(tile_row, params.rows - 1 - static_cast<int>(blockIdx.x) * kBlockM));
-        return base + row.token * params.q_stride_s + row.head * params.q_stride_h;
+    auto address = [&](int tile_row) {
+        const RowIndex row(params, tile_row);
+        return row.valid ? base + row.token * params.q_stride_s + row.head * params.q_stride_h : kZeroRow;
     };
     const int lane_idx = lane_index();
     const int thread = warp_idx * 32 + lane_idx;
@@ -614,38 +622,37 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 // Writes 256 columns of two rows: the output of a whole request, or a float32 piece. `o` is normalised here.
 template <int kHalf>
-__device__ __forceinline__ void store_rows(const Params& params, const WorkItem& item, float (&o)[128],
-                                           const float (&sum)[2], const float (&max_log2)[2], int warp_idx,
-                                           int lane_idx) {
+__device__ __forceinline__ void store_rows(const Params& params, const SharedMemoryPlan& smem, const WorkItem& item,
+                                           float (&o)[128], int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        if (!row.valid) continue;
-        const float inverse = sum[r] == 0.0f ? 0.0f : 1.0f / sum[r];
-        const float lse_log2 = max_log2[r] + log2_approx(sum[r]);
-        const int column = kHalf * (kDimV / 2) + 2 * (lane_idx % 4);
+        const int quad_lane = lane_index() % 4;
+        const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
+        const RowIndex row(params, tile_row);
+        const float sum = smem.row_sum[tile_row];
+        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+        const float lse_log2 = smem.row_max[tile_row] + log2_approx(sum);
+        const bool writes_lse = kHalf == 0 && quad_lane == 0 && row.valid;
         if (item.slot < 0) {
             u16* out = params.out + item.req * params.out_stride_b + row.token * params.out_stride_s +
-                       row.head * params.out_stride_h + column;
+                       row.head * params.out_stride_h + kHalf * (kDimV / 2) + 8 * quad_lane;
 #pragma unroll
-            for (int j = 0; j < 32; ++j) {
-                *reinterpret_cast<u32*>(out + 8 * j) =
-                    pack_16bit<kDtype>(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
+            for (int j = 0; j < 32; j += 4) {
+                const float* pair = &o[4 * j + 2 * r];
+                store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5],
+                                                pair[8], pair[9], pair[12], pair[13]);
             }
-            if (kHalf == 0 && lane_idx % 4 == 0) {
-                *lse_address(params, item.req, row) = sum[r] == 0.0f ? kInfinity : lse_log2 * kLn2;
-            }
+            if (writes_lse) *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
         } else {
             const i64 accum_row = piece_row(params, item.slot, row);
-            float* accum = params.o_accum + accum_row * kDimV + column;
+            float* accum = params.o_accum + accum_row * kDimV + kHalf * (kDimV / 2) + 8 * (quad_lane % 2) +
+                           4 * (quad_lane / 2);
 #pragma unroll
-            for (int j = 0; j < 32; ++j) {
-                *reinterpret_cast<float2*>(accum + 8 * j) =
-                    make_float2(o[4 * j + 2 * r] * inverse, o[4 * j + 2 * r + 1] * inverse);
+            for (int j = 0; j < 32; j += 2) {
+                const float* pair = &o[4 * j + 2 * r];
+                store_two_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5]);
             }
-            if (kHalf == 0 && lane_idx % 4 == 0) {
-                params.lse_accum_log2[accum_row] = sum[r] == 0.0f ? -kInfinity : lse_log2;
-            }
+            if (writes_lse) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
         }
     }
 }
@@ -662,7 +669,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     if (walks) {
 #pragma unroll 1
         for (int n = 0; n < kLookahead; ++n) {
-            walker.store_source(params, smem, n, lane_index());
+            walker.finish_source(params, smem, n, lane_index());
             if (n >= kStages) continue;
             load_half<0>(params, smem, n, lane_index());
             load_half<1>(params, smem, n, lane_index());
@@ -672,13 +679,12 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     float o[128];
     ItemReader reader;
     u32 n = 0;  // running number of the block
-    u32 stage = 0;
     for (; reader.next(smem); reader.release(smem)) {
         if (walks) walker.publish_items(params, smem, reader.count, lane_index());
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            if (walks) walker.store_source(params, smem, n + kLookahead, lane_index());
+            if (walks) walker.finish_source(params, smem, n + kLookahead, lane_index());
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
             const float scale0 = row_scale[0];
@@ -687,7 +693,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + stage * (kVChunks * kChunkBytes));
+            const u64 desc_v = descriptor_mn_major(smem_v + n % kStages * (kVChunks * kChunkBytes));
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
@@ -704,19 +710,10 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             } else {
                 named_barrier_arrive(NB_V_FREE + kHalf, 128);
             }
-            stage = stage + 1 == kStages ? 0 : stage + 1;
         }
-        const int lane_idx = lane_index();
-        const int row0 = warp_idx * 16 + lane_idx / 4;
-        float sum[2], max_log2[2];
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            sum[r] = smem.row_sum[row0 + 8 * r];
-            max_log2[r] = smem.row_max[row0 + 8 * r];
-        }
+        store_rows<kHalf>(params, smem, reader.item(smem), o, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
-        store_rows<kHalf>(params, reader.item(smem), o, sum, max_log2, warp_idx, lane_idx);
     }
 }
 
@@ -760,10 +757,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(cons
         setmaxnreg_inc<kRegistersQK>();
         qk_warpgroup(params, smem, warp_idx);
     } else if (wg_idx == 1) {
-        setmaxnreg_dec<kRegistersPV>();
+        setmaxnreg_dec<kRegistersPV0>();
         pv_warpgroup<0>(params, smem, warp_idx);
     } else {
-        setmaxnreg_dec<kRegistersPV>();
+        setmaxnreg_dec<kRegistersPV1>();
         pv_warpgroup<1>(params, smem, warp_idx);
     }
     // A CTA must stay while the other may still signal its barriers or copy into it.

@@ -20,11 +20,82 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
     v[3] = upper ? v[3] : r3;
 }
 
-// In: a pair of floats each of two groups of eight columns, as a fragment holds them. Out: four neighbouring floats, of
-// the first group in even lanes and of the second in odd ones. All lanes of the warp call.
-__device__ __forceinline__ float4 quad_pairs_to_float4(float2 first, float2 second) {
-    const bool odd = threadIdx.x & 1;
-    const float x = __shfl_xor_sync(0xffffffff, odd ? first.x : second.x, 1);
-    const float y = __shfl_xor_sync(0xffffffff, odd ? first.y : second.y, 1);
-    return odd ? make_float4(x, y, second.x, second.y) : make_float4(first.x, first.y, x, y);
+// The two stores below scale, exchange and store in single asm blocks, or the compiler interleaves many of them and runs
+// out of registers next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns,
+// as a fragment holds them. All lanes of the warp call; `valid` lanes store.
+
+// Two groups, float32. Even lanes of a quad store four columns of the first group, odd lanes four of the second. `dst`:
+// column 4 (l / 2) of group l % 2 for lane l of the quad.
+__device__ __forceinline__ void store_two_groups_float(float* dst, bool valid, float factor, float a0, float a1, float b0,
+                                                       float b1) {
+    asm volatile(
+        "{\n"
+        ".reg .pred odd, ok;\n"
+        ".reg .f32 x, y, v0, v1, v2, v3;\n"
+        "setp.ne.u32 odd, %6, 0;\n"
+        "setp.ne.u32 ok, %7, 0;\n"
+        "selp.f32 x, %2, %4, odd;\n"
+        "selp.f32 y, %3, %5, odd;\n"
+        "shfl.sync.bfly.b32 x, x, 1, 31, 0xffffffff;\n"
+        "shfl.sync.bfly.b32 y, y, 1, 31, 0xffffffff;\n"
+        "selp.f32 v0, x, %2, odd;\n"
+        "selp.f32 v1, y, %3, odd;\n"
+        "selp.f32 v2, %4, x, odd;\n"
+        "selp.f32 v3, %5, y, odd;\n"
+        "mul.f32 v0, v0, %1;\n"
+        "mul.f32 v1, v1, %1;\n"
+        "mul.f32 v2, v2, %1;\n"
+        "mul.f32 v3, v3, %1;\n"
+        "@ok st.global.v4.f32 [%0], {v0, v1, v2, v3};\n"
+        "}\n" ::"l"(dst),
+        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "r"(threadIdx.x & 1), "r"(static_cast<u32>(valid))
+        : "memory");
+}
+
+// Four groups, rounded to a 16-bit type: lane l of a quad stores the eight columns of group l. `dst`: column 0 of group l.
+template <Dtype kDtype>
+__device__ __forceinline__ void store_four_groups_16bit(u16* dst, bool valid, float factor, float a0, float a1, float b0,
+                                                        float b1, float c0, float c1, float d0, float d1) {
+#define RAWMLA_PACK(WORD, LOW, HIGH, TYPE) \
+    "mul.f32 x, " LOW ", %1;\n"            \
+    "mul.f32 y, " HIGH ", %1;\n"           \
+    "cvt.rn." TYPE "x2.f32 " WORD ", y, x;\n"
+#define RAWMLA_STORE(TYPE)                                                                                        \
+    asm volatile(                                                                                                 \
+        "{\n"                                                                                                     \
+        ".reg .pred odd, upper, ok;\n"                                                                            \
+        ".reg .f32 x, y;\n"                                                                                       \
+        ".reg .b32 w0, w1, w2, w3, r0, r1;\n" RAWMLA_PACK("w0", "%2", "%3", TYPE)                                 \
+            RAWMLA_PACK("w1", "%4", "%5", TYPE) RAWMLA_PACK("w2", "%6", "%7", TYPE)                               \
+                RAWMLA_PACK("w3", "%8", "%9", TYPE) "setp.ne.u32 odd, %10, 0;\n"                                  \
+        "setp.ne.u32 upper, %11, 0;\n"                                                                            \
+        "setp.ne.u32 ok, %12, 0;\n"                                                                               \
+        "selp.b32 r0, w0, w1, odd;\n"                                                                             \
+        "selp.b32 r1, w2, w3, odd;\n"                                                                             \
+        "shfl.sync.bfly.b32 r0, r0, 1, 31, 0xffffffff;\n"                                                         \
+        "shfl.sync.bfly.b32 r1, r1, 1, 31, 0xffffffff;\n"                                                         \
+        "@odd mov.b32 w0, r0;\n"                                                                                  \
+        "@!odd mov.b32 w1, r0;\n"                                                                                 \
+        "@odd mov.b32 w2, r1;\n"                                                                                  \
+        "@!odd mov.b32 w3, r1;\n"                                                                                 \
+        "selp.b32 r0, w0, w2, upper;\n"                                                                           \
+        "selp.b32 r1, w1, w3, upper;\n"                                                                           \
+        "shfl.sync.bfly.b32 r0, r0, 2, 31, 0xffffffff;\n"                                                         \
+        "shfl.sync.bfly.b32 r1, r1, 2, 31, 0xffffffff;\n"                                                         \
+        "@upper mov.b32 w0, r0;\n"                                                                                \
+        "@upper mov.b32 w1, r1;\n"                                                                                \
+        "@!upper mov.b32 w2, r0;\n"                                                                               \
+        "@!upper mov.b32 w3, r1;\n"                                                                               \
+        "@ok st.global.v4.b32 [%0], {w0, w1, w2, w3};\n"                                                          \
+        "}\n" ::"l"(dst),                                                                                         \
+        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1), \
+        "r"(threadIdx.x & 2), "r"(static_cast<u32>(valid))                                                        \
+        : "memory")
+    if constexpr (kDtype == Dtype::kBf16) {
+        RAWMLA_STORE("bf16");
+    } else {
+        RAWMLA_STORE("f16");
+    }
+#undef RAWMLA_STORE
+#undef RAWMLA_PACK
 }
