@@ -1,24 +1,52 @@
 """What rawmla computes, written down in plain NumPy and float64.
 
-The functions here have the names and the argument order of the GPU functions and follow their definition line
-by line, with nothing tiled, split or rounded. They are the oracle of the tests and the place to look up what
-an argument means. They run on the CPU, need NumPy alone, and are slow on purpose: one request and one query
-token at a time.
+`flash_mla_with_kvcache` has the name and the argument order of the GPU function and follows its definition
+line by line, with nothing tiled, split or rounded. `plan` is the scheduling plan that the GPU computes, equal
+in every number. They are the oracle of the tests and the place to look up what an argument means. They run on
+the CPU, need NumPy alone, and are slow on purpose: one request and one query token at a time.
 
 Inputs are NumPy arrays of any float type, `ml_dtypes.bfloat16` included; results are float64.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["D_V", "flash_mla_with_kvcache", "visible_tokens"]
+__all__ = [
+    "BATCH_INVARIANT_MARK",
+    "BATCH_INVARIANT_MAX_PIECES",
+    "BATCH_INVARIANT_MIN_BLOCKS",
+    "BLOCK_TOKENS",
+    "D_V",
+    "MAX_FIXED_COST",
+    "PLAN_COLUMNS",
+    "Plan",
+    "flash_mla_with_kvcache",
+    "plan",
+    "visible_tokens",
+]
 
 D_V = 512
 """Value columns: V is the first 512 columns of K."""
+
+BLOCK_TOKENS = 64
+"""Tokens per block; plans cut requests between blocks only."""
+
+PLAN_COLUMNS = 8
+"""Integers per row of a plan."""
+
+MAX_FIXED_COST = 2
+"""What a request costs a plan on top of its blocks, in blocks, when parts are long."""
+
+BATCH_INVARIANT_MIN_BLOCKS = 8
+BATCH_INVARIANT_MAX_PIECES = 32
+"""A batch-invariant plan cuts a request into pieces of 8 blocks, or longer ones so that 32 suffice."""
+
+BATCH_INVARIANT_MARK = 0x62690001
+"""Last column of the rows of a batch-invariant plan."""
 
 
 def visible_tokens(length: int, s_q: int, token: int, causal: bool) -> int:
@@ -136,3 +164,77 @@ def flash_mla_with_kvcache(
     if out is not None:
         out[...] = result
     return result, lse
+
+
+class Plan(NamedTuple):
+    """A scheduling plan: who computes which 64-token blocks.
+
+    Attributes:
+        object_rows: int32 `[num_parts, 8]`, rows as a `FlashMLASchedMeta` holds them: begin_req, end_req
+            (inclusive), begin_block, end_block (exclusive, of end_req), begin_split, whether the first and
+            whether the last request is split, mark.
+        tensor_rows: the same in the order of bare tensors: begin_req, begin_block, end_req, end_block,
+            begin_split, 0, 0, mark.
+        num_splits: int32 `[b + 1]`, exclusive prefix sum of the pieces per request.
+    """
+
+    object_rows: NDArray[np.int32]
+    tensor_rows: NDArray[np.int32]
+    num_splits: NDArray[np.int32]
+
+
+def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
+    """The plan of `rawmla.get_mla_metadata` for a batch, cut into a given number of parts.
+
+    All requests lie on one line, each as its units behind a fixed cost. A unit is what no cut may divide: a
+    block, or in a batch-invariant plan a piece, so that a request's own length decides where it is cut. The
+    line is cut into `num_parts` stretches of equal length, of which the last ones may be empty; a part
+    computes the units that lie in its stretch.
+
+    Args:
+        cache_seqlens: integers `[b]`, tokens per request; one without tokens counts as one block, because
+            some part has to write its output.
+        num_parts: rows of the plan, at least 1.
+        batch_invariant: cut each request into pieces that its own length decides.
+
+    Returns:
+        The plan. Rows of parts without work have begin_req b and end_req -1.
+    """
+    lengths = np.maximum(np.asarray(cache_seqlens, dtype=np.int64), 0)
+    b = len(lengths)
+    blocks = np.maximum(-(-lengths // BLOCK_TOKENS), 1)
+    unit_blocks = np.ones(b, dtype=np.int64)
+    if batch_invariant:
+        unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-blocks // BATCH_INVARIANT_MAX_PIECES))
+    units = -(-blocks // unit_blocks)
+
+    # The fixed cost fades out when parts are short.
+    fixed = 0 if batch_invariant else min(MAX_FIXED_COST, int(units.sum()) // num_parts // 8)
+    line_end = int(units.sum()) + b * fixed
+    part_length = max(-(-line_end // num_parts), 1)
+
+    stop = np.cumsum(fixed + units)  # of each request on the line
+    start = stop - units  # of its units
+    first_part = start // part_length
+    last_part = (stop - 1) // part_length
+    pieces = units if batch_invariant else last_part - first_part + 1
+
+    object_rows = np.zeros((num_parts, PLAN_COLUMNS), dtype=np.int32)
+    for part in range(num_parts):
+        begin = part * part_length
+        end = min(begin + part_length, line_end)
+        requests = np.flatnonzero((start < end) & (stop > begin))  # that have a unit in this part
+        row: tuple[int, ...] = (b, -1, 0, 0, 0, 0, 0)
+        if begin < end and len(requests):
+            first, last = requests[0], requests[-1]
+            begin_unit = max(begin - start[first], 0)
+            begin_block = begin_unit * unit_blocks[first]
+            end_block = min((end - start[last]) * unit_blocks[last], blocks[last])
+            begin_split = begin_unit if batch_invariant else part - first_part[first]
+            row = (first, last, begin_block, end_block, begin_split, pieces[first] > 1, pieces[last] > 1)
+        object_rows[part, :7] = row
+        object_rows[part, 7] = BATCH_INVARIANT_MARK if batch_invariant else 0
+    tensor_rows = object_rows[:, [0, 2, 1, 3, 4, 5, 6, 7]]
+    tensor_rows[:, 5:7] = 0
+    num_splits = np.concatenate([[0], np.cumsum(pieces)]).astype(np.int32)
+    return Plan(object_rows, tensor_rows, num_splits)

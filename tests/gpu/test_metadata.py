@@ -8,6 +8,7 @@ import pytest
 from gpu_support import call_arguments, poisoned_allocations, torch
 
 import rawmla
+from rawmla import reference
 from rawmla.testing import DenseCase, make_dense_inputs
 from rawmla.testing.plans import LAYOUTS, PlanSummary, check_plan, read_pieces
 
@@ -70,6 +71,28 @@ def is_balanced(summary: PlanSummary, parts: int) -> bool:
     Requests can be cut between any two blocks, so this holds for every batch.
     """
     return any(summary.largest_cost(cost) <= 1.15 * summary.total_cost(cost) / parts + 8 for cost in range(6))
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("b", BATCHES)
+def test_plan_is_that_of_the_reference(b: int, kind: str, batch_invariant: bool) -> None:
+    """Integer for integer, in both layouts, for any number of parts."""
+    lengths = lengths_of(kind, b)
+    cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    num_splits = torch.empty(b + 1, dtype=torch.int32, device="cuda")
+    for parts in (1, 2, 7, 66, 131, 132, 1000, 2000):
+        want = reference.plan(lengths, parts, batch_invariant)
+        for layout, want_rows in zip(LAYOUTS, want[:2], strict=True):
+            rows = torch.full((parts, 8), -99, dtype=torch.int32, device="cuda")
+            num_splits.fill_(-99)
+            out: Any = (rows, num_splits)
+            if layout == "object":
+                out = rawmla.FlashMLASchedMeta()
+                out.tile_scheduler_metadata, out.num_splits = rows, num_splits
+            rawmla.get_mla_metadata(cache_seqlens, 128, 1, out=out, enable_batch_invariant=batch_invariant)
+            np.testing.assert_array_equal(rows.cpu().numpy(), want_rows, f"{parts} parts, {layout}")
+            np.testing.assert_array_equal(num_splits.cpu().numpy(), want.num_splits, f"{parts} parts")
 
 
 def test_small_batch_fills_the_machine() -> None:

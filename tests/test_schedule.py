@@ -1,0 +1,303 @@
+"""The scheduling plan, on the NumPy model of the kernel that makes it: complete, balanced, and safe to merge.
+
+`work_items` and `combine_candidates` restate what the kernels do with a plan (cuda_src/sched/plan.cuh and
+cuda_src/kernels/mla_combine.cu); that the device makes the same plan is tested in tests/gpu/test_metadata.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rawmla import reference
+from rawmla.kernels import combine, dense_decode
+from rawmla.kernels.metadata import MAX_BATCH
+from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
+
+SLOT_BYTES = dense_decode.scratch_bytes(132, 1, 1, 1, 1 << 20, False) // (2 * 132)  # of one query row
+
+KINDS = ("equal", "normal", "short", "holes", "one long", "alternating", "edges", "tiny", "zero")
+
+
+def lengths_of(kind: str, b: int) -> list[int]:
+    """Request lengths of a named kind."""
+    draw = random.Random(b)
+    of_kind = {
+        "equal": lambda i: 4096,
+        "normal": lambda i: max(1, int(draw.normalvariate(4096, 2048))),
+        "short": lambda i: draw.randint(1, 200),
+        "holes": lambda i: 0 if draw.random() < 0.5 else draw.randint(1, 5000),
+        "one long": lambda i: 131072 if i == b // 2 else draw.randint(1, 64),
+        "alternating": lambda i: 131072 if i % 2 else i % 3,
+        "edges": lambda i: max(64 * draw.randint(1, 40) + draw.randint(-1, 1), 0),
+        "tiny": lambda i: 1,
+        "zero": lambda i: 0,
+    }[kind]
+    return [of_kind(i) for i in range(b)]
+
+
+class Item(NamedTuple):
+    """A range of blocks that one CTA computes in one go."""
+
+    part: int
+    req: int
+    first_block: int
+    num_blocks: int
+    slot: int  # of the scratch; -1: the whole request, written to the output
+
+
+def work_items(
+    rows: NDArray[np.int32], num_splits: NDArray[np.int32], lengths: Sequence[int], num_slots: int
+) -> Iterator[Item]:
+    """The items of all parts, as `WorkItems` in plan.cuh walks them; rows in the object layout."""
+    splits = num_splits.tolist()
+    for part, row in enumerate(rows.tolist()):
+        begin_req, end_req, begin_block, end_block, begin_split, *_, mark = row
+        batch_invariant = mark == reference.BATCH_INVARIANT_MARK
+        if not 0 <= begin_req < len(lengths):
+            continue
+        req, block = begin_req, 0
+        while req <= min(end_req, len(lengths) - 1):
+            blocks = -(-max(lengths[req], 0) // 64)
+            begin = max(begin_block, 0) if req == begin_req else 0
+            end = min(end_block, blocks) if req == end_req else blocks
+            first, stop = max(block, begin), end
+            split = begin_split if req == begin_req else 0
+            if batch_invariant:
+                piece = max(8, -(-blocks // 32))
+                split = first // piece
+                stop = min(end, (split + 1) * piece)
+            slot = -1
+            if splits[req + 1] - splits[req] > 1:
+                slot = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
+                assert slot < num_slots, f"slot {slot} of {num_slots}: part {part} would drop request {req}"
+            item = Item(part, req, first, max(stop - first, 0), slot)
+            block = stop
+            if stop >= end:
+                req, block = req + 1, 0
+            if item.num_blocks > 0 or blocks == 0 or slot >= 0:
+                yield item
+
+
+def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -> list[int]:
+    """The request that each CTA column of mla_combine looks at; rows in the object layout."""
+    by_request = batch_invariant or b <= len(rows)
+    (_, columns, _), _ = combine.grid(1, b, len(rows), by_request, batch_invariant)
+    if by_request:
+        return list(range(columns))
+    candidates = []
+    for begin_req, end_req, _, _, begin_split, *_ in rows[:columns].tolist():
+        idle = begin_req < 0 or begin_req >= b or begin_req > end_req
+        if not idle and not (begin_req == end_req and begin_split > 0):
+            candidates.append(min(end_req, b - 1))
+    return candidates
+
+
+def num_slots(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> int:
+    """Scratch slots that a decode call has, when its block table is as wide as the longest request needs."""
+    longest = max(lengths, default=0)
+    return dense_decode.scratch_bytes(num_parts, len(lengths), 1, 1, longest, batch_invariant) // SLOT_BYTES
+
+
+def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
+    """Each block is computed once; each split has a slot of its own; each split request is merged once."""
+    b, num_parts = len(lengths), len(plan.object_rows)
+    blocks = blocks_of(lengths)
+    splits = np.diff(plan.num_splits).tolist()
+    slots = num_slots(lengths, num_parts, batch_invariant)
+    items = list(work_items(plan.object_rows, plan.num_splits, lengths, slots))
+    position = [0] * b
+    visits = [0] * b
+    for item in items:
+        assert item.first_block == position[item.req], item
+        position[item.req] += item.num_blocks
+        # The combine reads slots first, first + 1, ... of a request in order.
+        expected = -1
+        if splits[item.req] > 1:
+            splits_before = int(plan.num_splits[item.req])
+            first = splits_before if batch_invariant else 2 * (splits_before - item.req)
+            expected = first + visits[item.req]
+        assert item.slot == expected, item
+        visits[item.req] += 1
+    assert position == blocks and visits == splits
+    used = [item.slot for item in items if item.slot >= 0]
+    assert len(set(used)) == len(used), "two pieces share a slot"
+    if not batch_invariant:
+        assert max(used, default=0) < 2 * num_parts
+    candidates = Counter(combine_candidates(plan.object_rows, b, batch_invariant))
+    assert all(candidates[req] == 1 for req in range(b) if splits[req] > 1)
+
+
+def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
+    """No part has more than the smallest largest share there is, the fixed cost of a request included."""
+    b, num_parts = len(lengths), len(plan.object_rows)
+    blocks = np.maximum(blocks_of(lengths), 1)
+    piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
+    units = -(-blocks // piece)
+    fixed = 0 if batch_invariant else min(2, int(units.sum()) // num_parts // 8)
+    share = -(-(int(units.sum()) + b * fixed) // num_parts)
+    loads = []
+    for begin_req, end_req, begin_block, end_block, *_ in plan.object_rows.tolist():
+        if begin_req > end_req:
+            loads.append((0, 0))
+            continue
+        load = int(units[begin_req : end_req + 1].sum())
+        load -= (
+            begin_block // int(piece[begin_req]) + int(units[end_req]) - -(-end_block // int(piece[end_req]))
+        )
+        loads.append((load, end_req - begin_req + 1))
+    assert sum(load for load, _ in loads) == units.sum()
+    assert max(load for load, _ in loads) <= share
+    # A cut may fall into the fixed cost of the request before or after it, which is then nobody's.
+    assert all(load + fixed * (requests - 1) <= share for load, requests in loads if requests)
+    busy = -(-(int(units.sum()) + b * fixed) // share)
+    for load, requests in loads[: busy - 1]:
+        assert load + fixed * (requests + 1) >= share
+    assert all(load == 0 for load, _ in loads[busy:])
+
+
+def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> reference.Plan:
+    """Everything that has to hold for every plan."""
+    plan = reference.plan(lengths, num_parts, batch_invariant)
+    for layout, rows in zip(LAYOUTS, (plan.object_rows, plan.tensor_rows), strict=True):
+        assert rows.dtype == np.int32 and rows.shape == (num_parts, 8)
+        check_plan(rows, plan.num_splits, lengths, layout, batch_invariant=batch_invariant)
+    pieces = [read_pieces(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
+    assert pieces[0] == pieces[1]
+    assert plan.num_splits.dtype == np.int32 and plan.num_splits.shape == (len(lengths) + 1,)
+    check_items(plan, lengths, batch_invariant)
+    check_balance(plan, lengths, batch_invariant)
+    return plan
+
+
+def test_plan_worked_out_by_hand() -> None:
+    """Blocks 3, 1 (for none), 5 and 1 over four parts of 3 blocks: cuts at 3, 6 and 9; no fixed cost."""
+    plan = reference.plan([130, 0, 320, 64], 4)
+    assert plan.object_rows.tolist() == [
+        [0, 0, 0, 3, 0, 0, 0, 0],
+        [1, 2, 0, 2, 0, 0, 1, 0],
+        [2, 2, 2, 5, 1, 1, 1, 0],
+        [3, 3, 0, 1, 0, 0, 0, 0],
+    ]
+    assert plan.tensor_rows.tolist() == [
+        [0, 0, 0, 3, 0, 0, 0, 0],
+        [1, 0, 2, 2, 0, 0, 0, 0],
+        [2, 2, 2, 5, 1, 0, 0, 0],
+        [3, 0, 3, 1, 0, 0, 0, 0],
+    ]
+    assert plan.num_splits.tolist() == [0, 1, 2, 4, 5]
+
+
+def test_fixed_cost_worked_out_by_hand() -> None:
+    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 units, so 2 each; parts of (64 + 4) / 2 = 34."""
+    plan = reference.plan([40 * 64, 24 * 64], 2)
+    assert plan.object_rows.tolist() == [[0, 0, 0, 32, 0, 1, 1, 0], [0, 1, 32, 24, 1, 1, 0, 0]]
+    assert plan.num_splits.tolist() == [0, 2, 3]
+
+
+def test_batch_invariant_plan_worked_out_by_hand() -> None:
+    """320 blocks are 32 pieces of 10, 20 blocks 3 pieces of 8, 8 and 4: parts of 18 pieces."""
+    plan = reference.plan([320 * 64, 20 * 64], 2, batch_invariant=True)
+    mark = reference.BATCH_INVARIANT_MARK
+    assert plan.object_rows.tolist() == [[0, 0, 0, 180, 0, 1, 1, mark], [0, 1, 180, 20, 18, 1, 1, mark]]
+    assert plan.num_splits.tolist() == [0, 32, 35]
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@pytest.mark.parametrize("num_parts", (1, 2, 33, 66, 132))
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_of_named_batches(kind: str, num_parts: int, batch_invariant: bool) -> None:
+    for b in (1, 2, 3, 7, 31, 32, 33, 128, 131, 132, 133, 1000):
+        check(lengths_of(kind, b), num_parts, batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("b", (1025, 4096, MAX_BATCH))
+def test_plans_of_large_batches(b: int, kind: str, batch_invariant: bool) -> None:
+    check(lengths_of(kind, b), 132, batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_every_number_of_parts(batch_invariant: bool) -> None:
+    for num_parts in range(1, 133):
+        for kind, b in (("edges", 5), ("one long", 3), ("holes", 40), ("short", 150)):
+            check(lengths_of(kind, b), num_parts, batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@pytest.mark.parametrize("seed", range(4))
+def test_random_batches(seed: int, batch_invariant: bool) -> None:
+    draw = random.Random(seed)
+    for _ in range(250):
+        longest = draw.choice((1, 65, 300, 3000, 20_000, 200_000))
+        b = draw.choice((1, 2, 3, 5, 9, 20, 60))
+        lengths = [0 if draw.random() < 0.1 else draw.randint(1, longest) for _ in range(b)]
+        check(lengths, draw.choice((draw.randint(1, 8), draw.randint(1, 132), 500)), batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_all_small_batches(batch_invariant: bool) -> None:
+    """Every combination of a few lengths over few parts: cuts fall everywhere, into the fixed costs too."""
+    choices = [64 * blocks for blocks in (0, 1, 2, 9, 17, 40)]
+    for b in (1, 2, 3):
+        for lengths in itertools.product(choices, repeat=b):
+            for num_parts in (1, 2, 3, 4, 7):
+                check(lengths, num_parts, batch_invariant)
+
+
+def test_small_batches_use_the_whole_machine() -> None:
+    """One request of 8,192 tokens has 128 blocks: a part each."""
+    rows = check([8192], 132, False).object_rows
+    assert int((rows[:, 0] <= rows[:, 1]).sum()) == 128
+
+
+def test_parts_without_work_are_idle() -> None:
+    for batch_invariant in (False, True):
+        plan = reference.plan([64] * 3, 8, batch_invariant)
+        mark = reference.BATCH_INVARIANT_MARK if batch_invariant else 0
+        assert plan.object_rows[3:].tolist() == [[3, -1, 0, 0, 0, 0, 0, mark]] * 5
+        assert plan.tensor_rows[3:].tolist() == [[3, 0, -1, 0, 0, 0, 0, mark]] * 5
+
+
+def test_lengths_below_zero_count_as_zero() -> None:
+    got, want = reference.plan([-1, 100, -1000], 3), reference.plan([0, 100, 0], 3)
+    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def pieces_of(lengths: Sequence[int], num_parts: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Per request, what a batch-invariant plan makes of it: (piece, first block, blocks)."""
+    plan = reference.plan(lengths, num_parts, batch_invariant=True)
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for item in work_items(plan.object_rows, plan.num_splits, lengths, 1 << 30):
+        piece = item.slot - int(plan.num_splits[item.req]) if item.slot >= 0 else 0
+        found.setdefault(item.req, []).append((piece, item.first_block, item.num_blocks))
+    return found
+
+
+def test_batch_invariant_pieces_depend_on_the_request_alone() -> None:
+    draw = random.Random(0)
+    lengths = [0, 1, 64, 511, 512, 513, 4096, 16384, 16385, 20_000, 131072]
+    lengths += [draw.randrange(300_000) for _ in range(20)]
+    alone = {length: pieces_of([length], 1)[0] for length in lengths}
+    for _ in range(60):
+        batch = draw.choices(lengths, k=draw.choice((2, 5, 40)))
+        for num_parts in (1, draw.randint(2, 132), 132):
+            for req, pieces in pieces_of(batch, num_parts).items():
+                assert pieces == alone[batch[req]], (batch, num_parts, req)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
+    """Lengths that need the most slots: as many cuts as parts, and last pieces of a single block."""
+    for b in (1, 2, 5, 131, 132, 133, 400):
+        for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
+            for num_parts in (1, 2, 132):
+                check([64 * blocks] * b, num_parts, batch_invariant)
