@@ -21,6 +21,7 @@ __all__ = [
     "BATCH_INVARIANT_MIN_BLOCKS",
     "BLOCK_TOKENS",
     "D_V",
+    "FIXED_COST_DIVISOR",
     "MAX_FIXED_COST",
     "PLAN_COLUMNS",
     "Plan",
@@ -39,7 +40,8 @@ PLAN_COLUMNS = 8
 """Integers per row of a plan."""
 
 MAX_FIXED_COST = 2
-"""What a request costs a plan on top of its blocks, in blocks, when parts are long."""
+FIXED_COST_DIVISOR = 8
+"""A request costs a plan that many blocks besides its own, but no more than a fraction of a part's share."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
@@ -208,8 +210,9 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
         unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-blocks // BATCH_INVARIANT_MAX_PIECES))
     units = -(-blocks // unit_blocks)
 
-    # The fixed cost fades out when parts are short.
-    fixed = 0 if batch_invariant else min(MAX_FIXED_COST, int(units.sum()) // num_parts // 8)
+    fixed = 0
+    if not batch_invariant:
+        fixed = min(MAX_FIXED_COST, int(units.sum()) // num_parts // FIXED_COST_DIVISOR)
     line_end = int(units.sum()) + b * fixed
     part_length = max(-(-line_end // num_parts), 1)
 

@@ -135,13 +135,18 @@ def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: b
     assert all(candidates[req] == 1 for req in range(b) if splits[req] > 1)
 
 
+def fixed_cost(units: int, num_parts: int) -> int:
+    """What each request costs besides its units."""
+    return min(reference.MAX_FIXED_COST, units // num_parts // reference.FIXED_COST_DIVISOR)
+
+
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
     """No part has more than the smallest largest share there is, the fixed cost of a request included."""
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
     piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
     units = -(-blocks // piece)
-    fixed = 0 if batch_invariant else min(2, int(units.sum()) // num_parts // 8)
+    fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
     share = -(-(int(units.sum()) + b * fixed) // num_parts)
     loads = []
     for begin_req, end_req, begin_block, end_block, *_ in plan.object_rows.tolist():
@@ -195,8 +200,10 @@ def test_plan_worked_out_by_hand() -> None:
     assert plan.num_splits.tolist() == [0, 1, 2, 4, 5]
 
 
-def test_fixed_cost_worked_out_by_hand() -> None:
-    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 units, so 2 each; parts of (64 + 4) / 2 = 34."""
+def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 blocks, so 2 each; parts of (64 + 4) / 2 = 34."""
+    monkeypatch.setattr(reference, "MAX_FIXED_COST", 2)
+    monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", 8)
     plan = reference.plan([40 * 64, 24 * 64], 2)
     assert plan.object_rows.tolist() == [[0, 0, 0, 32, 0, 1, 1, 0], [0, 1, 32, 24, 1, 1, 0, 0]]
     assert plan.num_splits.tolist() == [0, 2, 3]
@@ -251,6 +258,20 @@ def test_all_small_batches(batch_invariant: bool) -> None:
         for lengths in itertools.product(choices, repeat=b):
             for num_parts in (1, 2, 3, 4, 7):
                 check(lengths, num_parts, batch_invariant)
+
+
+@pytest.mark.parametrize("cost", (0, 1, 2, 5, 9))
+@pytest.mark.parametrize("divisor", (2, 3, 8, 16))
+def test_any_fixed_cost(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int) -> None:
+    """What a request costs is a matter of tuning; plans are complete and balanced whatever it is."""
+    monkeypatch.setattr(reference, "MAX_FIXED_COST", cost)
+    monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", divisor)
+    for kind, b in itertools.product(KINDS, (1, 2, 7, 60)):
+        for num_parts in (1, 2, 5, 66, 132):
+            check(lengths_of(kind, b), num_parts, False)
+    for lengths in itertools.product([0, 64, 600, 2560], repeat=3):
+        for num_parts in (2, 3, 5):
+            check(lengths, num_parts, False)
 
 
 def test_small_batches_use_the_whole_machine() -> None:

@@ -1,0 +1,75 @@
+"""Asks the compiler about the CUDA sources: conditions on their own constants, functions and types."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+
+from rawmla.jit import KernelSpec, nvrtc
+from rawmla.jit.sources import SourceSet, collect, find_source_root
+
+
+@functools.cache
+def headers() -> tuple[tuple[str, bytes], ...]:
+    """Every project header, by its name in an include line."""
+    root = find_source_root()
+    return tuple(
+        (path.relative_to(root).as_posix(), path.read_bytes()) for path in sorted(root.rglob("*.cuh"))
+    )
+
+
+def source(name: str) -> str:
+    """Text of a project file."""
+    return (find_source_root() / name).read_text()
+
+
+def assert_in_header(name: str, conditions: Iterable[str], constexpr: Iterable[str] = ()) -> None:
+    """Raise AssertionError unless each C++ condition holds at compile time where header `name` is included.
+
+    The functions named in `constexpr` are made so for the purpose: their text is unchanged otherwise.
+    """
+    texts = dict(headers())
+    for function in constexpr:
+        pattern = rf"(__device__ __forceinline__) (\w+ {function}\()".encode()
+        texts[name], count = re.subn(pattern, rb"\1 constexpr \2", texts[name])
+        assert count == 1, f"{count} definitions of {function} in {name}"
+    main = f'#include "{name}"\n{_asserts(conditions)}'.encode()
+    _compile(SourceSet("probe.cu", main, tuple(texts.items())), ("-arch=sm_90a", "-std=c++20"))
+
+
+def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str]) -> None:
+    """Raise AssertionError unless each C++ condition holds at compile time at the end of a kernel's file."""
+    sources = collect(find_source_root(), spec.name)
+    main = sources.main + _asserts(conditions).encode()
+    options = (*nvrtc.compiler_options(spec), "--fdevice-syntax-only")
+    _compile(SourceSet(sources.main_name, main, sources.headers), options)
+
+
+def ptx(spec: KernelSpec) -> str:
+    """The PTX of a variant."""
+    sources = collect(find_source_root(), spec.name)
+    options = [
+        option for option in nvrtc.compiler_options(spec) if not option.startswith(("-arch", "--ptxas"))
+    ]
+    nvrtc.version()
+    compiler = nvrtc._bindings()
+    program = nvrtc._create(compiler, sources.main, sources.main_name, sources.headers)
+    try:
+        options.append("-arch=compute_90a")
+        (status,) = compiler.nvrtcCompileProgram(
+            program, len(options), [option.encode() for option in options]
+        )
+        nvrtc._check(compiler, status, "nvrtcCompileProgram")
+        return nvrtc._fetch(compiler, program, "PTX").decode()
+    finally:
+        compiler.nvrtcDestroyProgram(program)
+
+
+def _asserts(conditions: Iterable[str]) -> str:
+    return "".join(f"\nstatic_assert({condition});" for condition in conditions) + "\n"
+
+
+def _compile(sources: SourceSet, options: tuple[str, ...]) -> None:
+    result = nvrtc.compile_source(sources, options)
+    assert result.status == "NVRTC_SUCCESS", result.log

@@ -1,0 +1,339 @@
+"""Every kernel variant as the compiler makes it, and what its C++ and its Python side have to agree on."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
+
+from rawmla import checks, jit, reference
+from rawmla.jit import KernelSpec
+from rawmla.jit.spec import MAX_SMEM_BYTES
+from rawmla.kernels import all_specs, combine, common, default_specs, dense_decode, metadata
+from rawmla.testing import plans
+
+SPECS = all_specs()
+BY_KERNEL = {spec.name: spec for spec in reversed(SPECS)}  # one variant of each
+REGISTERS_PER_SM = 65536
+
+
+def of(name: str) -> list[KernelSpec]:
+    return [spec for spec in SPECS if spec.name == name]
+
+
+def test_variants() -> None:
+    assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
+    assert set(BY_KERNEL) == {"mla_metadata", "mla_combine", "sm90_dense_decode"}
+    values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
+    found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
+    boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
+    assert found == {(dtype, d_qk, *box) for dtype in (0, 1) for d_qk in (576, 512) for box in boxes}
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
+def test_compiles_without_spills(spec: KernelSpec) -> None:
+    built = jit.build(spec)
+    assert built.cubin[:4] == b"\x7fELF" and spec.name.encode() in built.cubin
+    assert "-arch=sm_90a" in built.meta["options"]
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", built.log
+    )
+    assert frames == [("0", "0", "0")], built.log
+    assert "lmem" not in built.log
+    assert [built.meta[key] for key in ("spill_stores", "spill_loads", "local_bytes")] == [0, 0, 0]
+    # C7504 to C7509: setmaxnreg without effect. C7510 to C7514: wgmma serialised.
+    assert not re.search(r"C75(0[4-9]|1[0-4])", built.log), built.log
+    warp_registers = -(-built.meta["registers"] // 8) * 8 * 32
+    assert warp_registers * spec.threads // 32 <= REGISTERS_PER_SM
+    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+    assert spec.threads % 32 == 0
+
+
+def test_setmaxnreg_moves_what_the_launch_gives() -> None:
+    """One per warpgroup, in steps of 8, some up, some down, and no more in all than what the launch gave."""
+    for spec in default_specs():
+        moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
+        if spec.name != "sm90_dense_decode":
+            assert not moves
+            continue
+        launched = jit.build(spec).meta["registers"]
+        counts = [int(count) for _, count in moves]
+        assert len(moves) == spec.threads // 128 and {kind for kind, _ in moves} == {"inc", "dec"}
+        assert all(count % 8 == 0 and 24 <= count <= 256 for count in counts)
+        assert all(
+            (int(count) >= launched) == (kind == "inc") or int(count) == launched for kind, count in moves
+        )
+        assert sum(counts) <= len(counts) * launched, (moves, launched)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
+def test_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> None:
+    conditions = [f"kThreads == {spec.threads}"]
+    if spec.name == "mla_combine":
+        conditions.append(f"(kGroups - 1) * kColumnVectors * sizeof(float4) == {spec.smem_bytes}")
+    else:
+        conditions.append(f"sizeof(SharedMemoryPlan) <= {spec.smem_bytes}")
+    assert_in_kernel(spec, conditions)
+
+
+def test_constants_of_the_plan_agree() -> None:
+    conditions = [
+        f"kBlockTokens == {common.BLOCK_TOKENS}",
+        f"kPlanRowInts == {checks.PLAN_COLUMNS}",
+        f"kBatchInvariantMark == {reference.BATCH_INVARIANT_MARK}",
+    ]
+    for blocks in (*range(600), 8191, 8192, 8193, 1 << 20, (1 << 25) + 1):
+        piece = max(
+            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_PIECES)
+        )
+        conditions.append(f"batch_invariant_piece({blocks}) == {piece}")
+    for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
+        conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
+        conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
+    assert_in_header("sched/plan.cuh", conditions, constexpr=("batch_invariant_piece", "first_slot"))
+    assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
+    assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
+    assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
+    assert reference.PLAN_COLUMNS == checks.PLAN_COLUMNS
+
+
+def test_constants_of_the_kernels_agree() -> None:
+    assert_in_kernel(
+        metadata.spec(),
+        [
+            f"kMaxBatch == {metadata.MAX_BATCH}",
+            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"sizeof(SharedMemoryPlan) == {4 * (2 * metadata.MAX_BATCH + 1 + 32)}",
+        ],
+    )
+    fixed = re.findall(
+        r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)",
+        source("kernels/mla_metadata.cu"),
+    )
+    assert fixed == [str(reference.FIXED_COST_DIVISOR)]
+    names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
+    for spec in of("sm90_dense_decode"):
+        values = dict(spec.defines)
+        dtype = names[{code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]]
+        conditions = [
+            f"kDtype == {dtype}",
+            f"kDimV == {common.D_V} && kDimV == {reference.D_V}",
+            f"kBlockM == {dense_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
+            f"kQChunks * 64 == {values['D_QK']}",
+        ]
+        assert_in_kernel(spec, conditions)
+    for spec in of("mla_combine"):
+        # combine.grid with 4 groups has a CTA per row, with one a CTA per four.
+        assert_in_kernel(spec, ["kThreads / kColumnVectors / kGroups == (kGroups == 1 ? 4 : 1)"])
+    assert combine.grid(1000, 3, 1, False, False) == ((250, 1, 1), 1)
+    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 4)
+    assert combine.grid(100, 3, 9, True, True) == ((25, 3, 1), 1)
+
+
+# What a launch hands over, read by the names that the kernel has for it
+
+
+class Field(NamedTuple):
+    """A member of a kernel's Params: its name, Python `struct` code and offset in bytes."""
+
+    name: str
+    code: str
+    offset: int
+
+
+_CODES = {"TensorMap": "128s", "i64": "q", "int": "i", "u32": "I", "float": "f"}
+
+
+def fields_of(kernel: str) -> list[Field]:
+    """The members of `struct Params` in order, one right after another, as the source declares them."""
+    body = re.search(r"struct Params \{(.*?)\n\};", source(f"kernels/{kernel}.cu"), re.DOTALL)
+    assert body
+    fields: list[Field] = []
+    offset = 0
+    for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
+        kind, names = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", declaration).groups()  # type: ignore[union-attr]
+        code = "Q" if kind.endswith("*") else _CODES[kind]
+        for name in names.split(", "):
+            fields.append(Field(name, code, offset))
+            offset += struct.calcsize(f"<{code}")
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("kernel", "packed"),
+    [
+        ("mla_metadata", metadata._PARAMS),
+        ("mla_combine", combine.PARAMS),
+        ("sm90_dense_decode", dense_decode._PARAMS),
+    ],
+)
+def test_parameter_structs_have_one_layout(kernel: str, packed: struct.Struct) -> None:
+    conditions = [f"sizeof(Params) == {packed.size}"]
+    for name, code, offset in fields_of(kernel):
+        conditions.append(f"__INTADDR__(&static_cast<Params*>(nullptr)->{name}) == {offset}")
+        conditions.append(f"sizeof(Params::{name}) == {struct.calcsize(f'<{code}')}")
+    assert_in_kernel(BY_KERNEL[kernel], conditions)
+
+
+class Launch(NamedTuple):
+    """What one launch was given; `params` by the names of the kernel's members."""
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    params: dict[str, Any]
+    cluster: tuple[int, int, int] | None
+    pdl: bool
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Collects launches instead of making them."""
+    made: list[Launch] = []
+
+    class Recorder:
+        def __init__(self, spec: KernelSpec) -> None:
+            self.spec = spec
+
+        def launch(
+            self,
+            grid: tuple[int, int, int],
+            params: bytes,
+            stream: int,
+            *,
+            cluster: tuple[int, int, int] | None = None,
+            pdl: bool = False,
+        ) -> None:
+            assert stream == 0x51
+            named = {
+                name: struct.unpack_from(f"<{code}", params, offset)[0]
+                for name, code, offset in fields_of(self.spec.name)
+            }
+            made.append(Launch(self.spec, grid, named, cluster, pdl))
+
+    def tensor_map(*description: Any) -> bytes:
+        return repr(description).encode().ljust(128)[:128]
+
+    monkeypatch.setattr(jit, "get_kernel", lambda spec, device, *, capturing: Recorder(spec))
+    monkeypatch.setattr(jit, "tensor_map", tensor_map)
+    dense_decode._k_maps.cache_clear()
+    yield made
+    dense_decode._k_maps.cache_clear()
+
+
+def not_capturing() -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("object_layout", "batch_invariant"), [(True, False), (False, True)])
+def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_invariant: bool) -> None:
+    given = dict(
+        cache_seqlens=0xA000,
+        b=77,
+        num_parts=66,
+        sched_meta=0xB000,
+        num_splits=0xC000,
+        object_layout=object_layout,
+        batch_invariant=batch_invariant,
+    )
+    metadata.launch(device=0, stream=0x51, capturing=not_capturing, **given)  # type: ignore[arg-type]
+    assert launches == [Launch(metadata.spec(), (1, 1, 1), given, None, True)]
+
+
+def dense_args(**changes: Any) -> dense_decode.DenseDecodeArgs:
+    """A call in which no two values are equal. Two tiles per KV head: 24 heads x 3 tokens."""
+    values: dict[str, Any] = dict(
+        device=0, stream=0x51, capturing=not_capturing, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2,
+        d_qk=576, page_block_size=192, num_blocks=1000,
+        q=0x1000, q_stride_b=100_008, q_stride_s=30_008, q_stride_h=584,
+        k_cache=0x2000, k_stride_block=500_000, k_stride_token=1160, k_stride_head=592, block_table=0x3000,
+        block_table_stride=33, cache_seqlens=0x4000, sched_meta=0x5000, num_parts=66, num_splits=0x6000,
+        object_layout=True, batch_invariant=False, out=0x7000, out_stride_b=80_000, out_stride_s=25_000,
+        out_stride_h=520, lse=0x8000, scratch=0x9000, scratch_bytes=0, softmax_scale=0.3, causal=False,
+    )  # fmt: skip
+    return dense_decode.DenseDecodeArgs(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "object_layout": False, "dtype": "float16", "d_qk": 512},
+        {"page_block_size": 16},
+        {"page_block_size": 32, "batch_invariant": True},
+        {"s_q": 1, "h_q": 64, "h_kv": 1, "b": 200},
+    ],
+    ids=str,
+)
+def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
+    args = dense_args(**changes)
+    scratch_bytes = dense_decode.scratch_bytes(
+        args.num_parts, args.b, args.s_q, args.h_q, 40_000, args.batch_invariant
+    )
+    args = args._replace(scratch_bytes=scratch_bytes)
+    num_slots = scratch_bytes // (args.s_q * args.h_q * 513 * 4)
+    heads_per_kv = args.h_q // args.h_kv
+    rows = args.s_q * heads_per_kv
+    derived = {
+        "heads_per_kv": heads_per_kv,
+        "heads_magic": -(-(2**32) // heads_per_kv),
+        "rows": rows,
+        "page_magic": -(-(2**32) // (args.page_block_size // 16)) % 2**32,
+        "num_slots": num_slots,
+        "o_accum": args.scratch,
+        "lse_accum_log2": args.scratch + num_slots * args.s_q * args.h_q * 512 * 4,
+        "by_request": args.batch_invariant or args.b <= args.num_parts,
+    }
+
+    dense_decode.launch(args)
+    main, merge = launches
+    for launch in launches:
+        for name, value in launch.params.items():
+            if name in ("k_map_pair", "k_map_one"):
+                continue
+            if name == "sm_scale_log2":
+                assert value == pytest.approx(args.softmax_scale * math.log2(math.e), rel=1e-7)
+                continue
+            expected = derived[name] if name in derived else getattr(args, name)
+            assert value == expected, f"{launch.spec.label}: {name}"
+    tiles = -(-rows // 64)
+    values = dict(main.spec.defines)
+    box = min(args.page_block_size, 64)
+    cluster = 2 if box == 64 and tiles % 2 == 0 else 1
+    assert main.grid == (tiles, args.h_kv, args.num_parts) and main.pdl
+    assert main.cluster == (None if cluster == 1 else (2, 1, 1))
+    assert (values["BOX_ROWS"], values["CLUSTER"], values["D_QK"]) == (box, cluster, args.d_qk)
+    assert values["DTYPE"] == dict(merge.spec.defines)["DTYPE"] == common.DTYPES[args.dtype]
+    assert merge.pdl and merge.cluster is None
+    assert main.spec in SPECS and merge.spec in SPECS
+
+
+def test_no_scratch_means_no_combine(launches: list[Launch]) -> None:
+    dense_decode.launch(dense_args(scratch_bytes=0))
+    (main,) = launches
+    assert (main.params["num_slots"], main.params["lse_accum_log2"]) == (0, 0)
+
+
+def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dimensions: columns of a chunk, tokens, chunks, heads, pages. Strides are in bytes."""
+    made: dict[bytes, tuple[Any, ...]] = {}
+
+    def tensor_map(*description: Any) -> bytes:
+        made[name := bytes([len(made)]) * 128] = description
+        return name
+
+    monkeypatch.setattr(jit, "tensor_map", tensor_map)
+    for page_block_size, box_rows in ((16, 16), (32, 32), (64, 64), (192, 64)):
+        dense_decode.launch(dense_args(page_block_size=page_block_size))
+        params = launches[-1].params
+        for name, chunks in (("k_map_pair", 2), ("k_map_one", 1)):
+            address, dtype, dims, strides, box, swizzle, _ = made[params[name]]
+            assert (address, dtype, swizzle) == (0x2000, "bfloat16", "128b")
+            assert dims == (64, page_block_size, 9, 2, 1000)
+            assert strides == (2 * 1160, 128, 2 * 592, 2 * 500_000)
+            assert box == (64, box_rows, chunks, 1, 1)
