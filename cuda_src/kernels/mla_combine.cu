@@ -80,14 +80,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_combine(const __grid_
     const int group = threadIdx.x / kColumnVectors % kGroups;
     const int row = blockIdx.x * (kThreads / kColumnVectors / kGroups) + threadIdx.x / kColumnVectors / kGroups;
     const int rows = params.s_q * params.h_q;
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-
+    // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
-    if (req < 0) return;
+    griddepcontrol_launch_dependents();
+    if (req < 0) {
+        griddepcontrol_wait();
+        return;
+    }
     const int splits_before = load_global(params.num_splits + req);
     const int splits = load_global(params.num_splits + req + 1) - splits_before;
     const bool batch_invariant = load_global(params.sched_meta + kPlanRowInts - 1) == kBatchInvariantMark;
+    griddepcontrol_wait();
     if (splits <= 1 || row >= rows) return;
     const int slot = first_slot(splits_before, req, batch_invariant);
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;

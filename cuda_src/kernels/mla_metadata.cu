@@ -18,7 +18,8 @@
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
-constexpr int kMaxFixedCost = 5;  // blocks: prologue and epilogue of a request, roughly
+constexpr int kMaxFixedCost = 5;   // blocks: prologue and epilogue of a request, roughly
+constexpr int kMaxShortPart = 16;  // blocks; longer parts need no thought about the cost of merging
 
 struct Params {
     const int* cache_seqlens;
@@ -112,10 +113,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __g
     int units_total;
     const int units_before = block_exclusive_sum(units_here, smem.warp_sums, units_total);
 
-    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests.
+    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor may
+    // parts become so short that merging their pieces costs more than it saves: T blocks take about 1.3 T us and the
+    // pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12).
     Line line;
-    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 16);
+    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 3);
     line.length = max_int(ceil_div(units_total + b * line.fixed, params.num_parts), 1);
+    if (!params.batch_invariant) {
+        while (line.length * line.length * 12 < units_total && line.length < kMaxShortPart) ++line.length;
+    }
 
     int start = units_before + first * line.fixed;
     int splits_here = 0;

@@ -33,6 +33,7 @@
 // bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: they have read them                       QK: write the next item's        1
+// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of QK, PV1: first refill  0
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
@@ -147,6 +148,7 @@ struct SharedMemoryPlan {
     u64 bar_p_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
+    u64 bar_looked_up;
     WorkItem items[kItemSlots];
     BoxSource sources[kSourceSlots][kBoxes];
     WalkerState walker;
@@ -242,16 +244,16 @@ struct Walker {
             smem.walker.block = 0;
         }
         __syncwarp();
-        publish_items(params, smem, 0, lane_idx);
+        publish_items(params, smem, 1, lane_idx);
         look_up(params, smem, 0, lane_idx);
     }
-    // Keeps as many items published beyond `current` as blocks may be looked up ahead.
-    __device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 current,
+    // Publishes items, or the end mark, until there are `count`.
+    __device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 count,
                                                   int lane_idx) {
         const PlanRow plan = smem.walker.plan;
         WorkItems items = smem.walker.items;
         u32 published = smem.walker.items_published;
-        while (published < current + 2 + kLookahead) {
+        while (published < count) {
             WorkItem next;
             if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, next)) next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {
@@ -594,6 +596,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             if (kHasRope && warp_idx == 0) {
                 mbarrier_wait_parity(smem_address(&smem.bar_qk_done), n & 1);
+                mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);
                 load_rope(params, smem, n + 1, lane_idx);
             }
             p_pending = true;
@@ -648,9 +651,10 @@ __device__ __forceinline__ void store_rows(const Params& params, const SharedMem
             float* accum = params.o_accum + accum_row * kDimV + kHalf * (kDimV / 2) + 8 * (quad_lane % 2) +
                            4 * (quad_lane / 2);
 #pragma unroll
-            for (int j = 0; j < 32; j += 2) {
+            for (int j = 0; j < 32; j += 4) {
                 const float* pair = &o[4 * j + 2 * r];
-                store_two_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5]);
+                store_four_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5], pair[8],
+                                        pair[9], pair[12], pair[13]);
             }
             if (writes_lse) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
         }
@@ -669,18 +673,21 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     if (walks) {
 #pragma unroll 1
         for (int n = 0; n < kLookahead; ++n) {
+            // One item at a time, so that the first K is on its way early; block n + 1 is in item n + 1 at the latest.
+            walker.publish_items(params, smem, n + 2, lane_index());
             walker.finish_source(params, smem, n, lane_index());
             if (n >= kStages) continue;
             load_half<0>(params, smem, n, lane_index());
             load_half<1>(params, smem, n, lane_index());
             if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
         }
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_looked_up));
     }
     float o[128];
     ItemReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        if (walks) walker.publish_items(params, smem, reader.count, lane_index());
+        if (walks) walker.publish_items(params, smem, reader.count + 2 + kLookahead, lane_index());
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
@@ -703,12 +710,15 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             wgmma_commit_group();
             wgmma_wait_group<0>();
             wgmma_pin(o);
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
             if (warp_idx == 0) {
                 named_barrier_sync(NB_V_FREE + kHalf, 128);
-                load_half<kHalf>(params, smem, n + kStages, lane_index());
             } else {
                 named_barrier_arrive(NB_V_FREE + kHalf, 128);
+            }
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
+            if (warp_idx == 0) {
+                if (kHalf == 1) mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);
+                load_half<kHalf>(params, smem, n + kStages, lane_index());
             }
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
@@ -734,6 +744,7 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
         mbarrier_init(smem_address(&smem.bar_p_free), 8);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
+        mbarrier_init(smem_address(&smem.bar_looked_up), 1);
     } else if (thread == 96) {
         tma_prefetch_descriptor(&params.k_map_pair);
         tma_prefetch_descriptor(&params.k_map_one);

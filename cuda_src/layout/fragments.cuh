@@ -24,31 +24,45 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
 // out of registers next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns,
 // as a fragment holds them. All lanes of the warp call; `valid` lanes store.
 
-// Two groups, float32. Even lanes of a quad store four columns of the first group, odd lanes four of the second. `dst`:
-// column 4 (l / 2) of group l % 2 for lane l of the quad.
-__device__ __forceinline__ void store_two_groups_float(float* dst, bool valid, float factor, float a0, float a1, float b0,
-                                                       float b1) {
+// Four groups, float32. Even lanes of a quad store four columns each of the first and third group, odd lanes of the second
+// and fourth. `dst`: column 4 (l / 2) of group l % 2 for lane l of the quad.
+__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float factor, float a0, float a1, float b0,
+                                                        float b1, float c0, float c1, float d0, float d1) {
     asm volatile(
         "{\n"
         ".reg .pred odd, ok;\n"
-        ".reg .f32 x, y, v0, v1, v2, v3;\n"
-        "setp.ne.u32 odd, %6, 0;\n"
-        "setp.ne.u32 ok, %7, 0;\n"
-        "selp.f32 x, %2, %4, odd;\n"
-        "selp.f32 y, %3, %5, odd;\n"
-        "shfl.sync.bfly.b32 x, x, 1, 31, 0xffffffff;\n"
-        "shfl.sync.bfly.b32 y, y, 1, 31, 0xffffffff;\n"
-        "selp.f32 v0, x, %2, odd;\n"
-        "selp.f32 v1, y, %3, odd;\n"
-        "selp.f32 v2, %4, x, odd;\n"
-        "selp.f32 v3, %5, y, odd;\n"
+        ".reg .f32 x0, y0, x1, y1, v0, v1, v2, v3;\n"
+        "setp.ne.u32 odd, %10, 0;\n"
+        "setp.ne.u32 ok, %11, 0;\n"
+        "selp.f32 x0, %2, %4, odd;\n"
+        "selp.f32 y0, %3, %5, odd;\n"
+        "selp.f32 x1, %6, %8, odd;\n"
+        "selp.f32 y1, %7, %9, odd;\n"
+        "shfl.sync.bfly.b32 x0, x0, 1, 31, 0xffffffff;\n"
+        "shfl.sync.bfly.b32 y0, y0, 1, 31, 0xffffffff;\n"
+        "shfl.sync.bfly.b32 x1, x1, 1, 31, 0xffffffff;\n"
+        "shfl.sync.bfly.b32 y1, y1, 1, 31, 0xffffffff;\n"
+        "selp.f32 v0, x0, %2, odd;\n"
+        "selp.f32 v1, y0, %3, odd;\n"
+        "selp.f32 v2, %4, x0, odd;\n"
+        "selp.f32 v3, %5, y0, odd;\n"
         "mul.f32 v0, v0, %1;\n"
         "mul.f32 v1, v1, %1;\n"
         "mul.f32 v2, v2, %1;\n"
         "mul.f32 v3, v3, %1;\n"
         "@ok st.global.v4.f32 [%0], {v0, v1, v2, v3};\n"
+        "selp.f32 v0, x1, %6, odd;\n"
+        "selp.f32 v1, y1, %7, odd;\n"
+        "selp.f32 v2, %8, x1, odd;\n"
+        "selp.f32 v3, %9, y1, odd;\n"
+        "mul.f32 v0, v0, %1;\n"
+        "mul.f32 v1, v1, %1;\n"
+        "mul.f32 v2, v2, %1;\n"
+        "mul.f32 v3, v3, %1;\n"
+        "@ok st.global.v4.f32 [%0 + 64], {v0, v1, v2, v3};\n"
         "}\n" ::"l"(dst),
-        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "r"(threadIdx.x & 1), "r"(static_cast<u32>(valid))
+        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1),
+        "r"(static_cast<u32>(valid))
         : "memory");
 }
 
