@@ -10,6 +10,7 @@ Inputs are NumPy arrays of any float type, `ml_dtypes.bfloat16` included; result
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,9 @@ __all__ = [
     "D_V",
     "FIXED_COST_DIVISOR",
     "MAX_FIXED_COST",
+    "MAX_SHORT_PART",
     "PLAN_COLUMNS",
+    "SHORT_PART_FACTOR",
     "Plan",
     "flash_mla_with_kvcache",
     "plan",
@@ -39,9 +42,13 @@ BLOCK_TOKENS = 64
 PLAN_COLUMNS = 8
 """Integers per row of a plan."""
 
-MAX_FIXED_COST = 2
-FIXED_COST_DIVISOR = 8
+MAX_FIXED_COST = 5
+FIXED_COST_DIVISOR = 3
 """A request costs a plan that many blocks besides its own, but no more than a fraction of a part's share."""
+
+MAX_SHORT_PART = 16
+SHORT_PART_FACTOR = 12
+"""Parts have at least sqrt(blocks / 12) blocks, 16 being always enough: merging many pieces costs time, too."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
@@ -190,8 +197,8 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
 
     All requests lie on one line, each as its units behind a fixed cost. A unit is what no cut may divide: a
     block, or in a batch-invariant plan a piece, so that a request's own length decides where it is cut. The
-    line is cut into `num_parts` stretches of equal length, of which the last ones may be empty; a part
-    computes the units that lie in its stretch.
+    line is cut into `num_parts` stretches of equal length, of which the last ones may be empty, also because
+    a stretch is not made too short; a part computes the units that lie in its stretch.
 
     Args:
         cache_seqlens: integers `[b]`, tokens per request; one without tokens counts as one block, because
@@ -215,6 +222,9 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
         fixed = min(MAX_FIXED_COST, int(units.sum()) // num_parts // FIXED_COST_DIVISOR)
     line_end = int(units.sum()) + b * fixed
     part_length = max(-(-line_end // num_parts), 1)
+    if not batch_invariant and b:
+        shortest = isqrt((int(units.sum()) - 1) // SHORT_PART_FACTOR) + 1  # sqrt(units / factor), rounded up
+        part_length = max(part_length, min(shortest, MAX_SHORT_PART))
 
     stop = np.cumsum(fixed + units)  # of each request on the line
     start = stop - units  # of its units

@@ -108,14 +108,15 @@ def test_constants_of_the_kernels_agree() -> None:
         [
             f"kMaxBatch == {metadata.MAX_BATCH}",
             f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"kMaxShortPart == {reference.MAX_SHORT_PART}",
             f"sizeof(SharedMemoryPlan) == {4 * (2 * metadata.MAX_BATCH + 1 + 32)}",
         ],
     )
-    fixed = re.findall(
-        r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)",
-        source("kernels/mla_metadata.cu"),
-    )
+    text = source("kernels/mla_metadata.cu")
+    fixed = re.findall(r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
+    short = re.findall(r"line\.length \* line\.length \* (\d+) < units_total", text)
+    assert short == [str(reference.SHORT_PART_FACTOR)]
     names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
     for spec in of("sm90_dense_decode"):
         values = dict(spec.defines)

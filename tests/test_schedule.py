@@ -140,14 +140,24 @@ def fixed_cost(units: int, num_parts: int) -> int:
     return min(reference.MAX_FIXED_COST, units // num_parts // reference.FIXED_COST_DIVISOR)
 
 
+def shortest_part(units: int) -> int:
+    """The least number of units that parts are given."""
+    for length in range(1, reference.MAX_SHORT_PART):
+        if reference.SHORT_PART_FACTOR * length**2 >= units:
+            return length
+    return reference.MAX_SHORT_PART
+
+
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """No part has more than the smallest largest share there is, the fixed cost of a request included."""
+    """Every part but the last has the same share, the fixed cost of a request included."""
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
     piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
     units = -(-blocks // piece)
     fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
     share = -(-(int(units.sum()) + b * fixed) // num_parts)
+    if not batch_invariant:
+        share = max(share, shortest_part(int(units.sum())))
     loads = []
     for begin_req, end_req, begin_block, end_block, *_ in plan.object_rows.tolist():
         if begin_req > end_req:
@@ -262,22 +272,25 @@ def test_all_small_batches(batch_invariant: bool) -> None:
 
 @pytest.mark.parametrize("cost", (0, 1, 2, 5, 9))
 @pytest.mark.parametrize("divisor", (2, 3, 8, 16))
-def test_any_fixed_cost(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int) -> None:
-    """What a request costs is a matter of tuning; plans are complete and balanced whatever it is."""
+@pytest.mark.parametrize("short_part", (1, 16))
+def test_any_tuning(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int, short_part: int) -> None:
+    """What requests and pieces cost is a matter of tuning; plans are complete and balanced whatever it is."""
     monkeypatch.setattr(reference, "MAX_FIXED_COST", cost)
     monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", divisor)
+    monkeypatch.setattr(reference, "MAX_SHORT_PART", short_part)
     for kind, b in itertools.product(KINDS, (1, 2, 7, 60)):
-        for num_parts in (1, 2, 5, 66, 132):
+        for num_parts in (1, 2, 66, 132):
             check(lengths_of(kind, b), num_parts, False)
     for lengths in itertools.product([0, 64, 600, 2560], repeat=3):
         for num_parts in (2, 3, 5):
             check(lengths, num_parts, False)
 
 
-def test_small_batches_use_the_whole_machine() -> None:
-    """One request of 8,192 tokens has 128 blocks: a part each."""
+def test_part_length_of_small_batches() -> None:
+    """8,192 tokens are 128 blocks: sqrt(128 / 12) is 3.3, so parts of 4, and 32 of them."""
     rows = check([8192], 132, False).object_rows
-    assert int((rows[:, 0] <= rows[:, 1]).sum()) == 128
+    busy = rows[rows[:, 0] <= rows[:, 1]]
+    assert (busy[:, 3] - busy[:, 2]).tolist() == [4] * 32
 
 
 def test_parts_without_work_are_idle() -> None:
