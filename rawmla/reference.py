@@ -48,7 +48,7 @@ FIXED_COST_DIVISOR = 3
 
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 12
-"""Parts have at least sqrt(blocks / 12) blocks, 16 being always enough: merging many pieces costs time, too."""
+"""Parts have at least sqrt(blocks / 12) blocks, or 16 if that is less: merging many pieces costs time too."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
