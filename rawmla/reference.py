@@ -48,7 +48,8 @@ FIXED_COST_DIVISOR = 3
 
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 12
-"""Parts have at least sqrt(blocks / 12) blocks, or 16 if that is less: merging many pieces costs time too."""
+"""Parts have at least sqrt(n / 12) blocks for requests of n blocks on average, or 16 if that is less: merging
+the pieces of a request costs time too."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
@@ -223,7 +224,8 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
     line_end = int(units.sum()) + b * fixed
     part_length = max(-(-line_end // num_parts), 1)
     if not batch_invariant and b:
-        shortest = isqrt((int(units.sum()) - 1) // SHORT_PART_FACTOR) + 1  # sqrt(units / factor), rounded up
+        mean = int(units.sum()) // b
+        shortest = isqrt((mean - 1) // SHORT_PART_FACTOR) + 1  # sqrt(mean / factor), rounded up
         part_length = max(part_length, min(shortest, MAX_SHORT_PART))
 
     stop = np.cumsum(fixed + units)  # of each request on the line

@@ -51,7 +51,8 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
 
 __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, offset));
+    for (int offset = 16; offset > 0; offset /= 2)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, offset));
     return value;
 }
 __device__ __forceinline__ float warp_sum(float value) {
@@ -78,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_combine(const __grid_
     const int lane_idx = threadIdx.x % 32;
     const int column = threadIdx.x % kColumnVectors;  // vectors column, column + kColumnVectors, ...
     const int group = threadIdx.x / kColumnVectors % kGroups;
-    const int row = blockIdx.x * (kThreads / kColumnVectors / kGroups) + threadIdx.x / kColumnVectors / kGroups;
+    const int row =
+        blockIdx.x * (kThreads / kColumnVectors / kGroups) + threadIdx.x / kColumnVectors / kGroups;
     const int rows = params.s_q * params.h_q;
     // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
@@ -119,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_combine(const __grid_
         max_log2 = max_new;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            sum[v] = make_float4(sum[v].x * rescale, sum[v].y * rescale, sum[v].z * rescale, sum[v].w * rescale);
+            sum[v] =
+                make_float4(sum[v].x * rescale, sum[v].y * rescale, sum[v].z * rescale, sum[v].w * rescale);
         }
         return weight;
     };
@@ -170,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_combine(const __grid_
     const int token = row / params.h_q;
     const int head = row - token * params.h_q;
     const float inverse = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
-    u16* out = params.out + req * params.out_stride_b + token * params.out_stride_s + head * params.out_stride_h;
+    u16* out =
+        params.out + req * params.out_stride_b + token * params.out_stride_s + head * params.out_stride_h;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
         *reinterpret_cast<uint2*>(out + 4 * (column + v * kColumnVectors)) =

@@ -93,7 +93,8 @@ __device__ __forceinline__ int last_starting_at(const int* start, int b, int pos
     return low;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_metadata(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
     SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
     const int b = params.b;
@@ -113,14 +114,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __g
     int units_total;
     const int units_before = block_exclusive_sum(units_here, smem.warp_sums, units_total);
 
-    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor may
-    // parts become so short that merging their pieces costs more than it saves: T blocks take about 1.3 T us and the
-    // pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12).
+    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
+    // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
+    // 1.3 T us and the pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12); n is the mean length here.
     Line line;
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 3);
     line.length = max_int(ceil_div(units_total + b * line.fixed, params.num_parts), 1);
     if (!params.batch_invariant) {
-        while (line.length * line.length * 12 < units_total && line.length < kMaxShortPart) ++line.length;
+        const int mean = units_total / b;
+        while (line.length * line.length * 12 < mean && line.length < kMaxShortPart) ++line.length;
     }
 
     int start = units_before + first * line.fixed;
@@ -129,7 +131,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __g
         const int blocks = smem.blocks[i];
         const int units = ceil_div(blocks, unit_blocks(params, blocks));
         smem.start[i] = start;
-        splits_here += params.batch_invariant ? units : line.last_part(start, units) - line.first_part(start) + 1;
+        splits_here +=
+            params.batch_invariant ? units : line.last_part(start, units) - line.first_part(start) + 1;
         start += line.fixed + units;
     }
     int splits_total;
@@ -138,8 +141,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_metadata(const __g
         params.num_splits[i] = splits;
         const int blocks = smem.blocks[i];
         const int units = ceil_div(blocks, unit_blocks(params, blocks));
-        splits += params.batch_invariant ? units
-                                         : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
+        splits += params.batch_invariant
+                      ? units
+                      : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
     }
     if (threadIdx.x == 0) params.num_splits[b] = splits_total;
 

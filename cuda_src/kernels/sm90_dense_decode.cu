@@ -10,23 +10,26 @@
 // z = parts of the plan (sched/plan.cuh). Neighbouring CTAs share a part, so they read the same K lines from L2.
 //
 // Roles (384 threads; the launch gives 168 registers each, setmaxnreg moves them)
-//   QK        warpgroup 0, 184 registers   S = Q K^T with 7 of Q's chunks in registers, online softmax, P
-//   PV0, PV1  warpgroups 1, 2, 160 each    O[:, 0:256] / O[:, 256:512] += P V, rescale, epilogue
-// Warp 0 of PV0 also walks the plan and looks up pages for all. Each role refills by TMA the part of a K block that it
-// is the last to read: PV0 columns 0-255, PV1 columns 256-511, QK the RoPE chunk.
+//   QK    warpgroup 0, 176 registers   S = Q K^T with 7 of Q's chunks in registers, online softmax, P
+//   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
+//   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
+// Each role refills by TMA the part of a K block that it is the last to read: PV0 columns 0-255, PV1 columns 256-511, QK
+// the RoPE chunk. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
+// and CTA 1 the right one for both, which halves the traffic from L2 and the power it takes.
 //
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
 //   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
 //   QK            | issue QK(j), store P(j-1)    | softmax(j)                   | issue QK(j+1), store P(j)    |
 //   PV0, PV1      | wait for P(j-1)              | rescale O, PV(j-1)           | refill stage (j-1) % 3, wait |
-// P(j-1) is announced when all but the last chunk of QK(j) is done, so PV fills the softmax and not the QK. When K(j) has
-// not arrived yet (memory-bound shapes) there is nothing to wait for and P(j-1) is announced at once.
+// P(j-1) is announced when all but the last chunk of QK(j) is done, so that PV fills the softmax and not the QK. When K(j)
+// has not arrived yet (memory-bound shapes) there is nothing to wait for and P(j-1) is announced at once.
 // A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176 cycles; the rest hides the load.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
 // bar_item_full[8]    1         warp 0 of PV0: smem.items[n] written                all: read it                     0
 // bar_item_free[8]    12        lane 0 of each warp: done with the item             warp 0 of PV0: overwrite it      1
-// bar_k_full[s][4]    1 + bytes warp 0 of PV0 or PV1; a unit (2 chunks) has landed  QK: S += Q K^T of the unit       0
+// bar_k_full[s][h]    1 + bytes warp 0 of PVh arms it; half h of the block landed   QK: S += Q K^T of the half       0
+// bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
 // bar_rope_full       1 + bytes warp 0 of QK; the RoPE chunk has landed             QK: S += Q K^T of it             0
 // bar_qk_done         4         QK: lane 0 of each warp, its QK is complete         warp 0 of QK: refill RoPE        0
 // bar_p_full          4         QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
@@ -37,7 +40,8 @@
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
-// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1; RoPE and P have one slot each.
+// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1; RoPE and P have one slot each. A box
+// is loaded into a stage for the first time without asking the peer, so bar_peer_free's phase is n / 3 - 1.
 //
 // Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
 // by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
@@ -59,8 +63,10 @@
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
 static_assert(DTYPE == 0 || DTYPE == 1, "DTYPE must be 0 (bf16) or 1 (fp16)");
-static_assert(CLUSTER == 1 || (CLUSTER == 2 && BOX_ROWS == 64), "CLUSTER must be 1, or 2 with boxes of 64 rows");
-static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16, "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
+static_assert(CLUSTER == 1 || (CLUSTER == 2 && BOX_ROWS == 64),
+              "CLUSTER must be 1, or 2 with boxes of 64 rows");
+static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16,
+              "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kBlockM = 64;
@@ -76,15 +82,17 @@ constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 constexpr int kItemSlots = 8;
 constexpr int kSourceSlots = 8;
 constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the block in hand
-static_assert(kLookahead + 1 < kItemSlots && kLookahead < kSourceSlots, "rings must hold what is looked up ahead");
+static_assert(kLookahead + 1 < kItemSlots && kLookahead < kSourceSlots,
+              "rings must hold what is looked up ahead");
 constexpr float kLazyMaxLog2 = 8.0f;
-constexpr int kStoreChunk = STORE_CHUNK;
+constexpr int kStoreChunk = 1;  // QK chunk after which the stores of P begin; measured against 2 and 3
 
 constexpr int kThreads = 384;
 constexpr int kRegistersQK = 176;
 constexpr int kRegistersPV0 = 168;
 constexpr int kRegistersPV1 = 160;
-static_assert(kRegistersQK + kRegistersPV0 + kRegistersPV1 <= 65536 / kThreads / 8 * 8 * 3, "more registers than the launch gives");
+static_assert(kRegistersQK + kRegistersPV0 + kRegistersPV1 <= 65536 / kThreads / 8 * 8 * 3,
+              "more registers than the launch gives");
 
 struct Params {
     TensorMap k_map_pair;  // box 64 columns x 64 tokens x 2 chunks
@@ -103,7 +111,7 @@ struct Params {
     float* lse_accum_log2;                         // [num_slots, s_q * h_q]
     int b, s_q, h_q, heads_per_kv;
     u32 heads_magic;  // ceil(2^32 / heads_per_kv), for heads_per_kv > 1
-    int rows;  // s_q * heads_per_kv, query rows of one KV head
+    int rows;         // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
     int num_slots;
@@ -133,11 +141,11 @@ constexpr u32 kNoMoreItems = 1u << 31;
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kVChunks * kChunkBytes];  // 196,608 B
     unsigned char q[2 * kChunkBytes];                                //  16,384 B, the chunks not in registers
-    unsigned char rope[kChunkBytes];                                 //   8,192 B, chunk 8 of the block in hand
-    unsigned char p[kChunkBytes];                                    //   8,192 B
-    float row_scale[2][kBlockM];                                     // factor on O before the block's PV
-    float row_sum[kBlockM];                                          // of the item
-    float row_max[kBlockM];                                          // m_ref at the item's end, base 2
+    unsigned char rope[kChunkBytes];  //   8,192 B, chunk 8 of the block in hand
+    unsigned char p[kChunkBytes];     //   8,192 B
+    float row_scale[2][kBlockM];      // factor on O before the block's PV
+    float row_sum[kBlockM];           // of the item
+    float row_max[kBlockM];           // m_ref at the item's end, base 2
     u64 bar_item_full[kItemSlots];
     u64 bar_item_free[kItemSlots];
     u64 bar_k_full[kStages][2];
@@ -159,7 +167,8 @@ static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
 // Loads chunks [first, first + count) of a block to `dst`, in both CTAs of a cluster if kMulticast; the caller has armed
 // the barriers. A converged warp calls.
 template <int kFirstChunk, int kCount, bool kMulticast>
-__device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 bar, BoxSource source, int lane_idx) {
+__device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 bar, BoxSource source,
+                                            int lane_idx) {
     const int kv_head = blockIdx.y;
     if constexpr (kBoxes == 1) {
         if (elect_one_sync()) {
@@ -168,19 +177,19 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
             for (int chunk = 0; chunk < kCount; chunk += kStep) {
                 const TensorMap* map = kStep == 2 ? &params.k_map_pair : &params.k_map_one;
                 if constexpr (kMulticast) {
-                    tma_load_5d_multicast(dst + chunk * kChunkBytes, map, bar, (1 << kClusterSize) - 1, 0, source.row,
-                                          kFirstChunk + chunk, kv_head, source.page);
+                    tma_load_5d_multicast(dst + chunk * kChunkBytes, map, bar, (1 << kClusterSize) - 1, 0,
+                                          source.row, kFirstChunk + chunk, kv_head, source.page);
                 } else {
-                    tma_load_5d(dst + chunk * kChunkBytes, map, bar, 0, source.row, kFirstChunk + chunk, kv_head,
-                                source.page);
+                    tma_load_5d(dst + chunk * kChunkBytes, map, bar, 0, source.row, kFirstChunk + chunk,
+                                kv_head, source.page);
                 }
             }
         }
     } else if (lane_idx < kBoxes) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kCount; ++chunk) {
-            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one, bar, 0,
-                        source.row, kFirstChunk + chunk, kv_head, source.page);
+            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one,
+                        bar, 0, source.row, kFirstChunk + chunk, kv_head, source.page);
         }
     }
     __syncwarp();
@@ -255,7 +264,8 @@ struct Walker {
         u32 published = smem.walker.items_published;
         while (published < count) {
             WorkItem next;
-            if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, next)) next.req = -1;
+            if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, next))
+                next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {
                 store_empty(params, next, lane_idx);
                 continue;
@@ -276,14 +286,16 @@ struct Walker {
         __syncwarp();
     }
     // Waits for the page of block `n`, whose lookup has had a turn to arrive, and starts the next lookup.
-    __device__ __forceinline__ void finish_source(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+    __device__ __forceinline__ void finish_source(const Params& params, SharedMemoryPlan& smem, u32 n,
+                                                  int lane_idx) {
         cp_async_wait_all();
         __syncwarp();
         look_up(params, smem, n + 1, lane_idx);
     }
 
   private:
-    __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
+    __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n,
+                                            int lane_idx) {
         const WorkItem& item = smem.items[smem.walker.item % kItemSlots];
         const int block = smem.walker.block;
         BoxSource& source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
@@ -314,7 +326,8 @@ struct Walker {
         __syncwarp();
     }
     // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
-    __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) const {
+    __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty,
+                                                int lane_idx) const {
         for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
             const RowIndex row(params, tile_row);
             if (!row.valid) return;
@@ -427,13 +440,15 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32]
                                             int warp_idx) {
     const int lane_idx = lane_index();
     const int tokens = min_int(seqlen - first_token, kBlockTokens);
-    const int tail_box = tokens / BOX_ROWS;  // the partly filled one, if any: its first tail_shift rows are zeros
+    const int tail_box =
+        tokens / BOX_ROWS;  // the partly filled one, if any: its first tail_shift rows are zeros
     const int tail_shift = BOX_ROWS - tokens % BOX_ROWS;
     int limit[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        limit[r] = min_int((params.causal ? seqlen - params.s_q + row.token + 1 : seqlen) - first_token, kBlockTokens);
+        limit[r] = min_int((params.causal ? seqlen - params.s_q + row.token + 1 : seqlen) - first_token,
+                           kBlockTokens);
     }
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
@@ -450,7 +465,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
     // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
-    const u32 smem_p = smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+    const u32 smem_p =
+        smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
 
     if constexpr (kClusterSize > 1) cluster_wait();
     ItemReader reader;
@@ -464,11 +480,14 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         float m[2] = {-kInfinity, -kInfinity};  // m_ref
         float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
         u32 p[16] = {};                         // P of the block before, packed as A fragments
-        auto wait_p_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1); };  // of n - 2
+        auto wait_p_free = [&]() {
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
+        };  // of n - 2
         auto store_p = [&](int group) {  // of 16 tokens
             u32 dst = smem_p;
             asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
-            stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2], p[4 * group + 3]);
+            stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
+                        p[4 * group + 3]);
         };
         auto fence_p = [&]() {
             fence_proxy_async();
@@ -516,7 +535,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 for (int k = 0; k < 4; ++k) {
                     const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
                     if (chunk < kQRegisterChunks) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b, chunk + k > 0);
+                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
+                                                   chunk + k > 0);
                     } else {
                         wgmma_m64n64k16_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
                     }
@@ -548,7 +568,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             if (visible < kBlockTokens) {
                 const WorkItem& item = reader.item(smem);
-                mask_scores(params, s, item.seqlen, (item.first_block + item.num_blocks - left) * kBlockTokens, warp_idx);
+                mask_scores(params, s, item.seqlen,
+                            (item.first_block + item.num_blocks - left) * kBlockTokens, warp_idx);
             }
             visible -= kBlockTokens;
 
@@ -577,7 +598,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
-                    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
+                    row_max[r] =
+                        fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
                     const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
                     // O is still zero while m_ref is -inf
                     scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
@@ -625,8 +647,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 // Writes 256 columns of two rows: the output of a whole request, or a float32 piece. `o` is normalised here.
 template <int kHalf>
-__device__ __forceinline__ void store_rows(const Params& params, const SharedMemoryPlan& smem, const WorkItem& item,
-                                           float (&o)[128], int warp_idx) {
+__device__ __forceinline__ void store_rows(const Params& params, const SharedMemoryPlan& smem,
+                                           const WorkItem& item, float (&o)[128], int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int quad_lane = lane_index() % 4;
@@ -642,8 +664,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const SharedMem
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
                 const float* pair = &o[4 * j + 2 * r];
-                store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5],
-                                                pair[8], pair[9], pair[12], pair[13]);
+                store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4],
+                                                pair[5], pair[8], pair[9], pair[12], pair[13]);
             }
             if (writes_lse) *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
         } else {
@@ -653,8 +675,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const SharedMem
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
                 const float* pair = &o[4 * j + 2 * r];
-                store_four_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5], pair[8],
-                                        pair[9], pair[12], pair[13]);
+                store_four_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5],
+                                        pair[8], pair[9], pair[12], pair[13]);
             }
             if (writes_lse) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
         }
@@ -752,7 +774,8 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
     mbarrier_init_fence();
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) sm90_dense_decode(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    sm90_dense_decode(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
     const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);

@@ -26,8 +26,9 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
 
 // Four groups, float32. Even lanes of a quad store four columns each of the first and third group, odd lanes of the second
 // and fourth. `dst`: column 4 (l / 2) of group l % 2 for lane l of the quad.
-__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float factor, float a0, float a1, float b0,
-                                                        float b1, float c0, float c1, float d0, float d1) {
+__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float factor, float a0,
+                                                        float a1, float b0, float b1, float c0, float c1,
+                                                        float d0, float d1) {
     asm volatile(
         "{\n"
         ".reg .pred odd, ok;\n"
@@ -61,20 +62,23 @@ __device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, 
         "mul.f32 v3, v3, %1;\n"
         "@ok st.global.v4.f32 [%0 + 64], {v0, v1, v2, v3};\n"
         "}\n" ::"l"(dst),
-        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1),
-        "r"(static_cast<u32>(valid))
+        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1),
+        "r"(threadIdx.x & 1), "r"(static_cast<u32>(valid))
         : "memory");
 }
 
 // Four groups, rounded to a 16-bit type: lane l of a quad stores the eight columns of group l. `dst`: column 0 of group l.
 template <Dtype kDtype>
-__device__ __forceinline__ void store_four_groups_16bit(u16* dst, bool valid, float factor, float a0, float a1, float b0,
-                                                        float b1, float c0, float c1, float d0, float d1) {
+__device__ __forceinline__ void store_four_groups_16bit(u16* dst, bool valid, float factor, float a0,
+                                                        float a1, float b0, float b1, float c0, float c1,
+                                                        float d0, float d1) {
 #define RAWMLA_PACK(WORD, LOW, HIGH, TYPE) \
-    "mul.f32 x, " LOW ", %1;\n"            \
-    "mul.f32 y, " HIGH ", %1;\n"           \
+    "mul.f32 x, " LOW                      \
+    ", %1;\n"                              \
+    "mul.f32 y, " HIGH                     \
+    ", %1;\n"                              \
     "cvt.rn." TYPE "x2.f32 " WORD ", y, x;\n"
-#define RAWMLA_STORE(TYPE)                                                                                        \
+#define RAWMLA_STORE(TYPE) \
     asm volatile(                                                                                                 \
         "{\n"                                                                                                     \
         ".reg .pred odd, upper, ok;\n"                                                                            \

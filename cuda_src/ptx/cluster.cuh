@@ -10,7 +10,9 @@ __device__ __forceinline__ u32 cluster_ctarank() {
 
 // Every thread of every CTA of the cluster arrives, then waits, some time later: the others' shared-memory writes from
 // before their arrival are visible then.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
 // Any thread: one arrival on the mbarrier at the same shared-memory address of CTA `rank`.

@@ -13,7 +13,9 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 }
 
 // The thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or TMA touches it.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // All warps of a warpgroup, once, at the start of its role.
 template <int kRegisters>

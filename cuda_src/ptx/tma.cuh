@@ -11,8 +11,8 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 }
 
 // Counts the box's bytes, out-of-range ones included, on `bar`. Out-of-range elements arrive as zeros.
-__device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2, int c3,
-                                            int c4) {
+__device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap* map, u32 bar, int c0, int c1, int c2,
+                                            int c3, int c4) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
@@ -21,10 +21,11 @@ __device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap* map, u32 b
 }
 
 // The same box to the same place in every CTA of the cluster named in `cta_mask`, counted on each one's own barrier.
-__device__ __forceinline__ void tma_load_5d_multicast(u32 dst, const TensorMap* map, u32 bar, u16 cta_mask, int c0,
-                                                      int c1, int c2, int c3, int c4) {
+__device__ __forceinline__ void tma_load_5d_multicast(u32 dst, const TensorMap* map, u32 bar, u16 cta_mask,
+                                                      int c0, int c1, int c2, int c3, int c4) {
     asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::"
+        "cache_hint "
         "[%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3, %9;" ::"r"(dst),
         "l"(map), "r"(bar), "h"(cta_mask), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(kL2EvictFirst)
         : "memory");

@@ -19,7 +19,9 @@ constexpr int kBlockTokens = 64;
 // batch_invariant_piece(its own blocks), wherever the parts begin and end.
 constexpr int kBatchInvariantMark = 0x62690001;
 
-__device__ __forceinline__ int batch_invariant_piece(int num_blocks) { return max_int(8, ceil_div(num_blocks, 32)); }
+__device__ __forceinline__ int batch_invariant_piece(int num_blocks) {
+    return max_int(8, ceil_div(num_blocks, 32));
+}
 
 // First scratch slot of a request's pieces. In an ordinary plan a request of k >= 2 pieces adds k - 1 to
 // num_splits[req] - req, so that 2 (num_splits[req] - req) leaves at least k slots for it and depends on the number of

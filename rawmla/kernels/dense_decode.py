@@ -84,13 +84,12 @@ def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
     """
     if dtype not in DTYPES or d_qk not in D_QK or rows not in BOX_ROWS:
         raise ValueError(
-            f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size 16, 32 or a "
-            f"multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {rows} tokens"
+            f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size "
+            f"16, 32 or a multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {rows} tokens"
         )
     return jit.KernelSpec(
         "sm90_dense_decode",
         (
-            ("STORE_CHUNK", 1),
             ("BOX_ROWS", rows),
             ("CLUSTER", cluster),
             ("DTYPE", DTYPES[dtype]),
@@ -127,7 +126,7 @@ def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -
 
 
 def scratch_bytes(num_parts: int, b: int, s_q: int, h_q: int, max_seqlen: int, batch_invariant: bool) -> int:
-    """Bytes of scratch a call needs, 16-byte aligned: a float32 output row and its lse per slot, token and head."""
+    """Bytes of 16-byte aligned scratch: per slot, token and head a float32 output row and its lse."""
     return _num_slots(num_parts, b, max_seqlen, batch_invariant) * s_q * h_q * _SLOT_ROW_BYTES
 
 
@@ -191,8 +190,8 @@ def launch(args: DenseDecodeArgs) -> None:
     params = _PARAMS.pack(
         maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
         cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
-        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic, num_slots,
-        object_layout, causal, softmax_scale * _LOG2_E,
+        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic,
+        num_slots, object_layout, causal, softmax_scale * _LOG2_E,
     )  # fmt: skip
     main.launch((m_blocks, h_kv, num_parts), params, stream, cluster=_CLUSTER_DIMS[cluster], pdl=True)
     if num_slots:

@@ -28,7 +28,7 @@ def spec() -> jit.KernelSpec:
 
 
 def num_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int) -> int:
-    """Parts of a plan: as many as fill the GPU when every 64-row tile of every KV head takes one CTA per part."""
+    """Parts of a plan: they fill the GPU when each 64-row tile of each KV head takes one CTA per part."""
     return max(sm_count // (h_kv * max(ceil_div(s_q * (h_q // h_kv), _BLOCK_M), 1)), 1)
 
 
@@ -47,8 +47,8 @@ def launch(
 ) -> None:
     """Enqueue the plan of a batch; arrays are given as device addresses.
 
-    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]; ``object_layout`` chooses the order of a
-    row's fields (cuda_src/sched/plan.cuh).
+    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]; ``object_layout`` chooses the order
+    of a row's fields (cuda_src/sched/plan.cuh).
     """
     kernel = jit.get_kernel(_SPEC, device, capturing=capturing)
     params = _PARAMS.pack(cache_seqlens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant)
