@@ -29,6 +29,7 @@ __all__ = [
     "SHORT_PART_FACTOR",
     "Plan",
     "flash_mla_with_kvcache",
+    "get_mla_metadata",
     "plan",
     "visible_tokens",
 ]
@@ -174,6 +175,32 @@ def flash_mla_with_kvcache(
     if out is not None:
         out[...] = result
     return result, lse
+
+
+def get_mla_metadata(
+    cache_seqlens: ArrayLike,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    *,
+    sm_count: int = 132,
+    enable_batch_invariant: bool = False,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """What `rawmla.get_mla_metadata` computes for a GPU with `sm_count` multiprocessors: see `plan`.
+
+    Args:
+        cache_seqlens: integers `[b]`, tokens per request.
+        num_q_tokens_per_head_k: `s_q * h_q // h_kv`.
+        num_heads_k: `h_kv`.
+        sm_count: 132 is an H100 SXM or H200.
+        enable_batch_invariant: cut each request by its own length alone.
+
+    Returns:
+        tile_scheduler_metadata: int32 `[num_sm_parts, 8]`, rows in the order of bare tensors.
+        num_splits: int32 `[b + 1]`.
+    """
+    tiles = -(-num_q_tokens_per_head_k // 64) * num_heads_k  # CTAs that one part takes
+    made = plan(cache_seqlens, max(sm_count // tiles, 1), enable_batch_invariant)
+    return made.tensor_rows, made.num_splits
 
 
 class Plan(NamedTuple):

@@ -115,7 +115,7 @@ def test_constants_of_the_kernels_agree() -> None:
     text = source("kernels/mla_metadata.cu")
     fixed = re.findall(r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
-    short = re.findall(r"line\.length \* line\.length \* (\d+) < units_total", text)
+    short = re.findall(r"line\.length \* line\.length \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]
     names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
     for spec in of("sm90_dense_decode"):
@@ -130,9 +130,9 @@ def test_constants_of_the_kernels_agree() -> None:
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
-        # combine.grid with 4 groups has a CTA per row, with one a CTA per four.
-        assert_in_kernel(spec, ["kThreads / kColumnVectors / kGroups == (kGroups == 1 ? 4 : 1)"])
-    assert combine.grid(1000, 3, 1, False, False) == ((250, 1, 1), 1)
+        # combine.grid with 4 groups has a CTA per row, with one a CTA per two.
+        assert_in_kernel(spec, ["kThreads / kColumnVectors / kGroups == (kGroups == 1 ? 2 : 1)"])
+    assert combine.grid(1000, 3, 1, False, False) == ((500, 1, 1), 1)
     assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 4)
     assert combine.grid(100, 3, 9, True, True) == ((25, 3, 1), 1)
 

@@ -157,7 +157,7 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
     fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
     share = -(-(int(units.sum()) + b * fixed) // num_parts)
     if not batch_invariant:
-        share = max(share, shortest_part(int(units.sum())))
+        share = max(share, shortest_part(int(units.sum()) // b))
     loads = []
     for begin_req, end_req, begin_block, end_block, *_ in plan.object_rows.tolist():
         if begin_req > end_req:
@@ -335,3 +335,10 @@ def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
         for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
             for num_parts in (1, 2, 132):
                 check([64 * blocks] * b, num_parts, batch_invariant)
+
+
+def test_get_mla_metadata_is_the_plan_of_the_gpus_parts() -> None:
+    rows, num_splits = reference.get_mla_metadata([8192, 100], 128, 1)
+    want = reference.plan([8192, 100], 66)
+    assert np.array_equal(rows, want.tensor_rows) and np.array_equal(num_splits, want.num_splits)
+    assert len(reference.get_mla_metadata([64], 65536, 1, sm_count=78)[0]) == 1

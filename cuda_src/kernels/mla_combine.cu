@@ -6,9 +6,9 @@
 // Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
 // the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
 // split leaves at once. Two mappings:
-//   PIECE_GROUPS 1   a warp merges a row; 4 rows per CTA. For many rows of few pieces.
-//   PIECE_GROUPS 4   16 warps merge a row: 4 groups of pieces x 4 quarters of the columns, meeting in shared memory in
-//                    fixed order. For few rows of many pieces.
+//   PIECE_GROUPS 1   two warps merge a row; 2 rows per CTA. For many rows of few pieces.
+//   PIECE_GROUPS n   4 n warps merge a row: n groups of pieces x 4 quarters of the columns, meeting in shared memory in
+//                    fixed order; n = 2 or 4. For few rows of many pieces.
 // Time is latency: plan, then num_splits, then lse and data together; the data do not wait for their weights.
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -16,14 +16,14 @@
 #include "ptx/sync.cuh"
 #include "sched/plan.cuh"
 
-static_assert(PIECE_GROUPS == 1 || PIECE_GROUPS == 4, "PIECE_GROUPS must be 1 or 4");
+static_assert(PIECE_GROUPS == 1 || PIECE_GROUPS == 2 || PIECE_GROUPS == 4, "PIECE_GROUPS must be 1, 2 or 4");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
-constexpr int kThreads = kGroups == 1 ? 128 : 512;
-constexpr int kVectors = kGroups == 1 ? 4 : 1;        // float4 per thread and piece
-constexpr int kPiecesAtOnce = kGroups == 1 ? 2 : 4;   // loads in flight: kVectors times as many
+constexpr int kThreads = 128 * kGroups;
+constexpr int kVectors = kGroups == 1 ? 2 : 1;        // float4 per thread and piece
+constexpr int kPiecesAtOnce = kGroups == 1 ? 4 : 8;   // loads in flight: kVectors times as many
 constexpr int kColumnVectors = kDimV / 4 / kVectors;  // threads that share a row's columns
 
 struct Params {

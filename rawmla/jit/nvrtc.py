@@ -19,6 +19,7 @@ _BASE_OPTIONS = (
     "-arch=sm_90a",
     "-std=c++20",
     "-no-source-include",  # only the headers handed over in memory
+    "-no-cache",  # NVRTC's own cache answers without the log that the checks for spills read
     "--ptxas-options=-v",
 )
 _RELEASE = re.compile(rb"release [\d.]+, V([\d.]+)")

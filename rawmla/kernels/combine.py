@@ -11,33 +11,36 @@ from .common import D_V, DTYPES, ceil_div
 __all__ = ["PARAMS", "grid", "spec", "specs"]
 
 PARAMS = struct.Struct("<5Q3qQ6i")  # Params of mla_combine.cu
-_PIECE_GROUPS = (1, 4)
-_RESIDENT_CTAS = 528  # of 512 threads on 132 SMs
+_RESIDENT_ROWS = {4: 264, 2: 528}  # by piece groups: CTAs of 512 or 256 threads that run at once on 132 SMs
+_ROWS_PER_CTA = 2  # without piece groups
 
 
 @cache
 def spec(dtype: str, piece_groups: int) -> jit.KernelSpec:
-    """A variant: a warp merges a row's pieces, or 16 warps in 4 groups do."""
+    """A variant: two warps merge a row's pieces, or 2 or 4 groups of four warps share them."""
     return jit.KernelSpec(
         "mla_combine",
         (("DTYPE", DTYPES[dtype]), ("PIECE_GROUPS", piece_groups)),
-        threads=128 if piece_groups == 1 else 512,
+        threads=128 * piece_groups,
         smem_bytes=(piece_groups - 1) * D_V * 4,
     )
 
 
 def specs(dtype: str) -> list[jit.KernelSpec]:
     """The variants for one dtype."""
-    return [spec(dtype, groups) for groups in _PIECE_GROUPS]
+    return [spec(dtype, groups) for groups in (1, *_RESIDENT_ROWS)]
 
 
 def grid(
     rows: int, b: int, num_parts: int, by_request: bool, batch_invariant: bool
 ) -> tuple[tuple[int, int, int], int]:
-    """(grid, piece groups): 16 warps per row while all rows are resident at once, else one.
+    """(grid, piece groups): as many warps per row as still run all rows at once.
 
-    A batch-invariant sum must not be grouped by the batch: always one.
+    A batch-invariant sum must not be grouped by the batch: always one group.
     """
-    if not batch_invariant and min(b, num_parts) * rows <= _RESIDENT_CTAS:
-        return (rows, b if by_request else num_parts, 1), 4
-    return (ceil_div(rows, 4), b if by_request else num_parts, 1), 1
+    candidates = b if by_request else num_parts
+    if not batch_invariant:
+        for piece_groups, resident in _RESIDENT_ROWS.items():
+            if min(b, num_parts) * rows <= resident:
+                return (rows, candidates, 1), piece_groups
+    return (ceil_div(rows, _ROWS_PER_CTA), candidates, 1), 1
