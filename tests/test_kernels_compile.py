@@ -130,11 +130,12 @@ def test_constants_of_the_kernels_agree() -> None:
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
-        # combine.grid with 4 groups has a CTA per row, with one a CTA per two.
+        # combine.grid with 2 or 4 groups has a CTA per row, with one a CTA per two.
         assert_in_kernel(spec, ["kThreads / kColumnVectors / kGroups == (kGroups == 1 ? 2 : 1)"])
     assert combine.grid(1000, 3, 1, False, False) == ((500, 1, 1), 1)
-    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 4)
-    assert combine.grid(100, 3, 9, True, True) == ((25, 3, 1), 1)
+    assert combine.grid(88, 3, 9, True, False) == ((88, 3, 1), 4)
+    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 2)
+    assert combine.grid(100, 3, 9, True, True) == ((50, 3, 1), 1)
 
 
 # What a launch hands over, read by the names that the kernel has for it
