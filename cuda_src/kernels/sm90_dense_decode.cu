@@ -737,6 +737,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             } else {
                 named_barrier_arrive(NB_V_FREE + kHalf, 128);
             }
+            __syncwarp();  // all lanes have read their row scales
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
             if (warp_idx == 0) {
                 if (kHalf == 1) mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);

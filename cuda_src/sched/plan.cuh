@@ -47,7 +47,10 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     plan.end_block = load_global(row + 3);
     plan.begin_split = load_global(row + 4);
     plan.mark = load_global(row + 7);
-    if (plan.begin_req < 0 || plan.begin_req >= b) plan.end_req = -1;  // idle: begin > end
+    if (plan.begin_req < 0 || plan.begin_req >= b) {  // idle: begin > end
+        plan.begin_req = 0;
+        plan.end_req = -1;
+    }
     if (plan.end_req >= b) plan.end_req = b - 1;
     return plan;
 }
