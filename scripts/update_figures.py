@@ -46,9 +46,10 @@ def figures(record: dict[str, Any] | None) -> str:
     ]
     for version, run in sorted(record["bench"].items(), reverse=True):
         host = run["host"]
+        ceilings = report.describe_ceilings(run["ceilings"])
         parts.append(
             f"### Kernels compiled by NVRTC {version}\n\n"
-            f"{report.describe_ceilings(run['ceilings']).capitalize()}; "
+            f"{ceilings[0].upper()}{ceilings[1:]}; "
             f"host time of one decode call {host['decode_call_us']:.1f} µs."
         )
         parts.append(report.markdown_results(run["rows"]))
