@@ -35,7 +35,7 @@
 // bar_p_full          4         QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: they have read them                       QK: write the next item's        1
+// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
 // bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of QK, PV1: first refill  0
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
