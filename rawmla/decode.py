@@ -116,7 +116,7 @@ def flash_mla_with_kvcache(
 
     Notes
     -----
-    Allocates `out`, `softmax_lse` and, when requests can be split, float32 scratch, all with the framework
+    Allocates `out`, `softmax_lse` and, when requests can be split, scratch, all with the framework
     of `q`, and enqueues at most three kernels (plan of an empty object, attention, combine) on its current
     stream. Never synchronises. Nothing is launched for b == 0 or s_q == 0. The same call twice gives the
     same bits. There is no autograd: results carry no graph.
@@ -258,7 +258,7 @@ def flash_mla_with_kvcache(
         out_stride_s = h_q * _D_V
         out_stride_b = s_q * out_stride_s
     scratch_bytes = dense_decode.scratch_bytes(
-        num_parts, b, s_q, h_q, max_blocks * page_block_size, enable_batch_invariant
+        dtype, num_parts, b, s_q, h_q, max_blocks * page_block_size, enable_batch_invariant
     )
     if scratch_bytes:
         lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", scratch_bytes, device)

@@ -86,7 +86,10 @@ class TestLaunch:
         assert [(x.shape, x.dtype) for x in allocated] == [
             ((B, S_Q, H_Q, 512), "bfloat16"),
             ((B, H_Q, S_Q), "float32"),
-            ((dense_decode.scratch_bytes(PARTS, B, S_Q, H_Q, MAX_BLOCKS * PAGE, False),), "uint8"),
+            (
+                (dense_decode.scratch_bytes("bfloat16", PARTS, B, S_Q, H_Q, MAX_BLOCKS * PAGE, False),),
+                "uint8",
+            ),
         ]
         assert out is allocated[0] and lse is allocated[1]
         (args,) = world.decodes

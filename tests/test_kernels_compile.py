@@ -75,7 +75,7 @@ def test_setmaxnreg_moves_what_the_launch_gives() -> None:
 def test_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> None:
     conditions = [f"kThreads == {spec.threads}"]
     if spec.name == "mla_combine":
-        conditions.append(f"(kGroups - 1) * kColumnVectors * sizeof(float4) == {spec.smem_bytes}")
+        conditions.append(f"(kGroups - 1) * sizeof(Partial) == {spec.smem_bytes}")
     else:
         conditions.append(f"sizeof(SharedMemoryPlan) <= {spec.smem_bytes}")
     assert_in_kernel(spec, conditions)
@@ -130,11 +130,18 @@ def test_constants_of_the_kernels_agree() -> None:
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
-        # combine.grid with 2 or 4 groups has a CTA per row, with one a CTA per two.
-        assert_in_kernel(spec, ["kThreads / kColumnVectors / kGroups == (kGroups == 1 ? 2 : 1)"])
+        dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
+        row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves)"
+        assert_in_kernel(
+            spec,
+            [
+                f"kRows == (kGroups == 1 ? {combine._ROWS_PER_CTA} : 1)",  # as in combine.grid
+                f"{row_bytes} == {combine.slot_row_bytes(dtype)}",
+            ],
+        )
     assert combine.grid(1000, 3, 1, False, False) == ((500, 1, 1), 1)
-    assert combine.grid(88, 3, 9, True, False) == ((88, 3, 1), 4)
-    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 2)
+    assert combine.grid(44, 3, 9, True, False) == ((44, 3, 1), 8)
+    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 4)
     assert combine.grid(100, 3, 9, True, True) == ((50, 3, 1), 1)
 
 
@@ -275,10 +282,12 @@ def dense_args(**changes: Any) -> dense_decode.DenseDecodeArgs:
 def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
     args = dense_args(**changes)
     scratch_bytes = dense_decode.scratch_bytes(
-        args.num_parts, args.b, args.s_q, args.h_q, 40_000, args.batch_invariant
+        args.dtype, args.num_parts, args.b, args.s_q, args.h_q, 40_000, args.batch_invariant
     )
     args = args._replace(scratch_bytes=scratch_bytes)
-    num_slots = scratch_bytes // (args.s_q * args.h_q * 513 * 4)
+    row_bytes = {"bfloat16": 2 * 512 + 12, "float16": 4 * 512 + 12}[args.dtype]
+    num_slots = scratch_bytes // (args.s_q * args.h_q * row_bytes)
+    lse_accum = args.scratch + num_slots * args.s_q * args.h_q * (row_bytes - 12)
     heads_per_kv = args.h_q // args.h_kv
     rows = args.s_q * heads_per_kv
     derived = {
@@ -288,7 +297,8 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "page_magic": -(-(2**32) // (args.page_block_size // 16)) % 2**32,
         "num_slots": num_slots,
         "o_accum": args.scratch,
-        "lse_accum_log2": args.scratch + num_slots * args.s_q * args.h_q * 512 * 4,
+        "lse_accum_log2": lse_accum,
+        "o_scale_log2": lse_accum + num_slots * args.s_q * args.h_q * 4,
         "by_request": args.batch_invariant or args.b <= args.num_parts,
     }
 

@@ -1,4 +1,4 @@
-// Approximate base-2 math and packing to 16-bit types, one instruction each.
+// Approximate base-2 math, packing to 16-bit types and back.
 #pragma once
 #include "common/types.cuh"
 
@@ -24,4 +24,18 @@ __device__ __forceinline__ u32 pack_16bit(float lo, float hi) {
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(hi), "f"(lo));
     }
     return packed;
+}
+
+// Two float16, the first in the low half.
+__device__ __forceinline__ float2 unpack_f16(u32 packed) {
+    float2 pair;
+    asm("{\n"
+        ".reg .b16 lo, hi;\n"
+        "mov.b32 {lo, hi}, %2;\n"
+        "cvt.f32.f16 %0, lo;\n"
+        "cvt.f32.f16 %1, hi;\n"
+        "}\n"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
 }

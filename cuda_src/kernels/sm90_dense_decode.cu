@@ -4,7 +4,7 @@
 //
 //   q [b, s_q, h_q, D_QK], k_cache [num_blocks, page_block_size, h_kv, D_QK] in bf16 or fp16, block_table [b, *] int32,
 //   cache_seqlens [b] int32; out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log, +inf for a row
-//   with nothing to attend. Pieces of a split request go to o_accum / lse_accum_log2 (base 2, -inf when empty).
+//   with nothing to attend. Pieces of a split request go to scratch (sched/pieces.cuh) for mla_combine.
 //
 // Grid: x = tiles of 64 query rows (the rows of one KV head are its (token, head) pairs, token-major), y = KV heads,
 // z = parts of the plan (sched/plan.cuh). Neighbouring CTAs share a part, so they read the same K lines from L2.
@@ -59,6 +59,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#include "sched/pieces.cuh"
 #include "sched/plan.cuh"
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
@@ -107,8 +108,9 @@ struct Params {
     u16* out;
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     float* lse;                                    // [b, h_q, s_q]
-    float* o_accum;                                // [num_slots, s_q * h_q, 512], normalised per piece
-    float* lse_accum_log2;                         // [num_slots, s_q * h_q]
+    void* o_accum;                                 // pieces: sched/pieces.cuh
+    float* lse_accum_log2;
+    float* o_scale_log2;
     int b, s_q, h_q, heads_per_kv;
     u32 heads_magic;  // ceil(2^32 / heads_per_kv), for heads_per_kv > 1
     int rows;         // s_q * heads_per_kv, query rows of one KV head
@@ -215,7 +217,7 @@ struct RowIndex {
 __device__ __forceinline__ float* lse_address(const Params& params, int req, const RowIndex& row) {
     return params.lse + (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
 }
-// Row of o_accum and lse_accum_log2.
+// Row of a piece.
 __device__ __forceinline__ i64 piece_row(const Params& params, int slot, const RowIndex& row) {
     return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
 }
@@ -339,7 +341,11 @@ struct Walker {
                 }
                 if (lane_idx == 0) *lse_address(params, empty.req, row) = kInfinity;
             } else if (lane_idx == 0) {
-                params.lse_accum_log2[piece_row(params, empty.slot, row)] = -kInfinity;
+                const i64 accum_row = piece_row(params, empty.slot, row);
+                params.lse_accum_log2[accum_row] = -kInfinity;
+                for (int half = 0; half < kScaleHalves; ++half) {
+                    params.o_scale_log2[accum_row * kScaleHalves + half] = -kInfinity;
+                }
             }
         }
     }
@@ -645,20 +651,62 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// Writes 256 columns of two rows: the output of a whole request, or a float32 piece. `o` is normalised here.
+// Writes 256 columns of two rows: the output of a whole request, or a piece.
 template <int kHalf>
 __device__ __forceinline__ void store_rows(const Params& params, const SharedMemoryPlan& smem,
                                            const WorkItem& item, float (&o)[128], int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+        const bool is_piece = item.slot >= 0;
+        PieceScale scale;
+        if (kFloat16Pieces<kDtype> && is_piece) {
+            float top = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 32; j += 4) {
+                const float* pair = &o[4 * j + 2 * r];
+                max_magnitude(top, pair[0], pair[1], pair[4], pair[5], pair[8], pair[9], pair[12], pair[13]);
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+            scale = PieceScale(top);
+        }
         const int quad_lane = lane_index() % 4;
         const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
         const RowIndex row(params, tile_row);
         const float sum = smem.row_sum[tile_row];
-        const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
         const float lse_log2 = smem.row_max[tile_row] + log2_approx(sum);
-        const bool writes_lse = kHalf == 0 && quad_lane == 0 && row.valid;
-        if (item.slot < 0) {
+        const bool writes_scalars = quad_lane == 0 && row.valid;
+        if (is_piece) {
+            const i64 accum_row = piece_row(params, item.slot, row);
+            if (writes_scalars) {
+                if (kHalf == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
+            }
+            const i64 first = accum_row * kDimV + kHalf * (kDimV / 2);
+            if constexpr (kFloat16Pieces<kDtype>) {
+                u16* accum = static_cast<u16*>(params.o_accum) + first + 8 * quad_lane;
+#pragma unroll
+                for (int j = 0; j < 32; j += 4) {
+                    const float* pair = &o[4 * j + 2 * r];
+                    store_four_groups_16bit<Dtype::kF16>(accum + 8 * j, row.valid, scale.factor, pair[0],
+                                                         pair[1], pair[4], pair[5], pair[8], pair[9],
+                                                         pair[12], pair[13]);
+                }
+            } else {
+                float* accum =
+                    static_cast<float*>(params.o_accum) + first + 8 * (quad_lane % 2) + 4 * (quad_lane / 2);
+#pragma unroll
+                for (int j = 0; j < 32; j += 4) {
+                    const float* pair = &o[4 * j + 2 * r];
+                    store_four_groups_float(accum + 8 * j, row.valid, pair[0], pair[1], pair[4], pair[5],
+                                            pair[8], pair[9], pair[12], pair[13]);
+                }
+            }
+        } else {
+            if (kHalf == 0 && writes_scalars) {
+                *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+            }
+            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
             u16* out = params.out + item.req * params.out_stride_b + row.token * params.out_stride_s +
                        row.head * params.out_stride_h + kHalf * (kDimV / 2) + 8 * quad_lane;
 #pragma unroll
@@ -667,18 +715,6 @@ __device__ __forceinline__ void store_rows(const Params& params, const SharedMem
                 store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4],
                                                 pair[5], pair[8], pair[9], pair[12], pair[13]);
             }
-            if (writes_lse) *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
-        } else {
-            const i64 accum_row = piece_row(params, item.slot, row);
-            float* accum = params.o_accum + accum_row * kDimV + kHalf * (kDimV / 2) + 8 * (quad_lane % 2) +
-                           4 * (quad_lane / 2);
-#pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                const float* pair = &o[4 * j + 2 * r];
-                store_four_groups_float(accum + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4], pair[5],
-                                        pair[8], pair[9], pair[12], pair[13]);
-            }
-            if (writes_lse) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
         }
     }
 }

@@ -20,50 +20,56 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
     v[3] = upper ? v[3] : r3;
 }
 
-// The two stores below scale, exchange and store in single asm blocks, or the compiler interleaves many of them and runs
+// The two stores below (scale,) exchange and store in single asm blocks, or the compiler interleaves many of them and runs
 // out of registers next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns,
 // as a fragment holds them. All lanes of the warp call; `valid` lanes store.
 
+// The largest magnitude of four groups and `top`.
+__device__ __forceinline__ void max_magnitude(float& top, float a0, float a1, float b0, float b1, float c0,
+                                              float c1, float d0, float d1) {
+    asm volatile(
+        "{\n"
+        ".reg .f32 x;\n"
+#define RAWMLA_MAX(X) "abs.f32 x, " X ";\nmax.f32 %0, %0, x;\n"
+        RAWMLA_MAX("%1") RAWMLA_MAX("%2") RAWMLA_MAX("%3") RAWMLA_MAX("%4") RAWMLA_MAX("%5") RAWMLA_MAX("%6")
+            RAWMLA_MAX("%7") RAWMLA_MAX("%8")
+#undef RAWMLA_MAX
+                "}\n"
+        : "+f"(top)
+        : "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1));
+}
+
 // Four groups, float32. Even lanes of a quad store four columns each of the first and third group, odd lanes of the second
 // and fourth. `dst`: column 4 (l / 2) of group l % 2 for lane l of the quad.
-__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float factor, float a0,
-                                                        float a1, float b0, float b1, float c0, float c1,
-                                                        float d0, float d1) {
+__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float a0, float a1, float b0,
+                                                        float b1, float c0, float c1, float d0, float d1) {
     asm volatile(
         "{\n"
         ".reg .pred odd, ok;\n"
         ".reg .f32 x0, y0, x1, y1, v0, v1, v2, v3;\n"
-        "setp.ne.u32 odd, %10, 0;\n"
-        "setp.ne.u32 ok, %11, 0;\n"
-        "selp.f32 x0, %2, %4, odd;\n"
-        "selp.f32 y0, %3, %5, odd;\n"
-        "selp.f32 x1, %6, %8, odd;\n"
-        "selp.f32 y1, %7, %9, odd;\n"
+        "setp.ne.u32 odd, %9, 0;\n"
+        "setp.ne.u32 ok, %10, 0;\n"
+        "selp.f32 x0, %1, %3, odd;\n"
+        "selp.f32 y0, %2, %4, odd;\n"
+        "selp.f32 x1, %5, %7, odd;\n"
+        "selp.f32 y1, %6, %8, odd;\n"
         "shfl.sync.bfly.b32 x0, x0, 1, 31, 0xffffffff;\n"
         "shfl.sync.bfly.b32 y0, y0, 1, 31, 0xffffffff;\n"
         "shfl.sync.bfly.b32 x1, x1, 1, 31, 0xffffffff;\n"
         "shfl.sync.bfly.b32 y1, y1, 1, 31, 0xffffffff;\n"
-        "selp.f32 v0, x0, %2, odd;\n"
-        "selp.f32 v1, y0, %3, odd;\n"
-        "selp.f32 v2, %4, x0, odd;\n"
-        "selp.f32 v3, %5, y0, odd;\n"
-        "mul.f32 v0, v0, %1;\n"
-        "mul.f32 v1, v1, %1;\n"
-        "mul.f32 v2, v2, %1;\n"
-        "mul.f32 v3, v3, %1;\n"
+        "selp.f32 v0, x0, %1, odd;\n"
+        "selp.f32 v1, y0, %2, odd;\n"
+        "selp.f32 v2, %3, x0, odd;\n"
+        "selp.f32 v3, %4, y0, odd;\n"
         "@ok st.global.v4.f32 [%0], {v0, v1, v2, v3};\n"
-        "selp.f32 v0, x1, %6, odd;\n"
-        "selp.f32 v1, y1, %7, odd;\n"
-        "selp.f32 v2, %8, x1, odd;\n"
-        "selp.f32 v3, %9, y1, odd;\n"
-        "mul.f32 v0, v0, %1;\n"
-        "mul.f32 v1, v1, %1;\n"
-        "mul.f32 v2, v2, %1;\n"
-        "mul.f32 v3, v3, %1;\n"
+        "selp.f32 v0, x1, %5, odd;\n"
+        "selp.f32 v1, y1, %6, odd;\n"
+        "selp.f32 v2, %7, x1, odd;\n"
+        "selp.f32 v3, %8, y1, odd;\n"
         "@ok st.global.v4.f32 [%0 + 64], {v0, v1, v2, v3};\n"
         "}\n" ::"l"(dst),
-        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1),
-        "r"(threadIdx.x & 1), "r"(static_cast<u32>(valid))
+        "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1),
+        "r"(static_cast<u32>(valid))
         : "memory");
 }
 

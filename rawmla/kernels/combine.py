@@ -8,20 +8,34 @@ from functools import cache
 from .. import jit
 from .common import D_V, DTYPES, ceil_div
 
-__all__ = ["PARAMS", "grid", "spec", "specs"]
+__all__ = ["PARAMS", "grid", "scratch_addresses", "slot_row_bytes", "spec", "specs"]
 
-PARAMS = struct.Struct("<5Q3qQ6i")  # Params of mla_combine.cu
-_RESIDENT_ROWS = {4: 264, 2: 528}  # by piece groups: CTAs of 512 or 256 threads that run at once on 132 SMs
+PARAMS = struct.Struct("<6Q3qQ6i")  # Params of mla_combine.cu
+_RESIDENT_ROWS = {8: 132, 4: 528}  # by piece groups: rows that CTAs of 512 or 256 threads merge at once
 _ROWS_PER_CTA = 2  # without piece groups
+_PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
+_SCALARS = 3  # lse_accum_log2 and two o_scale_log2
+
+
+@cache
+def slot_row_bytes(dtype: str) -> int:
+    """Bytes of scratch for a query row of a piece: cuda_src/sched/pieces.cuh."""
+    return D_V * _PIECE_BYTES[dtype] + 4 * _SCALARS
+
+
+def scratch_addresses(dtype: str, scratch: int, slot_rows: int) -> tuple[int, int, int]:
+    """Addresses of o_accum, lse_accum_log2 and o_scale_log2 in scratch for that many rows of pieces."""
+    lse_accum = scratch + slot_rows * D_V * _PIECE_BYTES[dtype]
+    return scratch, lse_accum, lse_accum + 4 * slot_rows
 
 
 @cache
 def spec(dtype: str, piece_groups: int) -> jit.KernelSpec:
-    """A variant: two warps merge a row's pieces, or 2 or 4 groups of four warps share them."""
+    """A variant: two warps merge a row's pieces, or 4 or 8 such pairs share them."""
     return jit.KernelSpec(
         "mla_combine",
         (("DTYPE", DTYPES[dtype]), ("PIECE_GROUPS", piece_groups)),
-        threads=128 * piece_groups,
+        threads=64 * (piece_groups if piece_groups > 1 else _ROWS_PER_CTA),
         smem_bytes=(piece_groups - 1) * D_V * 4,
     )
 

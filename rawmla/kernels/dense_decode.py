@@ -14,21 +14,19 @@ from .common import (
     BATCH_INVARIANT_MAX_PIECES,
     BATCH_INVARIANT_MIN_BLOCKS,
     BLOCK_TOKENS,
-    D_V,
     DTYPES,
     ceil_div,
 )
 
 __all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec", "specs"]
 
-_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQ 4iI2iI3if 16x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQQ 4iI2iI3if 8x")  # Params of sm90_dense_decode.cu
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64
 _SMEM_BYTES = 232_448  # all that a CTA can have
 D_QK = (576, 512)
 BOX_ROWS = (64, 32, 16)
 _CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
-_SLOT_ROW_BYTES = (D_V + 1) * 4  # float32 output row and its lse
 
 
 class DenseDecodeArgs(NamedTuple):
@@ -125,9 +123,11 @@ def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -
     return slots
 
 
-def scratch_bytes(num_parts: int, b: int, s_q: int, h_q: int, max_seqlen: int, batch_invariant: bool) -> int:
-    """Bytes of 16-byte aligned scratch: per slot, token and head a float32 output row and its lse."""
-    return _num_slots(num_parts, b, max_seqlen, batch_invariant) * s_q * h_q * _SLOT_ROW_BYTES
+def scratch_bytes(
+    dtype: str, num_parts: int, b: int, s_q: int, h_q: int, max_seqlen: int, batch_invariant: bool
+) -> int:
+    """Bytes of 16-byte aligned scratch: the pieces of split requests, see cuda_src/sched/pieces.cuh."""
+    return _num_slots(num_parts, b, max_seqlen, batch_invariant) * s_q * h_q * combine.slot_row_bytes(dtype)
 
 
 @lru_cache(maxsize=1024)
@@ -175,10 +175,10 @@ def launch(args: DenseDecodeArgs) -> None:
     cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
     main = jit.get_kernel(spec(dtype, d_qk, box, cluster), device, capturing=capturing)
     all_rows = s_q * h_q
-    num_slots = scratch_bytes // (all_rows * _SLOT_ROW_BYTES)
-    lse_accum = 0
+    num_slots = scratch_bytes // (all_rows * combine.slot_row_bytes(dtype))
+    pieces = (0, 0, 0)
     if num_slots:
-        lse_accum = scratch + num_slots * all_rows * D_V * 4
+        pieces = combine.scratch_addresses(dtype, scratch, num_slots * all_rows)
         by_request = batch_invariant or b <= num_parts
         combine_grid, piece_groups = combine.grid(all_rows, b, num_parts, by_request, batch_invariant)
         merge = jit.get_kernel(combine.spec(dtype, piece_groups), device, capturing=capturing)
@@ -190,13 +190,13 @@ def launch(args: DenseDecodeArgs) -> None:
     params = _PARAMS.pack(
         maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
         cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
-        lse, scratch, lse_accum, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic,
+        lse, *pieces, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic,
         num_slots, object_layout, causal, softmax_scale * _LOG2_E,
     )  # fmt: skip
     main.launch((m_blocks, h_kv, num_parts), params, stream, cluster=_CLUSTER_DIMS[cluster], pdl=True)
     if num_slots:
         params = combine.PARAMS.pack(
-            sched_meta, num_splits, scratch, lse_accum, out, out_stride_b, out_stride_s, out_stride_h,
+            sched_meta, num_splits, *pieces, out, out_stride_b, out_stride_s, out_stride_h,
             lse, b, s_q, h_q, num_slots, object_layout, by_request,
         )  # fmt: skip
         merge.launch(combine_grid, params, stream, pdl=True)

@@ -1,0 +1,33 @@
+// Scratch for the pieces of split requests, which a decode kernel writes and mla_combine merges. For a piece with scores
+// S (base 2) of a query row:
+//
+//   o_accum         [num_slots, rows, 512]  numerator, divided by 2^o_scale_log2: float16 for bf16 calls, float32 for fp16
+//   lse_accum_log2  [num_slots, rows]       log2 sum_t 2^S_t, -inf where there is no token
+//   o_scale_log2    [num_slots, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
+//
+// rows = s_q * h_q, row = token * h_q + head. Float16 halves what a piece costs to store and to merge. With a power of two
+// per half row it has 11 bits where bf16, to which the result is rounded, has 8; fp16 calls need more than that.
+#pragma once
+#include "common/types.cuh"
+
+constexpr int kScaleHalves = 2;
+
+template <Dtype kDtype>
+constexpr bool kFloat16Pieces = kDtype == Dtype::kBf16;
+
+// The power of two that brings a float32 row into float16's range; 1 for float32 pieces.
+struct PieceScale {
+    float factor = 1.0f;
+
+    PieceScale() = default;
+    // `top`: the largest magnitude in the row; factor * top is in [2^14, 2^15).
+    __device__ __forceinline__ explicit PieceScale(float top) {
+        constexpr u32 kTopExponent = 14, kBias = 127;
+        const u32 exponent = __float_as_uint(top) >> 23;
+        factor = __uint_as_float(min_int(kTopExponent + 2 * kBias - exponent, 2 * kBias) << 23);
+    }
+    // Of the number that undoes it.
+    __device__ __forceinline__ float log2() const {
+        return static_cast<float>(127 - static_cast<int>(__float_as_uint(factor) >> 23));
+    }
+};
