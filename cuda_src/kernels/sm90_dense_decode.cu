@@ -31,7 +31,7 @@
 // bar_k_full[s][h]    1 + bytes warp 0 of PVh arms it; half h of the block landed   QK: S += Q K^T of the half       0
 // bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
 // bar_rope_full       1 + bytes warp 0 of QK; the RoPE chunk has landed             QK: S += Q K^T of it             0
-// bar_qk_done         4         QK: lane 0 of each warp, its QK is complete         warp 0 of QK: refill RoPE        0
+// bar_rope_free         4         QK: lane 0 of each warp, its QK is complete         warp 0 of QK: refill RoPE        0
 // bar_p_full          4         QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
@@ -86,7 +86,6 @@ constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the b
 static_assert(kLookahead + 1 < kItemSlots && kLookahead < kSourceSlots,
               "rings must hold what is looked up ahead");
 constexpr float kLazyMaxLog2 = 8.0f;
-constexpr int kStoreChunk = 1;  // QK chunk after which the stores of P begin; measured against 2 and 3
 
 constexpr int kThreads = 384;
 constexpr int kRegistersQK = 176;
@@ -153,7 +152,8 @@ struct SharedMemoryPlan {
     u64 bar_k_full[kStages][2];
     u64 bar_peer_free[kStages];
     u64 bar_rope_full;
-    u64 bar_qk_done;
+    u64 bar_rope_free;
+    u64 bar_scale_full[2];
     u64 bar_p_full;
     u64 bar_p_free;
     u64 bar_sum_full;
@@ -383,6 +383,13 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     __syncwarp();
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
+// Loads the RoPE chunk of block n + 1 when Q K^T of block n, if there is one, has finished with the slot.
+__device__ __forceinline__ void refill_rope(const Params& params, SharedMemoryPlan& smem, u32 n,
+                                            int lane_idx) {
+    if (warp_uniform(smem.sources[n % kSourceSlots][0].row) == kNoBlock) return;
+    mbarrier_wait_parity(smem_address(&smem.bar_rope_free), n & 1);
+    load_rope(params, smem, n + 1, lane_idx);
+}
 
 // Stands in for query rows past the last. Zeros, because a tensor core that multiplies zeros takes less power, and power
 // is what limits the clock.
@@ -489,11 +496,14 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         auto wait_p_free = [&]() {
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
         };  // of n - 2
-        auto store_p = [&](int group) {  // of 16 tokens
-            u32 dst = smem_p;
-            asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
-            stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                        p[4 * group + 3]);
+        auto store_p = [&]() {
+#pragma unroll
+            for (int group = 0; group < 4; ++group) {  // of 16 tokens
+                u32 dst = smem_p;
+                asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
+                stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
+                            p[4 * group + 3]);
+            }
         };
         auto fence_p = [&]() {
             fence_proxy_async();
@@ -502,13 +512,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         auto announce_p = [&]() {
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_full));
         };
-        auto hand_over_p = [&]() {
-            wait_p_free();
-#pragma unroll
-            for (int group = 0; group < 4; ++group) store_p(group);
-            fence_p();
-            announce_p();
-        };
         // Tokens from the block's first on that every row of the tile sees.
         int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
         if (params.causal) visible += token_of_row(params, blockIdx.x * kBlockM) + 1 - params.s_q;
@@ -516,25 +519,22 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             // S = Q K^T; the stores of P hide between the chunks
             u64* full = smem.bar_k_full[stage];
-            if (p_pending && !__all_sync(0xffffffff, mbarrier_test_parity(smem_address(full), k_parity))) {
-                hand_over_p();
-                p_pending = false;
-            }
             const u64 desc_k = descriptor_k_major(smem_k + stage * (kVChunks * kChunkBytes));
             float s[32];
             wgmma_pin(s);
+            if constexpr (kHasRope) {
+                mbarrier_wait_parity(smem_address(&smem.bar_rope_full), n & 1);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    wgmma_m64n64k16_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor,
+                                               desc_rope + k * kStepKMajor, k > 0);
+                }
+                wgmma_commit_group();
+            }
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk) {
                 if (chunk % 4 == 0) mbarrier_wait_parity(smem_address(full + chunk / 4), k_parity);
-                if (kHasRope && chunk == kVChunks - 1) {
-                    mbarrier_wait_parity(smem_address(&smem.bar_rope_full), n & 1);
-                    wgmma_fence();
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor,
-                                                   desc_rope + k * kStepKMajor, true);
-                    }
-                }
                 if (chunk == kVChunks - 1) wgmma_commit_group();
                 wgmma_fence();
 #pragma unroll
@@ -542,15 +542,21 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
                     if (chunk < kQRegisterChunks) {
                         wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
-                                                   chunk + k > 0);
+                                                   kHasRope || chunk + k > 0);
                     } else {
                         wgmma_m64n64k16_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
                     }
                 }
                 if (p_pending) {
-                    if (chunk == kStoreChunk - 1) wait_p_free();
-                    if (chunk >= kStoreChunk && chunk < kStoreChunk + 4) store_p(chunk - kStoreChunk);
-                    if (chunk == kStoreChunk + 4) fence_p();
+                    if (chunk == 0) wait_p_free();
+                    if (chunk == 1) store_p();
+                    if (chunk == 2) fence_p();
+                }
+                if (kHasRope && chunk == 3) {
+                    wgmma_commit_group();
+                    wgmma_wait_group<1>();
+                    __syncwarp();
+                    if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_rope_free));
                 }
             }
             wgmma_commit_group();
@@ -558,10 +564,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             if (p_pending) announce_p();
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            if (kHasRope) {
-                __syncwarp();
-                if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_qk_done));
-            }
 
             if (left == 1) {
                 // The next item's Q, under the rest of this one
@@ -622,18 +624,18 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
-            if (kHasRope && warp_idx == 0) {
-                mbarrier_wait_parity(smem_address(&smem.bar_qk_done), n & 1);
-                mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);
-                load_rope(params, smem, n + 1, lane_idx);
-            }
+            __syncwarp();
+            if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_scale_full[n % 2]));
             p_pending = true;
             if (++stage == kStages) {
                 stage = 0;
                 k_parity ^= 1;
             }
         }
-        hand_over_p();
+        wait_p_free();
+        store_p();
+        fence_p();
+        announce_p();
 
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
 #pragma unroll
@@ -724,6 +726,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_p = descriptor_k_major(smem_address(smem.p));
     const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
     const bool walks = kHalf == 0 && warp_idx == 0;
+    const bool refills_rope = kHasRope && kHalf == 1 && warp_idx == 0;
 
     Walker walker;
     if (walks) walker.start(params, smem, lane_index());
@@ -741,6 +744,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_looked_up));
     }
+    if (kHalf == 1 && warp_idx == 0) mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);
+    if (refills_rope) refill_rope(params, smem, 0, lane_index());
     float o[128];
     ItemReader reader;
     u32 n = 0;  // running number of the block
@@ -750,7 +755,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             if (walks) walker.finish_source(params, smem, n + kLookahead, lane_index());
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
+            if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
+            mbarrier_wait_parity(smem_address(&smem.bar_scale_full[n % 2]), n / 2 & 1);
             const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
             const float scale0 = row_scale[0];
             const float scale1 = row_scale[8];
@@ -760,6 +766,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             }
             const u64 desc_v = descriptor_mn_major(smem_v + n % kStages * (kVChunks * kChunkBytes));
             wgmma_pin(o);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
@@ -776,9 +783,9 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             __syncwarp();  // all lanes have read their row scales
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
             if (warp_idx == 0) {
-                if (kHalf == 1) mbarrier_wait_parity(smem_address(&smem.bar_looked_up), 0);
                 load_half<kHalf>(params, smem, n + kStages, lane_index());
             }
+            if (refills_rope && left == 1) refill_rope(params, smem, n + 1, lane_index());
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
         store_rows<kHalf>(params, smem, reader.item(smem), o, warp_idx);
@@ -798,7 +805,9 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
         mbarrier_init(smem_address(&smem.bar_peer_free[thread - 32]), 1);
     } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
-        mbarrier_init(smem_address(&smem.bar_qk_done), 4);
+        mbarrier_init(smem_address(&smem.bar_rope_free), 4);
+        mbarrier_init(smem_address(&smem.bar_scale_full[0]), 4);
+        mbarrier_init(smem_address(&smem.bar_scale_full[1]), 4);
         mbarrier_init(smem_address(&smem.bar_p_full), 4);
         mbarrier_init(smem_address(&smem.bar_p_free), 8);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
