@@ -130,19 +130,25 @@ def test_constants_of_the_kernels_agree() -> None:
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
-        dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
+        values = dict(spec.defines)
+        dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
         row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves)"
         assert_in_kernel(
             spec,
             [
-                f"kRows == (kGroups == 1 ? {combine._ROWS_PER_CTA} : 1)",  # as in combine.grid
+                f"kRows == {combine.Mapping(values['PIECE_GROUPS'], 0).rows_per_cta}",
                 f"{row_bytes} == {combine.slot_row_bytes(dtype)}",
             ],
         )
-    assert combine.grid(1000, 3, 1, False, False) == ((500, 1, 1), 1)
-    assert combine.grid(44, 3, 9, True, False) == ((44, 3, 1), 8)
-    assert combine.grid(100, 3, 9, True, False) == ((100, 3, 1), 4)
-    assert combine.grid(100, 3, 9, True, True) == ((50, 3, 1), 1)
+    for rows, batch_invariant, grid_x, mapping in (
+        (1000, False, 500, (1, 4)),
+        (176, False, 176, (4, 6)),
+        (88, False, 88, (8, 4)),
+        (21, False, 21, (16, 4)),
+        (21, True, 11, (1, 4)),
+    ):
+        assert combine.launch_shape(rows, 3, 9, True, batch_invariant) == ((grid_x, 3, 1), mapping)
+    assert combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (16, 4))
 
 
 # What a launch hands over, read by the names that the kernel has for it

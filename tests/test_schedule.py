@@ -91,7 +91,7 @@ def work_items(
 def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -> list[int]:
     """The request that each CTA column of mla_combine looks at; rows in the object layout."""
     by_request = batch_invariant or b <= len(rows)
-    (_, columns, _), _ = combine.grid(1, b, len(rows), by_request, batch_invariant)
+    (_, columns, _), _ = combine.launch_shape(1, b, len(rows), by_request, batch_invariant)
     if by_request:
         return list(range(columns))
     candidates = []

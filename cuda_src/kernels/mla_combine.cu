@@ -6,9 +6,11 @@
 //
 // Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
 // the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
-// split leaves at once. Two warps merge a row, one the columns that share an o_scale_log2. With PIECE_GROUPS n > 1 there are
-// n such pairs, each for every n-th piece, and they meet in shared memory in fixed order: for few rows of many pieces.
-// Without, a CTA merges two rows.
+// split leaves at once.
+//
+// A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
+// PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece, and their sums
+// meet in shared memory in fixed order.
 // Time is latency: plan, then num_splits, then scalars and data together; the data do not wait for their weights.
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -22,11 +24,10 @@ constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
 constexpr int kRows = kGroups == 1 ? 2 : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows;
-constexpr int kMinCtas = kGroups == 1 ? 8 : 1;                  // that fit an SM, which bounds the registers
 constexpr int kColumns = kDimV / 64;                            // per thread
 constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
-constexpr int kPiecesAtOnce = 8 / kVectors;  // eight loads in flight
+constexpr int kPiecesAtOnce = PIECES_AT_ONCE / kVectors;
 
 struct Params {
     const int* sched_meta;
@@ -43,7 +44,11 @@ struct Params {
     int by_request;  // grid y is requests, else parts
 };
 
-using Partial = float[kColumns][64];  // of a group, in shared memory: kGroups - 1 of them
+// What a group hands over, per thread: its sums, and the scalars that go with them.
+struct Partial {
+    float sum[kColumns][64];
+    float max_log2[64], weight_sum[64];
+};
 
 // The request this CTA merges, or -1.
 __device__ __forceinline__ int candidate_request(const Params& params) {
@@ -53,38 +58,6 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
     const bool begun_before = plan.begin_req == plan.end_req && plan.begin_split > 0;
     return begun_before ? -1 : plan.end_req;
 }
-
-__device__ __forceinline__ float warp_max(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, offset));
-    return value;
-}
-__device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffff, value, offset);
-    return value;
-}
-
-// One row's pieces, as one lane sees them.
-struct Pieces {
-    const float* lse;       // of piece 0
-    const float* scale;     // of piece 0, of this warp's columns
-    const float4* vectors;  // of piece 0, this lane's first
-    int rows;               // from piece to piece
-    int count;
-
-    __device__ __forceinline__ i64 offset(int piece) const { return static_cast<i64>(piece) * rows; }
-    __device__ __forceinline__ float load_lse(int piece) const {
-        return piece < count ? load_global(lse + offset(piece)) : -kInfinity;
-    }
-    __device__ __forceinline__ float load_scale(int piece) const {
-        return piece < count ? load_global(scale + offset(piece) * kScaleHalves) : -kInfinity;
-    }
-    __device__ __forceinline__ float4 load_vector(int piece, int v) const {
-        return load_global(vectors + offset(piece) * (kDimV / kVectorColumns) + v * 32);
-    }
-};
 
 // sum += weight * the numbers in a vector.
 __device__ __forceinline__ void accumulate(float* sum, float weight, const float4& vector) {
@@ -101,10 +74,29 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas)
+// The merge of some pieces of a row: numerator and denominator, divided by 2^max_log2.
+struct Merged {
+    float max_log2 = -kInfinity;
+    float weight_sum = 0.0f;
+    float sum[kColumns] = {};
+
+    // Makes room for a maximum; returns what powers of two are relative to from now on.
+    __device__ __forceinline__ float raise_max(float lse_log2) {
+        const float max_new = fmaxf(max_log2, lse_log2);
+        const float offset = max_new == -kInfinity ? 0.0f : max_new;
+        const float rescale = exp2_approx(max_log2 - offset);
+        max_log2 = max_new;
+        weight_sum *= rescale;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) sum[i] *= rescale;
+        return offset;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     mla_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
-    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);
+    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups - 1
     const int lane_idx = threadIdx.x % 32;
     const int half = threadIdx.x / 32 % 2;
     const int group = threadIdx.x / 64 % kGroups;
@@ -124,78 +116,66 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas)
     if (splits <= 1 || row >= rows) return;
     const int slot = first_slot(splits_before, req, batch_invariant);
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
-    const i64 first_row = static_cast<i64>(slot) * rows + row;
-    Pieces pieces;
-    pieces.count = fits ? splits : 0;
-    pieces.rows = rows;
-    pieces.lse = params.lse_accum_log2 + first_row;
-    pieces.scale = params.o_scale_log2 + first_row * kScaleHalves + half;
-    pieces.vectors = static_cast<const float4*>(params.o_accum) +
-                     (first_row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx;
+    const int count = fits ? splits : 0;
 
-    // Each lane holds the scalars of piece lane_idx of the 32 in hand.
-    float lse_here = pieces.load_lse(lane_idx);
-    float scale_here = pieces.load_scale(lane_idx);
-    float max_log2 = -kInfinity;
-    float weight_sum = fits ? 0.0f : kNaN;  // a plan that its scratch was not made for: NaN, not nonsense
-    float sum[kColumns] = {};
-
-    // Takes 32 more pieces into the maximum and the denominator; returns this lane's factor on o_accum.
-    auto weigh = [&]() {
-        const float max_new = fmaxf(max_log2, warp_max(lse_here));
-        const float offset = max_new == -kInfinity ? 0.0f : max_new;
-        const float rescale = exp2_approx(max_log2 - offset);
-        weight_sum = weight_sum * rescale + warp_sum(exp2_approx(lse_here - offset));
-        max_log2 = max_new;
+    Merged merged;
+    for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
+        float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
+        float4 value[kPiecesAtOnce][kVectors];
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) sum[i] *= rescale;
-        return exp2_approx(scale_here - offset);
-    };
-    for (int base = 0; base < pieces.count; base += 32) {
-        // 32 pieces at a time; further ones rescale what there is
-        const int here = min_int(pieces.count - base, 32);
-        float weight_here = 0.0f;
-        for (int i = group; i < here; i += kGroups * kPiecesAtOnce) {
-            float4 value[kPiecesAtOnce][kVectors];
+        for (int j = 0; j < kPiecesAtOnce; ++j) {
+            lse_log2[j] = -kInfinity;
+            if (piece + j * kGroups < count) {
+                const i64 accum_row = static_cast<i64>(slot + piece + j * kGroups) * rows + row;
+                lse_log2[j] = load_global(params.lse_accum_log2 + accum_row);
+                scale_log2[j] = load_global(params.o_scale_log2 + accum_row * kScaleHalves + half);
+                const float4* vectors = static_cast<const float4*>(params.o_accum) +
+                                        (accum_row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx;
 #pragma unroll
-            for (int j = 0; j < kPiecesAtOnce; ++j) {
-                const int piece = min_int(i + j * kGroups, here - 1);
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) value[j][v] = pieces.load_vector(base + piece, v);
-            }
-            if (i == group) weight_here = weigh();
-#pragma unroll
-            for (int j = 0; j < kPiecesAtOnce; ++j) {
-                const int piece = i + j * kGroups;
-                const float weight = __shfl_sync(0xffffffff, weight_here, piece % 32);
-                if (piece < here && weight != 0.0f) {  // a piece without any key holds nothing
-#pragma unroll
-                    for (int v = 0; v < kVectors; ++v) {
-                        accumulate(sum + v * kVectorColumns, weight, value[j][v]);
-                    }
-                }
+                for (int v = 0; v < kVectors; ++v) value[j][v] = load_global(vectors + v * 32);
             }
         }
-        if (group >= here) weigh();  // no piece for this group, but the others' factors count
-        lse_here = pieces.load_lse(base + 32 + lane_idx);
-        scale_here = pieces.load_scale(base + 32 + lane_idx);
+        float top = -kInfinity;
+#pragma unroll
+        for (int j = 0; j < kPiecesAtOnce; ++j) top = fmaxf(top, lse_log2[j]);
+        const float offset = merged.raise_max(top);
+#pragma unroll
+        for (int j = 0; j < kPiecesAtOnce; ++j) {
+            if (lse_log2[j] == -kInfinity) continue;  // no such piece, or one without any key
+            merged.weight_sum += exp2_approx(lse_log2[j] - offset);
+            const float weight = exp2_approx(scale_log2[j] - offset);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+                accumulate(merged.sum + v * kVectorColumns, weight, value[j][v]);
+            }
+        }
     }
     if constexpr (kGroups > 1) {
         const int column = threadIdx.x % 64;
         if (group > 0) {
+            Partial& own = partial[group - 1];
+            own.max_log2[column] = merged.max_log2;
+            own.weight_sum[column] = merged.weight_sum;
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) partial[group - 1][i][column] = sum[i];
+            for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
         }
         __syncthreads();
         if (group > 0) return;
+#pragma unroll 1
         for (int other = 0; other < kGroups - 1; ++other) {
+            const Partial& more = partial[other];
+            const float offset = merged.raise_max(more.max_log2[column]);
+            const float weight = exp2_approx(more.max_log2[column] - offset);
+            merged.weight_sum += weight * more.weight_sum[column];
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) sum[i] += partial[other][i][column];
+            for (int i = 0; i < kColumns; ++i) merged.sum[i] += weight * more.sum[i][column];
         }
     }
+    // A plan that its scratch was not made for: NaN, not nonsense.
+    const float weight_sum = fits ? merged.weight_sum : kNaN;
+    const float inverse = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
     const int token = row / params.h_q;
     const int head = row - token * params.h_q;
-    const float inverse = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
     u16* out = params.out + req * params.out_stride_b + token * params.out_stride_s +
                head * params.out_stride_h + half * (kDimV / 2) + lane_idx * kVectorColumns;
 #pragma unroll
@@ -203,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas)
         u32 words[kVectorColumns / 2];
 #pragma unroll
         for (int i = 0; i < kVectorColumns / 2; ++i) {
-            const float* pair = sum + v * kVectorColumns + 2 * i;
+            const float* pair = merged.sum + v * kVectorColumns + 2 * i;
             words[i] = pack_16bit<kDtype>(pair[0] * inverse, pair[1] * inverse);
         }
         u16* dst = out + v * 32 * kVectorColumns;
@@ -215,6 +195,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinCtas)
     }
     if (half == 0 && lane_idx == 0) {
         params.lse[(static_cast<i64>(req) * params.h_q + head) * params.s_q + token] =
-            weight_sum == 0.0f ? kInfinity : (max_log2 + log2_approx(weight_sum)) * kLn2;
+            weight_sum == 0.0f ? kInfinity : (merged.max_log2 + log2_approx(weight_sum)) * kLn2;
     }
 }

@@ -287,15 +287,12 @@ struct Walker {
         }
         __syncwarp();
     }
-    // Waits for the page of block `n`, whose lookup has had a turn to arrive, and starts the next lookup.
-    __device__ __forceinline__ void finish_source(const Params& params, SharedMemoryPlan& smem, u32 n,
-                                                  int lane_idx) {
+    // Waits for the pages looked up so far.
+    __device__ __forceinline__ void wait_page() {
         cp_async_wait_all();
         __syncwarp();
-        look_up(params, smem, n + 1, lane_idx);
     }
-
-  private:
+    // Notes where block `n` lies; its page is on the way. Blocks are looked up in order.
     __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n,
                                             int lane_idx) {
         const WorkItem& item = smem.items[smem.walker.item % kItemSlots];
@@ -327,6 +324,7 @@ struct Walker {
         if (lane_idx < kBoxes) source.row = row;
         __syncwarp();
     }
+  private:
     // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
     __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty,
                                                 int lane_idx) const {
@@ -486,7 +484,15 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     u32 n = 0;  // running number of the block
     u32 stage = 0, k_parity = 0;
     u32 q[kQRegisterChunks * 4][4];
-    if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req, q, warp_idx);
+    // The part's first request nearly always has tokens and then is the first item: its Q is on the way before that is known.
+    int req = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b).begin_req;
+#pragma unroll 1
+    while (true) {
+        start_load_q(params, smem, req, q, warp_idx);
+        if (!reader.next(smem) || reader.item(smem).req == req) break;
+        req = reader.item(smem).req;
+        cp_async_wait_all();  // before the same shared memory is copied to again
+    }
     for (; reader.next(smem); reader.release(smem)) {
         finish_load_q(q);
 
@@ -734,13 +740,15 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     if (walks) {
 #pragma unroll 1
         for (int n = 0; n < kLookahead; ++n) {
+            walker.wait_page();
+            if (n < kStages) {
+                load_half<0>(params, smem, n, lane_index());
+                load_half<1>(params, smem, n, lane_index());
+                if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
+            }
             // One item at a time, so that the first K is on its way early; block n + 1 is in item n + 1 at the latest.
             walker.publish_items(params, smem, n + 2, lane_index());
-            walker.finish_source(params, smem, n, lane_index());
-            if (n >= kStages) continue;
-            load_half<0>(params, smem, n, lane_index());
-            load_half<1>(params, smem, n, lane_index());
-            if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
+            walker.look_up(params, smem, n + 1, lane_index());
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_looked_up));
     }
@@ -754,7 +762,10 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            if (walks) walker.finish_source(params, smem, n + kLookahead, lane_index());
+            if (walks) {
+                walker.wait_page();
+                walker.look_up(params, smem, n + kLookahead + 1, lane_index());
+            }
             if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
             mbarrier_wait_parity(smem_address(&smem.bar_scale_full[n % 2]), n / 2 & 1);
             const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
@@ -793,16 +804,23 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// One barrier per thread of the first three warps, so that nobody waits for a long list.
+// One thread in each of the first warps, with addresses known to the compiler: per-lane addresses would be taken one by one,
+// with a fence before each.
 __device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
-    if (thread < kItemSlots) {
-        mbarrier_init(smem_address(&smem.bar_item_full[thread]), 1);
-        mbarrier_init(smem_address(&smem.bar_item_free[thread]), kThreads / 32);
-    } else if (thread >= 32 && thread < 32 + kStages) {
-        mbarrier_init(smem_address(&smem.bar_k_full[thread - 32][0]), 1);
-        mbarrier_init(smem_address(&smem.bar_k_full[thread - 32][1]), 1);
-        mbarrier_init(smem_address(&smem.bar_peer_free[thread - 32]), 1);
+    if (thread == 0) {
+#pragma unroll
+        for (int slot = 0; slot < kItemSlots; ++slot) {
+            mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
+            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
+        }
+    } else if (thread == 32) {
+#pragma unroll
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 1);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 1);
+            mbarrier_init(smem_address(&smem.bar_peer_free[stage]), 1);
+        }
     } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
         mbarrier_init(smem_address(&smem.bar_rope_free), 4);

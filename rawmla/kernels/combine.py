@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from typing import NamedTuple
 
 from .. import jit
 from .common import D_V, DTYPES, ceil_div
 
-__all__ = ["PARAMS", "grid", "scratch_addresses", "slot_row_bytes", "spec", "specs"]
+__all__ = ["MAPPINGS", "PARAMS", "Mapping", "launch_shape", "scratch_addresses", "slot_row_bytes", "spec", "specs"]
 
 PARAMS = struct.Struct("<6Q3qQ6i")  # Params of mla_combine.cu
-_RESIDENT_ROWS = {8: 132, 4: 528}  # by piece groups: rows that CTAs of 512 or 256 threads merge at once
-_ROWS_PER_CTA = 2  # without piece groups
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2
+_PARTIAL_BYTES = 64 * (D_V // 64 + 2) * 4  # Partial of mla_combine.cu
+
+
+class Mapping(NamedTuple):
+    """How the kernel shares rows and pieces among warps: its defines of these names."""
+
+    piece_groups: int
+    pieces_at_once: int
+
+    @property
+    def rows_per_cta(self) -> int:
+        """Query rows that one CTA merges."""
+        return 2 if self.piece_groups == 1 else 1
+
+
+_MANY_ROWS = Mapping(1, 4)
+_FEW_ROWS = {Mapping(16, 4): 64, Mapping(8, 4): 264, Mapping(4, 6): 528}  # up to so many rows of split requests
+MAPPINGS = (*_FEW_ROWS, _MANY_ROWS)
 
 
 @cache
@@ -30,31 +47,37 @@ def scratch_addresses(dtype: str, scratch: int, slot_rows: int) -> tuple[int, in
 
 
 @cache
-def spec(dtype: str, piece_groups: int) -> jit.KernelSpec:
-    """A variant: two warps merge a row's pieces, or 4 or 8 such pairs share them."""
+def spec(dtype: str, mapping: Mapping) -> jit.KernelSpec:
+    """The variant of a dtype and a mapping."""
     return jit.KernelSpec(
         "mla_combine",
-        (("DTYPE", DTYPES[dtype]), ("PIECE_GROUPS", piece_groups)),
-        threads=64 * (piece_groups if piece_groups > 1 else _ROWS_PER_CTA),
-        smem_bytes=(piece_groups - 1) * D_V * 4,
+        (
+            ("DTYPE", DTYPES[dtype]),
+            ("PIECES_AT_ONCE", mapping.pieces_at_once),
+            ("PIECE_GROUPS", mapping.piece_groups),
+        ),
+        threads=64 * max(mapping.piece_groups, 2),
+        smem_bytes=(mapping.piece_groups - 1) * _PARTIAL_BYTES,
     )
 
 
 def specs(dtype: str) -> list[jit.KernelSpec]:
     """The variants for one dtype."""
-    return [spec(dtype, groups) for groups in (1, *_RESIDENT_ROWS)]
+    return [spec(dtype, mapping) for mapping in MAPPINGS]
 
 
-def grid(
+def launch_shape(
     rows: int, b: int, num_parts: int, by_request: bool, batch_invariant: bool
-) -> tuple[tuple[int, int, int], int]:
-    """(grid, piece groups): as many warps per row as still run all rows at once.
+) -> tuple[tuple[int, int, int], Mapping]:
+    """(grid, mapping): as many warps per row as still run all rows at once.
 
-    A batch-invariant sum must not be grouped by the batch: always one group.
+    A batch-invariant sum must not be grouped by the batch: always one mapping.
     """
-    candidates = b if by_request else num_parts
+    mapping = _MANY_ROWS
     if not batch_invariant:
-        for piece_groups, resident in _RESIDENT_ROWS.items():
-            if min(b, num_parts) * rows <= resident:
-                return (rows, candidates, 1), piece_groups
-    return (ceil_div(rows, _ROWS_PER_CTA), candidates, 1), 1
+        for candidate, most in _FEW_ROWS.items():
+            if min(b, num_parts) * rows <= most:
+                mapping = candidate
+                break
+    candidates = b if by_request else num_parts
+    return (ceil_div(rows, mapping.rows_per_cta), candidates, 1), mapping

@@ -180,8 +180,8 @@ def launch(args: DenseDecodeArgs) -> None:
     if num_slots:
         pieces = combine.scratch_addresses(dtype, scratch, num_slots * all_rows)
         by_request = batch_invariant or b <= num_parts
-        combine_grid, piece_groups = combine.grid(all_rows, b, num_parts, by_request, batch_invariant)
-        merge = jit.get_kernel(combine.spec(dtype, piece_groups), device, capturing=capturing)
+        combine_grid, mapping = combine.launch_shape(all_rows, b, num_parts, by_request, batch_invariant)
+        merge = jit.get_kernel(combine.spec(dtype, mapping), device, capturing=capturing)
     maps = _k_maps(
         k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
     )
