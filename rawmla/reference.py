@@ -43,9 +43,10 @@ BLOCK_TOKENS = 64
 PLAN_COLUMNS = 8
 """Integers per row of a plan."""
 
-MAX_FIXED_COST = 5
+MAX_FIXED_COST = 3
 FIXED_COST_DIVISOR = 3
-"""A request costs a plan that many blocks besides its own, but no more than a fraction of a part's share."""
+"""Each request after the first costs a plan that many blocks besides its own, but no more than a fraction of
+a part's share."""
 
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 12
@@ -223,9 +224,9 @@ class Plan(NamedTuple):
 def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
     """The plan of `rawmla.get_mla_metadata` for a batch, cut into a given number of parts.
 
-    All requests lie on one line, each as its units behind a fixed cost. A unit is what no cut may divide: a
-    block, or in a batch-invariant plan a piece, so that a request's own length decides where it is cut. The
-    line is cut into `num_parts` stretches of equal length, of which the last ones may be empty, also because
+    All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
+    may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
+    is cut. The line is cut into `num_parts` stretches of equal length, of which the last ones may be empty, also because
     a stretch is not made too short; a part computes the units that lie in its stretch.
 
     Args:
@@ -248,14 +249,14 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
     fixed = 0
     if not batch_invariant:
         fixed = min(MAX_FIXED_COST, int(units.sum()) // num_parts // FIXED_COST_DIVISOR)
-    line_end = int(units.sum()) + b * fixed
+    line_end = int(units.sum()) + max(b - 1, 0) * fixed
     part_length = max(-(-line_end // num_parts), 1)
     if not batch_invariant and b:
         mean = int(units.sum()) // b
         shortest = isqrt((mean - 1) // SHORT_PART_FACTOR) + 1  # sqrt(mean / factor), rounded up
         part_length = max(part_length, min(shortest, MAX_SHORT_PART))
 
-    stop = np.cumsum(fixed + units)  # of each request on the line
+    stop = np.cumsum(fixed + units) - fixed  # of each request on the line
     start = stop - units  # of its units
     first_part = start // part_length
     last_part = (stop - 1) // part_length

@@ -103,15 +103,17 @@ def test_constants_of_the_plan_agree() -> None:
 
 
 def test_constants_of_the_kernels_agree() -> None:
-    assert_in_kernel(
-        metadata.spec(),
-        [
-            f"kMaxBatch == {metadata.MAX_BATCH}",
-            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-            f"kMaxShortPart == {reference.MAX_SHORT_PART}",
-            f"sizeof(SharedMemoryPlan) == {4 * (2 * metadata.MAX_BATCH + 1 + 32)}",
-        ],
-    )
+    for spec in of("mla_metadata"):
+        assert_in_kernel(
+            spec,
+            [
+                f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+                f"kMaxShortPart == {reference.MAX_SHORT_PART}",
+                "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+            ],
+        )
+    for b in (1, 512, 513, metadata.MAX_BATCH):
+        assert_in_kernel(metadata.spec(b), [f"kMaxBatch >= {b}"])
     text = source("kernels/mla_metadata.cu")
     fixed = re.findall(r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
@@ -257,7 +259,7 @@ def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_inva
         batch_invariant=batch_invariant,
     )
     metadata.launch(device=0, stream=0x51, capturing=not_capturing, **given)  # type: ignore[arg-type]
-    assert launches == [Launch(metadata.spec(), (1, 1, 1), given, None, True)]
+    assert launches == [Launch(metadata.spec(given["b"]), (1, 1, 1), given, None, True)]
 
 
 def dense_args(**changes: Any) -> dense_decode.DenseDecodeArgs:

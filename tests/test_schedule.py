@@ -141,7 +141,7 @@ def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: b
 
 
 def fixed_cost(units: int, num_parts: int) -> int:
-    """What each request costs besides its units."""
+    """What each request but the first costs besides its units."""
     return min(reference.MAX_FIXED_COST, units // num_parts // reference.FIXED_COST_DIVISOR)
 
 
@@ -160,7 +160,8 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
     piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
     units = -(-blocks // piece)
     fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
-    share = -(-(int(units.sum()) + b * fixed) // num_parts)
+    line_end = int(units.sum()) + (b - 1) * fixed
+    share = -(-line_end // num_parts)
     if not batch_invariant:
         share = max(share, shortest_part(int(units.sum()) // b))
     loads = []
@@ -177,7 +178,7 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
     assert max(load for load, _ in loads) <= share
     # A cut may fall into the fixed cost of the request before or after it, which is then nobody's.
     assert all(load + fixed * (requests - 1) <= share for load, requests in loads if requests)
-    busy = -(-(int(units.sum()) + b * fixed) // share)
+    busy = -(-line_end // share)
     for load, requests in loads[: busy - 1]:
         assert load + fixed * (requests + 1) >= share
     assert all(load == 0 for load, _ in loads[busy:])
@@ -216,11 +217,11 @@ def test_plan_worked_out_by_hand() -> None:
 
 
 def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 blocks, so 2 each; parts of (64 + 4) / 2 = 34."""
+    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 blocks, so 2; parts of (64 + 2) / 2 = 33."""
     monkeypatch.setattr(reference, "MAX_FIXED_COST", 2)
     monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", 8)
     plan = reference.plan([40 * 64, 24 * 64], 2)
-    assert plan.object_rows.tolist() == [[0, 0, 0, 32, 0, 1, 1, 0], [0, 1, 32, 24, 1, 1, 0, 0]]
+    assert plan.object_rows.tolist() == [[0, 0, 0, 33, 0, 1, 1, 0], [0, 1, 33, 24, 1, 1, 0, 0]]
     assert plan.num_splits.tolist() == [0, 2, 3]
 
 

@@ -3,10 +3,11 @@
 //   cache_seqlens [b] int32  ->  sched_meta [num_parts, 8] int32 (row layouts: sched/plan.cuh), num_splits [b + 1] int32
 //
 // One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), n_i = max(ceil(len_i / 64), 1)
-// blocks behind F blocks' worth of fixed cost, start = exclusive prefix sum. The line is cut into parts of equal length T:
+// blocks behind F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin
+// at 0. The line is cut into parts of equal length T:
 //   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
 //   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
-// Nothing is serial over requests or parts: ceil(b / 1024) elements per thread, two block scans, O(log b) per part.
+// Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
 //
 // Batch-invariant plans: the unit on the line is a piece of batch_invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
@@ -15,10 +16,10 @@
 #include "ptx/sync.cuh"
 #include "sched/plan.cuh"
 
-constexpr int kThreads = 1024;
+constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
-constexpr int kMaxFixedCost = 5;   // blocks: prologue and epilogue of a request, roughly
+constexpr int kMaxFixedCost = 3;   // blocks: what a change of request costs a part, roughly
 constexpr int kMaxShortPart = 16;  // blocks; longer parts need no thought about the cost of merging
 
 struct Params {
@@ -34,12 +35,13 @@ struct Params {
 struct SharedMemoryPlan {
     int start[kMaxBatch + 1];  // prefix sum of the requests' lengths on the line
     int blocks[kMaxBatch];
-    int warp_sums[kWarps];
+    int warp_sums[2][kWarps];
 };
+static_assert(kWarps <= 32, "one warp scans the warps' sums");
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
-// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call.
-__device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, int& total) {
+// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call, each time with other `warp_sums`.
+__device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[kWarps], int& total) {
     const int lane_idx = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
     int inclusive = value;
@@ -51,16 +53,15 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int* warp_sums, in
     if (lane_idx == 31) warp_sums[warp_idx] = inclusive;
     __syncthreads();
     // Every warp scans the 32 warp sums itself: one barrier less than handing the result out.
-    int warp_sum = warp_sums[lane_idx];
+    int warp_sum = lane_idx < kWarps ? warp_sums[lane_idx] : 0;
     const int own = warp_sum;
 #pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
+    for (int offset = 1; offset < kWarps; offset *= 2) {
         const int below = __shfl_up_sync(0xffffffff, warp_sum, offset);
         if (lane_idx >= offset) warp_sum += below;
     }
-    total = __shfl_sync(0xffffffff, warp_sum, 31);
+    total = __shfl_sync(0xffffffff, warp_sum, kWarps - 1);
     const int before = __shfl_sync(0xffffffff, warp_sum - own, warp_idx);
-    __syncthreads();
     return before + inclusive - value;
 }
 
@@ -79,19 +80,22 @@ __device__ __forceinline__ int unit_blocks(const Params& params, int blocks) {
     return params.batch_invariant ? batch_invariant_piece(blocks) : 1;
 }
 
-// The last request that begins at or before `position` on the line (start[0] == 0 <= position).
-__device__ __forceinline__ int last_starting_at(const int* start, int b, int position) {
-    int low = 0, high = b - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (start[middle] <= position) {
-            low = middle;
-        } else {
-            high = middle - 1;
+// For two positions on the line, the last requests that begin at or before them; no position is before the first request.
+// Two searches at once hide each other's latency.
+struct RequestsAt {
+    int first, second;
+
+    __device__ __forceinline__ RequestsAt(const int* start, int b, int first_position, int second_position)
+        : first(0), second(0) {
+        for (int step = 1 << (31 - __clz(b)); step > 0; step /= 2) {
+            const int next_first = first + step, next_second = second + step;
+            const int start_first = start[min_int(next_first, b - 1)];
+            const int start_second = start[min_int(next_second, b - 1)];
+            if (next_first < b && start_first <= first_position) first = next_first;
+            if (next_second < b && start_second <= second_position) second = next_second;
         }
     }
-    return low;
-}
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_metadata(const __grid_constant__ Params params) {
@@ -112,20 +116,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         units_here += ceil_div(blocks, unit_blocks(params, blocks));
     }
     int units_total;
-    const int units_before = block_exclusive_sum(units_here, smem.warp_sums, units_total);
+    const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total);
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
     // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
     // 1.3 T us and the pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12); n is the mean length here.
     Line line;
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 3);
-    line.length = max_int(ceil_div(units_total + b * line.fixed, params.num_parts), 1);
+    const int line_end = units_total + (b - 1) * line.fixed;
+    line.length = max_int(ceil_div(line_end, params.num_parts), 1);
     if (!params.batch_invariant) {
         const int mean = units_total / b;
         while (line.length * line.length * 12 < mean && line.length < kMaxShortPart) ++line.length;
     }
 
-    int start = units_before + first * line.fixed;
+    int start = units_before + (first - 1) * line.fixed;
     int splits_here = 0;
     for (int i = first; i < last; ++i) {
         const int blocks = smem.blocks[i];
@@ -136,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         start += line.fixed + units;
     }
     int splits_total;
-    int splits = block_exclusive_sum(splits_here, smem.warp_sums, splits_total);
+    int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total);
     for (int i = first; i < last; ++i) {
         params.num_splits[i] = splits;
         const int blocks = smem.blocks[i];
@@ -148,7 +153,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) params.num_splits[b] = splits_total;
 
     // One part per thread
-    const int line_end = units_total + b * line.fixed;
     for (int part = threadIdx.x; part < params.num_parts; part += kThreads) {
         const int begin = part * line.length;
         const int end = min_int(begin + line.length, line_end);
@@ -156,8 +160,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         bool begin_is_split = false, end_is_split = false;
         if (begin < end) {
             // A request belongs to the part when one of its units does, not only its fixed cost.
-            begin_req = last_starting_at(smem.start, b, begin);
-            end_req = last_starting_at(smem.start, b, end - 1 - line.fixed);
+            const RequestsAt requests(smem.start, b, begin, end - 1 - line.fixed);
+            begin_req = requests.first;
+            end_req = requests.second;
             const int begin_unit = max_int(begin - smem.start[begin_req] - line.fixed, 0);
             const int end_blocks = smem.blocks[end_req];
             const int end_unit_blocks = unit_blocks(params, end_blocks);
@@ -172,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 begin_is_split = begin_is_split || smem.blocks[begin_req] > begin_unit_blocks;
                 end_is_split = end_is_split || end_blocks > end_unit_blocks;
             }
-            if (end - 1 < line.fixed || end_req < begin_req) {  // nothing but the fixed cost of one request
+            if (end_req < begin_req) {  // nothing but the fixed cost of one request
                 begin_req = b;
                 end_req = -1;
                 begin_block = end_block = begin_split = 0;

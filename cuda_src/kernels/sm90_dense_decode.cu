@@ -324,6 +324,7 @@ struct Walker {
         if (lane_idx < kBoxes) source.row = row;
         __syncwarp();
     }
+
   private:
     // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
     __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty,
@@ -861,9 +862,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         setmaxnreg_dec<kRegistersPV1>();
         pv_warpgroup<1>(params, smem, warp_idx);
     }
-    // A CTA must stay while the other may still signal its barriers or copy into it.
-    if constexpr (kClusterSize > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
+    // A CTA may leave before the other: it has waited for every copy into its memory and every signal to its barriers.
 }

@@ -64,7 +64,7 @@ def warmup(
 
 
 def _specs(dtypes: list[str], d_qks: list[int], page_block_sizes: list[int]) -> list[jit.KernelSpec]:
-    specs = [metadata.spec()]
+    specs = metadata.specs()
     for dtype in dtypes:
         specs += combine.specs(dtype)
         for d_qk in d_qks:

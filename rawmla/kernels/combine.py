@@ -9,7 +9,16 @@ from typing import NamedTuple
 from .. import jit
 from .common import D_V, DTYPES, ceil_div
 
-__all__ = ["MAPPINGS", "PARAMS", "Mapping", "launch_shape", "scratch_addresses", "slot_row_bytes", "spec", "specs"]
+__all__ = [
+    "MAPPINGS",
+    "PARAMS",
+    "Mapping",
+    "launch_shape",
+    "scratch_addresses",
+    "slot_row_bytes",
+    "spec",
+    "specs",
+]
 
 PARAMS = struct.Struct("<6Q3qQ6i")  # Params of mla_combine.cu
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
@@ -30,7 +39,11 @@ class Mapping(NamedTuple):
 
 
 _MANY_ROWS = Mapping(1, 4)
-_FEW_ROWS = {Mapping(16, 4): 64, Mapping(8, 4): 264, Mapping(4, 6): 528}  # up to so many rows of split requests
+_FEW_ROWS = {
+    Mapping(16, 4): 64,
+    Mapping(8, 4): 264,
+    Mapping(4, 6): 528,
+}  # up to so many rows of split requests
 MAPPINGS = (*_FEW_ROWS, _MANY_ROWS)
 
 
