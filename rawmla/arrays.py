@@ -92,14 +92,14 @@ class TorchFramework:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._empty = torch.empty
         self._name_of_dtype: dict[Any, str] = {
             dtype: str(dtype).removeprefix("torch.")
             for dtype in vars(torch).values()
             if isinstance(dtype, torch.dtype)
         }
         self._dtype_of_name = {name: dtype for dtype, name in self._name_of_dtype.items()}
-        self._devices: dict[int, Any] = {}
+        self._empty = torch.empty
+        self._like: dict[tuple[int, str], Any] = {}  # an empty tensor of each kind
         self._queries: dict[int, Callable[[], bool]] = {}
         # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -125,14 +125,16 @@ class TorchFramework:
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """See `Framework.empty`."""
-        torch_device = self._devices.get(device)
-        if torch_device is None:
-            torch_device = self._devices[device] = self._torch.device("cuda", device)
-        # Sizes one by one: torch takes 0.4 us longer to parse a tuple of them.
-        return self._empty(*shape, dtype=self._dtype_of_name[dtype], device=torch_device)
+        like = self._like.get((device, dtype))
+        if like is None:
+            torch_device = self._torch.device("cuda", device)
+            like = self._empty(0, dtype=self._dtype_of_name[dtype], device=torch_device)
+            self._like[device, dtype] = like
+        # Half a microsecond less than torch.empty with its options; sizes one by one, or it parses a tuple.
+        return like.new_empty(*shape)
 
     def empty_like(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """See `Framework.empty_like`; 0.2 us less than `torch.empty` with its options."""
+        """See `Framework.empty_like`."""
         return array.new_empty(*shape)
 
     def empty_with_scratch(

@@ -7,7 +7,7 @@ can see, allocates outputs in the caller's framework and hands plain addresses a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import checks
 from .arrays import READERS, Fields, inspect
@@ -19,7 +19,6 @@ __all__ = ["FlashMLASchedMeta", "SchedConfig", "flash_mla_with_kvcache", "get_ml
 
 _DEFAULT_SCALE = {d_qk: d_qk**-0.5 for d_qk in checks.D_QK}
 _D_V = checks.D_V
-_make_args = dense_decode.DenseDecodeArgs._make
 
 
 def flash_mla_with_kvcache(
@@ -168,23 +167,24 @@ def flash_mla_with_kvcache(
 
     q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
-    b, s_q, h_q, d_qk, num_blocks, page_block_size, h_kv = checks.dense_sizes(q_view, k_view)
-    q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), dtype, device, framework, q_array = q_view
-    k_ptr, _, (k_stride_block, k_stride_token, k_stride_head, _), _, _, _, _ = k_view
-    if (
-        (k_ptr & 15)
-        or (steps := k_stride_block | k_stride_token | k_stride_head) & 7
-        or steps < 0
-        or not (k_stride_block and k_stride_token and k_stride_head)
-    ):
-        k_stride_block, k_stride_token, k_stride_head, _ = checks.k_cache_strides(k_view)
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides_fit, calls = _known.get(
+        (q_view[1:6], k_view[1:6])
+    ) or _learn(q_view, k_view)
+    q_ptr, _, _, _, device, framework, q_array = q_view
+    k_ptr, _, _, _, _, k_framework, _ = k_view
+    if k_ptr & 15:
+        checks.k_cache_strides(k_view)
+    if k_framework is not framework:
+        checks.check_place("k_cache", k_view, device, framework, "q")
     if softmax_scale is None:
         softmax_scale = _DEFAULT_SCALE[d_qk]
     else:
         softmax_scale = checks.as_softmax_scale(softmax_scale)
-    if out is not None:
+    if out is None:
+        out_strides = None
+    else:
         out_view = READERS[type(out)](out, "out")
-        out_stride_b, out_stride_s, out_stride_h, _ = checks.out_strides(out_view, q_view)
+        out_strides = checks.out_strides(out_view, q_view)
         out_ptr = out_view[0]
 
     plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
@@ -234,15 +234,10 @@ def flash_mla_with_kvcache(
         return out, framework.empty((b, h_q, s_q), "float32", device)
 
     stream = framework.current_stream(device)
-    capturing = framework.capture_query(device)
-    if (
-        (q_ptr & 15)
-        or (steps := q_stride_b | q_stride_s | q_stride_h) & 7
-        or steps < 0
-        or not (q_stride_b and q_stride_s and q_stride_h)
-    ):
+    if q_ptr & 15 or not q_strides_fit:
         q_view = _q_for_kernel(q_view)
-        q_ptr, _, (q_stride_b, q_stride_s, q_stride_h, _), _, _, _, _ = q_view
+        q_ptr = q_view[0]
+        calls = (_known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)).calls
     if plan is not None and (tiles is None or not plan.have_initialized):
         config = SchedConfig(
             b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
@@ -251,65 +246,130 @@ def flash_mla_with_kvcache(
             tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, lengths_ptr, device, framework)
         plan.config = config
         plan.have_initialized = True
+
+    key = (
+        table_stride,
+        max_blocks,
+        num_parts,
+        plan is not None,
+        enable_batch_invariant,
+        out_strides,
+        softmax_scale,
+        causal,
+    )
+    call = calls.get(key)
+    if call is None:
+        call = _prepare(calls, key, q_view, k_view)
     if out is None:
         out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
         out_ptr = framework.pointer(out)
-        out_stride_h = _D_V
-        out_stride_s = h_q * _D_V
-        out_stride_b = s_q * out_stride_s
-    scratch_bytes = dense_decode.scratch_bytes(
-        dtype, num_parts, b, s_q, h_q, max_blocks * page_block_size, enable_batch_invariant
-    )
-    if scratch_bytes:
-        lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", scratch_bytes, device)
+    if call.scratch_bytes:
+        lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", call.scratch_bytes, device)
         scratch_ptr = framework.pointer(scratch)
     else:
         lse = framework.empty((b, h_q, s_q), "float32", device)
         scratch_ptr = 0
-    # In the order of the fields, which takes half the time of a call by name; the tests check the order.
-    dense_decode.launch(
-        _make_args(
-            (
-                device,
-                stream,
-                capturing,
-                dtype,
-                b,
-                s_q,
-                h_q,
-                h_kv,
-                d_qk,
-                page_block_size,
-                num_blocks,
-                q_ptr,
-                q_stride_b,
-                q_stride_s,
-                q_stride_h,
-                k_ptr,
-                k_stride_block,
-                k_stride_token,
-                k_stride_head,
-                table_ptr,
-                table_stride,
-                lengths_ptr,
-                tiles_ptr,
-                num_parts,
-                splits_ptr,
-                plan is not None,
-                enable_batch_invariant,
-                out_ptr,
-                out_stride_b,
-                out_stride_s,
-                out_stride_h,
-                framework.pointer(lse),
-                scratch_ptr,
-                scratch_bytes,
-                softmax_scale,
-                causal and s_q > 1,
-            )
-        )
+    call.launch(
+        stream,
+        k_ptr,
+        q_ptr,
+        table_ptr,
+        lengths_ptr,
+        tiles_ptr,
+        splits_ptr,
+        out_ptr,
+        framework.pointer(lse),
+        scratch_ptr,
     )
     return out, lse
+
+
+class _Known(NamedTuple):
+    """What follows from the shapes, strides and places of q and the cache that passed the checks."""
+
+    b: int
+    s_q: int
+    h_q: int
+    d_qk: int
+    page_block_size: int
+    h_kv: int
+    q_strides_fit: bool
+    calls: dict[tuple[Any, ...], dense_decode.PreparedDecode]  # by what else a call depends on
+
+
+# A decoding loop repeats the same few kinds of call. Checks and parameters that depend on nothing else are
+# worked out once for each. Emptied when full, which costs a later call some 20 us.
+_MAX_KNOWN = 1024
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def _learn(q: Fields, k_cache: Fields) -> _Known:
+    """Check q and the cache, and remember that."""
+    b, s_q, h_q, d_qk, _, page_block_size, h_kv = checks.dense_sizes(q, k_cache)
+    checks.k_cache_strides(k_cache)
+    steps = q[2][:3]
+    fit = all(step > 0 and not step & 7 for step in steps)
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    key = (q[1:6], k_cache[1:6])
+    known = _known[key] = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, fit, {})
+    return known
+
+
+def _prepare(
+    calls: dict[tuple[Any, ...], dense_decode.PreparedDecode],
+    key: tuple[Any, ...],
+    q: Fields,
+    k_cache: Fields,
+) -> dense_decode.PreparedDecode:
+    """Load the kernels of a call and work out their parameters; `q` has strides that fit."""
+    (
+        table_stride,
+        max_blocks,
+        num_parts,
+        object_layout,
+        batch_invariant,
+        out_strides,
+        softmax_scale,
+        causal,
+    ) = key
+    _, (b, s_q, h_q, d_qk), q_strides, dtype, device, framework, _ = q
+    _, (num_blocks, page_block_size, h_kv, _), *_ = k_cache
+    k_strides = checks.k_cache_strides(k_cache)
+    if out_strides is None:
+        out_strides = (s_q * h_q * _D_V, h_q * _D_V, _D_V)
+    call = dense_decode.DenseDecodeCall(
+        device=device,
+        dtype=dtype,
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        h_kv=h_kv,
+        d_qk=d_qk,
+        page_block_size=page_block_size,
+        num_blocks=num_blocks,
+        q_stride_b=q_strides[0],
+        q_stride_s=q_strides[1],
+        q_stride_h=q_strides[2],
+        k_stride_block=k_strides[0],
+        k_stride_token=k_strides[1],
+        k_stride_head=k_strides[2],
+        block_table_stride=table_stride,
+        max_seqlen=max_blocks * page_block_size,
+        num_parts=num_parts,
+        object_layout=object_layout,
+        batch_invariant=batch_invariant,
+        out_stride_b=out_strides[0],
+        out_stride_s=out_strides[1],
+        out_stride_h=out_strides[2],
+        softmax_scale=softmax_scale,
+        causal=causal and s_q > 1,
+    )
+    prepared = dense_decode.PreparedDecode(call, framework.capture_query(device))
+    if len(calls) >= _MAX_KNOWN:
+        calls.clear()
+    calls[key] = prepared
+    return prepared
 
 
 def _q_for_kernel(q: Fields) -> Fields:

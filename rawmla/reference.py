@@ -226,8 +226,8 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
 
     All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
     may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
-    is cut. The line is cut into `num_parts` stretches of equal length, of which the last ones may be empty, also because
-    a stretch is not made too short; a part computes the units that lie in its stretch.
+    is cut. The line is cut into `num_parts` stretches of equal length, of which the last ones may be empty,
+    also because a stretch is not made too short; a part computes the units that lie in its stretch.
 
     Args:
         cache_seqlens: integers `[b]`, tokens per request; one without tokens counts as one block, because

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import rawmla
-from rawmla import arrays, jit
-from rawmla.kernels import dense_decode, metadata
+from rawmla import arrays, decode, jit
+from rawmla.kernels import combine, dense_decode, metadata
 
 SM_COUNT = 132
+LAUNCH = dense_decode.PreparedDecode.launch
 Arguments = dict[str, Any]
 
 
@@ -94,7 +97,7 @@ class World:
     """The framework of all arrays and the launches of a test."""
 
     framework: FakeFramework
-    decodes: list[dense_decode.DenseDecodeArgs]
+    decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
 
@@ -103,6 +106,34 @@ class World:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
         return not (made.allocated or made.copied or made.filled or self.decodes or self.plans)
+
+
+class PreparedDecode:
+    """Stands in for the launches of a decode call."""
+
+    def __init__(
+        self,
+        decodes: list[SimpleNamespace],
+        call: dense_decode.DenseDecodeCall,
+        capturing: Callable[[], bool],
+    ) -> None:
+        self.decodes = decodes
+        self.call = call
+        self.capturing = capturing
+        slots = dense_decode.num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
+        self.scratch_bytes = slots * call.s_q * call.h_q * combine.slot_row_bytes(call.dtype)
+
+    def launch(self, *arrays: int) -> None:
+        names = inspect.signature(LAUNCH).parameters
+        given = dict(zip(list(names)[1:], arrays, strict=True))
+        self.decodes.append(
+            SimpleNamespace(
+                **self.call._asdict(),
+                **given,
+                capturing=self.capturing,
+                scratch_bytes=self.scratch_bytes,
+            )
+        )
 
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
@@ -115,7 +146,8 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
         return x.ptr, x.shape, strides, x.dtype, x.device, x.framework or made.framework, x
 
     monkeypatch.setitem(arrays.READERS, FakeArray, read)
-    monkeypatch.setattr(dense_decode, "launch", made.decodes.append)
+    monkeypatch.setattr(decode, "_known", {})
+    monkeypatch.setattr(dense_decode, "PreparedDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
     return made

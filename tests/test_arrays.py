@@ -244,15 +244,19 @@ class TestTorch:
 
     def test_empty(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         framework = TorchFramework(torch)
-        calls: list[Any] = []
-        monkeypatch.setattr(framework, "_empty", lambda *shape, **options: calls.append((shape, options)))
-        framework.empty((2, 3), "bfloat16", 1)
-        framework.empty((5,), "int32", 0)
+        made: list[Any] = []
+
+        def empty(size: int, *, dtype: Any, device: Any) -> Any:
+            made.append((size, dtype, device))
+            return torch.zeros(size, dtype=dtype)
+
+        monkeypatch.setattr(framework, "_empty", empty)
+        for _ in range(2):
+            array = framework.empty((2, 3), "bfloat16", 1)
+            assert (array.shape, array.dtype) == ((2, 3), torch.bfloat16)
+        assert framework.empty((5,), "int32", 0).shape == (5,)
         zero, one = torch.device("cuda", 0), torch.device("cuda", 1)
-        assert calls == [
-            ((2, 3), {"dtype": torch.bfloat16, "device": one}),
-            ((5,), {"dtype": torch.int32, "device": zero}),
-        ]
+        assert made == [(0, torch.bfloat16, one), (0, torch.int32, zero)]  # one of each kind to start from
 
     def test_empty_like(self, torch: Any) -> None:
         q = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
@@ -264,7 +268,7 @@ class TestTorch:
     def test_scratch(self, torch: Any, monkeypatch: pytest.MonkeyPatch, scratch_bytes: int) -> None:
         framework = TorchFramework(torch)
         monkeypatch.setattr(
-            framework, "_empty", lambda *shape, dtype, device: torch.zeros(shape, dtype=dtype)
+            framework, "_empty", lambda size, *, dtype, device: torch.zeros(size, dtype=dtype)
         )
         array, scratch = framework.empty_with_scratch((2, 3), "float32", scratch_bytes, 0)
         assert (array.shape, array.dtype) == ((2, 3), torch.float32)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import inspect as python_inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,14 +28,16 @@ from decode_fakes import (
     FakeArray,
     FakeFramework,
     World,
+    both,
     change,
     dense_arguments,
     make_world,
     out_array,
+    put,
 )
 
 import rawmla
-from rawmla import arrays
+from rawmla import arrays, decode
 from rawmla.kernels import dense_decode
 
 
@@ -87,13 +90,13 @@ class TestLaunch:
             ((B, S_Q, H_Q, 512), "bfloat16"),
             ((B, H_Q, S_Q), "float32"),
             (
-                (dense_decode.scratch_bytes("bfloat16", PARTS, B, S_Q, H_Q, MAX_BLOCKS * PAGE, False),),
+                (2 * PARTS * S_Q * H_Q * (512 * 2 + 3 * 4),),
                 "uint8",
             ),
         ]
         assert out is allocated[0] and lse is allocated[1]
         (args,) = world.decodes
-        got = args._asdict()
+        got = dict(vars(args))
         capturing = got.pop("capturing")
         assert world.framework.asked_capturing == 0
         assert capturing() is False and world.framework.asked_capturing == 1
@@ -118,6 +121,7 @@ class TestLaunch:
             "k_stride_head": D_QK,
             "block_table": 0x3000,
             "block_table_stride": MAX_BLOCKS,
+            "max_seqlen": MAX_BLOCKS * PAGE,
             "cache_seqlens": 0x4000,
             "sched_meta": 0x5000,
             "num_parts": PARTS,
@@ -320,6 +324,80 @@ class TestNothingToDo:
 BATCH = ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
 
 
+class TestKnownCalls:
+    """What was checked once is known by everything that it depends on."""
+
+    def test_layers_share_what_is_known(self, world: World) -> None:
+        arguments = dense_arguments()
+        for layer in range(3):
+            change("q", ptr=0x100000 * (layer + 1))(arguments)
+            change("k_cache", ptr=0x10000 * (layer + 1))(arguments)
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert [args.k_cache for args in world.decodes] == [0x10000, 0x20000, 0x30000]
+        assert len({args.out for args in world.decodes}) == 3
+
+    @pytest.mark.parametrize(
+        ("apply", "field"),
+        [
+            (change("q", shape=(B, S_Q + 1, H_Q, D_QK)), "s_q"),
+            (change("q", strides=(10**6, 10**5, 1024, 1)), "q_stride_h"),
+            (both(change("q", dtype="float16"), change("k_cache", dtype="float16")), "dtype"),
+            (change("k_cache", shape=(NUM_BLOCKS, 2 * PAGE, H_KV, D_QK)), "page_block_size"),
+            (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_stride_block"),
+            (change("block_table", shape=(B, MAX_BLOCKS + 1)), "max_seqlen"),
+            (change("block_table", strides=(2 * MAX_BLOCKS, 1)), "block_table_stride"),
+            (change("tile_scheduler_metadata", shape=(PARTS + 1, 8)), "num_parts"),
+            (put("softmax_scale", 0.125), "softmax_scale"),
+            (put("causal", True), "causal"),
+            (put("enable_batch_invariant", True), "batch_invariant"),
+            (put("out", out_array(strides=(10**6, 10**5, 1024, 1))), "out_stride_h"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_what_differs_is_not_mistaken(
+        self, world: World, apply: Callable[[Arguments], None], field: str
+    ) -> None:
+        arguments = dense_arguments()
+        rawmla.flash_mla_with_kvcache(**arguments)
+        apply(arguments)
+        rawmla.flash_mla_with_kvcache(**arguments)
+        rawmla.flash_mla_with_kvcache(**dense_arguments())
+        first, second, third = (getattr(args, field) for args in world.decodes)
+        assert first == third != second
+
+    def test_addresses_are_checked_every_time(self, world: World) -> None:
+        rawmla.flash_mla_with_kvcache(**dense_arguments())
+        arguments = dense_arguments()
+        change("k_cache", ptr=0x2008)(arguments)
+        with pytest.raises(ValueError, match=r"^k_cache: expected a 16-byte aligned address"):
+            rawmla.flash_mla_with_kvcache(**arguments)
+        arguments = dense_arguments()
+        change("q", ptr=0x1008)(arguments)
+        for _ in range(2):
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert [args.q for args in world.decodes] == [0x1000, 0xC0000, 0xC0000]
+
+    def test_streams_are_checked_every_time(self, world: World) -> None:
+        other = FakeFramework("other")
+        arguments = dense_arguments()
+        change("k_cache", framework=other)(arguments)
+        rawmla.flash_mla_with_kvcache(**arguments)
+        other.stream += 1
+        with pytest.raises(ValueError, match=r"^k_cache: expected a fake array"):
+            rawmla.flash_mla_with_kvcache(**arguments)
+
+    def test_what_is_known_stays_bounded(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decode, "_MAX_KNOWN", 3)
+        for pages in range(1, 9):
+            arguments = dense_arguments()
+            change("k_cache", shape=(pages, PAGE, H_KV, D_QK))(arguments)
+            for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
+                rawmla.flash_mla_with_kvcache(**arguments, softmax_scale=scale)
+            assert len(decode._known) <= 3
+            assert all(len(known.calls) <= 3 for known in decode._known.values())
+        assert len(world.decodes) == 40
+
+
 class Exported:
     """An array of another library: reading it makes an array of the framework's."""
 
@@ -406,7 +484,17 @@ class TestBatchOfTheLastCall:
             return arrays.READERS[FakeArray](copy, argument)
 
         monkeypatch.setitem(arrays.READERS, Exported, read)
-        monkeypatch.setattr(dense_decode, "launch", lambda args: alive.append(taken[-1]() is not None))
+
+        class Launched:
+            scratch_bytes = 0
+
+            def __init__(self, call: object, capturing: object) -> None:
+                pass
+
+            def launch(self, *arrays: int) -> None:
+                alive.append(taken[-1]() is not None)
+
+        monkeypatch.setattr(dense_decode, "PreparedDecode", Launched)
         arguments = dense_arguments()
         arguments[name] = Exported(arguments[name])
         for _ in range(2):

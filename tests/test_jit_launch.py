@@ -247,6 +247,68 @@ def test_a_grid_that_is_none_is_refused(library: FakeLibrary, grid: Any) -> None
     assert library.launches == []
 
 
+CHANGING = struct.Struct("<QI")
+
+
+def test_prepared_launch(library: FakeLibrary) -> None:
+    """Only the stream and the first members differ from launch to launch."""
+    library.set_current(CONTEXT_A)
+    kernel = make_kernel(library)
+    prepared = kernel.prepare((4, 5, 6), PARAMS, CHANGING, cluster=(2, 1, 1), pdl=True)
+    for stream, members in ((7, (1, 2)), (0x99, (1 << 63, 3))):
+        prepared.launch(stream, *members)
+        one = library.launches[-1]
+        assert one["params"] == CHANGING.pack(*members) + PARAMS[CHANGING.size :]
+        assert (one["grid"], one["block"], one["smem"], one["stream"]) == (
+            (4, 5, 6),
+            (384, 1, 1),
+            232_448,
+            stream,
+        )
+        assert one["attributes"] == [(4, 2, 1, 1), (6, 1, 0, 0)]
+        assert one["aligned"] and one["function"] == FUNCTION and one["context"] == CONTEXT_A
+
+
+def test_prepared_launch_on_another_device(library: FakeLibrary) -> None:
+    library.set_current(CONTEXT_B)
+    make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING).launch(0, 1, 2)
+    assert library.launches[0]["context"] == CONTEXT_A
+    assert library._stack() == [CONTEXT_B]
+
+
+def test_failed_prepared_launch(library: FakeLibrary) -> None:
+    library.set_current(CONTEXT_A)
+    prepared = make_kernel(library).prepare((7, 8, 9), PARAMS, CHANGING)
+    library.result = 701
+    with pytest.raises(LaunchError, match=r"tiny\[FACTOR=1\](?s:.)*\(7, 8, 9\)(?s:.)*0x55"):
+        prepared.launch(0x55, 1, 2)
+    library.result = 0
+    prepared.launch(0x55, 1, 2)
+    with pytest.raises(ValueError, match="params: expected the"):
+        make_kernel(library).prepare((1, 1, 1), PARAMS[:-1], CHANGING).launch(0, 1, 2)
+    with pytest.raises(ValueError, match="grid of three"):
+        make_kernel(library).prepare((1, -1, 1), PARAMS, CHANGING).launch(0, 1, 2)
+
+
+def test_threads_do_not_mix_their_prepared_launches(library: FakeLibrary) -> None:
+    prepared = make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING)
+    start = threading.Barrier(8)
+
+    def run(number: int) -> None:
+        library.set_current(CONTEXT_A)
+        start.wait()
+        for turn in range(200):
+            prepared.launch(number, turn, number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = {(one["stream"], *CHANGING.unpack_from(one["params"])) for one in library.launches}
+    assert seen == {(number, turn, number) for number in range(8) for turn in range(200)}
+
+
 def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
     kernel = make_kernel(library)
     start = threading.Barrier(8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -209,7 +209,7 @@ class Launch(NamedTuple):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """Collects launches instead of making them."""
     made: list[Launch] = []
 
@@ -233,14 +233,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
             }
             made.append(Launch(self.spec, grid, named, cluster, pdl))
 
+        def prepare(
+            self,
+            grid: tuple[int, int, int],
+            params: bytes,
+            changing: struct.Struct,
+            *,
+            cluster: tuple[int, int, int] | None = None,
+            pdl: bool = False,
+        ) -> SimpleNamespace:
+            def launch(stream: int, *members: int | bytes) -> None:
+                filled = changing.pack(*members) + params[changing.size :]
+                self.launch(grid, filled, stream, cluster=cluster, pdl=pdl)
+
+            return SimpleNamespace(launch=launch)
+
     def tensor_map(*description: Any) -> bytes:
         return repr(description).encode().ljust(128)[:128]
 
     monkeypatch.setattr(jit, "get_kernel", lambda spec, device, *, capturing: Recorder(spec))
     monkeypatch.setattr(jit, "tensor_map", tensor_map)
-    dense_decode._k_maps.cache_clear()
-    yield made
-    dense_decode._k_maps.cache_clear()
+    return made
 
 
 def not_capturing() -> bool:
@@ -262,18 +275,30 @@ def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_inva
     assert launches == [Launch(metadata.spec(given["b"]), (1, 1, 1), given, None, True)]
 
 
-def dense_args(**changes: Any) -> dense_decode.DenseDecodeArgs:
+def dense_call(**changes: Any) -> dense_decode.DenseDecodeCall:
     """A call in which no two values are equal. Two tiles per KV head: 24 heads x 3 tokens."""
     values: dict[str, Any] = dict(
-        device=0, stream=0x51, capturing=not_capturing, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2,
-        d_qk=576, page_block_size=192, num_blocks=1000,
-        q=0x1000, q_stride_b=100_008, q_stride_s=30_008, q_stride_h=584,
-        k_cache=0x2000, k_stride_block=500_000, k_stride_token=1160, k_stride_head=592, block_table=0x3000,
-        block_table_stride=33, cache_seqlens=0x4000, sched_meta=0x5000, num_parts=66, num_splits=0x6000,
-        object_layout=True, batch_invariant=False, out=0x7000, out_stride_b=80_000, out_stride_s=25_000,
-        out_stride_h=520, lse=0x8000, scratch=0x9000, scratch_bytes=0, softmax_scale=0.3, causal=False,
+        device=0, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2, d_qk=576, page_block_size=192,
+        num_blocks=1000,
+        q_stride_b=100_008, q_stride_s=30_008, q_stride_h=584,
+        k_stride_block=500_000, k_stride_token=1160, k_stride_head=592,
+        block_table_stride=33, max_seqlen=40_000, num_parts=66, object_layout=True, batch_invariant=False,
+        out_stride_b=80_000, out_stride_s=25_000, out_stride_h=520, softmax_scale=0.3, causal=False,
     )  # fmt: skip
-    return dense_decode.DenseDecodeArgs(**{**values, **changes})
+    return dense_decode.DenseDecodeCall(**{**values, **changes})
+
+
+ARRAYS = dict(
+    stream=0x51, k_cache=0x2000, q=0x1000, block_table=0x3000, cache_seqlens=0x4000, sched_meta=0x5000,
+    num_splits=0x6000, out=0x7000, lse=0x8000, scratch=0x9000,
+)  # fmt: skip
+
+
+def launch_decode(call: dense_decode.DenseDecodeCall) -> int:
+    """Launch it once; returns the scratch bytes it asked for."""
+    prepared = dense_decode.PreparedDecode(call, not_capturing)
+    prepared.launch(**ARRAYS)
+    return prepared.scratch_bytes
 
 
 @pytest.mark.parametrize(
@@ -288,53 +313,51 @@ def dense_args(**changes: Any) -> dense_decode.DenseDecodeArgs:
     ids=str,
 )
 def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
-    args = dense_args(**changes)
-    scratch_bytes = dense_decode.scratch_bytes(
-        args.dtype, args.num_parts, args.b, args.s_q, args.h_q, 40_000, args.batch_invariant
-    )
-    args = args._replace(scratch_bytes=scratch_bytes)
-    row_bytes = {"bfloat16": 2 * 512 + 12, "float16": 4 * 512 + 12}[args.dtype]
-    num_slots = scratch_bytes // (args.s_q * args.h_q * row_bytes)
-    lse_accum = args.scratch + num_slots * args.s_q * args.h_q * (row_bytes - 12)
-    heads_per_kv = args.h_q // args.h_kv
-    rows = args.s_q * heads_per_kv
+    call = dense_call(**changes)
+    scratch_bytes = launch_decode(call)
+    row_bytes = {"bfloat16": 2 * 512 + 12, "float16": 4 * 512 + 12}[call.dtype]
+    num_slots = dense_decode.num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
+    assert scratch_bytes == num_slots * call.s_q * call.h_q * row_bytes
+    lse_accum = ARRAYS["scratch"] + num_slots * call.s_q * call.h_q * (row_bytes - 12)
+    heads_per_kv = call.h_q // call.h_kv
+    rows = call.s_q * heads_per_kv
     derived = {
         "heads_per_kv": heads_per_kv,
         "heads_magic": -(-(2**32) // heads_per_kv),
         "rows": rows,
-        "page_magic": -(-(2**32) // (args.page_block_size // 16)) % 2**32,
+        "page_magic": -(-(2**32) // (call.page_block_size // 16)) % 2**32,
         "num_slots": num_slots,
-        "o_accum": args.scratch,
+        "o_accum": ARRAYS["scratch"],
         "lse_accum_log2": lse_accum,
-        "o_scale_log2": lse_accum + num_slots * args.s_q * args.h_q * 4,
-        "by_request": args.batch_invariant or args.b <= args.num_parts,
+        "o_scale_log2": lse_accum + num_slots * call.s_q * call.h_q * 4,
+        "by_request": call.batch_invariant or call.b <= call.num_parts,
     }
 
-    dense_decode.launch(args)
+    given = {**call._asdict(), **ARRAYS}
     main, merge = launches
     for launch in launches:
         for name, value in launch.params.items():
             if name in ("k_map_pair", "k_map_one"):
                 continue
             if name == "sm_scale_log2":
-                assert value == pytest.approx(args.softmax_scale * math.log2(math.e), rel=1e-7)
+                assert value == pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7)
                 continue
-            expected = derived[name] if name in derived else getattr(args, name)
+            expected = derived[name] if name in derived else given[name]
             assert value == expected, f"{launch.spec.label}: {name}"
     tiles = -(-rows // 64)
     values = dict(main.spec.defines)
-    box = min(args.page_block_size, 64)
+    box = min(call.page_block_size, 64)
     cluster = 2 if box == 64 and tiles % 2 == 0 else 1
-    assert main.grid == (tiles, args.h_kv, args.num_parts) and main.pdl
+    assert main.grid == (tiles, call.h_kv, call.num_parts) and main.pdl
     assert main.cluster == (None if cluster == 1 else (2, 1, 1))
-    assert (values["BOX_ROWS"], values["CLUSTER"], values["D_QK"]) == (box, cluster, args.d_qk)
-    assert values["DTYPE"] == dict(merge.spec.defines)["DTYPE"] == common.DTYPES[args.dtype]
+    assert (values["BOX_ROWS"], values["CLUSTER"], values["D_QK"]) == (box, cluster, call.d_qk)
+    assert values["DTYPE"] == dict(merge.spec.defines)["DTYPE"] == common.DTYPES[call.dtype]
     assert merge.pdl and merge.cluster is None
     assert main.spec in SPECS and merge.spec in SPECS
 
 
 def test_no_scratch_means_no_combine(launches: list[Launch]) -> None:
-    dense_decode.launch(dense_args(scratch_bytes=0))
+    assert launch_decode(dense_call(max_seqlen=64)) == 0
     (main,) = launches
     assert (main.params["num_slots"], main.params["lse_accum_log2"]) == (0, 0)
 
@@ -349,8 +372,8 @@ def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pyt
 
     monkeypatch.setattr(jit, "tensor_map", tensor_map)
     for page_block_size, box_rows in ((16, 16), (32, 32), (64, 64), (192, 64)):
-        dense_decode.launch(dense_args(page_block_size=page_block_size))
-        params = launches[-1].params
+        launch_decode(dense_call(page_block_size=page_block_size))
+        params = launches[-2].params
         for name, chunks in (("k_map_pair", 2), ("k_map_one", 1)):
             address, dtype, dims, strides, box, swizzle, _ = made[params[name]]
             assert (address, dtype, swizzle) == (0x2000, "bfloat16", "128b")

@@ -21,10 +21,6 @@ from rawmla.kernels import combine, dense_decode
 from rawmla.kernels.metadata import MAX_BATCH
 from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
 
-SLOT_BYTES = dense_decode.scratch_bytes("bfloat16", 132, 1, 1, 1, 1 << 20, False) // (
-    2 * 132
-)  # of one query row
-
 KINDS = ("equal", "normal", "short", "holes", "one long", "alternating", "edges", "tiny", "zero")
 
 
@@ -105,10 +101,7 @@ def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -
 def num_slots(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> int:
     """Scratch slots that a decode call has, when its block table is as wide as the longest request needs."""
     longest = max(lengths, default=0)
-    scratch_bytes = dense_decode.scratch_bytes(
-        "bfloat16", num_parts, len(lengths), 1, 1, longest, batch_invariant
-    )
-    return scratch_bytes // SLOT_BYTES
+    return dense_decode.num_slots(num_parts, len(lengths), longest, batch_invariant)
 
 
 def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:

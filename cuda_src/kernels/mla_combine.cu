@@ -36,8 +36,8 @@ struct Params {
     const float* lse_accum_log2;
     const float* o_scale_log2;
     u16* out;
-    i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     float* lse;
+    i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int b, s_q, h_q;
     int num_slots;
     int object_layout;

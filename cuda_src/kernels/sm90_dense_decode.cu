@@ -98,18 +98,18 @@ struct Params {
     TensorMap k_map_pair;  // box 64 columns x 64 tokens x 2 chunks
     TensorMap k_map_one;   // box 64 columns x BOX_ROWS tokens x 1 chunk
     const u16* q;
-    i64 q_stride_b, q_stride_s, q_stride_h;  // elements
     const int* block_table;
-    i64 block_table_stride;
     const int* cache_seqlens;
     const int* sched_meta;
     const int* num_splits;
     u16* out;
-    i64 out_stride_b, out_stride_s, out_stride_h;  // elements
-    float* lse;                                    // [b, h_q, s_q]
-    void* o_accum;                                 // pieces: sched/pieces.cuh
+    float* lse;     // [b, h_q, s_q]
+    void* o_accum;  // pieces: sched/pieces.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
+    i64 q_stride_b, q_stride_s, q_stride_h;  // elements, as all strides
+    i64 block_table_stride;
+    i64 out_stride_b, out_stride_s, out_stride_h;
     int b, s_q, h_q, heads_per_kv;
     u32 heads_magic;  // ceil(2^32 / heads_per_kv), for heads_per_kv > 1
     int rows;         // s_q * heads_per_kv, query rows of one KV head

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder, export
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.driver import DeviceInfo, current_device, device_info
-from rawmla.jit.launch import Kernel, get_kernel, require_supported
+from rawmla.jit.launch import Kernel, PreparedLaunch, get_kernel, require_supported
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 
@@ -20,6 +20,7 @@ __all__ = [
     "DiskCache",
     "Kernel",
     "KernelSpec",
+    "PreparedLaunch",
     "build",
     "current_device",
     "default_builder",

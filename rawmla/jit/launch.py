@@ -14,11 +14,13 @@ from rawmla.jit.builder import CompiledKernel, build
 from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["Kernel", "get_kernel", "require_supported"]
+__all__ = ["Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
 _CALL = struct.Struct("<7I4xQ")
+_STREAM = struct.Struct("<Q")
+_STREAM_AT = 32
 _CONFIG_BYTES = 56
 _ATTRIBUTES = struct.Struct("<QI")
 _ATTRIBUTES_AT = 40
@@ -144,21 +146,46 @@ class Kernel:
             _CALL.pack_into(
                 slot.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
             )
-            self._get_context(slot.context_ref)
-            if slot.context.value == self._context:
-                code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
-            else:
-                with _current(self._driver, self._context):
-                    code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            code = self._enqueue(slot)
         except (ValueError, TypeError, struct.error) as error:
             raise self._bad_arguments(grid, params, stream, error) from None
         free.append(slot)  # type: ignore[union-attr]
         if code != 0:
-            raise LaunchError(
-                f"launch of {self.spec.label} failed: {self._driver.error_text(code)}\n"
-                f"  grid {grid}, {self._threads} threads, {self._smem_bytes} bytes of dynamic shared memory, "
-                f"cluster {cluster}, pdl {pdl}, device {self.device}, stream {stream:#x}"
-            )
+            raise self._failed(code, grid, cluster, pdl, stream)
+
+    def prepare(
+        self,
+        grid: tuple[int, int, int],
+        params: bytes,
+        changing: struct.Struct,
+        *,
+        cluster: tuple[int, int, int] | None = None,
+        pdl: bool = False,
+    ) -> PreparedLaunch:
+        """Launches that differ only in the stream and in the first members of the parameter struct.
+
+        Parameters
+        ----------
+        changing : struct.Struct
+            Format of the members that change.
+
+        Others as for `launch`.
+        """
+        return PreparedLaunch(self, grid, params, changing, cluster, pdl)
+
+    def _enqueue(self, slot: _Slot) -> int:
+        self._get_context(slot.context_ref)
+        if slot.context.value == self._context:
+            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+        with _current(self._driver, self._context):
+            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+
+    def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
+        return LaunchError(
+            f"launch of {self.spec.label} failed: {self._driver.error_text(code)}\n"
+            f"  grid {grid}, {self._threads} threads, {self._smem_bytes} bytes of dynamic shared memory, "
+            f"cluster {cluster}, pdl {pdl}, device {self.device}, stream {stream:#x}"
+        )
 
     def _new_slot(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Slot:
         if self._param_bytes is None:  # a driver that cannot tell the size: the first launch sets it
@@ -175,6 +202,52 @@ class Kernel:
             f"launch of {self.spec.label}: expected a grid of three non-negative integers and a stream "
             f"handle, got {grid!r} and {stream!r} ({error})"
         )
+
+
+class PreparedLaunch:
+    """See `Kernel.prepare`: less than half the host time of `Kernel.launch`."""
+
+    __slots__ = ("_changing", "_cluster", "_free", "_grid", "_kernel", "_params", "_pdl")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        params: bytes,
+        changing: struct.Struct,
+        cluster: tuple[int, int, int] | None,
+        pdl: bool,
+    ) -> None:
+        self._kernel = kernel
+        self._grid = grid
+        self._params = params
+        self._changing = changing
+        self._cluster = cluster
+        self._pdl = pdl
+        self._free: list[_Slot] = []
+
+    def launch(self, stream: int, *members: int | bytes) -> None:
+        """Enqueue the kernel with these first members; see `Kernel.launch`."""
+        try:
+            slot = self._free.pop()  # so that no other thread uses it
+        except IndexError:
+            slot = self._new_slot()
+        self._changing.pack_into(slot.params, 0, *members)
+        _STREAM.pack_into(slot.config, _STREAM_AT, stream)
+        code = self._kernel._enqueue(slot)
+        self._free.append(slot)
+        if code != 0:
+            raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
+
+    def _new_slot(self) -> _Slot:
+        kernel = self._kernel
+        slot = kernel._new_slot(self._params, self._cluster, self._pdl)
+        try:
+            slot.params[:] = self._params
+            _CALL.pack_into(slot.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
+        except (ValueError, TypeError, struct.error) as error:
+            raise kernel._bad_arguments(self._grid, self._params, 0, error) from None
+        return slot
 
 
 @contextmanager

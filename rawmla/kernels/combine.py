@@ -12,15 +12,17 @@ from .common import D_V, DTYPES, ceil_div
 __all__ = [
     "MAPPINGS",
     "PARAMS",
+    "POINTERS",
     "Mapping",
     "launch_shape",
-    "scratch_addresses",
+    "scalar_offsets",
     "slot_row_bytes",
     "spec",
     "specs",
 ]
 
-PARAMS = struct.Struct("<6Q3qQ6i")  # Params of mla_combine.cu
+PARAMS = struct.Struct("<7Q3q6i")  # Params of mla_combine.cu, of which the first seven are POINTERS
+POINTERS = struct.Struct("<7Q")
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2
 _PARTIAL_BYTES = 64 * (D_V // 64 + 2) * 4  # Partial of mla_combine.cu
@@ -53,10 +55,10 @@ def slot_row_bytes(dtype: str) -> int:
     return D_V * _PIECE_BYTES[dtype] + 4 * _SCALARS
 
 
-def scratch_addresses(dtype: str, scratch: int, slot_rows: int) -> tuple[int, int, int]:
-    """Addresses of o_accum, lse_accum_log2 and o_scale_log2 in scratch for that many rows of pieces."""
-    lse_accum = scratch + slot_rows * D_V * _PIECE_BYTES[dtype]
-    return scratch, lse_accum, lse_accum + 4 * slot_rows
+def scalar_offsets(dtype: str, slot_rows: int) -> tuple[int, int]:
+    """Where lse_accum_log2 and o_scale_log2 begin in scratch for that many rows of pieces, behind o_accum."""
+    lse_accum = slot_rows * D_V * _PIECE_BYTES[dtype]
+    return lse_accum, lse_accum + 4 * slot_rows
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from math import log2
 from typing import Literal, NamedTuple, cast
 
@@ -18,9 +18,11 @@ from .common import (
     ceil_div,
 )
 
-__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeArgs", "box_rows", "launch", "scratch_bytes", "spec", "specs"]
+__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeCall", "PreparedDecode", "box_rows", "num_slots", "spec", "specs"]
 
-_PARAMS = struct.Struct("<256s Q3q Qq QQQ Q3q QQQQ 4iI2iI3if 8x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI3if 8x")  # Params of sm90_dense_decode.cu
+_POINTERS = struct.Struct("<256s 10Q")  # its first members: tensor maps and addresses
+_MAX_MAPS = 1024  # caches with tensor maps of their own, one for each layer
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64
 _SMEM_BYTES = 232_448  # all that a CTA can have
@@ -29,16 +31,13 @@ BOX_ROWS = (64, 32, 16)
 _CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
 
 
-class DenseDecodeArgs(NamedTuple):
-    """One dense decode call: device addresses, sizes, and strides in elements.
+class DenseDecodeCall(NamedTuple):
+    """What stays the same when a decode call is repeated on other queries: sizes, and strides in elements.
 
-    ``block_table_stride`` is the row stride of block_table; ``scratch`` points to
-    ``scratch_bytes(...)`` bytes.
+    ``block_table_stride`` is the row stride of block_table, ``max_seqlen`` what its rows have room for.
     """
 
     device: int
-    stream: int
-    capturing: Callable[[], bool]
     dtype: str
     b: int
     s_q: int
@@ -47,29 +46,20 @@ class DenseDecodeArgs(NamedTuple):
     d_qk: int
     page_block_size: int
     num_blocks: int
-    q: int
     q_stride_b: int
     q_stride_s: int
     q_stride_h: int
-    k_cache: int
     k_stride_block: int
     k_stride_token: int
     k_stride_head: int
-    block_table: int
     block_table_stride: int
-    cache_seqlens: int
-    sched_meta: int
+    max_seqlen: int
     num_parts: int
-    num_splits: int
     object_layout: bool
     batch_invariant: bool
-    out: int
     out_stride_b: int
     out_stride_s: int
     out_stride_h: int
-    lse: int
-    scratch: int
-    scratch_bytes: int
     softmax_scale: float
     causal: bool
 
@@ -111,7 +101,7 @@ def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.Kernel
     return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs]
 
 
-def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -> int:
+def num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -> int:
     """Scratch slots for pieces: see ``first_slot`` in cuda_src/sched/plan.cuh. 0: nothing can be split."""
     blocks = ceil_div(max_seqlen, BLOCK_TOKENS)
     if blocks <= 1:
@@ -123,80 +113,94 @@ def _num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -
     return slots
 
 
-def scratch_bytes(
-    dtype: str, num_parts: int, b: int, s_q: int, h_q: int, max_seqlen: int, batch_invariant: bool
-) -> int:
-    """Bytes of 16-byte aligned scratch: the pieces of split requests, see cuda_src/sched/pieces.cuh."""
-    return _num_slots(num_parts, b, max_seqlen, batch_invariant) * s_q * h_q * combine.slot_row_bytes(dtype)
+class PreparedDecode:
+    """The launches of a decode call: the decode kernel and, when requests can be split, the combine.
 
+    Attributes
+    ----------
+    scratch_bytes : int
+        Of the 16-byte aligned scratch that `launch` takes; 0: none.
+    """
 
-@lru_cache(maxsize=1024)
-def _k_maps(
-    k_cache: int,
-    dtype: str,
-    page_block_size: int,
-    d_qk: int,
-    h_kv: int,
-    num_blocks: int,
-    stride_token: int,
-    stride_head: int,
-    stride_block: int,
-) -> bytes:
-    """The two tensor maps of a cache: boxes of two chunks (64 columns) and of one."""
-
-    def encode(chunks: int) -> bytes:
-        return jit.tensor_map(
-            k_cache,
-            cast(Literal["bfloat16", "float16"], dtype),
-            (64, page_block_size, d_qk // 64, h_kv, num_blocks),
-            (2 * stride_token, 128, 2 * stride_head, 2 * stride_block),
-            (64, box_rows(page_block_size), chunks, 1, 1),
-            "128b",
-            "none",
-        )
-
-    return encode(2) + encode(1)
-
-
-def launch(args: DenseDecodeArgs) -> None:
-    """Enqueue the decode kernel and, with scratch, the combine."""
-    (
-        device, stream, capturing, dtype, b, s_q, h_q, h_kv, d_qk, page_block_size, num_blocks,
-        q, q_stride_b, q_stride_s, q_stride_h,
-        k_cache, k_stride_block, k_stride_token, k_stride_head,
-        block_table, block_table_stride, cache_seqlens, sched_meta, num_parts, num_splits,
-        object_layout, batch_invariant,
-        out, out_stride_b, out_stride_s, out_stride_h, lse, scratch, scratch_bytes, softmax_scale, causal,
-    ) = args  # fmt: skip
-    heads_per_kv = h_q // h_kv
-    rows = s_q * heads_per_kv
-    m_blocks = (rows + _BLOCK_M - 1) // _BLOCK_M
-    box = box_rows(page_block_size)
-    cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
-    main = jit.get_kernel(spec(dtype, d_qk, box, cluster), device, capturing=capturing)
-    all_rows = s_q * h_q
-    num_slots = scratch_bytes // (all_rows * combine.slot_row_bytes(dtype))
-    pieces = (0, 0, 0)
-    if num_slots:
-        pieces = combine.scratch_addresses(dtype, scratch, num_slots * all_rows)
-        by_request = batch_invariant or b <= num_parts
-        combine_grid, mapping = combine.launch_shape(all_rows, b, num_parts, by_request, batch_invariant)
-        merge = jit.get_kernel(combine.spec(dtype, mapping), device, capturing=capturing)
-    maps = _k_maps(
-        k_cache, dtype, page_block_size, d_qk, h_kv, num_blocks, k_stride_token, k_stride_head, k_stride_block
-    )
-    heads_magic = -(-(2**32) // heads_per_kv) & 0xFFFFFFFF  # division by multiplication: see Params
-    page_magic = -(-(2**36) // page_block_size) & 0xFFFFFFFF
-    params = _PARAMS.pack(
-        maps, q, q_stride_b, q_stride_s, q_stride_h, block_table, block_table_stride,
-        cache_seqlens, sched_meta, num_splits, out, out_stride_b, out_stride_s, out_stride_h,
-        lse, *pieces, b, s_q, h_q, heads_per_kv, heads_magic, rows, page_block_size, page_magic,
-        num_slots, object_layout, causal, softmax_scale * _LOG2_E,
-    )  # fmt: skip
-    main.launch((m_blocks, h_kv, num_parts), params, stream, cluster=_CLUSTER_DIMS[cluster], pdl=True)
-    if num_slots:
-        params = combine.PARAMS.pack(
-            sched_meta, num_splits, *pieces, out, out_stride_b, out_stride_s, out_stride_h,
-            lse, b, s_q, h_q, num_slots, object_layout, by_request,
+    def __init__(self, call: DenseDecodeCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        heads_per_kv = call.h_q // call.h_kv
+        rows = call.s_q * heads_per_kv
+        m_blocks = ceil_div(rows, _BLOCK_M)
+        box = box_rows(call.page_block_size)
+        cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
+        main = jit.get_kernel(spec(call.dtype, call.d_qk, box, cluster), call.device, capturing=capturing)
+        slots = num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
+        slot_rows = slots * call.s_q * call.h_q
+        self.scratch_bytes = slot_rows * combine.slot_row_bytes(call.dtype)
+        self._lse_accum, self._o_scale = combine.scalar_offsets(call.dtype, slot_rows)
+        out_strides = (call.out_stride_b, call.out_stride_s, call.out_stride_h)
+        self._call = call
+        self._maps: dict[int, bytes] = {}  # by the address of the cache
+        heads_magic = -(-(2**32) // heads_per_kv) & 0xFFFFFFFF  # division by multiplication: see Params
+        page_magic = -(-(2**36) // call.page_block_size) & 0xFFFFFFFF
+        params = _PARAMS.pack(
+            b"", *[0] * 10, call.q_stride_b, call.q_stride_s, call.q_stride_h, call.block_table_stride,
+            *out_strides, call.b, call.s_q, call.h_q, heads_per_kv, heads_magic, rows, call.page_block_size,
+            page_magic, slots, call.object_layout, call.causal, call.softmax_scale * _LOG2_E,
         )  # fmt: skip
-        merge.launch(combine_grid, params, stream, pdl=True)
+        self._main = main.prepare(
+            (m_blocks, call.h_kv, call.num_parts), params, _POINTERS,
+            cluster=_CLUSTER_DIMS[cluster], pdl=True,
+        ).launch  # fmt: skip
+        if slots:
+            by_request = call.batch_invariant or call.b <= call.num_parts
+            grid, mapping = combine.launch_shape(
+                call.s_q * call.h_q, call.b, call.num_parts, by_request, call.batch_invariant
+            )
+            merge = jit.get_kernel(combine.spec(call.dtype, mapping), call.device, capturing=capturing)
+            params = combine.PARAMS.pack(
+                *[0] * 7, *out_strides, call.b, call.s_q, call.h_q, slots, call.object_layout, by_request
+            )
+            self._merge = merge.prepare(grid, params, combine.POINTERS, pdl=True).launch
+
+    def launch(
+        self,
+        stream: int,
+        k_cache: int,
+        q: int,
+        block_table: int,
+        cache_seqlens: int,
+        sched_meta: int,
+        num_splits: int,
+        out: int,
+        lse: int,
+        scratch: int,
+    ) -> None:
+        """Enqueue the kernels on arrays given as device addresses."""
+        maps = self._maps.get(k_cache) or self._encode(k_cache)
+        if not self.scratch_bytes:
+            self._main(stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse, 0, 0, 0)
+            return
+        lse_accum = scratch + self._lse_accum
+        o_scale = scratch + self._o_scale
+        self._main(
+            stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
+            scratch, lse_accum, o_scale,
+        )  # fmt: skip
+        self._merge(stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse)
+
+    def _encode(self, k_cache: int) -> bytes:
+        """The two tensor maps of a cache: boxes of two chunks (64 columns) and of one."""
+        call = self._call
+
+        def encode(chunks: int) -> bytes:
+            return jit.tensor_map(
+                k_cache,
+                cast(Literal["bfloat16", "float16"], call.dtype),
+                (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
+                (2 * call.k_stride_token, 128, 2 * call.k_stride_head, 2 * call.k_stride_block),
+                (64, box_rows(call.page_block_size), chunks, 1, 1),
+                "128b",
+                "none",
+            )
+
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[k_cache] = encode(2) + encode(1)
+        return maps
