@@ -30,6 +30,7 @@ class FakeLibrary:
         self.maps: list[dict[str, Any]] = []
         self.result = 0
         self.capability = (9, 0)
+        self.asked_context = 0
         self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
         self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
         self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
@@ -61,6 +62,7 @@ class FakeLibrary:
         self.thread.stack = [context]
 
     def _get(self, out: Any) -> int:
+        self.asked_context += 1
         out[0] = self._stack()[-1]
         return 0
 
@@ -271,9 +273,15 @@ def test_prepared_launch(library: FakeLibrary) -> None:
 
 def test_prepared_launch_on_another_device(library: FakeLibrary) -> None:
     library.set_current(CONTEXT_B)
-    make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING).launch(0, 1, 2)
+    prepared = make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING)
+    assert prepared.launch(0, 1, 2) is False
     assert library.launches[0]["context"] == CONTEXT_A
     assert library._stack() == [CONTEXT_B]
+    library.set_current(CONTEXT_A)
+    assert prepared.launch(0, 1, 2) is True
+    asked = library.asked_context
+    assert prepared.launch(0, 1, 2, context_is_current=True) is True
+    assert library.asked_context == asked and len(library.launches) == 3
 
 
 def test_failed_prepared_launch(library: FakeLibrary) -> None:

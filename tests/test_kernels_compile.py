@@ -242,9 +242,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             cluster: tuple[int, int, int] | None = None,
             pdl: bool = False,
         ) -> SimpleNamespace:
-            def launch(stream: int, *members: int | bytes) -> None:
+            def launch(stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
                 filled = changing.pack(*members) + params[changing.size :]
                 self.launch(grid, filled, stream, cluster=cluster, pdl=pdl)
+                return context_is_current
 
             return SimpleNamespace(launch=launch)
 

@@ -13,16 +13,16 @@
 //   QK    warpgroup 0, 176 registers   S = Q K^T with 7 of Q's chunks in registers, online softmax, P
 //   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
-// Each role refills by TMA the part of a K block that it is the last to read: PV0 columns 0-255, PV1 columns 256-511, QK
-// the RoPE chunk. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
+// PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
+// too, while it waits for P: QK has no cycles to spare. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
 // and CTA 1 the right one for both, which halves the traffic from L2 and the power it takes.
 //
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
 //   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
 //   QK            | issue QK(j), store P(j-1)    | softmax(j)                   | issue QK(j+1), store P(j)    |
-//   PV0, PV1      | wait for P(j-1)              | rescale O, PV(j-1)           | refill stage (j-1) % 3, wait |
-// P(j-1) is announced when all but the last chunk of QK(j) is done, so that PV fills the softmax and not the QK. When K(j)
-// has not arrived yet (memory-bound shapes) there is nothing to wait for and P(j-1) is announced at once.
+//   PV0, PV1      | refill, rescale O, wait      | PV(j-1)                      | refill, rescale O, wait      |
+// P(j-1) is announced when all but the last chunk of QK(j) is done, so that PV fills the softmax and not the QK.
+// QK takes the RoPE chunk first: its slot is free again after a few wgmmas and has almost a whole period to be refilled.
 // A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176 cycles; the rest hides the load.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
@@ -30,18 +30,19 @@
 // bar_item_free[8]    12        lane 0 of each warp: done with the item             warp 0 of PV0: overwrite it      1
 // bar_k_full[s][h]    1 + bytes warp 0 of PVh arms it; half h of the block landed   QK: S += Q K^T of the half       0
 // bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
-// bar_rope_full       1 + bytes warp 0 of QK; the RoPE chunk has landed             QK: S += Q K^T of it             0
-// bar_rope_free         4         QK: lane 0 of each warp, its QK is complete         warp 0 of QK: refill RoPE        0
-// bar_p_full          4         QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
+// bar_rope_full       1 + bytes warp 0 of PV1 arms it; the RoPE chunk has landed    QK: S = Q K^T of it              0
+// bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    warp 0 of PV1: refill RoPE       0
+// bar_scale_full[2]   4         QK: factors on O before PV of the block written     PV0, PV1: rescale O              0
+// bar_p_full          4         QK: P stored and fenced; announced as above         PV0, PV1: O += P V               0
 // bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of QK, PV1: first refill  0
+// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of PV1: first refill      0
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
-// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1; RoPE and P have one slot each. A box
-// is loaded into a stage for the first time without asking the peer, so bar_peer_free's phase is n / 3 - 1.
+// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1, and row scales n % 2; RoPE and P have
+// one slot each. A box is loaded into a stage for the first time without asking the peer, so bar_peer_free's phase is n / 3 - 1.
 //
 // Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
 // by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since

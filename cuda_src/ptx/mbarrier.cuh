@@ -36,18 +36,3 @@ __device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
-
-// Any thread. True when the phase with this parity has completed already; does not wait.
-__device__ __forceinline__ bool mbarrier_test_parity(u32 bar, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n"
-        "}\n"
-        : "=r"(done)
-        : "r"(bar), "r"(parity)
-        : "memory");
-    return done != 0;
-}

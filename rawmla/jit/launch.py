@@ -39,7 +39,7 @@ class _Slot:
     """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
     at a time."""
 
-    __slots__ = ("_keep", "argument", "config", "config_ref", "context", "context_ref", "params")
+    __slots__ = ("_keep", "argument", "config", "config_ref", "context", "context_ref", "params", "stream")
 
     def __init__(self, param_bytes: int, cluster: tuple[int, int, int] | None, pdl: bool) -> None:
         config, config_address = aligned_buffer(_CONFIG_BYTES, 16)
@@ -59,6 +59,7 @@ class _Slot:
         self.config_ref = ctypes.c_void_p(config_address)
         self.params = memoryview(params).cast("B")
         self.argument = ctypes.c_void_p(ctypes.addressof(pointers))
+        self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses the slot
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
 
@@ -207,7 +208,19 @@ class Kernel:
 class PreparedLaunch:
     """See `Kernel.prepare`: less than half the host time of `Kernel.launch`."""
 
-    __slots__ = ("_changing", "_cluster", "_free", "_grid", "_kernel", "_params", "_pdl")
+    __slots__ = (
+        "_cluster",
+        "_context",
+        "_free",
+        "_function",
+        "_get_context",
+        "_grid",
+        "_kernel",
+        "_launch_ex",
+        "_pack_into",
+        "_params",
+        "_pdl",
+    )
 
     def __init__(
         self,
@@ -221,23 +234,40 @@ class PreparedLaunch:
         self._kernel = kernel
         self._grid = grid
         self._params = params
-        self._changing = changing
+        self._pack_into = changing.pack_into
+        self._get_context = kernel._get_context
+        self._context = kernel._context
+        self._launch_ex = kernel._launch_ex
+        self._function = kernel._function
         self._cluster = cluster
         self._pdl = pdl
         self._free: list[_Slot] = []
 
-    def launch(self, stream: int, *members: int | bytes) -> None:
-        """Enqueue the kernel with these first members; see `Kernel.launch`."""
+    def launch(self, stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
+        """Enqueue the kernel with these first members; see `Kernel.launch`.
+
+        Returns whether the kernel's context was current in this thread. A launch on the same device right
+        after one that said so need not ask the driver again: ``context_is_current``.
+        """
         try:
             slot = self._free.pop()  # so that no other thread uses it
         except IndexError:
             slot = self._new_slot()
-        self._changing.pack_into(slot.params, 0, *members)
-        _STREAM.pack_into(slot.config, _STREAM_AT, stream)
-        code = self._kernel._enqueue(slot)
+        self._pack_into(slot.params, 0, *members)
+        if stream != slot.stream:
+            _STREAM.pack_into(slot.config, _STREAM_AT, stream)
+            slot.stream = stream
+        if not context_is_current:
+            self._get_context(slot.context_ref)
+            context_is_current = slot.context.value == self._context
+        if context_is_current:
+            code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+        else:
+            code = self._kernel._enqueue(slot)
         self._free.append(slot)
         if code != 0:
             raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
+        return context_is_current
 
     def _new_slot(self) -> _Slot:
         kernel = self._kernel

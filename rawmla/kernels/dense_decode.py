@@ -179,11 +179,14 @@ class PreparedDecode:
             return
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
-        self._main(
+        current = self._main(
             stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
             scratch, lse_accum, o_scale,
         )  # fmt: skip
-        self._merge(stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse)
+        self._merge(
+            stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse,
+            context_is_current=current,
+        )  # fmt: skip
 
     def _encode(self, k_cache: int) -> bytes:
         """The two tensor maps of a cache: boxes of two chunks (64 columns) and of one."""
