@@ -20,7 +20,7 @@
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
 //   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
 //   QK            | issue QK(j), store P(j-1)    | softmax(j)                   | issue QK(j+1), store P(j)    |
-//   PV0, PV1      | refill, rescale O, wait      | PV(j-1)                      | refill, rescale O, wait      |
+//   PV0, PV1      | refill, wait for P(j-1)      | rescale O, PV(j-1)           | refill, wait for P(j)        |
 // P(j-1) is announced when all but the last chunk of QK(j) is done, so that PV fills the softmax and not the QK.
 // QK takes the RoPE chunk first: its slot is free again after a few wgmmas and has almost a whole period to be refilled.
 // A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176 cycles; the rest hides the load.
@@ -32,8 +32,7 @@
 // bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
 // bar_rope_full       1 + bytes warp 0 of PV1 arms it; the RoPE chunk has landed    QK: S = Q K^T of it              0
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    warp 0 of PV1: refill RoPE       0
-// bar_scale_full[2]   4         QK: factors on O before PV of the block written     PV0, PV1: rescale O              0
-// bar_p_full          4         QK: P stored and fenced; announced as above         PV0, PV1: O += P V               0
+// bar_p_full          128       QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
@@ -154,7 +153,6 @@ struct SharedMemoryPlan {
     u64 bar_peer_free[kStages];
     u64 bar_rope_full;
     u64 bar_rope_free;
-    u64 bar_scale_full[2];
     u64 bar_p_full;
     u64 bar_p_free;
     u64 bar_sum_full;
@@ -513,13 +511,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                             p[4 * group + 3]);
             }
         };
-        auto fence_p = [&]() {
-            fence_proxy_async();
-            __syncwarp();
-        };
-        auto announce_p = [&]() {
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_full));
-        };
+        // Each thread for what it wrote itself: P and, in some, row scales.
+        auto announce_p = [&]() { mbarrier_arrive(smem_address(&smem.bar_p_full)); };
         // Tokens from the block's first on that every row of the tile sees.
         int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
         if (params.causal) visible += token_of_row(params, blockIdx.x * kBlockM) + 1 - params.s_q;
@@ -558,7 +551,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 if (p_pending) {
                     if (chunk == 0) wait_p_free();
                     if (chunk == 1) store_p();
-                    if (chunk == 2) fence_p();
+                    if (chunk == 2) fence_proxy_async();
                 }
                 if (kHasRope && chunk == 3) {
                     wgmma_commit_group();
@@ -632,8 +625,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
-            __syncwarp();
-            if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_scale_full[n % 2]));
             p_pending = true;
             if (++stage == kStages) {
                 stage = 0;
@@ -642,7 +633,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         }
         wait_p_free();
         store_p();
-        fence_p();
+        fence_proxy_async();
         announce_p();
 
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
@@ -769,7 +760,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 walker.look_up(params, smem, n + kLookahead + 1, lane_index());
             }
             if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
-            mbarrier_wait_parity(smem_address(&smem.bar_scale_full[n % 2]), n / 2 & 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
             const float scale0 = row_scale[0];
             const float scale1 = row_scale[8];
@@ -779,7 +770,6 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             }
             const u64 desc_v = descriptor_mn_major(smem_v + n % kStages * (kVChunks * kChunkBytes));
             wgmma_pin(o);
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
@@ -826,9 +816,7 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
     } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
         mbarrier_init(smem_address(&smem.bar_rope_free), 4);
-        mbarrier_init(smem_address(&smem.bar_scale_full[0]), 4);
-        mbarrier_init(smem_address(&smem.bar_scale_full[1]), 4);
-        mbarrier_init(smem_address(&smem.bar_p_full), 4);
+        mbarrier_init(smem_address(&smem.bar_p_full), 128);
         mbarrier_init(smem_address(&smem.bar_p_free), 8);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
