@@ -27,7 +27,7 @@ def describe_tests(record: dict[str, Any]) -> str:
     """One sentence each on tests and sanitizer."""
     groups = record["tests"].values()
     totals = (f"{sum(group[key] for group in groups)} {key}" for key in ("passed", "failed", "skipped"))
-    sentences = ["Tests on that machine: " + ", ".join(totals) + "."]
+    sentences = [f"Tests on that machine: {', '.join(totals) if groups else 'not run'}."]
     if record["sanitizer"]:
         verdicts = (
             f"{tool} {'clean' if run['clean'] else 'not clean'}" for tool, run in record["sanitizer"].items()
