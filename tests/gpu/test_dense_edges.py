@@ -219,6 +219,17 @@ def test_softmax_scale() -> None:
         check(inputs, got, reference(inputs, softmax_scale=scale))
 
 
+@pytest.mark.parametrize("exponent", (-90, -24, 24, 90))
+def test_magnitude_of_the_values(exponent: int) -> None:
+    """Pieces of split requests keep their powers of two, though float16 would not hold the values."""
+    inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=3000))
+    factor = 2.0**exponent
+    out, lse = decode(
+        replace(inputs, k_cache=inputs.k_cache * factor), softmax_scale=inputs.q.shape[-1] ** -0.5 / factor
+    )
+    check(inputs, (out / factor, lse))
+
+
 @pytest.mark.parametrize(("b", "s_q"), ((0, 1), (3, 0)))
 def test_nothing_to_compute(b: int, s_q: int) -> None:
     inputs = make_dense_inputs(DenseCase(b=3, h_q=16, s_k=100))
