@@ -20,9 +20,9 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
     v[3] = upper ? v[3] : r3;
 }
 
-// The two stores below (scale,) exchange and store in single asm blocks, or the compiler interleaves many of them and runs
-// out of registers next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns,
-// as a fragment holds them. All lanes of the warp call; `valid` lanes store.
+// The three functions below work in single asm blocks, or the compiler interleaves many of them and runs out of registers
+// next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns, as a fragment
+// holds them. All lanes of the warp call the stores; `valid` lanes store.
 
 // The largest magnitude of four groups and `top`.
 __device__ __forceinline__ void max_magnitude(float& top, float a0, float a1, float b0, float b1, float c0,

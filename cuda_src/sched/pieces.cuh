@@ -17,17 +17,17 @@ constexpr bool kFloat16Pieces = kDtype == Dtype::kBf16;
 
 // The power of two that brings a float32 row into float16's range; 1 for float32 pieces.
 struct PieceScale {
+    static constexpr u32 kTopExponent = 14, kBias = 127;
     float factor = 1.0f;
 
     PieceScale() = default;
     // `top`: the largest magnitude in the row; factor * top is in [2^14, 2^15).
     __device__ __forceinline__ explicit PieceScale(float top) {
-        constexpr u32 kTopExponent = 14, kBias = 127;
         const u32 exponent = __float_as_uint(top) >> 23;
         factor = __uint_as_float(min_int(kTopExponent + 2 * kBias - exponent, 2 * kBias) << 23);
     }
     // Of the number that undoes it.
     __device__ __forceinline__ float log2() const {
-        return static_cast<float>(127 - static_cast<int>(__float_as_uint(factor) >> 23));
+        return static_cast<float>(static_cast<int>(kBias) - static_cast<int>(__float_as_uint(factor) >> 23));
     }
 };
