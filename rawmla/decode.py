@@ -167,9 +167,8 @@ def flash_mla_with_kvcache(
 
     q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
-    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides_fit, calls = _known.get(
-        (q_view[1:6], k_view[1:6])
-    ) or _learn(q_view, k_view)
+    known = _known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, _ = known
     q_ptr, _, _, _, device, framework, q_array = q_view
     k_ptr, _, _, _, _, k_framework, _ = k_view
     if k_ptr & 15:
@@ -234,10 +233,10 @@ def flash_mla_with_kvcache(
         return out, framework.empty((b, h_q, s_q), "float32", device)
 
     stream = framework.current_stream(device)
-    if q_ptr & 15 or not q_strides_fit:
-        q_view = _q_for_kernel(q_view)
+    if q_ptr & 15 or q_strides is None:
+        q_view = inspect(framework.contiguous_copy(q_array, "q"), "q")
         q_ptr = q_view[0]
-        calls = (_known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)).calls
+        known = _known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)
     if plan is not None and (tiles is None or not plan.have_initialized):
         config = SchedConfig(
             b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
@@ -257,9 +256,7 @@ def flash_mla_with_kvcache(
         softmax_scale,
         causal,
     )
-    call = calls.get(key)
-    if call is None:
-        call = _prepare(calls, key, q_view, k_view)
+    call = known.calls.get(key) or _prepare(known, key, q_view, k_view)
     if out is None:
         out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
         out_ptr = framework.pointer(out)
@@ -293,7 +290,8 @@ class _Known(NamedTuple):
     d_qk: int
     page_block_size: int
     h_kv: int
-    q_strides_fit: bool
+    q_strides: tuple[int, ...] | None  # that 16-byte copies can walk; None: a contiguous copy is needed
+    k_strides: tuple[int, ...]
     calls: dict[tuple[Any, ...], dense_decode.PreparedDecode]  # by what else a call depends on
 
 
@@ -306,23 +304,19 @@ _known: dict[tuple[Any, ...], _Known] = {}
 def _learn(q: Fields, k_cache: Fields) -> _Known:
     """Check q and the cache, and remember that."""
     b, s_q, h_q, d_qk, _, page_block_size, h_kv = checks.dense_sizes(q, k_cache)
-    checks.k_cache_strides(k_cache)
-    steps = q[2][:3]
-    fit = all(step > 0 and not step & 7 for step in steps)
+    k_strides = checks.k_cache_strides(k_cache)
+    _, shape, strides, *_ = q
+    usable = checks.usable_strides(shape, strides)
+    q_strides = usable if checks.strides_fit(0, shape, usable) else None
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
-    key = (q[1:6], k_cache[1:6])
-    known = _known[key] = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, fit, {})
+    known = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, {})
+    _known[q[1:6], k_cache[1:6]] = known
     return known
 
 
-def _prepare(
-    calls: dict[tuple[Any, ...], dense_decode.PreparedDecode],
-    key: tuple[Any, ...],
-    q: Fields,
-    k_cache: Fields,
-) -> dense_decode.PreparedDecode:
-    """Load the kernels of a call and work out their parameters; `q` has strides that fit."""
+def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) -> dense_decode.PreparedDecode:
+    """Load the kernels of a call and work out their parameters."""
     (
         table_stride,
         max_blocks,
@@ -333,9 +327,9 @@ def _prepare(
         softmax_scale,
         causal,
     ) = key
-    _, (b, s_q, h_q, d_qk), q_strides, dtype, device, framework, _ = q
-    _, (num_blocks, page_block_size, h_kv, _), *_ = k_cache
-    k_strides = checks.k_cache_strides(k_cache)
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, calls = known
+    _, _, _, dtype, device, framework, _ = q
+    assert q_strides is not None  # or q would have been copied
     if out_strides is None:
         out_strides = (s_q * h_q * _D_V, h_q * _D_V, _D_V)
     call = dense_decode.DenseDecodeCall(
@@ -347,7 +341,7 @@ def _prepare(
         h_kv=h_kv,
         d_qk=d_qk,
         page_block_size=page_block_size,
-        num_blocks=num_blocks,
+        num_blocks=k_cache[1][0],
         q_stride_b=q_strides[0],
         q_stride_s=q_strides[1],
         q_stride_h=q_strides[2],
@@ -370,12 +364,3 @@ def _prepare(
         calls.clear()
     calls[key] = prepared
     return prepared
-
-
-def _q_for_kernel(q: Fields) -> Fields:
-    """Fields of a `q` that 16-byte copies can walk: a copy, unless only dimensions of size 1 did not fit."""
-    ptr, shape, strides, dtype, device, framework, array = q
-    usable = checks.usable_strides(shape, strides)
-    if checks.strides_fit(ptr, shape, usable):
-        return ptr, shape, usable, dtype, device, framework, array
-    return inspect(framework.contiguous_copy(array, "q"), "q")

@@ -335,6 +335,8 @@ class TestKnownCalls:
             rawmla.flash_mla_with_kvcache(**arguments)
         assert [args.k_cache for args in world.decodes] == [0x10000, 0x20000, 0x30000]
         assert len({args.out for args in world.decodes}) == 3
+        (known,) = decode._known.values()
+        assert len(known.calls) == 1
 
     @pytest.mark.parametrize(
         ("apply", "field"),

@@ -201,7 +201,7 @@ def test_bound_of_the_division(divisor: int) -> None:
 
 
 def page_magic(page_block_size: int) -> int:
-    """As dense_decode.launch packs it (tests/test_kernels_compile.py)."""
+    """As PreparedDecode packs it (tests/test_kernels_compile.py)."""
     return -(-(2**36) // page_block_size) & 0xFFFFFFFF
 
 

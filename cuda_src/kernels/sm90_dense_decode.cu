@@ -14,7 +14,7 @@
 //   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
 // PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
-// too, while it waits for P: QK has no cycles to spare. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
+// too, while it waits for P: all of QK would wait for the warp that did. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
 // and CTA 1 the right one for both, which halves the traffic from L2 and the power it takes.
 //
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
@@ -40,8 +40,9 @@
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
-// Block n of the part (over all its items) uses K stage n % 3 with phase (n / 3) & 1, and row scales n % 2; RoPE and P have
-// one slot each. A box is loaded into a stage for the first time without asking the peer, so bar_peer_free's phase is n / 3 - 1.
+// Warp 0 of PV0 makes the first loads of all. Block n of the part (over all its items) uses K stage n % 3 with phase
+// (n / 3) & 1, and row scales n % 2; RoPE and P have one slot each. A box is loaded into a stage for the first time without
+// asking the peer, so bar_peer_free's phase is n / 3 - 1.
 //
 // Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
 // by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
@@ -83,8 +84,8 @@ constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 constexpr int kItemSlots = 8;
 constexpr int kSourceSlots = 8;
 constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the block in hand
-static_assert(kLookahead + 1 < kItemSlots && kLookahead < kSourceSlots,
-              "rings must hold what is looked up ahead");
+static_assert(kLookahead + 1 < kItemSlots && kLookahead + 1 < kSourceSlots,
+              "rings must hold what is looked up ahead, and the blocks in hand");
 constexpr float kLazyMaxLog2 = 8.0f;
 
 constexpr int kThreads = 384;

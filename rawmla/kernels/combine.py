@@ -49,7 +49,6 @@ _FEW_ROWS = {
 MAPPINGS = (*_FEW_ROWS, _MANY_ROWS)
 
 
-@cache
 def slot_row_bytes(dtype: str) -> int:
     """Bytes of scratch for a query row of a piece: cuda_src/sched/pieces.cuh."""
     return D_V * _PIECE_BYTES[dtype] + 4 * _SCALARS
