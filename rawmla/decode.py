@@ -169,7 +169,7 @@ def flash_mla_with_kvcache(
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
     known = _known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)
     b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, _ = known
-    q_ptr, _, _, _, device, framework, q_array = q_view
+    q_ptr, _, _, dtype, device, framework, q_array = q_view
     k_ptr, _, _, _, _, k_framework, _ = k_view
     if k_ptr & 15:
         checks.k_cache_strides(k_view)
@@ -229,7 +229,7 @@ def flash_mla_with_kvcache(
 
     if not b or not s_q:
         if out is None:
-            out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
+            out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
         return out, framework.empty((b, h_q, s_q), "float32", device)
 
     stream = framework.current_stream(device)
@@ -258,7 +258,7 @@ def flash_mla_with_kvcache(
     )
     call = known.calls.get(key) or _prepare(known, key, q_view, k_view)
     if out is None:
-        out = framework.empty_like(q_array, (b, s_q, h_q, _D_V))
+        out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
         out_ptr = framework.pointer(out)
     if call.scratch_bytes:
         lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", call.scratch_bytes, device)

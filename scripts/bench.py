@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument(
-        "--replays", type=int, default=9, help="graph replays per figure, at least 5 (default 9)"
+        "--replays", type=int, default=5, help="graph replays per figure, at least 5 (default 5)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--against", type=Path, metavar="FILE", help="print the ratio to a stored run")

@@ -54,9 +54,6 @@ class FakeFramework:
         self.allocated.append(array)
         return array
 
-    def empty_like(self, array: FakeArray, shape: tuple[int, ...]) -> FakeArray:
-        return self.empty(shape, array.dtype, array.device)
-
     def empty_with_scratch(
         self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
     ) -> tuple[FakeArray, FakeArray]:

@@ -142,11 +142,6 @@ class TestCupyMemory:
         assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.int32)
         assert framework.pointer(array) == ADDRESS
 
-    def test_empty_like(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        framework, allocated = cupy_framework(monkeypatch, capturing=False)
-        array = framework.empty_like(cupy_array((9,), np.float16), (2, 3))
-        assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.float16)
-
     def test_empty_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing=False)
         entered: list[int] = []
@@ -242,37 +237,44 @@ class TestTorch:
         with pytest.raises(TypeError, match=r"^q: expected a dense torch tensor with memory, got OnCuda"):
             inspect(sparse, "q")
 
-    def test_empty(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture(params=(True, False), ids=("fast", "plain"))
+    def framework(self, torch: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> TorchFramework:
+        """One whose allocations on devices 0 (the current one) and 1 come from CPU memory."""
         framework = TorchFramework(torch)
-        made: list[Any] = []
 
-        def empty(size: int, *, dtype: Any, device: Any) -> Any:
-            made.append((size, dtype, device))
-            return torch.zeros(size, dtype=dtype)
+        class Torch:
+            @staticmethod
+            def device(kind: str, ordinal: int) -> tuple[str, int]:
+                return kind, ordinal
 
-        monkeypatch.setattr(framework, "_empty", empty)
-        for _ in range(2):
-            array = framework.empty((2, 3), "bfloat16", 1)
-            assert (array.shape, array.dtype) == ((2, 3), torch.bfloat16)
-        assert framework.empty((5,), "int32", 0).shape == (5,)
-        zero, one = torch.device("cuda", 0), torch.device("cuda", 1)
-        assert made == [(0, torch.bfloat16, one), (0, torch.int32, zero)]  # one of each kind to start from
+            @staticmethod
+            def empty(shape: tuple[int, ...], *, dtype: Any, device: tuple[str, int]) -> Any:
+                self.allocated.append(("plain", *device))
+                return torch.empty(shape, dtype=dtype)
 
-    def test_empty_like(self, torch: Any) -> None:
-        q = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
-        array = TorchFramework(torch).empty_like(q, (4, 1, 5))
-        assert (array.shape, array.dtype, array.requires_grad) == ((4, 1, 5), torch.bfloat16, False)
-        assert array.is_contiguous()
+        def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+            self.allocated.append(("fast", "cuda", 0))
+            return torch.empty_strided(shape, strides, dtype=dtype)
 
-    @pytest.mark.parametrize("scratch_bytes", (1, 1000, 1001))
-    def test_scratch(self, torch: Any, monkeypatch: pytest.MonkeyPatch, scratch_bytes: int) -> None:
-        framework = TorchFramework(torch)
-        monkeypatch.setattr(
-            framework, "_empty", lambda size, *, dtype, device: torch.zeros(size, dtype=dtype)
-        )
-        array, scratch = framework.empty_with_scratch((2, 3), "float32", scratch_bytes, 0)
+        self.allocated: list[tuple[str, str, int]] = []
+        monkeypatch.setattr(framework, "_torch", Torch)
+        monkeypatch.setattr(framework, "_current_device", lambda: 0)
+        monkeypatch.setattr(framework, "_empty_strided", empty_strided if request.param else None)
+        return framework
+
+    def test_empty(self, torch: Any, framework: TorchFramework) -> None:
+        fast = "fast" if framework._empty_strided is not None else "plain"
+        for device, way in ((0, fast), (1, "plain")):
+            for shape in ((2, 3), (4, 1, 5), (7,), (0, 3)):
+                array = framework.empty(shape, "bfloat16", device)
+                assert (array.shape, array.dtype) == (shape, torch.bfloat16)
+                assert array.stride() == torch.empty(shape).stride()
+                assert self.allocated.pop() == (way, "cuda", device)
+
+    def test_scratch(self, torch: Any, framework: TorchFramework) -> None:
+        array, scratch = framework.empty_with_scratch((2, 3), "float32", 1001, 0)
         assert (array.shape, array.dtype) == ((2, 3), torch.float32)
-        assert scratch_bytes <= scratch.nbytes < scratch_bytes + 4
+        assert scratch.nbytes == 1001
         assert scratch.untyped_storage().data_ptr() != array.untyped_storage().data_ptr()
 
     def test_contiguous_copy(self, torch: Any) -> None:

@@ -32,8 +32,8 @@
 // bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
 // bar_rope_full       1 + bytes warp 0 of PV1 arms it; the RoPE chunk has landed    QK: S = Q K^T of it              0
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    warp 0 of PV1: refill RoPE       0
-// bar_p_full          128       QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
-// bar_p_free          8         PV0, PV1: lane 0 of each warp, its PV is complete   QK: store the next P             1
+// bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
+// bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
 // bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of PV1: first refill      0
@@ -221,6 +221,10 @@ __device__ __forceinline__ float* lse_address(const Params& params, int req, con
 __device__ __forceinline__ i64 piece_row(const Params& params, int slot, const RowIndex& row) {
     return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
 }
+
+// Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
+// racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
+__device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }
 
 // A role's view of the published items.
 struct ItemReader {
@@ -512,8 +516,10 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                             p[4 * group + 3]);
             }
         };
-        // Each thread for what it wrote itself: P and, in some, row scales.
-        auto announce_p = [&]() { mbarrier_arrive(smem_address(&smem.bar_p_full)); };
+        auto announce_p = [&]() {
+            __syncwarp();
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
+        };
         // Tokens from the block's first on that every row of the tile sees.
         int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
         if (params.causal) visible += token_of_row(params, blockIdx.x * kBlockM) + 1 - params.s_q;
@@ -620,9 +626,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             l[0] += sum[0];
             l[1] += sum[1];
-            const int lane_idx = lane_index();
-            if (lane_idx % 4 == 0) {
-                float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_idx / 4;
+            if (has_row_scales()) {
+                float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
@@ -762,10 +767,15 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             }
             if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
-            const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
-            const float scale0 = row_scale[0];
-            const float scale1 = row_scale[8];
+            float scale0 = 1.0f, scale1 = 1.0f;
+            if (has_row_scales()) {
+                const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
+                scale0 = row_scale[0];
+                scale1 = row_scale[8];
+            }
             if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
+                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
+                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
@@ -784,8 +794,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             } else {
                 named_barrier_arrive(NB_V_FREE + kHalf, 128);
             }
-            __syncwarp();  // all lanes have read their row scales
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free));
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
             if (warp_idx == 0) {
                 load_half<kHalf>(params, smem, n + kStages, lane_index());
             }
@@ -817,8 +826,8 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
     } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
         mbarrier_init(smem_address(&smem.bar_rope_free), 4);
-        mbarrier_init(smem_address(&smem.bar_p_full), 128);
-        mbarrier_init(smem_address(&smem.bar_p_free), 8);
+        mbarrier_init(smem_address(&smem.bar_p_full), 32);
+        mbarrier_init(smem_address(&smem.bar_p_free), 64);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
         mbarrier_init(smem_address(&smem.bar_looked_up), 1);

@@ -17,6 +17,7 @@ from .cases import D_V, DecodeCase, MetadataCase
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
+REST_SECONDS = 0.5
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 COLD_L2_FACTOR = 3
@@ -100,6 +101,12 @@ def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
             samples.append(start.elapsed_time(end) * 1e3 / count)
     torch.cuda.current_stream().wait_stream(stream)
     return Timing.of(samples)
+
+
+def rest() -> None:
+    """Let the GPU idle, so that the heat and power of one case do not slow the next."""
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
 
 
 def repeat(call: Callable[[int], Any], count: int) -> Callable[[], None]:
@@ -207,6 +214,7 @@ def time_decode(case: DecodeCase, replays: int) -> tuple[dict[str, Any], DecodeI
         )
 
     error = check_output(case, inputs, call(0)[0])
+    rest()
     timing = time_graph(repeat(lambda _: call(0), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
     row: dict[str, Any] = {**case.fields(), **vars(timing), "rel_l2": error}
     if sets > 1:
@@ -230,6 +238,7 @@ def measure_ceilings(replays: int) -> dict[str, float]:
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(a)
+    rest()
     matmul = time_graph(
         repeat(lambda _: torch.mm(a, b, out=product), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays
     )
