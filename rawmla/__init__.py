@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import reference
+    from .cache import dequantize_k_cache, gather_kv_cache, quantize_k_cache, write_kv_cache
     from .decode import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
     from .errors import (
         CompileError,
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
         RawMLAError,
         UnsupportedGPUError,
     )
+    from .indices import convert_indices
     from .kernels import warmup
+    from .merge import merge_attn_states
 
 __all__ = [
     "CompileError",
@@ -35,10 +38,16 @@ __all__ = [
     "RawMLAError",
     "UnsupportedGPUError",
     "__version__",
+    "convert_indices",
+    "dequantize_k_cache",
     "flash_mla_with_kvcache",
+    "gather_kv_cache",
     "get_mla_metadata",
+    "merge_attn_states",
+    "quantize_k_cache",
     "reference",
     "warmup",
+    "write_kv_cache",
 ]
 
 # Public name -> module that defines it. `reference` is itself a module.
@@ -52,9 +61,15 @@ _MODULE_OF = {
     "NoGPUError": ".errors",
     "RawMLAError": ".errors",
     "UnsupportedGPUError": ".errors",
+    "convert_indices": ".indices",
+    "dequantize_k_cache": ".cache",
     "flash_mla_with_kvcache": ".decode",
+    "gather_kv_cache": ".cache",
     "get_mla_metadata": ".decode",
+    "merge_attn_states": ".merge",
+    "quantize_k_cache": ".cache",
     "warmup": ".kernels",
+    "write_kv_cache": ".cache",
 }
 
 

@@ -8,11 +8,12 @@ shape, stride, range or combination. The functions called on every decode (`dens
 from __future__ import annotations
 
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import Fields, Framework
+from .kernels.sparse_decode import NO_CACHE, Cache
 
 D_V = 512
 """Value columns: the first 512 of a cache row."""
@@ -71,16 +72,15 @@ def as_softmax_scale(softmax_scale: Any) -> float:
     return scale
 
 
-def refuse_sparse(is_fp8_kvcache: Any, **arrays: Any) -> None:
-    """Raise for the arguments of sparse decoding that were given; return if none was."""
+def refuse_without_indices(is_fp8_kvcache: bool, **arrays: Any) -> None:
+    """Raise for those arguments of sparse decoding that were given without `indices`."""
     given = [name for name, value in arrays.items() if value is not None]
-    if as_bool("is_fp8_kvcache", is_fp8_kvcache):
-        given.insert(0, "is_fp8_kvcache=True")
     if given:
-        raise NotImplementedError(
-            f"{', '.join(given)}: comes with sparse decoding, which this version does not have yet; "
-            "expected is_fp8_kvcache=False and None for indices, attn_sink, topk, topk_length and extra_*"
+        raise ValueError(
+            f"{', '.join(given)}: expected None without indices: of sparse decoding, got an array"
         )
+    if is_fp8_kvcache:
+        refuse_dense_fp8()
 
 
 def dense_sizes(q: Fields, k_cache: Fields) -> tuple[int, int, int, int, int, int, int]:
@@ -313,11 +313,7 @@ def check_config(
         for field, wanted in zip(_CONFIG_FIELDS, call, strict=True):
             planned = getattr(config, field, False)
             if planned != wanted:
-                raise ValueError(
-                    f"tile_scheduler_metadata: expected a plan for {field} = {wanted}, that of this "
-                    f"call, got a FlashMLASchedMeta filled for {field} = {planned}; take one from "
-                    "get_mla_metadata() for each configuration"
-                )
+                raise _other_config(field, wanted, planned)
 
 
 def _as_int(name: str, value: Any) -> int:
@@ -331,3 +327,165 @@ def _show(value: Any) -> str:
     if isinstance(value, (int, float, str, np.generic)):
         return f"{type(value).__name__} {value!r}"
     return "None" if value is None else type(value).__name__
+
+
+class SparseSizes(NamedTuple):
+    """What a sparse decode call is about; strides of out in elements."""
+
+    format: str
+    d_qk: int
+    load_bytes: int
+    b: int
+    s_q: int
+    h_q: int
+    cache: Cache
+    extra: Cache
+    out_strides: tuple[int, ...]
+
+
+_FP8_DTYPES = ("float8_e4m3fn", "uint8", "int8")
+_FP8_LAYOUTS = {576: ("v32", 656), 512: ("model1", 584)}
+_ROW_STRIDE = {"v32": 656, "model1": 576}  # bytes between the rows of a block
+
+
+def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> SparseSizes:
+    """Check the arrays of a sparse decode call, by the names of the arguments, against each other."""
+    q = views["q"]
+    assert q is not None
+    _, shape, strides, dtype, device, framework, _ = q
+    if dtype != "bfloat16":
+        raise TypeError(f"q: expected dtype bfloat16 with indices, got {dtype}")
+    if len(shape) != 4:
+        raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
+    b, s_q, h_q, d_qk = shape
+    if d_qk not in D_QK:
+        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    if not h_q:
+        raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
+    if strides[3] != 1:
+        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    format, row_bytes = _FP8_LAYOUTS[d_qk] if is_fp8_kvcache else ("bf16", 2 * d_qk)
+    for name, view in views.items():
+        if view is not None and name != "q":
+            check_place(name, view, device, framework, "q")
+
+    extra_given = [views[name] is not None for name in ("extra_k_cache", "extra_indices_in_kvcache")]
+    if any(extra_given) != all(extra_given):
+        missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
+        raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
+    if views["extra_topk_length"] is not None and not all(extra_given):
+        raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
+    cache, align = _sparse_cache("k_cache", views["k_cache"], format, row_bytes)
+    cache = _with_indices(cache, "indices", views["indices"], b, s_q)
+    extra = NO_CACHE
+    if all(extra_given):
+        extra, extra_align = _sparse_cache("extra_k_cache", views["extra_k_cache"], format, row_bytes)
+        extra = _with_indices(extra, "extra_indices_in_kvcache", views["extra_indices_in_kvcache"], b, s_q)
+        align = min(align, extra_align)
+    for name in ("topk_length", "extra_topk_length"):
+        _vector(name, views[name], "int32", b, "b")
+    _vector("attn_sink", views["attn_sink"], "float32", h_q, "h_q")
+    out = views["out"]
+    out_steps = (s_q * h_q * D_V, h_q * D_V, D_V) if out is None else out_strides(out, q)[:3]
+    return SparseSizes(format, d_qk, align, b, s_q, h_q, cache, extra, out_steps)
+
+
+def _sparse_cache(name: str, view: Fields | None, format: str, row_bytes: int) -> tuple[Cache, int]:
+    """Check a cache; returns it, without indices, and what the addresses of its rows are multiples of."""
+    assert view is not None
+    ptr, shape, strides, dtype, _, _, _ = view
+    wanted = ("bfloat16",) if format == "bf16" else _FP8_DTYPES
+    if dtype not in wanted:
+        raise TypeError(
+            f"{name}: expected dtype {' or '.join(wanted)} with is_fp8_kvcache={format != 'bf16'}, "
+            f"got {dtype}"
+        )
+    itemsize = 2 if format == "bf16" else 1
+    columns = row_bytes // itemsize
+    if len(shape) != 4 or shape[2] != 1 or shape[3] != columns:
+        raise ValueError(
+            f"{name}: expected shape [num_blocks, page_block_size, 1, {columns}] for this d_qk of q, got "
+            f"{list(shape)}"
+        )
+    num_blocks, page_block_size, _, _ = shape
+    if not num_blocks or not page_block_size:
+        raise ValueError(f"{name}: expected at least 1 block of at least 1 token, got shape {list(shape)}")
+    block_stride, token_stride, _, step = usable_strides(shape, strides)
+    if step != 1 or format != "bf16" and token_stride != columns:
+        raise ValueError(
+            f"{name}: expected contiguous tokens (only the block stride is free in an FP8 cache), got "
+            f"strides {list(strides)} (elements) of shape {list(shape)}"
+        )
+    block_bytes = block_stride * itemsize
+    steps = ptr | block_bytes | (token_stride * itemsize if format == "bf16" else 0)
+    align = 16 if not steps & 15 else 8 if not steps & 7 and format != "bf16" else 0
+    if not align or block_stride < 0 or token_stride < 0:
+        raise ValueError(
+            f"{name}: expected an address and strides that are multiples of {16 if format == 'bf16' else 8} "
+            f"bytes, strides not negative, got address {ptr:#x}, strides {list(strides)} (elements)"
+        )
+    token_bytes = _ROW_STRIDE.get(format, token_stride * itemsize)
+    return Cache(page_block_size, num_blocks, block_bytes, token_bytes, 0, 0, 0), align
+
+
+def _with_indices(cache: Cache, name: str, view: Fields | None, b: int, s_q: int) -> Cache:
+    """Check what is selected from a cache."""
+    assert view is not None
+    _, shape, strides, dtype, _, _, _ = view
+    if dtype != "int32":
+        raise TypeError(f"{name}: expected dtype int32, got {dtype}")
+    if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not shape[2]:
+        raise ValueError(
+            f"{name}: expected shape [{b}, {s_q}, topk] (b and s_q are those of q) with topk at least 1, got "
+            f"{list(shape)}"
+        )
+    stride_b, stride_s, step = strides
+    if step != 1 and shape[2] > 1 or stride_b < 0 or stride_s < 0:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension and no negative stride, got strides "
+            f"{list(strides)} (elements)"
+        )
+    return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
+
+
+def _vector(name: str, view: Fields | None, dtype: str, length: int, meaning: str) -> None:
+    """Check an optional contiguous array of one dimension."""
+    if view is None:
+        return
+    _, shape, strides, given, _, _, _ = view
+    if given != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {given}")
+    if tuple(shape) != (length,):
+        raise ValueError(f"{name}: expected shape [{length}] ({meaning} is that of q), got {list(shape)}")
+    if strides[0] != 1 and length > 1:
+        raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
+
+
+def check_sparse_config(planned: Any, wanted: Any) -> None:
+    """As `check_config`, for two configurations."""
+    if planned == wanted:
+        return
+    if planned is None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
+            "True, got config None"
+        )
+    for field in _CONFIG_FIELDS:
+        if getattr(planned, field, False) != getattr(wanted, field):
+            raise _other_config(field, getattr(wanted, field), getattr(planned, field, False))
+
+
+def _other_config(field: str, wanted: Any, planned: Any) -> ValueError:
+    return ValueError(
+        f"tile_scheduler_metadata: expected a plan for {field} = {wanted}, that of this call, got a "
+        f"FlashMLASchedMeta filled for {field} = {planned}; take one from get_mla_metadata() for each "
+        "configuration"
+    )
+
+
+def refuse_dense_fp8() -> None:
+    """Raise for an FP8 cache without indices."""
+    raise NotImplementedError(
+        "is_fp8_kvcache=True: FP8 caches are for sparse decoding, expected indices (get_mla_metadata: topk) "
+        "with it"
+    )

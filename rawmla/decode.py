@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from . import checks
+from . import checks, sparse
 from .arrays import READERS, Fields, inspect
 from .batch import read_batch, read_requests
 from .kernels import dense_decode, metadata
@@ -149,9 +149,29 @@ def flash_mla_with_kvcache(
         or topk_length is not None
         or extra_topk_length is not None
     ):
-        checks.refuse_sparse(
+        is_fp8_kvcache = checks.as_bool("is_fp8_kvcache", is_fp8_kvcache)
+        if indices is not None:
+            checks.check_head_dim_v(head_dim_v)
+            if checks.as_bool("causal", causal):
+                raise ValueError("causal: expected False with indices, got True")
+            return sparse.decode(
+                q,
+                k_cache,
+                tile_scheduler_metadata,
+                num_splits,
+                softmax_scale,
+                is_fp8_kvcache,
+                indices,
+                attn_sink,
+                extra_k_cache,
+                extra_indices_in_kvcache,
+                topk_length,
+                extra_topk_length,
+                out,
+                checks.as_bool("enable_batch_invariant", enable_batch_invariant),
+            )
+        checks.refuse_without_indices(
             is_fp8_kvcache,
-            indices=indices,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
             extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -242,7 +262,8 @@ def flash_mla_with_kvcache(
             b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
         )
         if tiles is None:
-            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, lengths_ptr, device, framework)
+            tokens = metadata.TokenCounts(lengths_ptr)
+            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, tokens, device, framework)
         plan.config = config
         plan.have_initialized = True
 

@@ -20,7 +20,8 @@ __all__ = ["FlashMLASchedMeta", "SchedConfig", "fill_plan", "get_mla_metadata"]
 class SchedConfig:
     """The call that a `FlashMLASchedMeta` was filled for; every field must match when it is used again.
 
-    `h_k` is the number of KV heads (`h_kv`). `topk` and the `extra_*` fields are None for dense decoding.
+    `h_k` is the number of KV heads (`h_kv`). `topk` and the `extra_*` fields are None for dense decoding, the
+    latter also without an extra cache.
     """
 
     b: int
@@ -97,8 +98,11 @@ def get_mla_metadata(
         `h_kv`.
     num_heads_q : int, optional
         `h_q`. None: `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1; the plan is the same.
-    is_fp8_kvcache, topk
-        Of sparse decoding, which this version does not have: False and None.
+    is_fp8_kvcache : bool
+        Of the cache that the plan will be used on; True needs `topk`.
+    topk : int, optional
+        A plan for sparse decoding: tokens that each query token selects. Of `cache_seqlens` only the shape
+        counts then. With an extra cache, the sum of both topk, each rounded up to a multiple of 64.
     num_heads_per_head_k : int, optional
         See `num_q_tokens_per_head_k`; give one of the two.
     enable_batch_invariant : bool
@@ -126,7 +130,7 @@ def get_mla_metadata(
     TypeError, ValueError
         An argument is of the wrong kind, dtype, shape or device; raised before anything is launched.
     NotImplementedError
-        An argument of sparse decoding was given.
+        `is_fp8_kvcache` without `topk`: dense decoding has no FP8 caches.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
@@ -137,7 +141,8 @@ def get_mla_metadata(
     loaded the kernel. The row layout is FlashMLA's (github.com/deepseek-ai/FlashMLA).
     """
     batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
-    checks.refuse_sparse(is_fp8_kvcache, topk=topk)
+    if checks.as_bool("is_fp8_kvcache", is_fp8_kvcache) and topk is None:
+        checks.refuse_dense_fp8()
     if num_heads_per_head_k is not None:
         if num_q_tokens_per_head_k is not None:
             raise TypeError(
@@ -145,7 +150,7 @@ def get_mla_metadata(
                 f"got {num_heads_per_head_k!r}"
             )
         num_q_tokens_per_head_k = num_heads_per_head_k
-    if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, out)):
+    if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
 
     lengths = inspect(cache_seqlens, "cache_seqlens")
@@ -168,9 +173,19 @@ def get_mla_metadata(
             f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
         )
 
+    tokens = metadata.TokenCounts(ptr)
+    if topk is not None:
+        tokens = metadata.TokenCounts(0, most=checks.as_count("topk", topk))
+        if h_kv != 1:
+            raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
+
     plan = out if isinstance(out, FlashMLASchedMeta) else None
     if out is None:
-        num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, rows_q // h_q, h_q, h_kv)
+        sm_count = jit.device_info(device).sm_count
+        if topk is None:
+            num_parts = metadata.num_sm_parts(sm_count, rows_q // h_q, h_q, h_kv)
+        else:
+            num_parts = metadata.num_sm_parts_sparse(sm_count, rows_q // h_q, h_q)
         tiles, splits = _empty_arrays(framework, num_parts, b, device)
         tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
     else:
@@ -188,7 +203,7 @@ def get_mla_metadata(
             device=device,
             stream=framework.current_stream(device),
             capturing=framework.capture_query(device),
-            cache_seqlens=ptr,
+            tokens=tokens,
             b=b,
             num_parts=num_parts,
             sched_meta=tiles_ptr,
@@ -203,17 +218,25 @@ def get_mla_metadata(
 
 
 def fill_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, lengths_ptr: int, device: int, framework: Framework
+    plan: FlashMLASchedMeta,
+    config: SchedConfig,
+    tokens: metadata.TokenCounts,
+    device: int,
+    framework: Framework,
 ) -> tuple[int, int, int]:
     """Compute the arrays of an empty object; returns (address of rows, their number, address of splits)."""
-    num_parts = metadata.num_sm_parts(jit.device_info(device).sm_count, config.s_q, config.h_q, config.h_k)
+    sm_count = jit.device_info(device).sm_count
+    if config.topk is None:
+        num_parts = metadata.num_sm_parts(sm_count, config.s_q, config.h_q, config.h_k)
+    else:
+        num_parts = metadata.num_sm_parts_sparse(sm_count, config.s_q, config.h_q)
     tiles, splits = _empty_arrays(framework, num_parts, config.b, device)
     tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
     metadata.launch(
         device=device,
         stream=framework.current_stream(device),
         capturing=framework.capture_query(device),
-        cache_seqlens=lengths_ptr,
+        tokens=tokens,
         b=config.b,
         num_parts=num_parts,
         sched_meta=tiles_ptr,

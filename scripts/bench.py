@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of rawmla's dense decoding and metadata kernels.
+"""Benchmark of rawmla's decoding, dense and sparse, and of what goes with it.
 
 On a machine with a Hopper GPU and torch: times every case (or those that --cases selects) next to the
 ceilings of the same run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import benchlib
-from benchlib import against, cases, plot, report, source
+from benchlib import against, cache_cases, cases, plot, report, source
 
 TERMINAL_WIDTH = 200
 
@@ -118,7 +118,7 @@ def run_cases(
     """Time every chosen case; with --compare the peers on the same inputs too."""
     import torch
 
-    from benchlib import measure, peers
+    from benchlib import measure, peers, sparse_measure
 
     rows = []
     failures: dict[str, str] = {}
@@ -126,7 +126,15 @@ def run_cases(
         if isinstance(case, cases.MetadataCase):
             rows.append(measure.time_metadata_case(case, options.replays))
             continue
-        row, inputs = measure.time_decode(case, options.replays)
+        if isinstance(case, cache_cases.Case):
+            rows.append(measure.time_cache_case(case, options.replays))
+            torch.cuda.empty_cache()
+            continue
+        inputs: Any
+        if isinstance(case, cases.SparseCase):
+            row, inputs = sparse_measure.time_sparse(case, options.replays)
+        else:
+            row, inputs = measure.time_decode(case, options.replays)
         if options.compare:
             answers = peers.time_peers(case, inputs, options.replays)
             row["peers"] = {name: us for name, us in answers.items() if isinstance(us, float)}
@@ -152,7 +160,7 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     result: dict[str, Any] = {"timed": True, "date": datetime.date.today().isoformat(), **environment()}
     result |= {
         "git_commit": source.git_commit(benchlib.REPO_ROOT),
-        "method": report.METHOD,
+        "method": report.methods([case.fields() for case in chosen]),
         "replays": options.replays,
     }
     ceilings = [measure.measure_ceilings(options.replays)]
@@ -165,14 +173,21 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         f"{result['device']}, driver {result['driver']}, versions {result['versions']}", markup=False
     )
     console.print(report.describe_ceilings(ceilings))
-    for table in (report.decode_table, report.metadata_table):
-        console.print(table(rows, stored))
+    for table in (
+        report.decode_table,
+        report.sparse_table,
+        report.metadata_table,
+        report.cache_table,
+    ):
+        filled = table(rows, stored)
+        if filled.row_count:
+            console.print(filled)
     if stored:
         console.print(report.means_table(rows, stored))
     host = result["host"]
     median, p90 = host["decode_call_us"], host["decode_call_p90_us"]
     console.print(f"host time of one decode call: median {median:.1f} µs, p90 {p90:.1f} µs")
-    console.print(report.METHOD, soft_wrap=True, markup=False)
+    console.print(result["method"], soft_wrap=True, markup=False)
     if options.plot:
         plot.roofline({"rawmla": result}, result["device"], options.plot)
     return result

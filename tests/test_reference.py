@@ -10,7 +10,14 @@ import pytest
 
 import rawmla
 from rawmla import reference
-from rawmla.testing import DenseCase, DenseInputs, make_dense_inputs
+from rawmla.testing import (
+    DenseCase,
+    DenseInputs,
+    SparseCase,
+    SparseInputs,
+    make_dense_inputs,
+    make_sparse_inputs,
+)
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -192,11 +199,11 @@ def test_same_arguments_as_the_gpu_function() -> None:
 
 @pytest.mark.parametrize(
     "argument",
-    ("indices", "attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "is_fp8_kvcache"),
+    ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "is_fp8_kvcache"),
 )
-def test_sparse_arguments_are_refused(argument: str) -> None:
+def test_sparse_arguments_need_indices(argument: str) -> None:
     inputs = make_dense_inputs(CASES[0], "numpy")
-    with pytest.raises(NotImplementedError, match="sparse"):
+    with pytest.raises(ValueError, match=rf"`{argument}`.*`indices`"):
         decode(inputs, **{argument: True})
 
 
@@ -225,3 +232,183 @@ def test_pages_outside_the_cache_are_an_error_within_the_length_only() -> None:
         inputs.block_table[0, 0] = page
         with pytest.raises(IndexError):
             decode(inputs)
+
+
+# ---- sparse
+
+SPARSE_SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
+SPARSE_CASES = (
+    SparseCase(**SPARSE_SHAPE),
+    SparseCase(**SPARSE_SHAPE, layout="model1", block_gap=1, sharp=True),
+    SparseCase(**SPARSE_SHAPE, layout="bf16", d_qk=576, lengths="random", index_gap=3, empty_rows=0.3),
+    SparseCase(**SPARSE_SHAPE, layout="bf16", d_qk=512, sink=True, lengths=(0, -4, 100)),
+    SparseCase(
+        **SPARSE_SHAPE,
+        layout="model1",
+        sink=True,
+        lengths="random",
+        extra_topk=9,
+        extra_s_k=20,
+        extra_page_block_size=2,
+        extra_lengths="random",
+        empty_rows=0.3,
+        poison="inf",
+    ),
+    SparseCase(**SPARSE_SHAPE, extra_topk=65, sink=True, block_gap=2, poison_slot_0=False, seed=3),
+)
+
+
+def sparse_decode(inputs: SparseInputs, **kwargs: Any) -> Arrays:
+    """The reference on a sparse case's inputs."""
+    return reference.flash_mla_with_kvcache(
+        inputs.q, inputs.k_cache, None, None, 512, **{**inputs.keywords(), **kwargs}
+    )
+
+
+def tokens_by_bytes(k_cache: np.ndarray, layout: str, slot: int) -> np.ndarray:
+    """One token of a cache, byte after byte, as the description of its layout says."""
+    import ml_dtypes
+
+    page = k_cache.shape[1]
+    block = np.ascontiguousarray(k_cache[slot // page]).reshape(-1)
+    offset = slot % page
+    if layout == "bf16":
+        return block.reshape(page, -1)[offset].astype(np.float64)
+    if layout == "v32":
+        row = block[offset * 656 :][:656]
+        scales = np.repeat(row[512:528].view(np.float32), 128).astype(np.float64)
+        values, rope = row[:512], row[528:]
+    else:
+        row = block[offset * 576 :][:576]
+        codes = block[page * 576 + offset * 8 :][:7]
+        scales = np.repeat(2.0 ** (codes.astype(np.float64) - 127), 64)
+        values, rope = row[:448], row[448:]
+    values = values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+    return np.concatenate([values, rope.view(ml_dtypes.bfloat16).astype(np.float64)])
+
+
+def by_softmax_with_a_sink_column(inputs: SparseInputs, scale: float) -> Arrays:
+    """Keys gathered one by one; the sink as one more column of scores, whose value is 0."""
+    case = inputs.case
+    out = np.zeros((case.b, case.s_q, case.h_q, 512))
+    lse = np.full((case.b, case.h_q, case.s_q), np.inf)
+    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length)]
+    if case.extra_topk:
+        sources.append((inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length))
+    for i in range(case.b):
+        for j in range(case.s_q):
+            keys = []
+            for cache, indices, lengths in sources:
+                for position, index in enumerate(indices[i, j].tolist()):
+                    counts = lengths is None or position < lengths[i]
+                    if counts and 0 <= index < cache.shape[0] * cache.shape[1]:
+                        keys.append(tokens_by_bytes(cache, case.layout, index))
+            for h in range(case.h_q if keys else 0):
+                scores = scale * np.array(keys) @ inputs.q[i, j, h].astype(np.float64)
+                lse[i, h, j] = np.logaddexp.reduce(scores)
+                sink = -np.inf if inputs.attn_sink is None else float(inputs.attn_sink[h])
+                columns = np.append(scores, sink)
+                if sink == np.inf:
+                    continue
+                weights = np.exp(columns - columns.max())
+                out[i, j, h] = weights[:-1] / weights.sum() @ np.array(keys)[:, :512]
+    return out, lse
+
+
+@pytest.mark.parametrize("scale", (None, 0.3))
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_sparse_against_a_sink_column(case: SparseCase, scale: float | None) -> None:
+    inputs = make_sparse_inputs(case, "numpy")
+    out, lse = sparse_decode(inputs, softmax_scale=scale)
+    want_out, want_lse = by_softmax_with_a_sink_column(inputs, case.width**-0.5 if scale is None else scale)
+    assert out.dtype == lse.dtype == np.float64 and np.isfinite(out).all()
+    np.testing.assert_allclose(out, want_out, rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-11)
+
+
+def test_sparse_is_dense_attention_over_the_selected_rows() -> None:
+    """All tokens of a request selected, in any order: what dense decoding of the same cache gives."""
+    dense = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=6, lengths=(5, 0, 130), page_block_size=16), "numpy")
+    indices = np.full((3, 2, 131), -1, dtype=np.int32)
+    for i, length in enumerate(dense.lengths):
+        token = np.arange(length)
+        slots = dense.block_table[i, token // 16] * 16 + token % 16
+        indices[i, 0, :length], indices[i, 1, 131 - length :] = slots, slots[::-1]
+    got = reference.flash_mla_with_kvcache(dense.q, dense.k_cache, None, None, 512, indices=indices)
+    want = decode(dense, causal=False)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-12)
+
+
+def test_duplicates_count_as_often_as_they_occur() -> None:
+    inputs = make_sparse_inputs(SparseCase(b=1, h_q=2, s_k=20, topk=3, layout="bf16", invalid=0.0), "numpy")
+    first, second = np.unique(inputs.indices)[:2]
+    keys = inputs.k_cache.reshape(-1, 576)[[first, second]].astype(np.float64)
+    inputs.indices = np.array([[[first, first, first, second]]])
+    out, lse = sparse_decode(inputs)
+    weights = np.exp(576**-0.5 * inputs.q[0, 0].astype(np.float64) @ keys.T) * (3, 1)
+    np.testing.assert_allclose(lse[0, :, 0], np.log(weights.sum(axis=1)), rtol=1e-12)
+    np.testing.assert_allclose(out[0, 0], weights / weights.sum(axis=1, keepdims=True) @ keys[:, :512])
+
+
+def test_a_sink_changes_out_alone() -> None:
+    inputs = make_sparse_inputs(replace(SPARSE_CASES[2], h_q=4), "numpy")
+    out, lse = sparse_decode(inputs)
+    assert np.isfinite(lse).any() and not np.isfinite(lse).all()
+    sunk, same_lse = sparse_decode(inputs, attn_sink=np.array([-np.inf, np.inf, 0.0, 1e30]))
+    np.testing.assert_array_equal(same_lse, lse)
+    np.testing.assert_array_equal(sunk[:, :, 0], out[:, :, 0])
+    assert not sunk[:, :, [1, 3]].any()
+    kept = 1 / (1 + np.exp(-lse[:, 2]))
+    np.testing.assert_allclose(sunk[:, :, 2], out[:, :, 2] * kept[..., None], rtol=1e-12)
+
+
+def test_sparse_combinations_that_mean_nothing() -> None:
+    inputs = make_sparse_inputs(SPARSE_CASES[0], "numpy")
+    bad: dict[str, dict[str, Any]] = {
+        "causal": {"causal": True},
+        "expected both or none": {"extra_k_cache": inputs.k_cache},
+        "extra_topk_length": {"extra_topk_length": np.ones(3)},
+        r"indices of `k_cache`": {"indices": inputs.indices[:2]},
+        r"length of `k_cache`": {"topk_length": np.ones(4)},
+        r"`k_cache`: expected shape": {"is_fp8_kvcache": False},
+    }
+    for text, arguments in bad.items():
+        with pytest.raises(ValueError, match=text):
+            sparse_decode(inputs, **arguments)
+
+
+# ---- blocks of sparse requests
+
+
+def test_blocks_of_sparse_requests() -> None:
+    blocks = reference.sparse_blocks
+    assert blocks(3, 64).tolist() == [1, 1, 1]
+    assert blocks(2, 65, extra_topk=1).tolist() == [3, 3]
+    assert blocks(6, 130, [-7, 0, 1, 64, 129, 4000]).tolist() == [1, 1, 1, 1, 3, 3]
+    assert blocks(3, 130, [0, 0, 65], 200, [0, 1, 1000]).tolist() == [1, 1, 6]
+    assert blocks(2, 64, None, 64, [0, 64]).tolist() == [1, 2]
+
+
+def test_plans_of_blocks_and_of_lengths_agree() -> None:
+    lengths = [0, 1, 64, 65, 4000, 130]
+    blocks = [1, 1, 1, 2, 63, 3]
+    for parts in (1, 3, 40):
+        for invariant in (False, True):
+            got, want = (
+                reference.plan_blocks(blocks, parts, invariant),
+                reference.plan(lengths, parts, invariant),
+            )
+            assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_sparse_metadata() -> None:
+    """2 query tokens of 128 heads are 4 tiles: 33 parts of 132; the lengths do not matter."""
+    for lengths in ([0] * 5, [9999] * 5):
+        rows, num_splits = reference.get_mla_metadata(lengths, 256, 1, 128, True, 2050)
+        want = reference.plan_blocks([33] * 5, 33)
+        np.testing.assert_array_equal(rows, want.tensor_rows)
+        np.testing.assert_array_equal(num_splits, want.num_splits)
+    assert len(reference.get_mla_metadata([1], 8, 1, topk=64)[0]) == 132
+    assert reference.sparse_num_parts(2, 65) == 33 and reference.sparse_num_parts(1, 1, sm_count=78) == 78
+    assert reference.sparse_num_parts(65536, 8) == 1

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rawmla import reference
 from rawmla.kernels import combine, dense_decode
 from rawmla.kernels.metadata import MAX_BATCH
+from rawmla.reference import _plan
 from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
 
 KINDS = ("equal", "normal", "short", "holes", "one long", "alternating", "edges", "tiny", "zero")
@@ -135,15 +136,15 @@ def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: b
 
 def fixed_cost(units: int, num_parts: int) -> int:
     """What each request but the first costs besides its units."""
-    return min(reference.MAX_FIXED_COST, units // num_parts // reference.FIXED_COST_DIVISOR)
+    return min(_plan.MAX_FIXED_COST, units // num_parts // _plan.FIXED_COST_DIVISOR)
 
 
 def shortest_part(units: int) -> int:
     """The least number of units that parts are given."""
-    for length in range(1, reference.MAX_SHORT_PART):
-        if reference.SHORT_PART_FACTOR * length**2 >= units:
+    for length in range(1, _plan.MAX_SHORT_PART):
+        if _plan.SHORT_PART_FACTOR * length**2 >= units:
             return length
-    return reference.MAX_SHORT_PART
+    return _plan.MAX_SHORT_PART
 
 
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
@@ -211,8 +212,8 @@ def test_plan_worked_out_by_hand() -> None:
 
 def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 blocks, so 2; parts of (64 + 2) / 2 = 33."""
-    monkeypatch.setattr(reference, "MAX_FIXED_COST", 2)
-    monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", 8)
+    monkeypatch.setattr(_plan, "MAX_FIXED_COST", 2)
+    monkeypatch.setattr(_plan, "FIXED_COST_DIVISOR", 8)
     plan = reference.plan([40 * 64, 24 * 64], 2)
     assert plan.object_rows.tolist() == [[0, 0, 0, 33, 0, 1, 1, 0], [0, 1, 33, 24, 1, 1, 0, 0]]
     assert plan.num_splits.tolist() == [0, 2, 3]
@@ -274,9 +275,9 @@ def test_all_small_batches(batch_invariant: bool) -> None:
 @pytest.mark.parametrize("short_part", (1, 16))
 def test_any_tuning(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int, short_part: int) -> None:
     """What requests and pieces cost is a matter of tuning; plans are complete and balanced whatever it is."""
-    monkeypatch.setattr(reference, "MAX_FIXED_COST", cost)
-    monkeypatch.setattr(reference, "FIXED_COST_DIVISOR", divisor)
-    monkeypatch.setattr(reference, "MAX_SHORT_PART", short_part)
+    monkeypatch.setattr(_plan, "MAX_FIXED_COST", cost)
+    monkeypatch.setattr(_plan, "FIXED_COST_DIVISOR", divisor)
+    monkeypatch.setattr(_plan, "MAX_SHORT_PART", short_part)
     for kind, b in itertools.product(KINDS, (1, 2, 7, 60)):
         for num_parts in (1, 2, 66, 132):
             check(lengths_of(kind, b), num_parts, False)

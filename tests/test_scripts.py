@@ -15,13 +15,13 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import bench  # noqa: E402
 import gpu_check  # noqa: E402
 import update_figures  # noqa: E402
-from benchlib import against, cases, nogpu, plot, report, source  # noqa: E402
+from benchlib import against, cache_cases, cases, nogpu, plot, report, source  # noqa: E402
 
 PEERS = ROOT / "docs" / "peers-h200.json"
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
 
 
-def made_up_row(case: cases.DecodeCase, us: float) -> dict[str, Any]:
+def made_up_row(case: cases.DecodeCase | cases.SparseCase, us: float) -> dict[str, Any]:
     """A result row as bench.py writes it, for a time that nobody measured."""
     row = {**case.fields(), "us": us, "us_min": us, "us_max": us, "meta_us": 3.0, "rel_l2": 0.002}
     row["tflops"] = case.flops() / us / 1e6
@@ -32,7 +32,14 @@ def made_up_row(case: cases.DecodeCase, us: float) -> dict[str, Any]:
 
 def made_up_run() -> dict[str, Any]:
     rows = [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.decode_cases()]
+    rows += [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.sparse_cases()]
     rows += [{**cases.MetadataCase(b).fields(), "us": 3.0} for b in cases.METADATA_BATCHES]
+    for case in cache_cases.all_cases():
+        us = case.bytes_moved() / 2e6 + 2
+        fields = case.fields()
+        rows.append({"case": case.id, "op": fields["family"], **fields, "us": us})
+        rows[-1]["gbps"] = case.bytes_moved() / us / 1e3
+    report.add_shares(rows, report.best_ceilings(CEILINGS))
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0}
     return {"rows": rows, "ceilings": CEILINGS, "host": host, "versions": {"nvrtc": "0.0"}}
 
@@ -88,6 +95,55 @@ def test_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
     assert case.bytes_moved() / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)
 
 
+def stored_sparse_rows() -> list[dict[str, Any]]:
+    data = json.loads(PEERS.read_text())
+    return [row for row in data["FlashMLA@9241ae3"] if cases.is_sparse(row)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    stored_sparse_rows(),
+    ids=lambda row: "-".join(str(row.get(key)) for key in ("op", "b", "s_q", "h_q", "topk", "extra_length")),
+)
+def test_sparse_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
+    (case,) = (
+        case
+        for case in cases.sparse_cases()
+        if not case.batch_invariant
+        and all(case.fields()[key] == row[key] for key in row if key in case.fields())
+    )
+    assert case.flops() / row["us"] / 1e6 == pytest.approx(row["tflops"], rel=1e-3)
+    assert case.bytes_moved() / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)
+
+
+def test_stored_sparse_rows_match_one_case_each() -> None:
+    rows = [case.fields() for case in cases.sparse_cases()]
+    stored = [row for row in against.load(PEERS) if cases.is_sparse(row)]
+    assert len(stored) == len(stored_sparse_rows()) + 2
+    for other in stored:
+        assert sum(against.matches(other, row) for row in rows) == 1
+
+
+def test_other_names_of_fields(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    row = {**cases.sparse_cases()[-9].fields(), "us": 10.0}
+    assert row["extra_topk"] > 0
+    other = {new: old for old, new in against.OTHER_NAMES.items()}
+    path.write_text(json.dumps({"list": [{other.get(key, key): value for key, value in row.items()}]}))
+    assert against.ratios(against.load(path), {**row, "us": 5.0}) == {"list": pytest.approx(2.0)}
+    assert not against.ratios(against.load(path), {**row, "extra_length": not row["extra_length"]})
+
+
+def test_extra_lengths() -> None:
+    for case in cases.sparse_cases():
+        lengths = case.extra_lengths()
+        assert (lengths is None) == (case.extra_tokens is None)
+        if lengths is not None:
+            assert len(lengths) == case.b and sum(lengths) == case.extra_tokens
+            assert min(lengths) >= 0 and max(lengths) <= case.extra_topk and len(set(lengths)) > case.b // 4
+            assert lengths == case.extra_lengths()
+
+
 def test_fixed_length_rows_have_their_case() -> None:
     stored = [row for row in against.load(PEERS) if row["label"].endswith(" fixed")]
     assert len(stored) == 32
@@ -131,7 +187,15 @@ def test_means_by_family() -> None:
     stored = [{**row, "label": "twice", "us": 2 * row["us"]} for row in rows]
     means = report.group_means(rows, stored)["twice"]
     families = {"b >= 64, h_q 128", "b >= 64, h_q 8 to 64", "b 16 to 32", "b <= 4"}
-    assert set(means) == families | {"batch-invariant", "metadata"}
+    families |= {"sparse V3.2, b >= 64", "sparse V3.2, b <= 16", "sparse V3.2, h_q 8 to 16"}
+    families |= {
+        "sparse MODEL1, b >= 64",
+        "sparse MODEL1, b <= 16",
+        "sparse bf16, b >= 64",
+        "sparse bf16, b <= 16",
+    }
+    families |= {"cache", "convert indices", "merge attn states"}
+    assert set(means) == families | {"batch-invariant", "sparse, batch-invariant", "metadata"}
     assert sum(count for _, _, count in means.values()) == len(rows)
     assert all(
         mean == pytest.approx(2.0) and least == pytest.approx(2.0) for mean, least, _ in means.values()
@@ -153,14 +217,26 @@ def test_tables() -> None:
     run = made_up_run()
     console = Console(width=240, record=True, quiet=True)
     stored = against.load(PEERS)
-    for table in (report.decode_table, report.metadata_table, report.means_table):
+    for table in (report.decode_table, report.sparse_table, report.metadata_table, report.means_table):
         console.print(table(run["rows"], stored))
+    assert report.cache_table(run["rows"], stored).row_count == len(cache_cases.all_cases())
     text = report.markdown_results(run["rows"])
-    lines = [line for line in text.splitlines() if line]
-    assert all(line.startswith("|") and line.endswith("|") for line in lines)
-    assert len(lines) == 2 + len(cases.decode_cases()) + 3
-    width = lines[0].count("|")
-    assert all(line.count("|") == width for line in lines[: 2 + len(cases.decode_cases())])
+    dense, sparse, metadata, cache = (
+        part.splitlines() for part in text.split("\n\n") if part.startswith("|")
+    )
+    assert len(dense) == 2 + len(cases.decode_cases())
+    assert len(sparse) == 2 + len(cases.sparse_cases())
+    assert len(metadata) == 3 and len(cache) == 2 + len(cache_cases.all_cases())
+    for lines in (dense, sparse, metadata, cache):
+        assert all(line.startswith("|") and line.endswith("|") for line in lines)
+        assert len({line.count("|") for line in lines}) == 1
+    assert any("128 + up to 1024 | 256 + 2" in line for line in sparse)
+
+
+def test_methods() -> None:
+    rows = made_up_run()["rows"]
+    assert report.methods(rows) == f"{report.METHOD} {report.SPARSE_METHOD} {report.CACHE_METHOD}"
+    assert report.methods([row for row in rows if row["op"] in ("dense_decode", "metadata")]) == report.METHOD
 
 
 def test_roofline_plot(tmp_path: Path) -> None:
@@ -242,6 +318,41 @@ def test_timed_check_agrees_with_the_reference() -> None:
         for request in range(case.b):
             got = measure.attention_of_request(case, inputs, request).numpy()
             np.testing.assert_allclose(got, want[request], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ("v32", "model1", "bf16"))
+def test_timed_sparse_inputs_and_their_check(layout: str) -> None:
+    torch = pytest.importorskip("torch")
+    from benchlib import sparse_measure
+    from rawmla import reference
+
+    d_qk = 512 if layout == "model1" else 576
+    case = cases.SparseCase(3, 2, 100, 6, 40, layout, d_qk, 32, 20, 7, extra_tokens=31)
+    inputs = sparse_measure.make_inputs(case, sets=2, device="cpu")
+    assert inputs.q.shape == (3, 2, 6, d_qk) and len(inputs.index_sets) == 2
+    slots = []
+    for indices, extra_indices in inputs.index_sets:
+        assert indices.shape == (3, 2, 40) and extra_indices.shape == (3, 2, 20)
+        for rows in (*indices.flatten(0, 1), *extra_indices.flatten(0, 1)):
+            assert len(set(rows.tolist())) == len(rows)
+        slots.append({slot // 32 for slot in indices.flatten().tolist()})
+    assert not slots[0] & slots[1], "the sets share pages"
+    assert int(indices.max()) < inputs.k_cache.shape[0] * 32
+
+    keywords = inputs.keywords(case, 0)
+    as_bytes = {
+        name: value.double().numpy() if value.element_size() == 2 else value.numpy()
+        for name, value in {**keywords, "k_cache": inputs.k_cache}.items()
+        if isinstance(value, torch.Tensor)
+    }
+    k_cache = as_bytes.pop("k_cache")
+    out, _ = reference.flash_mla_with_kvcache(
+        inputs.q.double().numpy(), k_cache, None, None, 512, is_fp8_kvcache=layout != "bf16", **as_bytes
+    )
+    assert np.isfinite(out).all() and out.any()
+    assert sparse_measure.check_output(case, inputs, torch.from_numpy(out).bfloat16()) < 0.002
+    with pytest.raises(AssertionError, match="relative error"):
+        sparse_measure.check_output(case, inputs, torch.from_numpy(out * 1.02))
 
 
 def test_rotated_sets() -> None:

@@ -13,16 +13,20 @@ from rawmla import reference
 from rawmla.testing import (
     DenseCase,
     DenseInputs,
+    SparseCase,
+    SparseInputs,
     Tolerance,
     check_close,
     lse_tolerance,
     make_dense_inputs,
+    make_sparse_inputs,
     measure,
     missing_hopper_reason,
     out_tolerance,
 )
 from rawmla.testing.generators import GARBAGE_PAGE, SHARP_FACTOR
 from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_pieces, write_plan
+from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, block_stride
 
 LAYOUT_CASES = (
     DenseCase(b=4, h_q=2, s_k=100, varlen=True, page_block_size=16, seed=4),
@@ -416,6 +420,212 @@ def test_error_of_rounding_is_that_of_the_published_table() -> None:
         inputs = make_dense_inputs(DenseCase(b=1, h_q=128, lengths=(4096,), dtype=dtype), "numpy")
         error = measure(low_precision(inputs)[0], decode(inputs)[0], out_tolerance(dtype))
         assert error.rel_l2 == pytest.approx(published, rel=0.05)
+
+
+# ---- sparse generators
+
+SPARSE: dict[str, Any] = {"b": 4, "s_q": 2, "h_q": 3, "s_k": 50, "topk": 40, "page_block_size": 7}
+SPARSE_CASES = (
+    SparseCase(**SPARSE),
+    SparseCase(
+        **SPARSE, layout="model1", lengths="random", extra_topk=30, extra_page_block_size=2, sink=True
+    ),
+    SparseCase(**SPARSE, layout="model1", block_gap=3, lengths=(0, 40, -1, 90), extra_lengths="random"),
+    SparseCase(**SPARSE, layout="bf16", d_qk=512, block_gap=2, index_gap=5, extra_topk=99, extra_s_k=30),
+    SparseCase(**SPARSE, layout="bf16", d_qk=576, sharp=True, empty_rows=0.4, poison_slot_0=False),
+    SparseCase(**SPARSE, power_of_two_scales=True, block_gap=1, lengths="random", poison="inf", seed=2),
+)
+
+
+def sparse_decode(inputs: SparseInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The NumPy reference on a sparse case's inputs."""
+    return reference.flash_mla_with_kvcache(inputs.q, inputs.k_cache, None, None, 512, **inputs.keywords())
+
+
+def named_slots(k_cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """Which slots a valid index names, `[num_blocks, page_block_size]`."""
+    named = np.zeros(k_cache.shape[:2], dtype=bool)
+    for i, rows in enumerate(indices):
+        for index in rows[:, : None if lengths is None else max(lengths[i], 0)].ravel().tolist():
+            if 0 <= index < named.size:
+                named[index // named.shape[1], index % named.shape[1]] = True
+    return named
+
+
+def sources_of(inputs: SparseInputs) -> list[tuple[Any, Any, Any, int]]:
+    """(cache, indices, lengths, page size) of the cache and, where there is one, of the extra cache."""
+    case = inputs.case
+    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length, case.page_block_size)]
+    if case.extra_topk:
+        extra = (inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length)
+        sources.append((*extra, case.extra_page_block_size))
+    return sources
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
+    inputs = make_sparse_inputs(case, "numpy")
+    assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.width) and inputs.q.dtype.name == "bfloat16"
+    nowhere = np.isnan if case.poison == "nan" else (lambda x: ~np.isfinite(x))
+    for cache, indices, lengths, page in sources_of(inputs):
+        form = case.format
+        raw = cache.view(np.uint8)
+        assert raw.shape[1:] == (page, 1, form.token_bytes) and cache.strides[0] == block_stride(case, page)
+        named = named_slots(cache, indices, lengths)
+        assert named.any() and not named.all()
+        assert not named[0, 0] or not case.poison_slot_0
+        values = cache if case.layout == "bf16" else reference.dequantize_k_cache(cache, case.layout)
+        values = values[:, :, 0].astype(np.float64)
+        assert np.isfinite(values[named]).all() and 0.09 < values[named].std() < 0.11
+        assert nowhere(values[~named]).all()
+        rows, tails = block_fields(raw, form)
+        if tails is not None:
+            assert (tails[..., form.scales :] == (0xFF if case.poison == "nan" else 0xFE)).all()
+            assert (tails[~named] == tails[..., form.scales :].max()).all()
+        codes = rows[~named][:, : form.values]
+        allowed = {0x7F, 0xFF} if case.poison == "nan" else {0x7E, 0xFE}
+        assert not form.values or set(np.unique(codes).tolist()) == allowed
+        filler = block_stride(case, page) - page * form.token_bytes
+        whole = np.lib.stride_tricks.as_strided(
+            raw, (len(raw), block_stride(case, page)), (raw.strides[0], 1)
+        )
+        gaps = whole[:, whole.shape[1] - filler :]
+        assert (gaps == (0xFF if case.poison == "nan" else 0x7E)).all() and (filler > 0) == (
+            case.block_gap > 0
+        )
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_indices_hold_everything_that_may_stand_there(case: SparseCase) -> None:
+    inputs = make_sparse_inputs(replace(case, b=40, lengths=case.lengths and "random"), "numpy")
+    for cache, indices, lengths, _ in sources_of(inputs):
+        slots = cache.shape[0] * cache.shape[1]
+        named = named_slots(cache, indices, lengths).ravel()
+        topk = indices.shape[2]
+        assert indices.dtype == np.int32 and indices.strides[1] == 4 * (topk + case.index_gap)
+        assert {-1, -123456, INT_MIN, slots, INT_MAX} <= set(np.unique(indices).tolist())
+        counted = np.ones(indices.shape, dtype=bool)
+        if lengths is not None:
+            assert lengths.dtype == np.int32 and {0, 1, topk} <= set(lengths.tolist())
+            counted &= np.arange(topk) < lengths[:, None, None]
+            garbage = indices[~counted]
+            inside = garbage[(garbage >= 0) & (garbage < slots)]
+            assert len(inside) > len(garbage) / 2 and not named[inside].any()
+        valid = counted & (indices >= 0) & (indices < slots)
+        before = (~valid & counted)[..., :-1] & valid[..., 1:]
+        assert before.any(), "no invalid index stands before a valid one"
+        repeats = [len(row[ok]) - len(set(row[ok].tolist())) for row, ok in zip(indices, valid, strict=True)]
+        assert max(repeats) > 0
+        assert case.empty_rows == 0.0 or (~valid.any(axis=2)).sum() > 10
+
+
+def test_sinks() -> None:
+    sink = make_sparse_inputs(replace(SPARSE_CASES[1], h_q=64), "numpy").attn_sink
+    assert sink.dtype == np.float32 and {-np.inf, np.inf, 0.0, 30.0, -30.0} <= set(sink.tolist())
+
+
+def test_scales() -> None:
+    """float32 scales are no powers of two; those rounded to some, and e8m0, are as small as they can be."""
+    for power_of_two in (False, True):
+        inputs = make_sparse_inputs(SparseCase(**SPARSE, power_of_two_scales=power_of_two), "numpy")
+        named = named_slots(inputs.k_cache, inputs.indices, None)
+        rows, _ = block_fields(inputs.k_cache, inputs.case.format)
+        scales = rows[named][:, 512:528].copy().view(np.float32)
+        assert (np.frexp(scales)[0] == 0.5).mean() == (1.0 if power_of_two else 0.0)
+        codes = reference.decode_e4m3(rows[named][:, :512]).reshape(-1, 4, 128)
+        largest = np.abs(codes).max(axis=2)
+        assert largest.max() <= 448.0 and largest.min() > (200.0 if power_of_two else 447.0)
+    model1 = make_sparse_inputs(SparseCase(**SPARSE, layout="model1"), "numpy")
+    named = named_slots(model1.k_cache, model1.indices, None)
+    rows, _ = block_fields(model1.k_cache, model1.case.format)
+    largest = np.abs(reference.decode_e4m3(rows[named][:, :448]).reshape(-1, 7, 64)).max(axis=2)
+    assert 200.0 < largest.min() and largest.max() <= 448.0
+
+
+def test_sparse_ids_tell_cases_apart() -> None:
+    base = SparseCase(b=2)
+    changes: list[dict[str, Any]] = [
+        {"b": 3},
+        {"s_q": 2},
+        {"h_q": 8},
+        {"s_k": 20},
+        {"topk": 65},
+        {"page_block_size": 3},
+        {"layout": "model1"},
+        {"layout": "bf16"},
+        {"layout": "bf16", "d_qk": 512},
+        {"lengths": "random"},
+        {"lengths": (1, 2)},
+        {"extra_topk": 3},
+        {"extra_topk": 3, "extra_s_k": 9},
+        {"extra_topk": 3, "extra_page_block_size": 9},
+        {"extra_lengths": "random"},
+        {"extra_lengths": (1, 2)},
+        {"sink": True},
+        {"sharp": True},
+        {"power_of_two_scales": True},
+        {"empty_rows": 0.5},
+        {"block_gap": 1},
+        {"index_gap": 1},
+        {"seed": 1},
+    ]
+    assert len({base.id} | {replace(base, **change).id for change in changes}) == len(changes) + 1
+    assert base.id == "v32-b2-sq1-h128-sk512-top64-page64"
+    for wrong in ({"layout": "fp4"}, {"d_qk": 512}, {"lengths": (1,)}, {"lengths": "some"}, {"poison": "x"}):
+        with pytest.raises(ValueError):
+            replace(base, **wrong)
+    with pytest.raises(ValueError, match="framework"):
+        make_sparse_inputs(base, "jax")
+
+
+def sparse_as_numpy(inputs: SparseInputs) -> SparseInputs:
+    """torch inputs as NumPy arrays, with their strides; bf16 as float64."""
+
+    def move(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return tensor.double().numpy() if tensor.element_size() == 2 else tensor.numpy()
+
+    names = ("q", "k_cache", "indices", "topk_length", "extra_k_cache", "extra_indices")
+    names += ("extra_topk_length", "attn_sink")
+    return replace(inputs, **{name: move(getattr(inputs, name)) for name in names})
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_sparse_torch_reference(case: SparseCase) -> None:
+    """torch inputs are laid out like NumPy's, and the reference on the device computes what this one does."""
+    pytest.importorskip("torch")
+    from rawmla.testing import torch_reference
+
+    inputs = make_sparse_inputs(case, "torch", "cpu")
+    host = sparse_as_numpy(inputs)
+    alike = make_sparse_inputs(case, "numpy")
+    np.testing.assert_array_equal(host.indices, alike.indices)
+    assert inputs.k_cache.shape == alike.k_cache.shape
+    assert [n * inputs.k_cache.element_size() for n in inputs.k_cache.stride()] == list(alike.k_cache.strides)
+    want_out, want_lse = sparse_decode(host)
+    out, lse = torch_reference.sparse_decode(inputs)
+    if case.sink:
+        out = torch_reference.apply_sink(out, lse, inputs.attn_sink)
+    np.testing.assert_allclose(out.numpy(), want_out, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-11)
+    assert np.isfinite(want_out).all() and want_out.any()
+
+
+def test_sparse_torch_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from rawmla.testing import torch_reference
+
+    inputs = make_sparse_inputs(replace(SPARSE_CASES[1], b=7), "torch", "cpu")
+    want = torch_reference.sparse_decode(inputs)
+    monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", 3 * 70 * 520)
+    for got, one in zip(torch_reference.sparse_decode(inputs), want, strict=True):
+        np.testing.assert_allclose(got.numpy(), one.numpy(), rtol=1e-12)
+    inputs.indices = inputs.indices.transpose(0, 1).contiguous().transpose(0, 1)
+    for got, one in zip(torch_reference.sparse_decode(inputs), want, strict=True):
+        np.testing.assert_allclose(got.numpy(), one.numpy(), rtol=1e-12)
+    alone, _ = torch_reference.sparse_decode(inputs, extra=False)
+    assert bool((alone != want[0]).any())
 
 
 # ---- plans

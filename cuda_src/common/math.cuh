@@ -1,6 +1,7 @@
 // Approximate base-2 math, packing to 16-bit types and back.
 #pragma once
 #include "common/types.cuh"
+#include "ptx/memory.cuh"
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -38,4 +39,10 @@ __device__ __forceinline__ float2 unpack_f16(u32 packed) {
         : "=f"(pair.x), "=f"(pair.y)
         : "r"(packed));
     return pair;
+}
+
+// What an attention sink leaves of a head's output: exp(lse) / (exp(lse) + exp(sink)), for a lse in base 2. 1 without sinks.
+__device__ __forceinline__ float sink_factor(const float* attn_sink, int head, float lse_log2) {
+    if (attn_sink == nullptr) return 1.0f;
+    return 1.0f / (1.0f + exp2_approx(load_global(attn_sink + head) * kLog2E - lse_log2));
 }

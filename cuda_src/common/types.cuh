@@ -12,6 +12,7 @@ enum class Dtype : int { kBf16 = 0, kF16 = 1 };
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 constexpr float kNaN = __builtin_bit_cast(float, 0x7fffffffu);
 constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLog2E = 1.44269504088896341f;
 
 // A CUtensorMap as the driver encodes it. Lives in a kernel's __grid_constant__ parameter.
 struct alignas(64) TensorMap {

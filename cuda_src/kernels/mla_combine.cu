@@ -1,5 +1,6 @@
 // Merges the pieces of split requests (sched/pieces.cuh):
-//   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j.
+//   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j,
+// with an attention sink out exp(lse) / (exp(lse) + exp(sink)).
 // In float32, with all powers of two relative to the largest lse_j.
 //
 //   -> out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log
@@ -37,6 +38,7 @@ struct Params {
     const float* o_scale_log2;
     u16* out;
     float* lse;
+    const float* attn_sink;                        // [h_q] or null
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int b, s_q, h_q;
     int num_slots;
@@ -173,9 +175,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     }
     // A plan that its scratch was not made for: NaN, not nonsense.
     const float weight_sum = fits ? merged.weight_sum : kNaN;
-    const float inverse = weight_sum == 0.0f ? 0.0f : 1.0f / weight_sum;
     const int token = row / params.h_q;
     const int head = row - token * params.h_q;
+    const float lse_log2 = merged.max_log2 + log2_approx(weight_sum);
+    const float factor =
+        weight_sum == 0.0f ? 0.0f : sink_factor(params.attn_sink, head, lse_log2) / weight_sum;
     u16* out = params.out + req * params.out_stride_b + token * params.out_stride_s +
                head * params.out_stride_h + half * (kDimV / 2) + lane_idx * kVectorColumns;
 #pragma unroll
@@ -184,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
 #pragma unroll
         for (int i = 0; i < kVectorColumns / 2; ++i) {
             const float* pair = merged.sum + v * kVectorColumns + 2 * i;
-            words[i] = pack_16bit<kDtype>(pair[0] * inverse, pair[1] * inverse);
+            words[i] = pack_16bit<kDtype>(pair[0] * factor, pair[1] * factor);
         }
         u16* dst = out + v * 32 * kVectorColumns;
         if constexpr (kVectorColumns == 8) {
@@ -195,6 +199,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     }
     if (half == 0 && lane_idx == 0) {
         params.lse[(static_cast<i64>(req) * params.h_q + head) * params.s_q + token] =
-            weight_sum == 0.0f ? kInfinity : (merged.max_log2 + log2_approx(weight_sum)) * kLn2;
+            weight_sum == 0.0f ? kInfinity : lse_log2 * kLn2;
     }
 }

@@ -1,10 +1,9 @@
 // Scheduling metadata of split-KV decoding: shares all 64-token blocks of a batch among the parts.
 //
-//   cache_seqlens [b] int32  ->  sched_meta [num_parts, 8] int32 (row layouts: sched/plan.cuh), num_splits [b + 1] int32
+//   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [b + 1] int32 (all in sched/plan.cuh)
 //
-// One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), n_i = max(ceil(len_i / 64), 1)
-// blocks behind F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin
-// at 0. The line is cut into parts of equal length T:
+// One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), its n_i blocks (at least 1) behind
+// F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut into parts of equal length T:
 //   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
 //   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
 // Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
@@ -23,7 +22,7 @@ constexpr int kMaxFixedCost = 3;   // blocks: what a change of request costs a p
 constexpr int kMaxShortPart = 16;  // blocks; longer parts need no thought about the cost of merging
 
 struct Params {
-    const int* cache_seqlens;
+    TokenCounts tokens;
     int* sched_meta;
     int* num_splits;
     int b;
@@ -111,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Blocks and units per request
     int units_here = 0;
     for (int i = first; i < last; ++i) {
-        const int blocks = max_int(ceil_div(load_global(params.cache_seqlens + i), kBlockTokens), 1);
+        const int blocks = max_int(params.tokens.blocks(i), 1);
         smem.blocks[i] = blocks;
         units_here += ceil_div(blocks, unit_blocks(params, blocks));
     }

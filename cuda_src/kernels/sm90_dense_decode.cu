@@ -270,7 +270,8 @@ struct Walker {
         u32 published = smem.walker.items_published;
         while (published < count) {
             WorkItem next;
-            if (!items.next(plan, params.cache_seqlens, params.num_splits, params.num_slots, next))
+            if (!items.next(plan, all_tokens(params.cache_seqlens), params.num_splits, params.num_slots,
+                            next))
                 next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {
                 store_empty(params, next, lane_idx);

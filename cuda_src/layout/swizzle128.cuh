@@ -5,6 +5,9 @@
 // (64 x 576) is its chunks one after another ("chunk-major"):
 //   byte(row, col) = (col / 64) * 8192 + row * 128 + (((col % 64) / 8) ^ (row % 8)) * 16 + (col % 8) * 2.
 //
+// The rows of a tile that warps fill for themselves go group by group instead ("group-major"), so that a warp's share is in one
+// piece: eight rows of all chunks, 1,024 bytes each, then the next eight rows.
+//
 // Matrix descriptor (PTX ISA, "Matrix Descriptor Format"; all three addresses in 16-byte units):
 //   bits 0-13 start address, 16-29 leading byte offset (LBO), 32-45 stride byte offset (SBO), 62-63 swizzle (1 = 128 B).
 //   K-major (rows x k, k contiguous): SBO = distance of 8-row groups = 1,024 B; LBO is not used with this swizzle.
@@ -19,6 +22,8 @@ constexpr int kChunkCols = 64;
 constexpr int kChunkRows = 64;
 constexpr int kChunkRowBytes = 128;
 constexpr int kChunkBytes = kChunkRows * kChunkRowBytes;
+constexpr int kGroupRows = 8;
+constexpr int kGroupBytes = kGroupRows * kChunkRowBytes;  // of one chunk
 
 // Byte offset of 16-byte unit `unit` (0-7) of row `row` inside a chunk.
 __device__ __forceinline__ constexpr u32 swizzle128_offset(int row, int unit) {
@@ -29,6 +34,13 @@ constexpr u64 kDescriptorSwizzle128 = 1ull << 62;
 constexpr u64 kDescriptorSbo = static_cast<u64>(1024 >> 4) << 32;
 constexpr u64 kDescriptorLboChunk = static_cast<u64>(kChunkBytes >> 4) << 16;
 
+// Of a group-major tile of kChunks chunks.
+template <int kChunks>
+__device__ __forceinline__ u64 descriptor_grouped(u32 smem) {
+    constexpr u64 kSbo = static_cast<u64>(kChunks * kGroupBytes >> 4) << 32;
+    constexpr u64 kLbo = static_cast<u64>(kGroupBytes >> 4) << 16;  // of the MN-major view
+    return kDescriptorSwizzle128 | kSbo | kLbo | ((smem & 0x3ffff) >> 4);
+}
 __device__ __forceinline__ u64 descriptor_k_major(u32 smem) {
     return kDescriptorSwizzle128 | kDescriptorSbo | ((smem & 0x3ffff) >> 4);
 }
@@ -40,3 +52,7 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 smem) {
 constexpr u64 kStepKMajor = 32 >> 4;
 constexpr u64 kStepMnMajor = (16 * kChunkRowBytes) >> 4;
 constexpr u64 kStepChunk = kChunkBytes >> 4;
+// The last two of a group-major tile.
+template <int kChunks>
+constexpr u64 kStepMnMajorGrouped = 2 * kChunks * kGroupBytes >> 4;
+constexpr u64 kStepChunkGrouped = kGroupBytes >> 4;

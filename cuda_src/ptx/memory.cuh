@@ -10,12 +10,41 @@ __device__ __forceinline__ u32 smem_address(const void* ptr) {
 __device__ __forceinline__ void cp_async_16(u32 dst, const void* src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+// 16 bytes global -> shared, or 16 zeros and nothing read.
+__device__ __forceinline__ void cp_async_16_or_zeros(u32 dst, const void* src, bool reads) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(reads ? 16 : 0)
+                 : "memory");
+}
+// 8 bytes global -> shared, or 8 zeros and nothing read.
+__device__ __forceinline__ void cp_async_8_or_zeros(u32 dst, const void* src, bool reads) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(reads ? 8 : 0)
+                 : "memory");
+}
 // 4 bytes global -> shared.
 __device__ __forceinline__ void cp_async_4(u32 dst, const void* src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
 // The issuing thread: all its cp.async have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// The issuing thread: all but its last kPending groups have landed.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// One arrival of the issuing thread on an mbarrier, when all its cp.async have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u32 bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(u32 (&v)[4], u32 src) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(src)
+                 : "memory");
+}
 
 // A warp stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8.
 __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
@@ -30,6 +59,15 @@ __device__ __forceinline__ int load_global(const int* ptr) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(ptr) : "memory");
     return value;
 }
+__device__ __forceinline__ void load_global_8(u32& x, u32& y, const void* ptr) {
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(ptr) : "memory");
+}
+__device__ __forceinline__ void load_global_16(u32& x, u32& y, u32& z, u32& w, const void* ptr) {
+    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
+                 : "l"(ptr)
+                 : "memory");
+}
 __device__ __forceinline__ float load_global(const float* ptr) {
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(ptr) : "memory");
@@ -42,4 +80,9 @@ __device__ __forceinline__ float4 load_global(const float4* ptr) {
                  : "l"(ptr)
                  : "memory");
     return value;
+}
+
+// Brings the 128-byte line of an address to L2.
+__device__ __forceinline__ void prefetch_l2(const void* ptr) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(ptr) : "memory");
 }

@@ -30,6 +30,28 @@ __device__ __forceinline__ int first_slot(int splits_before, int req, bool batch
     return batch_invariant ? splits_before : 2 * (splits_before - req);
 }
 
+// How many tokens a request attends: all of its own in dense decoding; in sparse decoding those it selected from a cache and
+// from an extra cache, each padded to whole blocks.
+struct TokenCounts {
+    const int* lengths;        // [b]; null: `most` for every request
+    const int* extra_lengths;  // the same of the extra cache
+    int most, extra_most;      // counts are clamped to 0 .. most
+
+    __device__ __forceinline__ int main(int req) const { return clamped(lengths, most, req); }
+    __device__ __forceinline__ int extra(int req) const { return clamped(extra_lengths, extra_most, req); }
+    __device__ __forceinline__ int blocks(int req) const {
+        return ceil_div(main(req), kBlockTokens) + ceil_div(extra(req), kBlockTokens);
+    }
+
+  private:
+    __device__ __forceinline__ static int clamped(const int* lengths, int most, int req) {
+        return lengths == nullptr ? most : max_int(min_int(load_global(lengths + req), most), 0);
+    }
+};
+__device__ __forceinline__ TokenCounts all_tokens(const int* cache_seqlens) {
+    return {cache_seqlens, nullptr, 0x7fffffff, 0};
+}
+
 struct PlanRow {
     int begin_req, end_req, begin_block, end_block, begin_split, mark;
 
@@ -58,7 +80,7 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
 // One contiguous range of blocks of one request, computed by one CTA in one go.
 struct WorkItem {
     int req;
-    int seqlen;
+    int seqlen;  // tokens of the request, without those of an extra cache
     int first_block;
     int num_blocks;  // 0 for a request without tokens
     int slot;        // scratch slot of the piece, or -1: the whole request, written to the output
@@ -74,13 +96,13 @@ struct WorkItems {
         block = 0;
     }
 
-    __device__ __forceinline__ bool next(const PlanRow& row, const int* cache_seqlens, const int* num_splits,
+    __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
                                          int num_slots, WorkItem& item) {
         while (req <= row.end_req) {
-            const int seqlen = load_global(cache_seqlens + req);
+            const int seqlen = tokens.main(req);
             const int splits_before = load_global(num_splits + req);
             const int splits = load_global(num_splits + req + 1) - splits_before;
-            const int blocks = ceil_div(max_int(seqlen, 0), kBlockTokens);
+            const int blocks = ceil_div(seqlen, kBlockTokens) + ceil_div(tokens.extra(req), kBlockTokens);
             const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
             const int end = req == row.end_req ? min_int(row.end_block, blocks) : blocks;
             const int first = max_int(block, begin);

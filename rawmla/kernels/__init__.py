@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .. import jit
-from . import combine, dense_decode, metadata
+from . import (
+    cache_gather,
+    cache_layout,
+    cache_write,
+    combine,
+    convert_indices,
+    dense_decode,
+    merge_states,
+    metadata,
+    sparse_decode,
+)
 from .common import DTYPES
 
 __all__ = ["all_specs", "default_specs", "warmup"]
@@ -16,12 +26,14 @@ __all__ = ["all_specs", "default_specs", "warmup"]
 
 def all_specs() -> list[jit.KernelSpec]:
     """Every variant of every kernel."""
-    return _specs(list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS))
+    return _specs(
+        list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS), list(sparse_decode.FORMATS)
+    )
 
 
 def default_specs() -> list[jit.KernelSpec]:
-    """What a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs."""
-    return _specs(["bfloat16"], [576], [64])
+    """What dense decoding of a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs."""
+    return _specs(["bfloat16"], [576], [64], [])
 
 
 def warmup(
@@ -29,6 +41,7 @@ def warmup(
     dtypes: Iterable[str] = ("bfloat16",),
     d_qk: Iterable[int] = (576,),
     page_block_sizes: Iterable[int] = (64,),
+    sparse_formats: Iterable[str] = (),
     device: int | None = None,
 ) -> None:
     """Compile (or take from the disk cache) and load the kernels of decode calls ahead of time.
@@ -42,14 +55,17 @@ def warmup(
     d_qk : iterable of int
         576, 512.
     page_block_sizes : iterable of int
-        Tokens per page of the caches that will be used.
+        Tokens per page of the caches that dense decoding will use.
+    sparse_formats : iterable of str
+        Formats of the caches that sparse decoding, and what writes and reads caches around it, will use:
+        "v32", "model1", "bf16".
     device : int, optional
         Device ordinal; None is the current device.
 
     Raises
     ------
     ValueError
-        An unknown dtype, d_qk or page size.
+        An unknown dtype, d_qk, page size or format.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, CuPy.
 
@@ -59,14 +75,20 @@ def warmup(
     """
     if device is None:
         device = jit.current_device()
-    for spec in _specs(list(dtypes), list(d_qk), list(page_block_sizes)):
+    for spec in _specs(list(dtypes), list(d_qk), list(page_block_sizes), list(sparse_formats)):
         jit.get_kernel(spec, device)
 
 
-def _specs(dtypes: list[str], d_qks: list[int], page_block_sizes: list[int]) -> list[jit.KernelSpec]:
+def _specs(
+    dtypes: list[str], d_qks: list[int], page_block_sizes: list[int], sparse_formats: list[str]
+) -> list[jit.KernelSpec]:
     specs = metadata.specs()
     for dtype in dtypes:
-        specs += combine.specs(dtype)
+        specs += combine.specs(dtype) + merge_states.specs(dtype)
         for d_qk in d_qks:
             specs += dense_decode.specs(dtype, d_qk, page_block_sizes)
-    return specs
+    for format in sparse_formats:
+        specs += sparse_decode.specs(format) + combine.specs("bfloat16") + convert_indices.specs()
+        for layout in cache_layout.OF_FORMAT[format]:
+            specs += cache_write.specs(layout) + cache_gather.specs(layout)
+    return list(dict.fromkeys(specs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -11,18 +12,17 @@ from .common import D_V, DTYPES, ceil_div
 
 __all__ = [
     "MAPPINGS",
-    "PARAMS",
-    "POINTERS",
     "Mapping",
     "launch_shape",
+    "prepare",
     "scalar_offsets",
     "slot_row_bytes",
     "spec",
     "specs",
 ]
 
-PARAMS = struct.Struct("<7Q3q6i")  # Params of mla_combine.cu, of which the first seven are POINTERS
-POINTERS = struct.Struct("<7Q")
+_PARAMS = struct.Struct("<8Q3q6i")  # Params of mla_combine.cu, of which the first eight are _POINTERS
+_POINTERS = struct.Struct("<8Q")
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2
 _PARTIAL_BYTES = 64 * (D_V // 64 + 2) * 4  # Partial of mla_combine.cu
@@ -95,3 +95,30 @@ def launch_shape(
                 break
     candidates = b if by_request else num_parts
     return (ceil_div(rows, mapping.rows_per_cta), candidates, 1), mapping
+
+
+def prepare(
+    *,
+    device: int,
+    dtype: str,
+    b: int,
+    s_q: int,
+    h_q: int,
+    num_parts: int,
+    slots: int,
+    object_layout: bool,
+    batch_invariant: bool,
+    out_strides: tuple[int, ...],
+    capturing: Callable[[], bool],
+) -> Callable[..., bool] | None:
+    """A launch of the combine on pointers (those of Params in mla_combine.cu), or None without slots.
+
+    ``capturing`` is as in `rawmla.jit.get_kernel`.
+    """
+    if not slots:
+        return None
+    by_request = batch_invariant or b <= num_parts
+    grid, mapping = launch_shape(s_q * h_q, b, num_parts, by_request, batch_invariant)
+    kernel = jit.get_kernel(spec(dtype, mapping), device, capturing=capturing)
+    params = _PARAMS.pack(*[0] * 8, *out_strides, b, s_q, h_q, slots, object_layout, by_request)
+    return kernel.prepare(grid, params, _POINTERS, pdl=True).launch

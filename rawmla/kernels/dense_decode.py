@@ -10,15 +10,9 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from . import combine
-from .common import (
-    BATCH_INVARIANT_MAX_PIECES,
-    BATCH_INVARIANT_MIN_BLOCKS,
-    BLOCK_TOKENS,
-    DTYPES,
-    ceil_div,
-)
+from .common import BLOCK_TOKENS, DTYPES, ceil_div, num_slots
 
-__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeCall", "PreparedDecode", "box_rows", "num_slots", "spec", "specs"]
+__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeCall", "PreparedDecode", "box_rows", "spec", "specs"]
 
 _PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI3if 8x")  # Params of sm90_dense_decode.cu
 _POINTERS = struct.Struct("<256s 10Q")  # its first members: tensor maps and addresses
@@ -101,18 +95,6 @@ def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.Kernel
     return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs]
 
 
-def num_slots(num_parts: int, b: int, max_seqlen: int, batch_invariant: bool) -> int:
-    """Scratch slots for pieces: see ``first_slot`` in cuda_src/sched/plan.cuh. 0: nothing can be split."""
-    blocks = ceil_div(max_seqlen, BLOCK_TOKENS)
-    if blocks <= 1:
-        return 0
-    slots = 2 * num_parts if num_parts > 1 else 0
-    if batch_invariant:
-        pieces = min(ceil_div(blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_PIECES)
-        slots = max(slots, b * pieces if pieces > 1 else 0)
-    return slots
-
-
 class PreparedDecode:
     """The launches of a decode call: the decode kernel and, when requests can be split, the combine.
 
@@ -130,7 +112,8 @@ class PreparedDecode:
         box = box_rows(call.page_block_size)
         cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
         main = jit.get_kernel(spec(call.dtype, call.d_qk, box, cluster), call.device, capturing=capturing)
-        slots = num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
+        max_blocks = ceil_div(call.max_seqlen, BLOCK_TOKENS)
+        slots = num_slots(call.num_parts, call.b, max_blocks, call.batch_invariant)
         slot_rows = slots * call.s_q * call.h_q
         self.scratch_bytes = slot_rows * combine.slot_row_bytes(call.dtype)
         self._lse_accum, self._o_scale = combine.scalar_offsets(call.dtype, slot_rows)
@@ -148,16 +131,19 @@ class PreparedDecode:
             (m_blocks, call.h_kv, call.num_parts), params, _POINTERS,
             cluster=_CLUSTER_DIMS[cluster], pdl=True,
         ).launch  # fmt: skip
-        if slots:
-            by_request = call.batch_invariant or call.b <= call.num_parts
-            grid, mapping = combine.launch_shape(
-                call.s_q * call.h_q, call.b, call.num_parts, by_request, call.batch_invariant
-            )
-            merge = jit.get_kernel(combine.spec(call.dtype, mapping), call.device, capturing=capturing)
-            params = combine.PARAMS.pack(
-                *[0] * 7, *out_strides, call.b, call.s_q, call.h_q, slots, call.object_layout, by_request
-            )
-            self._merge = merge.prepare(grid, params, combine.POINTERS, pdl=True).launch
+        self._merge = combine.prepare(
+            device=call.device,
+            dtype=call.dtype,
+            b=call.b,
+            s_q=call.s_q,
+            h_q=call.h_q,
+            num_parts=call.num_parts,
+            slots=slots,
+            object_layout=call.object_layout,
+            batch_invariant=call.batch_invariant,
+            out_strides=out_strides,
+            capturing=capturing,
+        )
 
     def launch(
         self,
@@ -174,7 +160,7 @@ class PreparedDecode:
     ) -> None:
         """Enqueue the kernels on arrays given as device addresses."""
         maps = self._maps.get(k_cache) or self._encode(k_cache)
-        if not self.scratch_bytes:
+        if self._merge is None:
             self._main(stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse, 0, 0, 0)
             return
         lse_accum = scratch + self._lse_accum
@@ -184,7 +170,7 @@ class PreparedDecode:
             scratch, lse_accum, o_scale,
         )  # fmt: skip
         self._merge(
-            stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse,
+            stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, 0,
             context_is_current=current,
         )  # fmt: skip
 

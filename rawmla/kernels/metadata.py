@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .. import jit
 from .common import ceil_div
 
-__all__ = ["MAX_BATCH", "launch", "num_sm_parts", "spec", "specs"]
+__all__ = ["MAX_BATCH", "TokenCounts", "launch", "num_sm_parts", "num_sm_parts_sparse", "spec", "specs"]
 
 MAX_BATCH = 16384
 _BLOCK_M = 64
-_PARAMS = struct.Struct("<3Q4i")  # Params of mla_metadata.cu
+_PARAMS = struct.Struct("<2Q2i 2Q4i")  # Params of mla_metadata.cu
 
 
 def _variant(max_batch: int, threads: int) -> jit.KernelSpec:
@@ -41,12 +42,29 @@ def num_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int) -> int:
     return max(sm_count // (h_kv * max(ceil_div(s_q * (h_q // h_kv), _BLOCK_M), 1)), 1)
 
 
+def num_sm_parts_sparse(sm_count: int, s_q: int, h_q: int) -> int:
+    """The same where each query token attends keys of its own: each 64-head tile of each takes one CTA."""
+    return max(sm_count // (max(s_q, 1) * ceil_div(h_q, _BLOCK_M)), 1)
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens each request attends: TokenCounts of cuda_src/sched/plan.cuh.
+
+    ``lengths`` and ``extra_lengths`` are device addresses of int32 [b], or 0 for `most` everywhere.
+    """
+
+    lengths: int
+    extra_lengths: int = 0
+    most: int = 2**31 - 1
+    extra_most: int = 0
+
+
 def launch(
     *,
     device: int,
     stream: int,
     capturing: Callable[[], bool],
-    cache_seqlens: int,
+    tokens: TokenCounts,
     b: int,
     num_parts: int,
     sched_meta: int,
@@ -60,5 +78,5 @@ def launch(
     of a row's fields (cuda_src/sched/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
-    params = _PARAMS.pack(cache_seqlens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant)
+    params = _PARAMS.pack(*tokens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant)
     kernel.launch((1, 1, 1), params, stream, pdl=True)

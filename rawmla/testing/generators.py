@@ -216,7 +216,7 @@ def _poison(case: DenseCase, pages: _Pages, k_cache: Any, index: Any) -> None:
     k_cache[:, case.page_block_size :] = value
 
 
-def _sharp_rows(case: DenseCase, xp: Any, **where: Any) -> Any:
+def sharp_rows(case: Any, xp: Any, **where: Any) -> Any:
     """True for the query rows to scale up, `[b, s_q, h_q, 1]`."""
     i, j, h = xp.arange(case.b, **where), xp.arange(case.s_q, **where), xp.arange(case.h_q, **where)
     return ((i[:, None, None, None] + j[None, :, None, None] + h[None, None, :, None]) % 2) == 0
@@ -229,7 +229,7 @@ def _numpy_values(case: DenseCase, pages: _Pages) -> tuple[NDArray[Any], NDArray
     draw = np.random.default_rng([case.seed, 1])
     q = draw.standard_normal((case.b, case.s_q, case.h_q, case.d_qk), dtype=np.float32).clip(-1.0, 1.0)
     if case.sharp:
-        q = np.where(_sharp_rows(case, np), q * SHARP_FACTOR, q)
+        q = np.where(sharp_rows(case, np), q * SHARP_FACTOR, q)
     k_cache = (draw.standard_normal(_cache_shape(case, pages), dtype=np.float32) * np.float32(0.1)).astype(
         dtype
     )
@@ -249,7 +249,7 @@ def _torch_values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any
     draw = torch.Generator(device=device).manual_seed(case.seed)
     q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, generator=draw, device=device).clamp_(-1.0, 1.0)
     if case.sharp:
-        q = torch.where(_sharp_rows(case, torch, device=device), q * SHARP_FACTOR, q)
+        q = torch.where(sharp_rows(case, torch, device=device), q * SHARP_FACTOR, q)
     k_cache = _torch_empty_cache(case, pages, device).normal_(0.0, 0.1, generator=draw)
     _poison(case, pages, k_cache, _to_torch(device))
     return q.to(k_cache.dtype), k_cache

@@ -1,12 +1,14 @@
-"""The dense reference on the device: float64 in torch, for test matrices too large for `rawmla.reference`.
+"""The reference on the device: float64 in torch, for test matrices too large for `rawmla.reference`.
 
 It computes what `rawmla.reference` computes (the tests hold one against the other) in batched matrix products
-over chunks of requests, so that its memory stays bounded whatever the cache.
+over chunks of requests or query tokens, so that its memory stays bounded whatever the cache.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from .sparse import RowFormat, SparseInputs, block_fields
 
 CHUNK_ELEMENTS = 1 << 28
 """Cache elements converted to float64 at a time (2 GiB), unless a single request holds more."""
@@ -90,3 +92,93 @@ def _attend(q: Any, k: Any, lengths: Any, scale: float, causal: bool) -> tuple[A
     out = out.view(n, h_kv, s_q, group, 512).permute(0, 2, 1, 3, 4).reshape(n, s_q, h_q, 512)
     lse = log_sum.masked_fill(empty, float("inf")).permute(0, 1, 3, 2).reshape(n, h_q, s_q)
     return out, lse
+
+
+def sparse_decode(
+    inputs: SparseInputs,
+    softmax_scale: float | None = None,
+    *,
+    extra: bool = True,
+) -> tuple[Any, Any]:
+    """Sparse MLA decoding in float64 without sinks (see `apply_sink`): out `[b, s_q, h_q, 512]` and lse `[b,
+    h_q, s_q]`, as `rawmla.reference` defines it.
+
+    torch tensors on any device. FP8 caches are dequantised exactly, for the named slots only. `extra=False`
+    leaves the extra cache out.
+    """
+    import torch
+
+    q = inputs.q
+    b, s_q, h_q, d_qk = q.shape
+    scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
+    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length)]
+    if extra and inputs.extra_k_cache is not None:
+        sources.append((inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length))
+    rows = q.reshape(b * s_q, h_q, d_qk)
+    out = torch.empty(b * s_q, h_q, 512, dtype=torch.float64, device=q.device)
+    lse = torch.empty(b * s_q, h_q, dtype=torch.float64, device=q.device)
+    chosen = [(cache, *_valid(cache, indices, length)) for cache, indices, length in sources]
+    width = sum(index.shape[1] for _, index, _ in chosen)
+    step = max(CHUNK_ELEMENTS // (width * (d_qk + h_q)), 1)
+    for start in range(0, b * s_q, step):
+        part = slice(start, start + step)
+        valid = torch.cat([flags[part] for _, _, flags in chosen], dim=1)
+        k = torch.cat([dequantise(cache, slot[part], inputs.case.format) for cache, slot, _ in chosen], dim=1)
+        k.masked_fill_(~valid[..., None], 0.0)
+        out[part], lse[part] = _attend_selected(rows[part].double(), k, valid, scale)
+    return out.view(b, s_q, h_q, 512), lse.view(b, s_q, h_q).transpose(1, 2)
+
+
+def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
+    """`out` times `exp(lse) / (exp(lse) + exp(sink))`."""
+    import torch
+
+    kept = torch.sigmoid(lse - attn_sink.double()[:, None])  # [b, h_q, s_q]
+    kept = torch.where(lse == float("inf"), 0.0, kept)  # nothing attended: out is 0 whatever the sink
+    return out * kept.transpose(1, 2)[..., None]
+
+
+def dequantise(k_cache: Any, slots: Any, form: RowFormat) -> Any:
+    """Tokens of a cache, in float64 and exactly: `[*slots.shape, d_qk]`."""
+    import torch
+
+    page_block_size = k_cache.shape[1]
+    page, offset = slots // page_block_size, slots % page_block_size
+    if not form.values:
+        return k_cache[page, offset, 0].double()
+    rows, tails = block_fields(k_cache.view(torch.uint8), form)
+    row = rows[page, offset]
+    rope = row[..., form.rope_offset :].contiguous().view(torch.bfloat16)[..., : form.rope].double()
+    if tails is None:
+        scales = row[..., form.values : form.rope_offset].contiguous().view(torch.float32).double()
+    else:
+        powers = [2.0 ** (code - 127) for code in range(255)] + [float("nan")]
+        powers = torch.tensor(powers, dtype=torch.float64, device=slots.device)
+        scales = powers[tails[page, offset][..., : form.scales].long()]
+    values = row[..., : form.values].contiguous().view(torch.float8_e4m3fn).float().double()
+    values = values.unflatten(-1, (form.scales, form.tile)) * scales[..., None]
+    return torch.cat([values.flatten(-2), rope], dim=-1)
+
+
+def _valid(k_cache: Any, indices: Any, length: Any) -> tuple[Any, Any]:
+    """Slots `[b * s_q, topk]`, 0 where an index names none, and whether it names one."""
+    import torch
+
+    b, s_q, topk = indices.shape
+    valid = (indices >= 0) & (indices < k_cache.shape[0] * k_cache.shape[1])
+    if length is not None:
+        valid &= torch.arange(topk, device=indices.device) < length[:, None, None]
+    slots = indices.long().masked_fill(~valid, 0)
+    return slots.reshape(b * s_q, topk), valid.reshape(b * s_q, topk)
+
+
+def _attend_selected(q: Any, k: Any, valid: Any, scale: float) -> tuple[Any, Any]:
+    """Attention of `[n, h_q, d_qk]` over each row's own keys `[n, width, d_qk]`."""
+    import torch
+
+    scores = (q @ k.transpose(1, 2)).mul_(scale)
+    scores.masked_fill_(~valid[:, None], float("-inf"))
+    empty = ~valid.any(dim=1)[:, None]
+    log_sum = torch.logsumexp(scores, dim=-1)
+    weights = scores.sub_(log_sum.masked_fill(empty, 0.0)[..., None]).exp_()
+    return weights @ k[..., :512], log_sum.masked_fill(empty, float("inf"))

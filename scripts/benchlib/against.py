@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from .cases import is_sparse
+
 MATCH_FIELDS = (
     "op",
     "b",
@@ -20,6 +22,18 @@ MATCH_FIELDS = (
     "varlen",
     "dtype",
     "batch_invariant",
+    "topk",
+    "extra_topk",
+    "extra_page_block_size",
+    "extra_length",
+    "family",
+    "layout",
+    "tokens",
+    "requests",
+    "rows",
+    "compact",
+    "context",
+    "parts",
 )
 """Fields that identify a case. A stored row matches when every one of these that it has is equal."""
 
@@ -29,7 +43,15 @@ DEFAULTS: dict[str, Any] = {
     "dtype": "bf16",
     "batch_invariant": False,
 }
-"""What a stored row means when it leaves a field out."""
+"""What a stored row means when it leaves a field out; of sparse decoding only the last one,
+of the operations around decoding none."""
+
+OTHER_NAMES = {
+    "page": "page_block_size",
+    "extra_page": "extra_page_block_size",
+    "extra_len": "extra_length",
+}
+"""What stored rows also call fields."""
 
 METADATA_FIELDS = ("op", "b")
 LATENCY_SUFFIX = "_us"
@@ -61,9 +83,15 @@ def load(path: Path) -> list[dict[str, Any]]:
 
     def add(rows: list[Any], label: str) -> None:
         for row in rows:
-            if not isinstance(row, dict) or "b" not in row:
+            if not isinstance(row, dict) or "b" not in row and "family" not in row:
                 continue
-            case = {**DEFAULTS, **{key: row[key] for key in MATCH_FIELDS if key in row}}
+            row = {OTHER_NAMES.get(key, key): value for key, value in row.items()}
+            case = dict(DEFAULTS)
+            if "family" in row:
+                case = {}
+            elif is_sparse({**DEFAULTS, **row}):
+                case = {"batch_invariant": DEFAULTS["batch_invariant"]}
+            case |= {key: row[key] for key in MATCH_FIELDS if key in row}
             found.extend({**case, "label": name, "us": us} for name, us in _timings(row, label).items())
 
     if isinstance(data, dict) and isinstance(data.get("rows"), list):

@@ -1,5 +1,5 @@
-"""What the benchmark measures: dense decode cases and metadata batches, their lengths, operation and byte
-counts.
+"""What the benchmark measures: dense and sparse decode cases and metadata batches, their lengths, operation
+and byte counts. The operations around decoding are in `cache_cases`.
 """
 
 import random
@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from . import cache_cases
 
 D_V = 512
 """Value head dimension: V is the first 512 columns of K."""
@@ -69,6 +71,78 @@ class DecodeCase:
         return {"op": "dense_decode", **asdict(self)}
 
 
+TOKEN_BYTES = {("v32", 576): 656, ("model1", 512): 584, ("bf16", 576): 1152, ("bf16", 512): 1024}
+"""Bytes of a cached token by layout and d_qk."""
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
+    and `extra_topk` of the same number in an extra cache.
+
+    `extra_tokens` is None when all of those count, else the sum over the requests of `extra_topk_length`.
+    """
+
+    b: int
+    s_q: int
+    s_k: int
+    h_q: int
+    topk: int
+    layout: str
+    d_qk: int
+    page_block_size: int = 64
+    extra_topk: int = 0
+    extra_page_block_size: int = 0
+    extra_tokens: int | None = None
+    batch_invariant: bool = False
+
+    @property
+    def id(self) -> str:
+        """Readable name, the text that --cases searches."""
+        extra = f"-extra{self.extra_topk}page{self.extra_page_block_size}" if self.extra_topk else ""
+        length = "" if self.extra_tokens is None else "-lengths"
+        mode = "-invariant" if self.batch_invariant else ""
+        shape = f"b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}-top{self.topk}"
+        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
+        return f"sparse-{layout}-{shape}{extra}{length}{mode}"
+
+    def extra_lengths(self) -> list[int] | None:
+        """extra_topk_length: drawn evenly from 0 to extra_topk, then moved one by one to their sum."""
+        if self.extra_tokens is None:
+            return None
+        rng = random.Random(LENGTH_SEED)
+        lengths = [rng.randint(0, self.extra_topk) for _ in range(self.b)]
+        missing = self.extra_tokens - sum(lengths)
+        while missing:
+            request = rng.randrange(self.b)
+            moved = lengths[request] + (1 if missing > 0 else -1)
+            if 0 <= moved <= self.extra_topk:
+                missing += lengths[request] - moved
+                lengths[request] = moved
+        return lengths
+
+    def tokens(self) -> int:
+        """Selected tokens of all query tokens together."""
+        extra = self.b * self.extra_topk if self.extra_tokens is None else self.extra_tokens
+        return self.s_q * (self.b * self.topk + extra)
+
+    def flops(self) -> int:
+        """Multiplications and additions of Q·K^T and P·V over every selected token."""
+        return 2 * self.h_q * self.tokens() * (self.d_qk + D_V)
+
+    def bytes_moved(self) -> int:
+        """Bytes of each selected token as often as it is selected, q and out."""
+        q_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V)
+        return self.tokens() * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+
+    def fields(self) -> dict[str, Any]:
+        """The case as the leading fields of a result row."""
+        values = asdict(self)
+        del values["layout"]
+        extra_length = values.pop("extra_tokens") is not None
+        return {"op": f"sparse_decode_{self.layout}", **values, "extra_length": extra_length}
+
+
 @dataclass(frozen=True)
 class MetadataCase:
     """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128
@@ -93,7 +167,7 @@ class MetadataCase:
         return {"op": "metadata", **asdict(self)}
 
 
-Case = DecodeCase | MetadataCase
+Case = DecodeCase | SparseCase | MetadataCase | cache_cases.Case
 
 
 def _decode(
@@ -149,9 +223,59 @@ def decode_cases() -> list[DecodeCase]:
     return varlen + fixed + [replace(case, batch_invariant=True) for case in invariant]
 
 
+def _v32(b: int, s_q: int, h_q: int, topk: int = 2048) -> SparseCase:
+    return SparseCase(b, s_q, 32768, h_q, topk, "v32", 576)
+
+
+def _model1(
+    b: int, h_q: int, extra_topk: int, extra_page: int, extra_tokens: int | None = None
+) -> SparseCase:
+    return SparseCase(b, 2, 16384, h_q, 128, "model1", 512, 256, extra_topk, extra_page, extra_tokens)
+
+
+# (b, h_q): sum of extra_topk_length in the runs of other libraries, as their published rates imply it.
+MODEL1_EXTRA_TOKENS = {
+    (2, 64): 1247,
+    (64, 64): 31069,
+    (128, 64): 69350,
+    (256, 64): 133224,
+    (2, 128): 1247,
+    (64, 128): 32857,
+    (128, 128): 65131,
+    (256, 128): 123131,
+}
+
+
+def sparse_cases() -> list[SparseCase]:
+    """V3.2 (8 and 16 heads are what a GPU has under tensor parallelism), MODEL1 with its two caches, and bf16
+    caches; then some of them in batch-invariant mode.
+    """
+    v32 = [
+        *(_v32(b, 2, 128) for b in (2, 16, 64, 74, 128)),
+        _v32(128, 1, 128),
+        _v32(128, 1, 64),
+        _v32(128, 1, 16),
+        _v32(128, 1, 8),
+        _v32(1, 1, 128),
+        _v32(1, 1, 16),
+        _v32(148, 2, 128, topk=16384),
+        _v32(148, 2, 64, topk=16384),
+    ]
+    model1 = [
+        *(_model1(b, 64, 512, 64) for b in (2, 64, 128, 256)),
+        *(_model1(b, 128, 1024, 64) for b in (2, 64, 128, 256)),
+        *(_model1(b, h_q, 1024, 2, tokens) for (b, h_q), tokens in MODEL1_EXTRA_TOKENS.items()),
+    ]
+    bf16 = [replace(_v32(b, s_q, 128), layout="bf16") for b, s_q in ((2, 2), (64, 2), (128, 2), (128, 1))]
+    bf16.append(replace(bf16[-1], d_qk=512))
+    invariant = [_v32(128, 2, 128), _v32(128, 1, 16), _v32(2, 2, 128)]
+    return v32 + model1 + bf16 + [replace(case, batch_invariant=True) for case in invariant]
+
+
 def all_cases() -> list[Case]:
     """Every case of the benchmark, in the order of the tables."""
-    return [*decode_cases(), *(MetadataCase(b) for b in METADATA_BATCHES)]
+    metadata = [MetadataCase(b) for b in METADATA_BATCHES]
+    return [*decode_cases(), *sparse_cases(), *metadata, *cache_cases.all_cases()]
 
 
 def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
@@ -167,10 +291,38 @@ def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
     return chosen
 
 
+def is_sparse(row: dict[str, Any]) -> bool:
+    """Whether a result row is of sparse decoding."""
+    return str(row["op"]).startswith("sparse_decode")
+
+
+def is_decode(row: dict[str, Any]) -> bool:
+    """Whether a result row is of decoding, dense or sparse."""
+    return row["op"] == "dense_decode" or is_sparse(row)
+
+
+def layout_of(row: dict[str, Any]) -> str:
+    """The cache layout of a row of sparse decoding: "v32", "model1" or "bf16"."""
+    return str(row["op"]).removeprefix("sparse_decode_")
+
+
+def _sparse_group_of(row: dict[str, Any]) -> str:
+    if row["batch_invariant"]:
+        return "sparse, batch-invariant"
+    name = {"v32": "sparse V3.2", "model1": "sparse MODEL1", "bf16": "sparse bf16"}[layout_of(row)]
+    if row["h_q"] < 64:
+        return f"{name}, h_q 8 to 16"
+    return f"{name}, b >= 64" if row["b"] >= 64 else f"{name}, b <= 16"
+
+
 def group_of(row: dict[str, Any]) -> str:
     """The family that a result row's ratio is averaged in."""
     if row.get("op") == "metadata":
         return "metadata"
+    if "family" in row:
+        return str(row["family"]).replace("_", " ")
+    if is_sparse(row):
+        return _sparse_group_of(row)
     if row["batch_invariant"]:
         return "batch-invariant"
     if row["b"] <= 4:

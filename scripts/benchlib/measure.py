@@ -13,7 +13,8 @@ import torch
 
 import rawmla
 
-from .cases import D_V, DecodeCase, MetadataCase
+from . import cache_cases
+from .cases import D_V, DecodeCase, MetadataCase, SparseCase
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
@@ -185,7 +186,7 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).L2_cache_size)
 
 
-def rotated_sets(case: DecodeCase, l2: int) -> int:
+def rotated_sets(case: DecodeCase | SparseCase, l2: int) -> int:
     """How many page sets keep successive calls out of L2; 1 when one call's data already exceeds it."""
     if case.bytes_moved() >= l2:
         return 1
@@ -229,6 +230,17 @@ def time_metadata_case(case: MetadataCase, replays: int) -> dict[str, Any]:
     """Measure the metadata kernel alone at one batch."""
     cache_seqlens = torch.tensor(case.lengths(), dtype=torch.int32, device="cuda")
     return {**case.fields(), "us": time_metadata(case, cache_seqlens, replays)}
+
+
+def time_cache_case(case: cache_cases.Case, replays: int) -> dict[str, Any]:
+    """Measure one of the operations around decoding."""
+    call = cache_cases.make_call(case)
+    rest()
+    timing = time_graph(repeat(lambda _: call(), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
+    fields = case.fields()
+    row = {"case": case.id, "op": fields["family"], **fields, **vars(timing)}
+    row["gbps"] = case.bytes_moved() / timing.us / 1e3
+    return row
 
 
 def measure_ceilings(replays: int) -> dict[str, float]:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 
-from .cases import D_V, DecodeCase
+from .cases import D_V, DecodeCase, SparseCase
 from .measure import CALLS_PER_GRAPH, DecodeInputs, attention_of_request, repeat, time_graph
+from .sparse_measure import SparseArrays
 
 FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Split counts tried for FlashAttention-3 (0: its own choice); the best one counts."""
 
-Peer = Callable[[DecodeCase, DecodeInputs, int], float]
+Peer = Callable[..., float]
+"""From a case, its inputs and the number of replays to µs."""
 
 
 def _flash_mla(case: DecodeCase, inputs: DecodeInputs, replays: int) -> float:
@@ -76,10 +78,33 @@ PEERS: dict[str, tuple[str, Peer]] = {
 """Name -> (modules it is imported from, its timing function)."""
 
 
-def time_peers(case: DecodeCase, inputs: DecodeInputs, replays: int) -> dict[str, float | str]:
+def _flash_mla_sparse(case: SparseCase, inputs: SparseArrays, replays: int) -> float:
+    import flash_mla
+    from torch.nn.functional import pad
+
+    q = pad(inputs.q, (0, 0, 0, -case.h_q % 64))  # it has 64 and 128 heads; the caller pads
+    meta, _ = flash_mla.get_mla_metadata()
+
+    def call(_: int) -> None:
+        flash_mla.flash_mla_with_kvcache(
+            q, inputs.k_cache, None, None, D_V, meta, None, **inputs.keywords(case, 0)
+        )
+
+    return time_graph(repeat(call, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays).us
+
+
+SPARSE_PEERS: dict[str, tuple[str, Peer]] = {
+    "FlashMLA": ("flash_mla", _flash_mla_sparse),
+}
+
+
+def time_peers(
+    case: DecodeCase | SparseCase, inputs: DecodeInputs | SparseArrays, replays: int
+) -> dict[str, float | str]:
     """Microseconds of each importable peer on these inputs, or the text of what went wrong with it."""
+    peers = SPARSE_PEERS if isinstance(case, SparseCase) else PEERS
     answer: dict[str, float | str] = {}
-    for name, (modules, run) in PEERS.items():
+    for name, (modules, run) in peers.items():
         try:
             answer[name] = run(case, inputs, replays)
         except ImportError:

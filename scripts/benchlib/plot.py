@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from .cases import group_of
+from .cases import group_of, is_decode, is_sparse
 from .report import best_ceilings, intensity
 
 
 def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
     """Write a PNG with every decode row of the runs (label -> rows and ceilings) under the roofs of the
-    first run.
+    first run; sparse rows are hollow.
     """
     import matplotlib
 
@@ -35,19 +35,30 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
         ha="right",
     )
     for (label, run), marker in zip(runs.items(), "osD^v", strict=False):
-        rows = [row for row in run["rows"] if row["op"] == "dense_decode"]
-        for colour, group in enumerate(sorted({group_of(row) for row in rows})):
-            chosen = [row for row in rows if group_of(row) == group]
-            name = f"{group} ({label})" if len(runs) > 1 else group
-            x, y = [intensity(row) for row in chosen], [row["tflops"] for row in chosen]
-            axes.scatter(x, y, s=26, marker=marker, color=f"C{colour}", alpha=0.8, label=name)
+        for sparse in (False, True):
+            rows = [row for row in run["rows"] if is_decode(row) and is_sparse(row) == sparse]
+            for number, group in enumerate(sorted({group_of(row) for row in rows})):
+                chosen = [row for row in rows if group_of(row) == group]
+                name = f"{group} ({label})" if len(runs) > 1 else group
+                x, y = [intensity(row) for row in chosen], [row["tflops"] for row in chosen]
+                colour = f"C{number}"
+                axes.scatter(
+                    x,
+                    y,
+                    s=26,
+                    marker=marker,
+                    facecolors="none" if sparse else colour,
+                    edgecolors=colour,
+                    alpha=0.8,
+                    label=name,
+                )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"rawmla dense decode on {device}, under the ceilings of the same run")
+    axes.set_title(f"rawmla decoding on {device}, under the ceilings of the same run")
     axes.grid(True, which="major", linewidth=0.3)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={"Software": ""})
     pyplot.close(figure)

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .against import geometric_mean, ratios
-from .cases import D_V, group_of
+from .cases import D_V, group_of, is_decode, is_sparse, layout_of
 
 
 def progress_bar(console: Console) -> Progress:
@@ -34,9 +34,11 @@ def intensity(row: dict[str, Any]) -> float:
 
 
 def add_shares(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
-    """Write `share` and `roof` into every decode row."""
+    """Write `share` and `roof` into every row of decoding and of the operations around it."""
     for row in rows:
-        if row["op"] == "dense_decode":
+        if "family" in row:
+            row["share"], row["roof"] = row["gbps"] / ceilings["copy_gbps"], "copy"
+        elif is_decode(row):
             row["share"], row["roof"] = roof_share(row, ceilings)
 
 
@@ -48,6 +50,17 @@ def _case_cells(row: dict[str, Any]) -> list[str]:
     return [str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), causal, row["dtype"], lengths]
 
 
+def _sparse_case_cells(row: dict[str, Any]) -> list[str]:
+    layout = {"v32": "V3.2", "model1": "MODEL1", "bf16": f"bf16 {row['d_qk']}"}[layout_of(row)]
+    topk, page = str(row["topk"]), str(row["page_block_size"])
+    if row["extra_topk"]:
+        topk += f" + {'up to ' if row['extra_length'] else ''}{row['extra_topk']}"
+        page += f" + {row['extra_page_block_size']}"
+    layout += ", batch-invariant" if row["batch_invariant"] else ""
+    return [layout, str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), topk, page]
+
+
+SPARSE_CASE_HEADINGS = ["cache", "b", "s_q", "s_k", "h_q", "topk", "page"]
 CASE_HEADINGS = ["b", "s_q", "s_k", "h_q", "causal", "dtype", "lengths"]
 RESULT_HEADINGS = ["µs", "cold L2 µs", "TFLOP/s", "GB/s", "share of roof", "metadata µs"]
 
@@ -70,18 +83,36 @@ def _peer_cell(value: float | str | None) -> str:
 
 
 def decode_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """Decode rows for the terminal, with the ratio to each stored label and the peers' times."""
+    """Dense decode rows for the terminal, with the ratio to each stored label and the peers' times."""
     rows = [row for row in rows if row["op"] == "dense_decode"]
+    title = "Dense decode (main kernel and combine; metadata apart)"
+    return _decode_table(title, CASE_HEADINGS, [_case_cells(row) for row in rows], rows, stored)
+
+
+def sparse_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
+    """Sparse decode rows for the terminal, likewise."""
+    rows = [row for row in rows if is_sparse(row)]
+    title = "Sparse decode (main kernel and combine; metadata apart)"
+    return _decode_table(title, SPARSE_CASE_HEADINGS, [_sparse_case_cells(row) for row in rows], rows, stored)
+
+
+def _decode_table(
+    title: str,
+    case_headings: list[str],
+    case_cells: list[list[str]],
+    rows: list[dict[str, Any]],
+    stored: list[dict[str, Any]],
+) -> Table:
     compared = [ratios(stored, row) for row in rows]
     labels = list(dict.fromkeys(label for found in compared for label in found))
     peers = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
-    table = Table(title="Dense decode (main kernel and combine; metadata apart)")
-    for heading in CASE_HEADINGS + RESULT_HEADINGS + [f"{label} µs / ours" for label in labels] + peers:
+    table = Table(title=title)
+    for heading in case_headings + RESULT_HEADINGS + [f"{label} µs / ours" for label in labels] + peers:
         table.add_column(heading, justify="right")
-    for row, found in zip(rows, compared, strict=True):
+    for cells, row, found in zip(case_cells, rows, compared, strict=True):
         ratio_cells = [f"{found[label]:.2f}x" if label in found else "-" for label in labels]
         peer_cells = [_peer_cell(row.get("peers", {}).get(name)) for name in peers]
-        table.add_row(*_case_cells(row), *_result_cells(row), *ratio_cells, *peer_cells)
+        table.add_row(*cells, *_result_cells(row), *ratio_cells, *peer_cells)
     return table
 
 
@@ -96,6 +127,26 @@ def metadata_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> 
             table.add_row(
                 str(row["b"]), f"{row['us']:.2f}", ", ".join(f"{k} {v:.2f}x" for k, v in found.items()) or "-"
             )
+    return table
+
+
+def _cache_cells(row: dict[str, Any]) -> list[str]:
+    return [str(row["case"]), f"{row['us']:.1f}", f"{row['gbps']:.0f}", f"{100 * row['share']:.0f} %"]
+
+
+CACHE_HEADINGS = ["operation", "µs", "GB/s", "share of copy"]
+
+
+def cache_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
+    """The operations around decoding for the terminal."""
+    table = Table(title="Cache readers and writers, index conversion, merging")
+    table.add_column(CACHE_HEADINGS[0])
+    for heading in (*CACHE_HEADINGS[1:], "stored µs / ours"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if "family" in row:
+            found = ratios(stored, row)
+            table.add_row(*_cache_cells(row), ", ".join(f"{k} {v:.2f}x" for k, v in found.items()) or "-")
     return table
 
 
@@ -132,15 +183,23 @@ def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def markdown_results(rows: list[dict[str, Any]]) -> str:
-    """Decode and metadata tables of one run, for the README."""
+    """All tables of one run, for the README."""
     decode = [_case_cells(row) + _result_cells(row) for row in rows if row["op"] == "dense_decode"]
+    sparse = [_sparse_case_cells(row) + _result_cells(row) for row in rows if is_sparse(row)]
     metadata = [row for row in rows if row["op"] == "metadata"]
+    cache = [_cache_cells(row) for row in rows if "family" in row]
     parts = []
     if decode:
         parts.append(markdown_table(CASE_HEADINGS + RESULT_HEADINGS, decode))
+    if sparse:
+        parts.append("Sparse decoding:")
+        parts.append(markdown_table(SPARSE_CASE_HEADINGS + RESULT_HEADINGS, sparse))
     if metadata:
         headings = ["metadata kernel, batch", *(str(row["b"]) for row in metadata)]
         parts.append(markdown_table(headings, [["µs", *(f"{row['us']:.1f}" for row in metadata)]]))
+    if cache:
+        parts.append("Around decoding:")
+        parts.append(markdown_table(CACHE_HEADINGS, cache))
     return "\n\n".join(parts)
 
 
@@ -161,3 +220,22 @@ METHOD = (
     "instead, where one call's data would fit. Metadata: slope between graphs of 20 and 120 calls. Share: of "
     "the nearer roof, with the higher of the two ceilings of the run."
 )
+
+SPARSE_METHOD = (
+    f"Sparse decoding: FLOPs = 2 * h_q * selected tokens * (d_qk + {D_V}); bytes = each selected token as "
+    "often as it is selected (656 or 584 bytes, or 2 * d_qk), q and out; indices are a random subset of the "
+    "request's s_k tokens."
+)
+
+
+CACHE_METHOD = (
+    "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
+)
+
+
+def methods(rows: list[dict[str, Any]]) -> str:
+    """How the rows of a run were measured and counted."""
+    parts = [METHOD]
+    parts += [SPARSE_METHOD] if any("family" not in row and is_sparse(row) for row in rows) else []
+    parts += [CACHE_METHOD] if any("family" in row for row in rows) else []
+    return " ".join(parts)

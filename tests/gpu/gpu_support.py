@@ -8,7 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import rawmla
-from rawmla.testing import DenseInputs, check_close, lse_tolerance, out_tolerance, torch_reference
+from rawmla.testing import (
+    DenseInputs,
+    SparseInputs,
+    check_close,
+    lse_tolerance,
+    out_tolerance,
+    torch_reference,
+)
 from rawmla.testing.generators import SHARP_FACTOR
 from rawmla.testing.gpu import missing_hopper_reason
 
@@ -30,7 +37,16 @@ __all__ = [
     "plan_arguments",
     "poisoned_allocations",
     "reference",
+    "sparse_arguments",
+    "sparse_check",
+    "sparse_decode",
+    "sparse_in_batch",
+    "sparse_lse_tolerance",
+    "sparse_plan",
+    "sparse_plan_arguments",
+    "sparse_reference",
     "torch",
+    "without_extra",
 ]
 
 
@@ -107,6 +123,82 @@ def check(inputs: DenseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | Non
     assert str(out.dtype) == f"torch.{case.dtype}" and lse.dtype == torch.float32
     check_close(f"{case.id} out", out, want_out, out_tolerance(case.dtype))
     check_close(f"{case.id} lse", lse, want_lse, lse_tolerance(SHARP_FACTOR if case.sharp else 1.0))
+
+
+def sparse_plan_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
+    """The arguments of `get_mla_metadata` for a sparse call.
+
+    Bare tensors are planned for a number of indices, the same for every request. Those of an extra cache
+    begin a block of their own, so the indices before them count in whole blocks.
+    """
+    case = inputs.case
+    topk = case.topk
+    if inputs.extra_k_cache is not None:
+        topk = -(-topk // 64) * 64 + case.extra_topk
+    lengths = torch.zeros(case.b, dtype=torch.int32, device=inputs.q.device)  # only their number counts
+    return lengths, case.s_q * case.h_q, 1, case.h_q, case.layout != "bf16", topk
+
+
+def sparse_plan(inputs: SparseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Scheduling metadata for a sparse call: `form` "object" (filled in by the call) or "tensors"."""
+    if form == "object":
+        return rawmla.get_mla_metadata(**kwargs)
+    return rawmla.get_mla_metadata(*sparse_plan_arguments(inputs), **kwargs)
+
+
+def sparse_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
+    """The first five arguments of `flash_mla_with_kvcache`; the others are `inputs.keywords()`."""
+    return inputs.q, inputs.k_cache, None, None, 512
+
+
+def sparse_decode(
+    inputs: SparseInputs, form: str = "object", enable_batch_invariant: bool = False, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Plan and decode, in poisoned memory."""
+    with poisoned_allocations():
+        metadata, num_splits = sparse_plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
+        kwargs = {**inputs.keywords(), **kwargs, "enable_batch_invariant": enable_batch_invariant}
+        return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
+
+
+def without_extra(inputs: SparseInputs) -> SparseInputs:
+    """The same call without its extra cache."""
+    return replace(inputs, extra_k_cache=None, extra_indices=None, extra_topk_length=None)
+
+
+def sparse_in_batch(inputs: SparseInputs, requests: list[int]) -> SparseInputs:
+    """A batch of these requests, in this order, over the same caches."""
+    rows = torch.tensor(requests, device=inputs.q.device)
+    case = inputs.case
+    given = {name: "random" for name in ("lengths", "extra_lengths") if getattr(case, name) is not None}
+    names = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+    chosen = {name: getattr(inputs, name) for name in names}
+    chosen = {name: None if array is None else array[rows] for name, array in chosen.items()}
+    return replace(inputs, case=replace(case, b=len(requests), **given), **chosen)
+
+
+def sparse_reference(inputs: SparseInputs, softmax_scale: float | None = None) -> tuple[Any, Any]:
+    """The float64 reference of a sparse call, with its sinks."""
+    out, lse = torch_reference.sparse_decode(inputs, softmax_scale)
+    if inputs.attn_sink is not None:
+        out = torch_reference.apply_sink(out, lse, inputs.attn_sink)
+    return out, lse
+
+
+def sparse_lse_tolerance(inputs: SparseInputs) -> Any:
+    """Tolerance of a sparse call's log-sum-exp."""
+    case = inputs.case
+    rounded = case.layout == "v32" and not case.power_of_two_scales
+    return lse_tolerance(SHARP_FACTOR if case.sharp else 1.0, rounded_keys=rounded)
+
+
+def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
+    """Compare a sparse call's (out, lse) with the float64 reference; run after the kernel, never before."""
+    out, lse = got
+    want_out, want_lse = sparse_reference(inputs) if want is None else want
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    check_close(f"{inputs.case.id} out", out, want_out, out_tolerance("bfloat16"))
+    check_close(f"{inputs.case.id} lse", lse, want_lse, sparse_lse_tolerance(inputs))
 
 
 def bits(tensor: Any) -> Any:

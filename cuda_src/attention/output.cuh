@@ -1,0 +1,121 @@
+// What a decode kernel writes of a work item: the rows of a whole request, or of a piece (sched/pieces.cuh).
+//
+// `Params` has q's and the output's sizes, pointers and strides under the names used here. `Row` is constructed from the
+// params and a row of the CTA's tile; it names the row's query token and head, and whether there is such a row.
+#pragma once
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "layout/fragments.cuh"
+#include "ptx/sync.cuh"
+#include "sched/pieces.cuh"
+#include "sched/plan.cuh"
+
+constexpr int kBlockM = 64;
+constexpr int kDimV = 512;
+
+template <class Params, class Row>
+__device__ __forceinline__ float* lse_address(const Params& params, int req, const Row& row) {
+    return params.lse + (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
+}
+// Row of a piece.
+template <class Params, class Row>
+__device__ __forceinline__ i64 piece_row(const Params& params, int slot, const Row& row) {
+    return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
+}
+template <class Params, class Row>
+__device__ __forceinline__ u16* out_address(const Params& params, int req, const Row& row) {
+    return params.out + req * params.out_stride_b + row.token * params.out_stride_s +
+           row.head * params.out_stride_h;
+}
+
+// Stores 256 columns of two rows a thread, from the accumulators of the columns' product.
+template <int kHalf, Dtype kDtype, class Row, class Params, class Smem>
+__device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkItem& item,
+                                           float (&o)[128], int warp_idx) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const bool is_piece = item.slot >= 0;
+        PieceScale scale;
+        if (kFloat16Pieces<kDtype> && is_piece) {
+            float top = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 32; j += 4) {
+                const float* pair = &o[4 * j + 2 * r];
+                max_magnitude(top, pair[0], pair[1], pair[4], pair[5], pair[8], pair[9], pair[12], pair[13]);
+            }
+            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
+            scale = PieceScale(top);
+        }
+        const int quad_lane = lane_index() % 4;
+        const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
+        const Row row(params, tile_row);
+        const float sum = smem.row_sum[tile_row];
+        const float lse_log2 = smem.row_max[tile_row] + log2_approx(sum);
+        const bool writes_scalars = quad_lane == 0 && row.valid;
+        if (is_piece) {
+            const i64 accum_row = piece_row(params, item.slot, row);
+            if (writes_scalars) {
+                if (kHalf == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
+            }
+            const i64 first = accum_row * kDimV + kHalf * (kDimV / 2);
+            if constexpr (kFloat16Pieces<kDtype>) {
+                u16* accum = static_cast<u16*>(params.o_accum) + first + 8 * quad_lane;
+#pragma unroll
+                for (int j = 0; j < 32; j += 4) {
+                    const float* pair = &o[4 * j + 2 * r];
+                    store_four_groups_16bit<Dtype::kF16>(accum + 8 * j, row.valid, scale.factor, pair[0],
+                                                         pair[1], pair[4], pair[5], pair[8], pair[9],
+                                                         pair[12], pair[13]);
+                }
+            } else {
+                float* accum =
+                    static_cast<float*>(params.o_accum) + first + 8 * (quad_lane % 2) + 4 * (quad_lane / 2);
+#pragma unroll
+                for (int j = 0; j < 32; j += 4) {
+                    const float* pair = &o[4 * j + 2 * r];
+                    store_four_groups_float(accum + 8 * j, row.valid, pair[0], pair[1], pair[4], pair[5],
+                                            pair[8], pair[9], pair[12], pair[13]);
+                }
+            }
+        } else {
+            if (kHalf == 0 && writes_scalars) {
+                *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+            }
+            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if constexpr (requires { params.attn_sink; }) {
+                if (row.valid && sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
+            }
+            u16* out = out_address(params, item.req, row) + kHalf * (kDimV / 2) + 8 * quad_lane;
+#pragma unroll
+            for (int j = 0; j < 32; j += 4) {
+                const float* pair = &o[4 * j + 2 * r];
+                store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, factor, pair[0], pair[1], pair[4],
+                                                pair[5], pair[8], pair[9], pair[12], pair[13]);
+            }
+        }
+    }
+}
+
+// A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse. A converged warp.
+template <class Row, class Params>
+__device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) {
+    for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
+        const Row row(params, tile_row);
+        if (!row.valid) return;
+        if (empty.slot < 0) {
+            u16* out = out_address(params, empty.req, row);
+            for (int i = lane_idx; i < kDimV / 8; i += 32) {
+                reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
+            }
+            if (lane_idx == 0) *lse_address(params, empty.req, row) = kInfinity;
+        } else if (lane_idx == 0) {
+            const i64 accum_row = piece_row(params, empty.slot, row);
+            params.lse_accum_log2[accum_row] = -kInfinity;
+            for (int half = 0; half < kScaleHalves; ++half) {
+                params.o_scale_log2[accum_row * kScaleHalves + half] = -kInfinity;
+            }
+        }
+    }
+}

@@ -1,0 +1,72 @@
+// Online softmax over blocks of 64 tokens, on scores as m64n64 accumulators hold them: a thread has two rows, 16 columns each.
+//
+// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
+// by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
+// numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional rescaling.
+#pragma once
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "ptx/sync.cuh"
+
+constexpr float kLazyMaxLog2 = 8.0f;
+
+struct OnlineSoftmax {
+    float m[2] = {-kInfinity, -kInfinity};  // m_ref
+    float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
+
+    // P = 2^(S - m_ref) of a block, packed as A fragments, and the factors on O before its P V. All lanes of a warp call.
+    template <Dtype kDtype>
+    __device__ __forceinline__ void block(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
+                                          float (&scale)[2]) {
+        float sum[2];
+        auto exponentials = [&]() {
+            const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
+            sum[0] = sum[1] = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 32; j += 2) {
+                const int r = (j >> 1) & 1;
+                const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
+                const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
+                sum[r] += p0 + p1;
+                p[j / 2] = pack_16bit<kDtype>(p0, p1);
+            }
+        };
+        exponentials();  // by the reference so far, which nearly always stands
+        float row_max[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+        for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
+        const bool exceeds = row_max[0] * sm_scale_log2 > m[0] + kLazyMaxLog2 ||
+                             row_max[1] * sm_scale_log2 > m[1] + kLazyMaxLog2;
+        scale[0] = scale[1] = 1.0f;
+        if (__any_sync(0xffffffff, exceeds)) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
+                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * sm_scale_log2;
+                const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
+                // O is still zero while m_ref is -inf
+                scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
+                l[r] *= scale[r];
+                m[r] = m_new;
+            }
+            exponentials();
+        }
+        l[0] += sum[0];
+        l[1] += sum[1];
+    }
+
+    // Writes the sums and references of 64 rows; all lanes of warp `warp_idx` of the warpgroup call.
+    __device__ __forceinline__ void store(float* row_sum, float* row_max, int warp_idx) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
+            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+            const int lane_idx = lane_index();
+            const int row = warp_idx * 16 + lane_idx / 4 + 8 * r;
+            if (lane_idx % 4 == 0) {
+                row_sum[row] = l[r];
+                row_max[row] = m[r];
+            }
+        }
+    }
+};

@@ -1,0 +1,8 @@
+// Division by a number known to the host: n / d = n * magic >> shift, exact for 0 <= n < 2^31 and 1 <= d < 2^31, with
+// shift = 31 + ceil(log2 d) and magic = ceil(2^shift / d) (Granlund and Montgomery, PLDI 1994).
+#pragma once
+#include "common/types.cuh"
+
+__device__ __forceinline__ int divide(int n, u32 magic, int shift) {
+    return static_cast<int>(static_cast<u64>(static_cast<u32>(n)) * magic >> shift);
+}

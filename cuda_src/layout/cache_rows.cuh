@@ -1,0 +1,56 @@
+// The bytes of a token in a paged MLA cache, and how the lanes of a warp share them.
+//
+//   kV32     DeepSeek-V3.2  656 bytes: 512 e4m3 | 4 float32 scales, one per 128 values | 64 bf16 RoPE
+//   kModel1  DeepSeek-V4    584 bytes, split within a block of n tokens: n x (448 e4m3 | 64 bf16 RoPE), then
+//                           n x (7 e8m0 scales, one per 64 values | a zero byte)
+//   kBf16Wide, kBf16Narrow  576 and 512 bf16, the last 64 RoPE
+// V3.2 records begin at multiples of 16 bytes, MODEL1 records at multiples of 8: blocks of an odd number of tokens need no
+// padding. Formats: FlashMLA (github.com/deepseek-ai/FlashMLA).
+//
+// A row is vectors of eight columns. Lane l has vectors l and 32 + l of each of the warp's four tokens. In the wide layouts
+// these are the columns before RoPE, and the lane has RoPE vector l % 8 of token l / 8 besides; in the narrow ones the last
+// eight lanes' second vectors are RoPE.
+#pragma once
+#include "common/types.cuh"
+
+enum class CacheLayout : int { kV32 = 0, kModel1 = 1, kBf16Wide = 2, kBf16Narrow = 3 };
+
+constexpr int kUnitTokens = 4;  // of a warp at a time
+constexpr int kVectorColumns = 8;
+constexpr int kLaneVectors = 2;  // per token
+constexpr int kDimRope = 64;
+constexpr int kRopeVectors = kDimRope / kVectorColumns;
+static_assert(kUnitTokens * kRopeVectors == 32, "one RoPE vector of a unit per lane");
+
+template <CacheLayout kLayout>
+struct CacheRow {
+    static constexpr bool kQuantized = kLayout == CacheLayout::kV32 || kLayout == CacheLayout::kModel1;
+    static constexpr bool kWide = kLayout == CacheLayout::kV32 || kLayout == CacheLayout::kBf16Wide;
+    static constexpr int kDimNope = kWide ? 512 : 448;
+    static constexpr int kDimQk = kDimNope + kDimRope;
+    static constexpr int kNopeVectors = kDimNope / kVectorColumns;
+    static constexpr int kTile = kWide ? 128 : 64;             // values per scale
+    static constexpr int kTileLanes = kTile / kVectorColumns;  // lanes that share a scale
+    static constexpr int kTilesPerPass =
+        32 / kTileLanes;  // tile of vector v of lane l: l / kTileLanes + v * this
+    static constexpr int kValueBytes = kQuantized ? 1 : 2;
+    static constexpr int kScalesBytes = kLayout == CacheLayout::kV32 ? 16 : 8;
+    static constexpr int kRopeOffset =
+        kDimNope * kValueBytes + (kLayout == CacheLayout::kV32 ? kScalesBytes : 0);
+    static constexpr int kRowBytes = kRopeOffset + 2 * kDimRope;  // MODEL1: without its scales
+
+    // Whether a lane's vector `v` is RoPE; it is RoPE vector rope_vector(lane) then.
+    __device__ static __forceinline__ bool is_rope(int lane_idx, int v) {
+        return !kWide && v == kLaneVectors - 1 && lane_idx >= 32 - kRopeVectors;
+    }
+    __device__ static __forceinline__ int rope_vector(int lane_idx) { return lane_idx % kRopeVectors; }
+
+    // Byte offsets within a block.
+    __device__ static __forceinline__ i64 row_offset(int token, int token_stride) {
+        return static_cast<i64>(token) * (kQuantized ? kRowBytes : token_stride);
+    }
+    __device__ static __forceinline__ i64 scales_offset(int token, int page_block_size) {
+        if constexpr (kLayout == CacheLayout::kV32) return static_cast<i64>(token) * kRowBytes + kDimNope;
+        return static_cast<i64>(page_block_size) * kRowBytes + static_cast<i64>(token) * kScalesBytes;
+    }
+};

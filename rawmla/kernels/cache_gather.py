@@ -1,0 +1,69 @@
+"""Host side of cuda_src/kernels/mla_cache_gather.cu: tokens of a paged cache into rows of bf16."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+
+from .. import jit
+from .cache_layout import UNIT_TOKENS, CacheLayout
+from .common import ceil_div
+from .division import divisor
+
+__all__ = ["PARAMS", "launch", "spec", "specs"]
+
+PARAMS = struct.Struct("<6Q2q7iIi4x")  # Params of mla_cache_gather.cu
+_THREADS = 256
+_WARPS = _THREADS // 32
+_CTAS_PER_SM = 4  # by registers
+
+
+@cache
+def spec(layout: CacheLayout, is_paged: bool) -> jit.KernelSpec:
+    """The variant of a layout."""
+    defines = (("LAYOUT", layout.code), ("PAGED", int(is_paged)))
+    return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS, smem_bytes=0)
+
+
+def specs(layout: CacheLayout) -> list[jit.KernelSpec]:
+    """The variants of a layout: gathering requests, and dequantising whole caches."""
+    return [spec(layout, True), *([spec(layout, False)] if layout.is_quantized else [])]
+
+
+def launch(
+    layout: CacheLayout,
+    *,
+    device: int,
+    stream: int,
+    capturing: Callable[[], bool],
+    cache: int,
+    block_table: int,
+    cache_seqlens: int,
+    workspace_starts: int,
+    seq_starts: int,
+    out: int,
+    table_stride: int,
+    out_stride: int,
+    block_stride: int,
+    token_stride: int,
+    b: int,
+    table_width: int,
+    num_blocks: int,
+    rows: int,
+    page_block_size: int,
+) -> None:
+    """Enqueue the reading of at most `rows` rows, at least one; arrays are given as device addresses.
+
+    `block_table` 0: row r is slot r, and `b` and the arrays of requests mean nothing. `seq_starts` may be 0.
+    Strides of the table and of `out` are in elements, those of the cache in bytes.
+    """
+    kernel = jit.get_kernel(spec(layout, block_table != 0), device, capturing=capturing)
+    params = PARAMS.pack(
+        cache, block_table, cache_seqlens, workspace_starts, seq_starts, out, table_stride, out_stride,
+        block_stride, token_stride, b, table_width, num_blocks, rows, page_block_size,
+        *divisor(page_block_size),
+    )  # fmt: skip
+    units = ceil_div(rows, UNIT_TOKENS) + b  # at most: each request may end in a short one
+    ctas = min(ceil_div(units, _WARPS), _CTAS_PER_SM * jit.device_info(device).sm_count)
+    kernel.launch((ctas, 1, 1), params, stream, pdl=True)

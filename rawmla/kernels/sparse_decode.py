@@ -1,0 +1,176 @@
+"""Host side of cuda_src/kernels/sm90_sparse_decode.cu, and of the combine that follows it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from math import log2
+from typing import NamedTuple
+
+from .. import jit
+from . import combine
+from .common import BLOCK_TOKENS, ceil_div, num_slots
+from .division import divisor
+
+__all__ = ["FORMATS", "Cache", "PreparedSparseDecode", "SparseDecodeCall", "spec", "specs"]
+
+_PARAMS = struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x")  # Params of sm90_sparse_decode.cu
+_POINTERS = struct.Struct("<15Q")  # its first members
+_SMEM_BYTES = 232_448  # all that a CTA can have
+_BLOCK_M = 64
+_LOG2_E = log2(2.718281828459045)
+
+FORMATS = {"v32": 0, "model1": 1, "bf16": 2}
+"""Values of the define FORMAT."""
+
+_D_QK = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}
+_LOAD_BYTES = {"v32": (16, 8), "model1": (16, 8), "bf16": (16,)}
+
+
+class Cache(NamedTuple):
+    """A cache and what is selected from it: sizes, cache strides in bytes, index strides in elements."""
+
+    page_block_size: int
+    num_blocks: int
+    block_stride: int
+    token_stride: int
+    topk: int
+    index_stride_b: int
+    index_stride_s: int
+
+
+NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
+"""Stands in for the extra cache of a call without one."""
+
+
+class SparseDecodeCall(NamedTuple):
+    """What stays the same when a decode call is repeated on other queries; strides of q and out in elements.
+
+    ``load_bytes``: what the addresses of cache rows are multiples of.
+    """
+
+    device: int
+    format: str
+    d_qk: int
+    load_bytes: int
+    b: int
+    s_q: int
+    h_q: int
+    cache: Cache
+    extra: Cache
+    q_strides: tuple[int, int, int]
+    num_parts: int
+    object_layout: bool
+    batch_invariant: bool
+    out_strides: tuple[int, ...]
+    softmax_scale: float
+
+
+@cache
+def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
+    """A variant; ValueError for a combination that no kernel exists for."""
+    if d_qk not in _D_QK.get(format, ()) or load_bytes not in _LOAD_BYTES[format]:
+        raise ValueError(
+            f"sparse decode: expected one of {list(FORMATS)} with its d_qk, got {format!r}, {d_qk} and rows "
+            f"aligned to {load_bytes} bytes"
+        )
+    return jit.KernelSpec(
+        "sm90_sparse_decode",
+        (
+            ("D_QK", d_qk),
+            ("FORMAT", FORMATS[format]),
+            ("LOAD_BYTES", load_bytes),
+            ("SMEM_BYTES", _SMEM_BYTES),
+        ),
+        threads=512,
+        smem_bytes=_SMEM_BYTES,
+    )
+
+
+def specs(format: str) -> list[jit.KernelSpec]:
+    """The variants of a cache format."""
+    return [spec(format, d_qk, align) for d_qk in _D_QK[format] for align in _LOAD_BYTES[format]]
+
+
+class PreparedSparseDecode:
+    """The launches of a sparse decode call: the decode kernel and, when requests can be split, the combine.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Of the 16-byte aligned scratch that `launch` takes; 0: none.
+    """
+
+    def __init__(self, call: SparseDecodeCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        kernel = jit.get_kernel(
+            spec(call.format, call.d_qk, call.load_bytes), call.device, capturing=capturing
+        )
+        head_tiles = ceil_div(call.h_q, _BLOCK_M)
+        caches = (call.cache, call.extra)
+        blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
+        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
+        slot_rows = slots * call.s_q * call.h_q
+        self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16")
+        self._lse_accum, self._o_scale = combine.scalar_offsets("bfloat16", slot_rows)
+        divisions = [divisor(cache.page_block_size) for cache in caches]
+        params = _PARAMS.pack(
+            *[0] * 15,
+            *(cache.block_stride for cache in caches),
+            *(cache.token_stride for cache in caches),
+            *(cache.index_stride_b for cache in caches),
+            *(cache.index_stride_s for cache in caches),
+            *call.q_strides,
+            *call.out_strides,
+            *(cache.topk for cache in caches),
+            *(min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches),
+            *(cache.page_block_size for cache in caches),
+            *(magic for magic, _ in divisions),
+            *(shift for _, shift in divisions),
+            call.b, call.s_q, call.h_q, head_tiles, slots, call.object_layout,
+            call.softmax_scale * _LOG2_E,
+        )  # fmt: skip
+        self._main = kernel.prepare(
+            (head_tiles * call.s_q, 1, call.num_parts), params, _POINTERS, pdl=True
+        ).launch
+        self._merge = combine.prepare(
+            device=call.device,
+            dtype="bfloat16",
+            b=call.b,
+            s_q=call.s_q,
+            h_q=call.h_q,
+            num_parts=call.num_parts,
+            slots=slots,
+            object_layout=call.object_layout,
+            batch_invariant=call.batch_invariant,
+            out_strides=call.out_strides,
+            capturing=capturing,
+        )
+
+    def launch(
+        self,
+        stream: int,
+        q: int,
+        caches: tuple[int, int],
+        indices: tuple[int, int],
+        lengths: tuple[int, int],
+        attn_sink: int,
+        sched_meta: int,
+        num_splits: int,
+        out: int,
+        lse: int,
+        scratch: int,
+    ) -> None:
+        """Enqueue the kernels on arrays given as device addresses, pairs of the cache and the extra one."""
+        lse_accum = scratch + self._lse_accum
+        o_scale = scratch + self._o_scale
+        current = self._main(
+            stream, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
+            scratch, lse_accum, o_scale,
+        )  # fmt: skip
+        if self._merge is not None:
+            self._merge(
+                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
+                context_is_current=current,
+            )  # fmt: skip

@@ -1,0 +1,246 @@
+"""The NumPy reference of quantised caches, gathering, indices and merging, against ml_dtypes and by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from rawmla import reference
+
+BF16 = ml_dtypes.bfloat16
+E4M3 = ml_dtypes.float8_e4m3fn
+ALL_CODES = np.arange(256, dtype=np.uint8)
+LAYOUTS = ("v32", "model1")
+COLUMNS = {"v32": 576, "model1": 512}
+
+
+def bf16_values(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
+    values = np.random.default_rng(seed).standard_normal(shape) * scale
+    return values.astype(BF16)
+
+
+class TestNumbers:
+    def test_decode_e4m3(self) -> None:
+        want = ALL_CODES.view(E4M3).astype(np.float32)
+        got = reference.decode_e4m3(ALL_CODES)
+        np.testing.assert_array_equal(got, want)
+        np.testing.assert_array_equal(np.signbit(got)[want == 0], np.signbit(want)[want == 0])
+
+    def test_encode_e4m3_of_every_number_and_every_tie(self) -> None:
+        positive = np.unique(ALL_CODES[:127].view(E4M3).astype(np.float32))
+        middles = (positive[1:] + positive[:-1]) / 2
+        near = np.concatenate([np.nextafter(middles, np.float32(side)) for side in (0, 1e9)])
+        values = np.concatenate([positive, middles, near]).astype(np.float32)
+        for signed in (values, -values):
+            want = signed.astype(E4M3).view(np.uint8)
+            np.testing.assert_array_equal(reference.encode_e4m3(signed), want)
+            np.testing.assert_array_equal(reference.encode_e4m3(signed.astype(np.float64)), want)
+
+    def test_encode_e4m3_saturates(self) -> None:
+        values = np.array([449, 464, 1e30, np.inf, -465, -np.inf, np.nan, -np.nan, -0.0], np.float32)
+        want = [0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F, 0x7F, 0x80]
+        assert reference.encode_e4m3(values).tolist() == want
+
+    def test_e8m0(self) -> None:
+        values = reference.decode_e8m0(ALL_CODES)
+        want = ALL_CODES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        np.testing.assert_array_equal(values, want)
+
+    def test_bf16(self) -> None:
+        bits = np.arange(65536, dtype=np.uint16)
+        np.testing.assert_array_equal(reference.decode_bf16(bits), bits.view(BF16).astype(np.float32))
+        np.testing.assert_array_equal(np.isnan(reference.decode_bf16(reference.bf16_bits([np.nan]))), [True])
+        values = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint32).view(np.float32)
+        values = values[np.isfinite(values)]
+        np.testing.assert_array_equal(reference.round_to_bf16(values), values.astype(BF16).astype(np.float32))
+
+
+class TestQuantising:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("scale", (1e-6, 1.0, 300.0, 1e30))
+    def test_round_trip(self, layout: str, scale: float) -> None:
+        """Off by half a step of e4m3 at most, relative to the tile's largest magnitude."""
+        columns, d_nope = COLUMNS[layout], COLUMNS[layout] - 64
+        k_cache = bf16_values((3, 5, 1, columns), scale=scale)
+        cache = reference.quantize_k_cache(k_cache, layout)
+        assert cache.shape == (3, 5, 1, reference.LAYOUTS[layout].token_bytes) and cache.dtype == np.uint8
+        back = reference.dequantize_k_cache(cache, layout)
+        values = k_cache.astype(np.float64)
+        np.testing.assert_array_equal(back[..., d_nope:], values[..., d_nope:])
+        tile = reference.LAYOUTS[layout].tile
+        top = np.abs(values[..., :d_nope]).reshape(3, 5, -1, tile).max(-1)
+        if layout == "model1":
+            top = np.maximum(top, 1e-4) * 2
+        allowed = np.maximum(np.abs(values[..., :d_nope]) / 15, np.repeat(top, tile, -1)[:, :, None] * 2**-17)
+        assert (np.abs(back - values)[..., :d_nope] <= allowed).all()
+
+    def test_v32_by_ml_dtypes(self) -> None:
+        k_cache = bf16_values((2, 7, 1, 576), seed=1, scale=10)
+        tiles = k_cache[..., :512].astype(np.float32).reshape(2, 7, 4, 128)
+        scales = np.abs(tiles).max(-1) / np.float32(448)
+        codes = (tiles / scales[..., None]).astype(E4M3).view(np.uint8).reshape(2, 7, 512)
+        cache = reference.quantize_k_cache(k_cache, "v32")[:, :, 0]
+        np.testing.assert_array_equal(cache[..., :512], codes)
+        np.testing.assert_array_equal(np.ascontiguousarray(cache[..., 512:528]).view(np.float32), scales)
+        rope = np.ascontiguousarray(k_cache[:, :, 0, 512:]).view(np.uint8)
+        np.testing.assert_array_equal(cache[..., 528:], rope)
+
+    def test_model1_by_ml_dtypes(self) -> None:
+        page = 7
+        k_cache = bf16_values((2, page, 1, 512), seed=2, scale=1e-3)
+        k_cache[1, 3, 0, :64] = 0
+        tiles = k_cache[..., :448].astype(np.float32).reshape(2, page, 7, 64)
+        wanted = np.maximum(np.abs(tiles).max(-1), np.float32(1e-4)) / np.float32(448)
+        scales = np.exp2(np.ceil(np.log2(wanted.astype(np.float64)))).astype(np.float32)
+        codes = (tiles / scales[..., None]).astype(E4M3).view(np.uint8).reshape(2, page, 448)
+        blocks = reference.quantize_k_cache(k_cache, "model1").reshape(2, -1)
+        rows = blocks[:, : page * 576].reshape(2, page, 576)
+        np.testing.assert_array_equal(rows[..., :448], codes)
+        rope = np.ascontiguousarray(k_cache[:, :, 0, 448:]).view(np.uint8)
+        np.testing.assert_array_equal(rows[..., 448:], rope)
+        powers = blocks[:, page * 576 :].reshape(2, page, 8)
+        np.testing.assert_array_equal(
+            powers[..., :7].view(ml_dtypes.float8_e8m0fnu).astype(np.float32), scales
+        )
+        assert not powers[..., 7].any()
+
+    def test_model1_scale_of_every_magnitude(self) -> None:
+        """A power of two, not below max(amax, 1e-4) / 448, its half below."""
+        magnitudes = np.arange(0x0001, 0x7F81, dtype=np.uint16)  # infinity is the last
+        k_cache = np.zeros((len(magnitudes), 1, 1, 512), np.uint16)
+        k_cache[:, 0, 0, 5] = magnitudes
+        blocks = reference.quantize_k_cache(k_cache.view(BF16), "model1").reshape(len(magnitudes), -1)
+        scales = reference.decode_e8m0(blocks[:, 576]).astype(np.float64)
+        amax = reference.decode_bf16(magnitudes).astype(np.float64)
+        wanted = np.maximum(np.minimum(amax, 2.0**128), reference.MODEL1_MIN_AMAX) / 448
+        assert (scales >= wanted).all() and (scales / 2 < wanted).all()
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_zero_and_nan(self, layout: str) -> None:
+        k_cache = np.zeros((1, 2, 1, COLUMNS[layout]), BF16)
+        k_cache[0, 1, 0, 3] = np.nan
+        k_cache[0, 1, 0, 4] = 448
+        back = reference.dequantize_k_cache(reference.quantize_k_cache(k_cache, layout), layout)
+        np.testing.assert_array_equal(back, k_cache.astype(np.float64))
+
+    def test_infinity(self) -> None:
+        for layout in LAYOUTS:
+            k_cache = np.full((1, 1, 1, COLUMNS[layout]), 448, BF16)
+            k_cache[..., 0] = -np.inf
+            codes = reference.quantize_k_cache(k_cache, layout)
+            back = reference.dequantize_k_cache(codes, layout)[0, 0, 0]
+            tile = reference.LAYOUTS[layout].tile
+            if layout == "v32":
+                assert np.isnan(back[:tile]).all()
+            else:
+                assert back[0] <= -(2.0**128) and (back[1:tile] == 0).all()
+            assert (back[tile:] == 448).all()
+
+    def test_errors(self) -> None:
+        with pytest.raises(ValueError, match="layout: expected 'v32' or 'model1'"):
+            reference.quantize_k_cache(np.zeros((1, 1, 1, 576)), "v4")
+        with pytest.raises(ValueError, match=r"k_cache: expected shape .* 576\], got"):
+            reference.quantize_k_cache(np.zeros((1, 1, 1, 512)), "v32")
+        with pytest.raises(ValueError, match=r"cache: expected bytes of shape .* 584\], got"):
+            reference.dequantize_k_cache(np.zeros((1, 1, 1, 656), np.uint8), "model1")
+
+
+def empty_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
+    if kind.startswith("bf16"):
+        return np.full((num_blocks, page, 1, int(kind[5:])), -7, BF16)
+    return np.full((num_blocks, page, 1, reference.LAYOUTS[kind].token_bytes), 0xEE, np.uint8)
+
+
+@pytest.mark.parametrize("kind", (*LAYOUTS, "bf16 576", "bf16 512"))
+class TestWritingAndGathering:
+    def test_written_in_slot_order_is_quantised(self, kind: str) -> None:
+        columns = COLUMNS.get(kind) or int(kind[5:])
+        k_cache = bf16_values((3, 4, 1, columns), seed=3)
+        rows = k_cache.reshape(12, columns)
+        order = np.random.default_rng(0).permutation(12)
+        cache = empty_cache(kind, 3, 4)
+        reference.write_kv_cache(rows[order, :-64], rows[order, -64:], cache, order)
+        want = reference.quantize_k_cache(k_cache, kind) if kind in LAYOUTS else k_cache
+        np.testing.assert_array_equal(cache, want)
+
+    def test_skipped_slots(self, kind: str) -> None:
+        columns = COLUMNS.get(kind) or int(kind[5:])
+        rows = bf16_values((4, columns))
+        cache = empty_cache(kind, 2, 3)
+        before = cache.copy()
+        reference.write_kv_cache(rows[:, :-64], rows[:, -64:], cache, [-1, 6, -(2**40), 2**40])
+        np.testing.assert_array_equal(cache, before)
+
+    def test_gather(self, kind: str) -> None:
+        columns = COLUMNS.get(kind) or int(kind[5:])
+        page = 4
+        k_cache = bf16_values((6, page, 1, columns), seed=4)
+        cache, values = k_cache, k_cache.astype(np.float64)
+        if kind in LAYOUTS:
+            cache = reference.quantize_k_cache(k_cache, kind)
+            values = reference.round_to_bf16(reference.dequantize_k_cache(cache, kind))
+        table = np.array([[5, 2, 99], [1, -1, 2147480000], [3, 0, 4]])
+        out = np.full((16, columns), -7.0, np.float32)
+        reference.gather_kv_cache(
+            cache, table, [7, 5, 3], out, workspace_starts=[8, 2, -1], seq_starts=[2, 0, 1]
+        )
+        want = np.full_like(out, -7)
+        for row, token in enumerate(range(2, 7)):
+            want[8 + row] = values[(5, 2)[token // page], token % page, 0]
+        want[2:6], want[6] = values[1, :, 0], 0
+        want[0] = values[3, 2, 0]
+        np.testing.assert_array_equal(out, want)
+
+
+class TestIndices:
+    TABLE = np.array([[4, 9, -1], [2**30, 3, 0]])
+
+    def test_by_hand(self) -> None:
+        indices = np.array([[0, 9, 10, 20, -1, 30], [0, 19, 10, 20, -5, 2**31 - 1]], np.int32)
+        slots = reference.convert_indices(indices, self.TABLE, 10)
+        assert slots.tolist() == [[40, 49, 90, -1, -1, -1], [-1, 39, 30, 0, -1, -1]]
+        slots, counts = reference.convert_indices(indices, self.TABLE, 10, compact=True)
+        assert slots.tolist() == [[40, 49, 90, -1, -1, -1], [39, 30, 0, -1, -1, -1]]
+        assert counts.tolist() == [3, 3] and slots.dtype == counts.dtype == np.int32
+
+    def test_request_ids_and_three_dimensions(self) -> None:
+        indices = np.array([[[0, 1], [-1, 10]], [[3, 4], [5, 6]], [[7, 8], [9, 0]]], np.int32)
+        slots, counts = reference.convert_indices(
+            indices, self.TABLE, 10, request_ids=[0, 2, -1], compact=True
+        )
+        assert slots.tolist() == [[[40, 41], [90, -1]], [[-1, -1]] * 2, [[-1, -1]] * 2]
+        assert counts.tolist() == [[2, 1], [0, 0], [0, 0]]
+
+
+def attention(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """out `[b, s_q, h_q, 512]` and lse `[b, h_q, s_q]` of keys that all rows share."""
+    scores = np.einsum("bshd,td->bsht", q, k)
+    if not len(k):
+        return np.full((*q.shape[:3], 512), np.nan), np.full((len(q), q.shape[2], q.shape[1]), np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    lse = (top + np.log(total))[..., 0]
+    return (weights / total) @ k[:, :512], lse.transpose(0, 2, 1)
+
+
+class TestMerging:
+    @pytest.mark.parametrize("parts", (1, 2, 7, 40))
+    def test_parts_make_the_whole(self, parts: int) -> None:
+        draw = np.random.default_rng(parts)
+        q, k = draw.standard_normal((2, 3, 5, 512)), draw.standard_normal((200, 512)) * 0.2
+        cuts = np.sort(draw.integers(0, 201, parts - 1))
+        states = [attention(q, piece) for piece in np.split(k, cuts)]
+        out, lse = reference.merge_attn_states(*zip(*states, strict=True))
+        want_out, want_lse = attention(q, k)
+        np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
+
+    def test_empty(self) -> None:
+        outs: list[Any] = [np.full((2, 1, 512), np.nan), np.ones((2, 1, 512))]
+        out, lse = reference.merge_attn_states(outs, [np.full((2, 1), np.inf), np.array([[-np.inf], [3.0]])])
+        assert (out[0] == 0).all() and (out[1] == 1).all()
+        assert lse.tolist() == [[np.inf], [3.0]]
