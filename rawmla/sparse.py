@@ -27,6 +27,7 @@ _ARGUMENTS = (
     "attn_sink",
     "out",
 )
+_REQUIRED = ("q", "k_cache")
 
 # Calls whose checks were passed, with their launches. Emptied when full.
 _MAX_KNOWN = 1024
@@ -70,7 +71,7 @@ def decode(
         out,
     )
     views: list[Fields | None] = [
-        None if array is None else READERS[type(array)](array, name)
+        None if array is None and name not in _REQUIRED else READERS[type(array)](array, name)
         for array, name in zip(arrays, _ARGUMENTS, strict=True)
     ]
     kinds = tuple([None if view is None else (view[0] & 15, *view[1:6]) for view in views])
@@ -142,7 +143,7 @@ def decode(
         q_array = framework.contiguous_copy(q_array, "q")
         pointers[0] = framework.pointer(q_array)
         q_strides = (s_q * h_q * sizes.d_qk, h_q * sizes.d_qk, sizes.d_qk)
-    if plan is not None and not plan.have_initialized:
+    if plan is not None and (tiles is None or not plan.have_initialized):
         assert config is not None
         if tiles is None:
             tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, tokens, device, framework)
@@ -152,6 +153,8 @@ def decode(
     key = (num_parts, plan is not None, enable_batch_invariant, scale)
     call = known.calls.get(key)
     if call is None:
+        if len(known.calls) >= _MAX_KNOWN:
+            known.calls.clear()
         call = known.calls[key] = sparse_decode.PreparedSparseDecode(
             sparse_decode.SparseDecodeCall(
                 device=device,

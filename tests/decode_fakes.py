@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla import arrays, decode, jit
-from rawmla.kernels import combine, dense_decode, metadata
+from rawmla import arrays, decode, jit, sparse
+from rawmla.kernels import combine, common, dense_decode, metadata, sparse_decode
 
 SM_COUNT = 132
 LAUNCH = dense_decode.PreparedDecode.launch
+SPARSE_LAUNCH = sparse_decode.PreparedSparseDecode.launch
 Arguments = dict[str, Any]
 
 
@@ -95,6 +96,7 @@ class World:
 
     framework: FakeFramework
     decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
+    sparse: list[SimpleNamespace]  # the same of sparse calls
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
 
@@ -102,26 +104,31 @@ class World:
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        return not (made.allocated or made.copied or made.filled or self.decodes or self.plans)
+        launched = self.decodes or self.sparse or self.plans
+        return not (made.allocated or made.copied or made.filled or launched)
 
 
 class PreparedDecode:
     """Stands in for the launches of a decode call."""
 
+    launch_function = LAUNCH
+    dtype = property(lambda self: self.call.dtype)
+    max_blocks = property(lambda self: common.ceil_div(self.call.max_seqlen, 64))
+
     def __init__(
         self,
         decodes: list[SimpleNamespace],
-        call: dense_decode.DenseDecodeCall,
+        call: Any,
         capturing: Callable[[], bool],
     ) -> None:
         self.decodes = decodes
         self.call = call
         self.capturing = capturing
-        slots = dense_decode.num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
-        self.scratch_bytes = slots * call.s_q * call.h_q * combine.slot_row_bytes(call.dtype)
+        slots = common.num_slots(call.num_parts, call.b, self.max_blocks, call.batch_invariant)
+        self.scratch_bytes = slots * call.s_q * call.h_q * combine.slot_row_bytes(self.dtype)
 
-    def launch(self, *arrays: int) -> None:
-        names = inspect.signature(LAUNCH).parameters
+    def launch(self, *arrays: Any) -> None:
+        names = inspect.signature(type(self).launch_function).parameters
         given = dict(zip(list(names)[1:], arrays, strict=True))
         self.decodes.append(
             SimpleNamespace(
@@ -133,9 +140,19 @@ class PreparedDecode:
         )
 
 
+class PreparedSparseDecode(PreparedDecode):
+    """The same of a sparse decode call."""
+
+    launch_function = SPARSE_LAUNCH
+    dtype = "bfloat16"
+    max_blocks = property(
+        lambda self: sum(common.ceil_div(cache.topk, 64) for cache in (self.call.cache, self.call.extra))
+    )
+
+
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), [], [], [])
+    made = World(FakeFramework(), [], [], [], [])
 
     def read(x: FakeArray, name: str) -> arrays.Fields:
         made.reads.append(name)
@@ -144,7 +161,11 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     monkeypatch.setitem(arrays.READERS, FakeArray, read)
     monkeypatch.setattr(decode, "_known", {})
+    monkeypatch.setattr(sparse, "_known", {})
     monkeypatch.setattr(dense_decode, "PreparedDecode", partial(PreparedDecode, made.decodes))
+    monkeypatch.setattr(
+        sparse_decode, "PreparedSparseDecode", partial(PreparedSparseDecode, made.sparse)
+    )
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
     return made
@@ -169,6 +190,37 @@ def dense_arguments() -> Arguments:
         "tile_scheduler_metadata": FakeArray((PARTS, 8), ptr=0x5000),
         "num_splits": FakeArray((B + 1,), ptr=0x6000),
     }
+
+
+TOPK, EXTRA_TOPK, EXTRA_PAGE, EXTRA_BLOCKS = 200, 100, 61, 7
+SPARSE_COLUMNS = {"v32": 656, "model1": 584, "bf16 576": 576, "bf16 512": 512}
+
+
+def sparse_arguments(layout: str = "v32", *, extra: bool = False) -> Arguments:
+    """A sparse call that is accepted, with a plan of bare arrays; `extra`: with everything that is optional."""
+    d_qk = 512 if layout in ("model1", "bf16 512") else 576
+    columns = SPARSE_COLUMNS[layout]
+    dtype = "bfloat16" if layout.startswith("bf16") else "uint8"
+    arguments: Arguments = {
+        "q": FakeArray((B, S_Q, H_Q, d_qk), "bfloat16", ptr=0x1000),
+        "k_cache": FakeArray((NUM_BLOCKS, PAGE, 1, columns), dtype, ptr=0x2000),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": FakeArray((PARTS, 8), ptr=0x5000),
+        "num_splits": FakeArray((B + 1,), ptr=0x6000),
+        "is_fp8_kvcache": dtype == "uint8",
+        "indices": FakeArray((B, S_Q, TOPK), ptr=0x8000),
+    }
+    if extra:
+        arguments.update(
+            topk_length=FakeArray((B,), ptr=0x9000),
+            attn_sink=FakeArray((H_Q,), "float32", ptr=0xA000),
+            extra_k_cache=FakeArray((EXTRA_BLOCKS, EXTRA_PAGE, 1, columns), dtype, ptr=0xB000),
+            extra_indices_in_kvcache=FakeArray((B, S_Q, EXTRA_TOPK), ptr=0xD000),
+            extra_topk_length=FakeArray((B,), ptr=0xE000),
+        )
+    return arguments
 
 
 def out_array(**changes: Any) -> FakeArray:

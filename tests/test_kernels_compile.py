@@ -14,7 +14,16 @@ from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
 from rawmla import checks, jit, reference
 from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
-from rawmla.kernels import all_specs, combine, common, default_specs, dense_decode, metadata
+from rawmla.kernels import (
+    all_specs,
+    combine,
+    common,
+    default_specs,
+    dense_decode,
+    metadata,
+    sparse_decode,
+)
+from rawmla.kernels.division import divisor
 from rawmla.testing import plans
 
 SPECS = all_specs()
@@ -29,11 +38,18 @@ def of(name: str) -> list[KernelSpec]:
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     around = {"mla_cache_gather", "mla_cache_write", "mla_convert_indices", "mla_merge_states"}
-    assert set(BY_KERNEL) == {"mla_metadata", "mla_combine", "sm90_dense_decode"} | around
+    decoding = {"mla_metadata", "mla_combine", "sm90_dense_decode", "sm90_sparse_decode"}
+    assert set(BY_KERNEL) == decoding | around
     values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
     boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
     assert found == {(dtype, d_qk, *box) for dtype in (0, 1) for d_qk in (576, 512) for box in boxes}
+    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
+    sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"]) for v in values.values())
+    assert sparse == [(0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16)]
+    for arguments in (("v32", 512, 16), ("model1", 576, 16), ("bf16", 576, 8), ("v32", 576, 4), ("fp8", 576, 16)):
+        with pytest.raises(ValueError, match="^sparse decode: expected"):
+            sparse_decode.spec(*arguments)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
@@ -57,9 +73,9 @@ def test_compiles_without_spills(spec: KernelSpec) -> None:
 
 def test_setmaxnreg_moves_what_the_launch_gives() -> None:
     """One per warpgroup, in steps of 8, some up, some down, and no more in all than what the launch gave."""
-    for spec in default_specs():
+    for spec in (*default_specs(), *of("sm90_sparse_decode")):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
-        if spec.name != "sm90_dense_decode":
+        if not spec.name.startswith("sm90_"):
             assert not moves
             continue
         launched = jit.build(spec).meta["registers"]
@@ -92,11 +108,23 @@ def test_constants_of_the_plan_agree() -> None:
         piece = max(
             common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_PIECES)
         )
-        conditions.append(f"batch_invariant_piece({blocks}) == {piece}")
+        conditions.append(f"all_tokens(nullptr).invariant_piece({blocks}) == {piece}")
+    for topk, extra_topk in ((1, 0), (64, 64), (512, 0), (16384, 0), (16385, 0), (8192, 8193), (1 << 20, 7)):
+        room = common.ceil_div(topk, 64) + common.ceil_div(extra_topk, 64)
+        piece = max(
+            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(room, common.BATCH_INVARIANT_MAX_PIECES)
+        )
+        tokens = f"TokenCounts{{nullptr, nullptr, {topk}, {extra_topk}}}"
+        conditions += [f"{tokens}.invariant_piece({blocks}) == {piece}" for blocks in (0, 1, room, 1 << 25)]
+        pieces = common.num_slots(1, 1, room, True) or 1
+        assert common.ceil_div(room, piece) <= pieces  # scratch is enough for a request that fills the room
+    conditions.append(f"TokenCounts::kUnlimited == {metadata.TokenCounts(0).most}")
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
         conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
         conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
-    assert_in_header("sched/plan.cuh", conditions, constexpr=("batch_invariant_piece", "first_slot"))
+    assert_in_header(
+        "sched/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens")
+    )
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
@@ -132,6 +160,22 @@ def test_constants_of_the_kernels_agree() -> None:
             f"kQChunks * 64 == {values['D_QK']}",
         ]
         assert_in_kernel(spec, conditions)
+    formats = {"v32": "kV32", "model1": "kModel1", "bf16": "kBf16"}
+    row_bytes = {"v32": checks._ROW_STRIDE["v32"], "model1": checks._ROW_STRIDE["model1"]}
+    for spec in of("sm90_sparse_decode"):
+        values = dict(spec.defines)
+        format = {code: name for name, code in sparse_decode.FORMATS.items()}[values["FORMAT"]]
+        conditions = [
+            f"kFormat == Format::{formats[format]}",
+            f"kDimV == {common.D_V}",
+            f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"kChunks * 64 == {values['D_QK']}",
+        ]
+        if format == "model1":
+            conditions.append(f"kModel1RowBytes == {row_bytes[format]}")
+        if format == "v32":
+            conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
+        assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
@@ -165,21 +209,29 @@ class Field(NamedTuple):
     offset: int
 
 
-_CODES = {"TensorMap": "128s", "i64": "q", "int": "i", "u32": "I", "float": "f"}
+_CODES = {
+    "TensorMap": "128s",
+    "TokenCounts": "QQii",
+    "i64": "q",
+    "int": "i",
+    "u32": "I",
+    "float": "f",
+}
 
 
 def fields_of(kernel: str) -> list[Field]:
     """The members of `struct Params` in order, one right after another, as the source declares them."""
-    body = re.search(r"struct Params \{(.*?)\n\};", source(f"kernels/{kernel}.cu"), re.DOTALL)
+    text = source(f"kernels/{kernel}.cu")
+    body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
     assert body
     fields: list[Field] = []
     offset = 0
     for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
-        kind, names = re.fullmatch(r"\s*(?:const )?(\w+\*?) ([\w, ]+)", declaration).groups()  # type: ignore[union-attr]
+        kind, names = re.fullmatch(r"\s*(?:const )?(?:unsigned )?(\w+\*?) ([\w, \[\]]+)", declaration).groups()  # type: ignore[union-attr]
         code = "Q" if kind.endswith("*") else _CODES[kind]
-        for name in names.split(", "):
-            fields.append(Field(name, code, offset))
-            offset += struct.calcsize(f"<{code}")
+        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", names):
+            fields.append(Field(name, code * int(count or 1), offset))
+            offset += struct.calcsize(f"<{fields[-1].code}")
     return fields
 
 
@@ -187,8 +239,9 @@ def fields_of(kernel: str) -> list[Field]:
     ("kernel", "packed"),
     [
         ("mla_metadata", metadata._PARAMS),
-        ("mla_combine", combine.PARAMS),
+        ("mla_combine", combine._PARAMS),
         ("sm90_dense_decode", dense_decode._PARAMS),
+        ("sm90_sparse_decode", sparse_decode._PARAMS),
     ],
 )
 def test_parameter_structs_have_one_layout(kernel: str, packed: struct.Struct) -> None:
@@ -228,10 +281,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             pdl: bool = False,
         ) -> None:
             assert stream == 0x51
-            named = {
-                name: struct.unpack_from(f"<{code}", params, offset)[0]
-                for name, code, offset in fields_of(self.spec.name)
-            }
+            named = {}
+            for name, code, offset in fields_of(self.spec.name):
+                values = struct.unpack_from(f"<{code}", params, offset)
+                named[name] = values[0] if len(values) == 1 else values
             made.append(Launch(self.spec, grid, named, cluster, pdl))
 
         def prepare(
@@ -264,8 +317,9 @@ def not_capturing() -> bool:
 
 @pytest.mark.parametrize(("object_layout", "batch_invariant"), [(True, False), (False, True)])
 def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_invariant: bool) -> None:
+    tokens = metadata.TokenCounts(0xA000, 0xD000, 2048, 512)
     given = dict(
-        cache_seqlens=0xA000,
+        tokens=tokens,
         b=77,
         num_parts=66,
         sched_meta=0xB000,
@@ -318,7 +372,8 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
     call = dense_call(**changes)
     scratch_bytes = launch_decode(call)
     row_bytes = {"bfloat16": 2 * 512 + 12, "float16": 4 * 512 + 12}[call.dtype]
-    num_slots = dense_decode.num_slots(call.num_parts, call.b, call.max_seqlen, call.batch_invariant)
+    blocks = -(-call.max_seqlen // 64)
+    num_slots = common.num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
     assert scratch_bytes == num_slots * call.s_q * call.h_q * row_bytes
     lse_accum = ARRAYS["scratch"] + num_slots * call.s_q * call.h_q * (row_bytes - 12)
     heads_per_kv = call.h_q // call.h_kv
@@ -333,6 +388,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "lse_accum_log2": lse_accum,
         "o_scale_log2": lse_accum + num_slots * call.s_q * call.h_q * 4,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
+        "attn_sink": 0,
     }
 
     given = {**call._asdict(), **ARRAYS}
@@ -362,6 +418,102 @@ def test_no_scratch_means_no_combine(launches: list[Launch]) -> None:
     assert launch_decode(dense_call(max_seqlen=64)) == 0
     (main,) = launches
     assert (main.params["num_slots"], main.params["lse_accum_log2"]) == (0, 0)
+
+
+def sparse_call(**changes: Any) -> sparse_decode.SparseDecodeCall:
+    """A call in which no two values are equal. Two tiles of heads per token."""
+    values: dict[str, Any] = dict(
+        device=0, format="v32", d_qk=576, load_bytes=16, b=7, s_q=3, h_q=70,
+        cache=sparse_decode.Cache(64, 1000, 42_000, 656, 2050, 6200, 2060),
+        extra=sparse_decode.Cache(61, 333, 40_016, 672, 513, 1600, 520),
+        q_strides=(200_000, 45_000, 584), num_parts=22, object_layout=True, batch_invariant=False,
+        out_strides=(150_000, 40_000, 528), softmax_scale=0.3,
+    )  # fmt: skip
+    return sparse_decode.SparseDecodeCall(**{**values, **changes})
+
+
+SPARSE_ARRAYS: dict[str, Any] = dict(
+    stream=0x51, q=0x1000, caches=(0x2000, 0x2100), indices=(0x3000, 0x3100), lengths=(0x4000, 0x4100),
+    attn_sink=0x4F00, sched_meta=0x5000, num_splits=0x6000, out=0x7000, lse=0x8000, scratch=0x9000,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"format": "model1", "d_qk": 512, "load_bytes": 8, "object_layout": False},
+        {"format": "bf16", "b": 200, "h_q": 64, "s_q": 1},
+        {"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True},
+        {"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)},  # more than 2^31 slots
+    ],
+    ids=("v32", "model1", "bf16", "no extra cache", "large cache"),
+)
+def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
+    call = sparse_call(**changes)
+    prepared = sparse_decode.PreparedSparseDecode(call, not_capturing)
+    prepared.launch(**SPARSE_ARRAYS)
+    pairs = (call.cache, call.extra)
+    blocks = sum(-(-cache.topk // 64) for cache in pairs)
+    num_slots = common.num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
+    slot_rows = num_slots * call.s_q * call.h_q
+    assert num_slots and prepared.scratch_bytes == slot_rows * (2 * 512 + 12)
+    scratch = SPARSE_ARRAYS["scratch"]
+    tiles = -(-call.h_q // 64)
+    expected = {
+        **{name: SPARSE_ARRAYS[name] for name in ("q", "attn_sink", "sched_meta", "num_splits", "out", "lse")},
+        **{name: SPARSE_ARRAYS[name] for name in ("indices", "lengths")},
+        "cache": SPARSE_ARRAYS["caches"],
+        "o_accum": scratch,
+        "lse_accum_log2": scratch + slot_rows * 1024,
+        "o_scale_log2": scratch + slot_rows * 1028,
+        **{
+            name: tuple(getattr(cache, name) for cache in pairs)
+            for name in ("block_stride", "token_stride", "index_stride_b", "index_stride_s", "topk")
+        },
+        "page_block_size": tuple(cache.page_block_size for cache in pairs),
+        "cache_slots": tuple(min(cache.num_blocks * cache.page_block_size, 2**31) for cache in pairs),
+        "page_magic": tuple(divisor(cache.page_block_size)[0] for cache in pairs),
+        "page_shift": tuple(divisor(cache.page_block_size)[1] for cache in pairs),
+        **dict(zip(("q_stride_b", "q_stride_s", "q_stride_h"), call.q_strides, strict=True)),
+        **dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), call.out_strides, strict=True)),
+        **{name: getattr(call, name) for name in ("b", "s_q", "h_q", "object_layout")},
+        "head_tiles": tiles,
+        "num_slots": num_slots,
+        "by_request": call.batch_invariant or call.b <= call.num_parts,
+        "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
+    }
+    main, merge = launches
+    assert set(main.params) == set(expected) - {"by_request"}
+    for launch in launches:
+        for name, value in launch.params.items():
+            assert value == expected[name], f"{launch.spec.label}: {name}"
+    assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes)
+    assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster is None
+    assert merge.pdl and merge.cluster is None and dict(merge.spec.defines)["DTYPE"] == 0
+    assert (merge.grid, merge.spec) == _combine_launch(call)
+    assert main.spec in SPECS and merge.spec in SPECS
+
+
+def _combine_launch(
+    call: sparse_decode.SparseDecodeCall,
+) -> tuple[tuple[int, int, int], KernelSpec]:
+    """The grid and the variant of the combine behind a sparse call."""
+    by_request = call.batch_invariant or call.b <= call.num_parts
+    rows = call.s_q * call.h_q
+    grid, mapping = combine.launch_shape(rows, call.b, call.num_parts, by_request, call.batch_invariant)
+    return grid, combine.spec("bfloat16", mapping)
+
+
+def test_sparse_call_of_one_block_needs_no_combine(launches: list[Launch]) -> None:
+    cache = sparse_call().cache._replace(topk=64)
+    prepared = sparse_decode.PreparedSparseDecode(
+        sparse_call(cache=cache, extra=sparse_decode.NO_CACHE), not_capturing
+    )
+    assert prepared.scratch_bytes == 0
+    prepared.launch(**{**SPARSE_ARRAYS, "scratch": 0})
+    (main,) = launches
+    assert [main.params[name] for name in ("num_slots", "o_accum", "lse_accum_log2")] == [0, 0, 0]
 
 
 def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rawmla import reference
-from rawmla.kernels import combine, dense_decode
+from rawmla.kernels import combine, common
 from rawmla.kernels.metadata import MAX_BATCH
 from rawmla.reference import _plan
 from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
@@ -53,31 +53,40 @@ class Item(NamedTuple):
 
 
 def work_items(
-    rows: NDArray[np.int32], num_splits: NDArray[np.int32], lengths: Sequence[int], num_slots: int
+    rows: NDArray[np.int32],
+    num_splits: NDArray[np.int32],
+    request_blocks: Sequence[int],
+    num_slots: int,
+    room: int | None = None,
 ) -> Iterator[Item]:
-    """The items of all parts, as `WorkItems` in plan.cuh walks them; rows in the object layout."""
+    """The items of all parts, as `WorkItems` in plan.cuh walks them; rows in the object layout.
+
+    `request_blocks` are those there are when the plan is used, `room` as in `reference.plan_blocks`.
+    """
     splits = num_splits.tolist()
     for part, row in enumerate(rows.tolist()):
         begin_req, end_req, begin_block, end_block, begin_split, *_, mark = row
         batch_invariant = mark == reference.BATCH_INVARIANT_MARK
-        if not 0 <= begin_req < len(lengths):
+        if not 0 <= begin_req < len(request_blocks):
             continue
         req, block = begin_req, 0
-        while req <= min(end_req, len(lengths) - 1):
-            blocks = -(-max(lengths[req], 0) // 64)
+        while req <= min(end_req, len(request_blocks) - 1):
+            blocks = request_blocks[req]
+            pieces = splits[req + 1] - splits[req]
             begin = max(begin_block, 0) if req == begin_req else 0
-            end = min(end_block, blocks) if req == end_req else blocks
+            end = end_block if req == end_req else blocks
             first, stop = max(block, begin), end
             split = begin_split if req == begin_req else 0
             if batch_invariant:
-                piece = max(8, -(-blocks // 32))
+                piece = max(8, -(-(blocks if room is None else room) // 32))
+                end = end_block if req == end_req else pieces * piece
                 split = first // piece
                 stop = min(end, (split + 1) * piece)
             slot = -1
-            if splits[req + 1] - splits[req] > 1:
+            if pieces > 1:
                 slot = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
                 assert slot < num_slots, f"slot {slot} of {num_slots}: part {part} would drop request {req}"
-            item = Item(part, req, first, max(stop - first, 0), slot)
+            item = Item(part, req, first, max(min(stop, blocks) - first, 0), slot)
             block = stop
             if stop >= end:
                 req, block = req + 1, 0
@@ -99,23 +108,29 @@ def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -
     return candidates
 
 
-def num_slots(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> int:
-    """Scratch slots that a decode call has, when its block table is as wide as the longest request needs."""
-    longest = max(lengths, default=0)
-    return dense_decode.num_slots(num_parts, len(lengths), longest, batch_invariant)
+def check_items(
+    plan: reference.Plan, blocks: Sequence[int], batch_invariant: bool, room: int | None = None
+) -> None:
+    """Each block is computed once; each split has a slot of its own; each split request is merged once.
 
-
-def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """Each block is computed once; each split has a slot of its own; each split request is merged once."""
-    b, num_parts = len(lengths), len(plan.object_rows)
-    blocks = blocks_of(lengths)
+    `blocks` are those there are, of which a sparse plan may have seen more, up to `room`; slots are as many
+    as a call has whose block table or indices have room for no more than that.
+    """
+    b, num_parts = len(blocks), len(plan.object_rows)
     splits = np.diff(plan.num_splits).tolist()
-    slots = num_slots(lengths, num_parts, batch_invariant)
-    items = list(work_items(plan.object_rows, plan.num_splits, lengths, slots))
+    slots = common.num_slots(
+        num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant
+    )
+    items = list(work_items(plan.object_rows, plan.num_splits, blocks, slots, room))
     position = [0] * b
     visits = [0] * b
     for item in items:
-        assert item.first_block == position[item.req], item
+        # What is planned behind the last block is an empty piece, which the combine reads all the same.
+        assert item.first_block == position[item.req] or (
+            room is not None
+            and item.num_blocks == 0
+            and position[item.req] == blocks[item.req] < item.first_block
+        ), item
         position[item.req] += item.num_blocks
         # The combine reads slots first, first + 1, ... of a request in order.
         expected = -1
@@ -125,7 +140,7 @@ def check_items(plan: reference.Plan, lengths: Sequence[int], batch_invariant: b
             expected = first + visits[item.req]
         assert item.slot == expected, item
         visits[item.req] += 1
-    assert position == blocks and visits == splits
+    assert position == list(blocks) and visits == splits
     used = [item.slot for item in items if item.slot >= 0]
     assert len(set(used)) == len(used), "two pieces share a slot"
     if not batch_invariant:
@@ -187,7 +202,7 @@ def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> refe
     pieces = [read_pieces(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
     assert pieces[0] == pieces[1]
     assert plan.num_splits.dtype == np.int32 and plan.num_splits.shape == (len(lengths) + 1,)
-    check_items(plan, lengths, batch_invariant)
+    check_items(plan, blocks_of(lengths), batch_invariant)
     check_balance(plan, lengths, batch_invariant)
     return plan
 
@@ -310,7 +325,7 @@ def pieces_of(lengths: Sequence[int], num_parts: int) -> dict[int, list[tuple[in
     """Per request, what a batch-invariant plan makes of it: (piece, first block, blocks)."""
     plan = reference.plan(lengths, num_parts, batch_invariant=True)
     found: dict[int, list[tuple[int, int, int]]] = {}
-    for item in work_items(plan.object_rows, plan.num_splits, lengths, 1 << 30):
+    for item in work_items(plan.object_rows, plan.num_splits, blocks_of(lengths), 1 << 30):
         piece = item.slot - int(plan.num_splits[item.req]) if item.slot >= 0 else 0
         found.setdefault(item.req, []).append((piece, item.first_block, item.num_blocks))
     return found
@@ -335,6 +350,76 @@ def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
         for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
             for num_parts in (1, 2, 132):
                 check([64 * blocks] * b, num_parts, batch_invariant)
+
+
+# ---- sparse plans: their pieces depend on what a call has room for
+
+
+def check_sparse(
+    blocks: Sequence[int], num_parts: int, room: int, batch_invariant: bool
+) -> tuple[reference.Plan, reference.Plan]:
+    """The plans of an object, made of the blocks there are, and of tensors, made of `room`, for that batch."""
+    known = reference.plan_blocks(np.maximum(blocks, 1), num_parts, batch_invariant, room)
+    full = reference.plan_blocks([max(room, 1)] * len(blocks), num_parts, batch_invariant, room)
+    for plan, planned in ((known, blocks), (full, [room] * len(blocks))):
+        tokens = [64 * n for n in planned]
+        for layout, rows in zip(LAYOUTS, plan[:2], strict=True):
+            check_plan(rows, plan.num_splits, tokens, layout, batch_invariant=batch_invariant)
+        check_items(plan, blocks, batch_invariant, room)
+    return known, full
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@pytest.mark.parametrize("room", (1, 2, 8, 9, 32, 33, 256, 257, 264, 289, 1000))
+def test_sparse_plans(room: int, batch_invariant: bool) -> None:
+    draw = random.Random(room)
+    for b in (1, 2, 3, 7, 40, 133):
+        batches = [[room] * b, [0] * b, [1] * b, [draw.randint(0, room) for _ in range(b)]]
+        batches.append([draw.choice((0, 1, room)) for _ in range(b)])
+        for blocks, num_parts in itertools.product(batches, (1, 2, 33, 132)):
+            check_sparse(blocks, num_parts, room, batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_all_small_sparse_batches(batch_invariant: bool) -> None:
+    """Every combination of a few numbers of blocks, in a call with room for 40 and in one for 300."""
+    for room, choices in ((40, (0, 1, 8, 9, 31, 40)), (300, (0, 1, 9, 10, 11, 300))):
+        for blocks in itertools.product(choices, repeat=3):
+            for num_parts in (1, 2, 3, 5, 7):
+                check_sparse(blocks, num_parts, room, batch_invariant)
+
+
+def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
+    """Room for 320 blocks: pieces of 10. 25 blocks are 3 pieces, none is 1; parts of 2 pieces."""
+    plan, full = check_sparse([25, 0], 2, 320, True)
+    mark = reference.BATCH_INVARIANT_MARK
+    assert plan.object_rows.tolist() == [[0, 0, 0, 20, 0, 1, 1, mark], [0, 1, 20, 1, 2, 1, 0, mark]]
+    assert plan.num_splits.tolist() == [0, 3, 4]
+    assert full.object_rows.tolist() == [[0, 0, 0, 320, 0, 1, 1, mark], [1, 1, 0, 320, 0, 1, 1, mark]]
+    found = list(work_items(full.object_rows, full.num_splits, [25, 0], 64, 320))
+    assert [(item.req, item.first_block, item.num_blocks) for item in found if item.num_blocks] == [
+        (0, 0, 10),
+        (0, 10, 10),
+        (0, 20, 5),
+    ]
+    assert [item.slot for item in found] == list(range(64))
+
+
+def test_sparse_pieces_depend_on_the_request_and_the_room_alone() -> None:
+    """The pieces with blocks in them are the same in any batch, under a plan of either kind."""
+    draw = random.Random(1)
+    for room in (7, 32, 33, 257, 700):
+        piece = max(8, -(-room // 32))
+        for _ in range(60):
+            blocks = [draw.randint(0, room) for _ in range(draw.choice((1, 2, 5, 40)))]
+            for plan in check_sparse(blocks, draw.randint(1, 132), room, True):
+                found: list[list[tuple[int, int]]] = [[] for _ in blocks]
+                for item in work_items(plan.object_rows, plan.num_splits, blocks, 1 << 30, room):
+                    if item.num_blocks:
+                        found[item.req].append((item.first_block, item.num_blocks))
+                assert found == [
+                    [(first, min(piece, n - first)) for first in range(0, n, piece)] for n in blocks
+                ]
 
 
 def test_get_mla_metadata_is_the_plan_of_the_gpus_parts() -> None:

@@ -70,3 +70,7 @@ struct OnlineSoftmax {
         }
     }
 };
+
+// Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
+// racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
+__device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }

@@ -8,7 +8,7 @@
 //   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
 // Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
 //
-// Batch-invariant plans: the unit on the line is a piece of batch_invariant_piece(n_i) blocks, so that where a request is
+// Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
@@ -76,7 +76,7 @@ struct Line {
 };
 
 __device__ __forceinline__ int unit_blocks(const Params& params, int blocks) {
-    return params.batch_invariant ? batch_invariant_piece(blocks) : 1;
+    return params.batch_invariant ? params.tokens.invariant_piece(blocks) : 1;
 }
 
 // For two positions on the line, the last requests that begin at or before them; no position is before the first request.

@@ -44,12 +44,11 @@
 // (n / 3) & 1, and row scales n % 2; RoPE and P have one slot each. A box is loaded into a stage for the first time without
 // asking the peer, so bar_peer_free's phase is n / 3 - 1.
 //
-// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
-// by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
-// numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional rescaling.
-//
 // Tail: the last box of a request is shifted so that its valid tokens are the last ones of the page read; rows before
 // the page's first are out of range and arrive as zeros. Tokens past the length are never in shared memory.
+#include "attention/items.cuh"
+#include "attention/output.cuh"
+#include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -71,8 +70,6 @@ static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16,
               "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
-constexpr int kBlockM = 64;
-constexpr int kDimV = 512;
 constexpr int kStages = 3;
 constexpr int kClusterSize = CLUSTER;  // CTAs along grid x that share one copy of K
 constexpr int kQChunks = D_QK / kChunkCols;
@@ -81,12 +78,10 @@ constexpr bool kHasRope = D_QK > kDimV;
 constexpr int kQRegisterChunks = 7;  // chunks 0 to 6 of Q live in registers
 constexpr int kQSharedChunks = kQChunks - kQRegisterChunks;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
-constexpr int kItemSlots = 8;
 constexpr int kSourceSlots = 8;
 constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the block in hand
 static_assert(kLookahead + 1 < kItemSlots && kLookahead + 1 < kSourceSlots,
               "rings must hold what is looked up ahead, and the blocks in hand");
-constexpr float kLazyMaxLog2 = 8.0f;
 
 constexpr int kThreads = 384;
 constexpr int kRegistersQK = 176;
@@ -214,38 +209,6 @@ struct RowIndex {
     }
 };
 
-__device__ __forceinline__ float* lse_address(const Params& params, int req, const RowIndex& row) {
-    return params.lse + (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
-}
-// Row of a piece.
-__device__ __forceinline__ i64 piece_row(const Params& params, int slot, const RowIndex& row) {
-    return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
-}
-
-// Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
-// racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
-__device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }
-
-// A role's view of the published items.
-struct ItemReader {
-    u32 count = 0;
-
-    // False after the last item.
-    __device__ __forceinline__ bool next(SharedMemoryPlan& smem) {
-        mbarrier_wait_parity(smem_address(&smem.bar_item_full[count % kItemSlots]), count / kItemSlots & 1);
-        return warp_uniform(item(smem).req) >= 0;
-    }
-    // Read from shared memory where it is needed: registers are short.
-    __device__ __forceinline__ const WorkItem& item(const SharedMemoryPlan& smem) const {
-        return smem.items[count % kItemSlots];
-    }
-    __device__ __forceinline__ void release(SharedMemoryPlan& smem) {
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_item_free[count % kItemSlots]));
-        ++count;
-    }
-};
-
 // What warp 0 of PV0 does for all: walks the plan's items, then their blocks, looking up where each block lies. Items and
 // sources go to rings in shared memory ahead of their use. Its own state is there too (smem.walker): next to 128
 // accumulators there are no registers for it. A converged warp calls.
@@ -274,7 +237,7 @@ struct Walker {
                             next))
                 next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {
-                store_empty(params, next, lane_idx);
+                store_empty<RowIndex>(params, next, lane_idx);
                 continue;
             }
             const u32 slot = published % kItemSlots;
@@ -328,30 +291,6 @@ struct Walker {
         }
         if (lane_idx < kBoxes) source.row = row;
         __syncwarp();
-    }
-
-  private:
-    // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse.
-    __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty,
-                                                int lane_idx) const {
-        for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
-            const RowIndex row(params, tile_row);
-            if (!row.valid) return;
-            if (empty.slot < 0) {
-                u16* out = params.out + empty.req * params.out_stride_b + row.token * params.out_stride_s +
-                           row.head * params.out_stride_h;
-                for (int i = lane_idx; i < kDimV / 8; i += 32) {
-                    reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
-                }
-                if (lane_idx == 0) *lse_address(params, empty.req, row) = kInfinity;
-            } else if (lane_idx == 0) {
-                const i64 accum_row = piece_row(params, empty.slot, row);
-                params.lse_accum_log2[accum_row] = -kInfinity;
-                for (int half = 0; half < kScaleHalves; ++half) {
-                    params.o_scale_log2[accum_row * kScaleHalves + half] = -kInfinity;
-                }
-            }
-        }
     }
 };
 
@@ -502,9 +441,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     for (; reader.next(smem); reader.release(smem)) {
         finish_load_q(q);
 
-        float m[2] = {-kInfinity, -kInfinity};  // m_ref
-        float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
-        u32 p[16] = {};                         // P of the block before, packed as A fragments
+        OnlineSoftmax softmax;
+        u32 p[16] = {};  // P of the block before, packed as A fragments
         auto wait_p_free = [&]() {
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
         };  // of n - 2
@@ -590,43 +528,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             visible -= kBlockTokens;
 
-            // P = 2^(S - m_ref), by the reference so far, which nearly always stands
-            float sum[2];
-            auto exponentials = [&]() {
-                const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
-                sum[0] = sum[1] = 0.0f;
-#pragma unroll
-                for (int j = 0; j < 32; j += 2) {
-                    const int r = (j >> 1) & 1;
-                    const float p0 = exp2_approx(fmaf(s[j], params.sm_scale_log2, -offset[r]));
-                    const float p1 = exp2_approx(fmaf(s[j + 1], params.sm_scale_log2, -offset[r]));
-                    sum[r] += p0 + p1;
-                    p[j / 2] = pack_16bit<kDtype>(p0, p1);
-                }
-            };
-            exponentials();
-            float row_max[2] = {-kInfinity, -kInfinity};
-#pragma unroll
-            for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
-            const bool exceeds = row_max[0] * params.sm_scale_log2 > m[0] + kLazyMaxLog2 ||
-                                 row_max[1] * params.sm_scale_log2 > m[1] + kLazyMaxLog2;
-            float scale[2] = {1.0f, 1.0f};
-            if (__any_sync(0xffffffff, exceeds)) {
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
-                    row_max[r] =
-                        fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * params.sm_scale_log2;
-                    const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
-                    // O is still zero while m_ref is -inf
-                    scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
-                    l[r] *= scale[r];
-                    m[r] = m_new;
-                }
-                exponentials();
-            }
-            l[0] += sum[0];
-            l[1] += sum[1];
+            float scale[2];
+            softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
             if (has_row_scales()) {
                 float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
                 row_scale[0] = scale[0];
@@ -644,86 +547,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         announce_p();
 
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
-            const int lane_idx = lane_index();
-            const int row = warp_idx * 16 + lane_idx / 4 + 8 * r;
-            if (lane_idx % 4 == 0) {
-                smem.row_sum[row] = l[r];
-                smem.row_max[row] = m[r];
-            }
-        }
+        softmax.store(smem.row_sum, smem.row_max, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_full));
-    }
-}
-
-// Writes 256 columns of two rows: the output of a whole request, or a piece.
-template <int kHalf>
-__device__ __forceinline__ void store_rows(const Params& params, const SharedMemoryPlan& smem,
-                                           const WorkItem& item, float (&o)[128], int warp_idx) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const bool is_piece = item.slot >= 0;
-        PieceScale scale;
-        if (kFloat16Pieces<kDtype> && is_piece) {
-            float top = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                const float* pair = &o[4 * j + 2 * r];
-                max_magnitude(top, pair[0], pair[1], pair[4], pair[5], pair[8], pair[9], pair[12], pair[13]);
-            }
-            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-            scale = PieceScale(top);
-        }
-        const int quad_lane = lane_index() % 4;
-        const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
-        const RowIndex row(params, tile_row);
-        const float sum = smem.row_sum[tile_row];
-        const float lse_log2 = smem.row_max[tile_row] + log2_approx(sum);
-        const bool writes_scalars = quad_lane == 0 && row.valid;
-        if (is_piece) {
-            const i64 accum_row = piece_row(params, item.slot, row);
-            if (writes_scalars) {
-                if (kHalf == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
-                params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
-            }
-            const i64 first = accum_row * kDimV + kHalf * (kDimV / 2);
-            if constexpr (kFloat16Pieces<kDtype>) {
-                u16* accum = static_cast<u16*>(params.o_accum) + first + 8 * quad_lane;
-#pragma unroll
-                for (int j = 0; j < 32; j += 4) {
-                    const float* pair = &o[4 * j + 2 * r];
-                    store_four_groups_16bit<Dtype::kF16>(accum + 8 * j, row.valid, scale.factor, pair[0],
-                                                         pair[1], pair[4], pair[5], pair[8], pair[9],
-                                                         pair[12], pair[13]);
-                }
-            } else {
-                float* accum =
-                    static_cast<float*>(params.o_accum) + first + 8 * (quad_lane % 2) + 4 * (quad_lane / 2);
-#pragma unroll
-                for (int j = 0; j < 32; j += 4) {
-                    const float* pair = &o[4 * j + 2 * r];
-                    store_four_groups_float(accum + 8 * j, row.valid, pair[0], pair[1], pair[4], pair[5],
-                                            pair[8], pair[9], pair[12], pair[13]);
-                }
-            }
-        } else {
-            if (kHalf == 0 && writes_scalars) {
-                *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
-            }
-            const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-            u16* out = params.out + item.req * params.out_stride_b + row.token * params.out_stride_s +
-                       row.head * params.out_stride_h + kHalf * (kDimV / 2) + 8 * quad_lane;
-#pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                const float* pair = &o[4 * j + 2 * r];
-                store_four_groups_16bit<kDtype>(out + 8 * j, row.valid, inverse, pair[0], pair[1], pair[4],
-                                                pair[5], pair[8], pair[9], pair[12], pair[13]);
-            }
-        }
     }
 }
 
@@ -802,7 +627,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             if (refills_rope && left == 1) refill_rope(params, smem, n + 1, lane_index());
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kHalf>(params, smem, reader.item(smem), o, warp_idx);
+        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
     }
 }

@@ -28,8 +28,8 @@
 // of the sum.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// ring.bar_full[8]    1         producer warp 0: items[n] written                   all: read it                     0
-// ring.bar_free[8]    16        lane 0 of each warp: done with the item             producer warp 0: overwrite it    1
+// bar_item_full[8]    1         producer warp 0: items[n] written                   all: read it                     0
+// bar_item_free[8]    16        lane 0 of each warp: done with the item             producer warp 0: overwrite it    1
 // bar_k_full[s]       4, 132    producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
 //                               (bf16: also every thread's copies landed)
 // bar_k_free[s]       8         PV0, PV1: lane 0 of each warp, its PV is complete   producer: refill                 1
@@ -137,7 +137,9 @@ struct SharedMemoryPlan {
     u64 bar_p_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
-    ItemRing ring;
+    u64 bar_item_full[kItemSlots];
+    u64 bar_item_free[kItemSlots];
+    WorkItem items[kItemSlots];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
@@ -192,13 +194,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
     ItemReader reader;
     u32 n = 0;  // running number of the block
-    if (reader.next(smem.ring)) start_load_q(params, smem, reader.item(smem.ring).req);
-    for (; reader.next(smem.ring); reader.release(smem.ring)) {
+    if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req);
+    for (; reader.next(smem); reader.release(smem)) {
         cp_async_wait_all();
         fence_proxy_async();
         named_barrier_sync(NB_QK, 128);
         OnlineSoftmax softmax;
-        for (int left = warp_uniform(reader.item(smem.ring).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
             if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
@@ -226,9 +228,9 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 // The next item's Q, under the rest of this one
                 ItemReader after = reader;
                 ++after.count;
-                if (after.next(smem.ring)) {
+                if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
-                    start_load_q(params, smem, after.item(smem.ring).req);
+                    start_load_q(params, smem, after.item(smem).req);
                 }
             }
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
@@ -268,10 +270,10 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     float o[128];
     ItemReader reader;
     u32 n = 0;  // running number of the block
-    for (; reader.next(smem.ring); reader.release(smem.ring)) {
+    for (; reader.next(smem); reader.release(smem)) {
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem.ring).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
@@ -304,7 +306,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem.ring), o, warp_idx);
+        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
     }
 }
@@ -334,10 +336,10 @@ __device__ __forceinline__ void publish_items(const Params& params, SharedMemory
             continue;
         }
         const u32 slot = published % kItemSlots;
-        mbarrier_wait_parity(smem_address(&smem.ring.bar_free[slot]), ~(published / kItemSlots) & 1);
+        mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(published / kItemSlots) & 1);
         if (lane_index() == 0) {
-            smem.ring.items[slot] = next;
-            mbarrier_arrive(smem_address(&smem.ring.bar_full[slot]));
+            smem.items[slot] = next;
+            mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
         }
         published = next.req >= 0 ? published + 1 : kNoMoreItems;
     }
@@ -676,9 +678,9 @@ __device__ __forceinline__ void producer_warpgroup(const Params& params, SharedM
     const Place place{warp_idx, static_cast<int>(threadIdx.x % 32)};
     ItemReader reader;
     u32 n = 0;  // running number of the block
-    for (; reader.next(smem.ring); reader.release(smem.ring)) {
+    for (; reader.next(smem); reader.release(smem)) {
         if (warp_idx == 0) publish_items(params, smem, reader.count + kAhead);
-        const WorkItem& item = reader.item(smem.ring);
+        const WorkItem& item = reader.item(smem);
         const int first = warp_uniform(item.first_block), count = warp_uniform(item.num_blocks);
         const Selection selection(params, item);
         if constexpr (kFp8) {
@@ -697,8 +699,8 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     if (thread == 0) {
 #pragma unroll
         for (int slot = 0; slot < kItemSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.ring.bar_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.ring.bar_free[slot]), kThreads / 32);
+            mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
+            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
         }
     } else if (thread == 32) {
 #pragma unroll

@@ -16,12 +16,8 @@ constexpr int kPlanRowInts = 8;
 constexpr int kBlockTokens = 64;
 
 // In the last column of the rows of a batch-invariant plan: every request is cut at multiples of
-// batch_invariant_piece(its own blocks), wherever the parts begin and end.
+// TokenCounts::invariant_piece(its own blocks), wherever the parts begin and end.
 constexpr int kBatchInvariantMark = 0x62690001;
-
-__device__ __forceinline__ int batch_invariant_piece(int num_blocks) {
-    return max_int(8, ceil_div(num_blocks, 32));
-}
 
 // First scratch slot of a request's pieces. In an ordinary plan a request of k >= 2 pieces adds k - 1 to
 // num_splits[req] - req, so that 2 (num_splits[req] - req) leaves at least k slots for it and depends on the number of
@@ -35,12 +31,20 @@ __device__ __forceinline__ int first_slot(int splits_before, int req, bool batch
 struct TokenCounts {
     const int* lengths;        // [b]; null: `most` for every request
     const int* extra_lengths;  // the same of the extra cache
-    int most, extra_most;      // counts are clamped to 0 .. most
+    int most, extra_most;      // counts are clamped to 0 .. most; `most` is kUnlimited in dense decoding
+
+    static constexpr int kUnlimited = 0x7fffffff;
 
     __device__ __forceinline__ int main(int req) const { return clamped(lengths, most, req); }
     __device__ __forceinline__ int extra(int req) const { return clamped(extra_lengths, extra_most, req); }
     __device__ __forceinline__ int blocks(int req) const {
         return ceil_div(main(req), kBlockTokens) + ceil_div(extra(req), kBlockTokens);
+    }
+    // Blocks in a piece of a batch-invariant plan, for a request of so many. In sparse decoding that depends on what a call has
+    // room for, not on the request: a plan may know no more.
+    __device__ __forceinline__ int invariant_piece(int num_blocks) const {
+        const int room = ceil_div(most, kBlockTokens) + ceil_div(extra_most, kBlockTokens);
+        return max_int(8, ceil_div(most == kUnlimited ? num_blocks : room, 32));
     }
 
   private:
@@ -49,7 +53,7 @@ struct TokenCounts {
     }
 };
 __device__ __forceinline__ TokenCounts all_tokens(const int* cache_seqlens) {
-    return {cache_seqlens, nullptr, 0x7fffffff, 0};
+    return {cache_seqlens, nullptr, TokenCounts::kUnlimited, 0};
 }
 
 struct PlanRow {
@@ -104,19 +108,20 @@ struct WorkItems {
             const int splits = load_global(num_splits + req + 1) - splits_before;
             const int blocks = ceil_div(seqlen, kBlockTokens) + ceil_div(tokens.extra(req), kBlockTokens);
             const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
-            const int end = req == row.end_req ? min_int(row.end_block, blocks) : blocks;
+            int end = req == row.end_req ? row.end_block : blocks;
             const int first = max_int(block, begin);
             int stop = end;
             int split = req == row.begin_req ? row.begin_split : 0;
             if (row.batch_invariant()) {
-                const int piece = batch_invariant_piece(blocks);
+                const int piece = tokens.invariant_piece(blocks);
+                if (req != row.end_req) end = splits * piece;  // of the plan, which may see more blocks than there are
                 split = first / piece;
                 stop = min_int(end, (split + 1) * piece);
             }
             item.req = req;
             item.seqlen = seqlen;
             item.first_block = first;
-            item.num_blocks = max_int(stop - first, 0);
+            item.num_blocks = max_int(min_int(stop, blocks) - first, 0);
             item.slot = splits > 1 ? first_slot(splits_before, req, row.batch_invariant()) + split : -1;
             // A plan that its scratch was not made for must not write outside; mla_combine then writes NaN.
             const bool fits = splits <= 1 || (item.slot >= 0 && item.slot < num_slots);

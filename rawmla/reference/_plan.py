@@ -133,7 +133,9 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
     return plan_blocks(np.maximum(-(-lengths // BLOCK_TOKENS), 1), num_parts, batch_invariant)
 
 
-def plan_blocks(blocks: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
+def plan_blocks(
+    blocks: ArrayLike, num_parts: int, batch_invariant: bool = False, room: int | None = None
+) -> Plan:
     """The plan for requests of given numbers of blocks; see `sparse_blocks` for those of a sparse batch.
 
     All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
@@ -144,7 +146,8 @@ def plan_blocks(blocks: ArrayLike, num_parts: int, batch_invariant: bool = False
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.
         num_parts: rows of the plan, at least 1.
-        batch_invariant: cut each request into pieces that its own number of blocks decides.
+        batch_invariant: cut each request into pieces whose size its own number of blocks decides, or `room`.
+        room: blocks that the `topk` and `extra_topk` of a sparse call leave room for; None in dense decoding.
 
     Returns:
         The plan. Rows of parts without work have begin_req b and end_req -1.
@@ -153,7 +156,8 @@ def plan_blocks(blocks: ArrayLike, num_parts: int, batch_invariant: bool = False
     b = len(blocks)
     unit_blocks = np.ones(b, dtype=np.int64)
     if batch_invariant:
-        unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-blocks // BATCH_INVARIANT_MAX_PIECES))
+        most = blocks if room is None else np.full(b, room)
+        unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-most // BATCH_INVARIANT_MAX_PIECES))
     units = -(-blocks // unit_blocks)
 
     fixed = 0

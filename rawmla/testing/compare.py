@@ -60,16 +60,9 @@ def out_tolerance(dtype: str) -> Tolerance:
     return Tolerance(absolute=8e-4, relative=2.01 / 128, cosine=5e-6, row_l2=1.25 * half_step)
 
 
-def lse_tolerance(score_scale: float = 1.0, *, rounded_keys: bool = False) -> Tolerance:
-    """Tolerance for decode's log-sum-exp; `score_scale` is how much larger than usual the scores are.
-
-    `rounded_keys`: the kernel rounds keys to bfloat16, of a cache whose values that type does not hold (FP8
-    times a float32 scale). A score then is off by some 5e-5, whatever its size. That is less than a row of
-    64 keys is allowed, whose log-sum-exp is near 4, but not less than one of a single key is.
-    """
-    relative = 8.01 / 65536
-    absolute = 4 * relative if rounded_keys else 1e-6
-    return Tolerance(absolute=absolute * score_scale, relative=relative)
+def lse_tolerance(score_scale: float = 1.0) -> Tolerance:
+    """Tolerance for decode's log-sum-exp; `score_scale` is how much larger than usual the scores are."""
+    return Tolerance(absolute=1e-6 * score_scale, relative=8.01 / 65536)
 
 
 def check_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> Difference:

@@ -99,12 +99,13 @@ def sparse_decode(
     softmax_scale: float | None = None,
     *,
     extra: bool = True,
+    rounded_keys: bool = False,
 ) -> tuple[Any, Any]:
     """Sparse MLA decoding in float64 without sinks (see `apply_sink`): out `[b, s_q, h_q, 512]` and lse `[b,
     h_q, s_q]`, as `rawmla.reference` defines it.
 
-    torch tensors on any device. FP8 caches are dequantised exactly, for the named slots only. `extra=False`
-    leaves the extra cache out.
+    torch tensors on any device. FP8 caches are dequantised for the named slots only: exactly, or with
+    `rounded_keys` to bfloat16, which is what the kernel multiplies. `extra=False` leaves the extra cache out.
     """
     import torch
 
@@ -124,6 +125,8 @@ def sparse_decode(
         part = slice(start, start + step)
         valid = torch.cat([flags[part] for _, _, flags in chosen], dim=1)
         k = torch.cat([dequantise(cache, slot[part], inputs.case.format) for cache, slot, _ in chosen], dim=1)
+        if rounded_keys:
+            k = k.bfloat16().double()
         k.masked_fill_(~valid[..., None], 0.0)
         out[part], lse[part] = _attend_selected(rows[part].double(), k, valid, scale)
     return out.view(b, s_q, h_q, 512), lse.view(b, s_q, h_q).transpose(1, 2)
