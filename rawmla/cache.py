@@ -61,8 +61,10 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
-    Notes ----- Enqueues one kernel on the current stream of the framework of `k_cache`; never synchronises;
-    legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
+    Notes
+    -----
+    Enqueues one kernel on the current stream of the framework of `k_cache`; never synchronises; legal inside
+    a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
     kind = _quantized_layout(layout)
@@ -292,9 +294,11 @@ def gather_kv_cache(
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
-    Notes ----- Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`;
-    never synchronises, and the host never looks at lengths, so replays of a captured graph follow them.
-    Graph capture as for `write_kv_cache`.
+    Notes
+    -----
+    Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`; never
+    synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
+    capture as for `write_kv_cache`.
     """
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)

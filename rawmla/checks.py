@@ -1,8 +1,8 @@
 """Validation of the arguments of decoding: everything that the host can see without a synchronise.
 
 Errors read "`name`: expected X, got Y". `TypeError` is for the wrong kind or dtype, `ValueError` for a
-shape, stride, range or combination. The functions called on every decode (`dense_sizes`, `plan_rows`,
-`check_config`) are flat integer compares: text is put together only where something failed.
+shape, stride, range or combination. The functions that many decode calls go through (`dense_sizes`,
+`plan_rows`, `check_config`) are flat integer compares: text is put together only where something failed.
 """
 
 from __future__ import annotations
@@ -330,7 +330,11 @@ def _show(value: Any) -> str:
 
 
 class SparseSizes(NamedTuple):
-    """What a sparse decode call is about; strides of out in elements."""
+    """What a sparse decode call is about; strides of out in elements.
+
+    ``format`` and ``load_bytes`` are as in `rawmla.kernels.sparse_decode.SparseDecodeCall`; ``extra`` is
+    NO_CACHE without an extra cache.
+    """
 
     format: str
     d_qk: int
@@ -345,7 +349,7 @@ class SparseSizes(NamedTuple):
 
 _FP8_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 _FP8_LAYOUTS = {576: ("v32", 656), 512: ("model1", 584)}
-_ROW_STRIDE = {"v32": 656, "model1": 576}  # bytes between the rows of a block
+_ROW_STRIDE = {"v32": 656, "model1": 576}  # bytes from one row of a block to the next
 
 
 def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> SparseSizes:

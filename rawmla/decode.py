@@ -43,9 +43,10 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of s_q query tokens per request over a paged MLA cache; its first 512 columns are the values.
 
-    For every request and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`, with K the request's
-    `cache_seqlens` rows of the cache. Scores, softmax and sums are float32; probabilities are rounded to
-    the cache's dtype before the second product.
+    For every query token and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`. K is what the token
+    attends: in dense decoding the request's first `cache_seqlens` tokens, which `block_table` finds in the
+    cache; in sparse decoding (`indices` given) the cache rows that the token's indices name. Scores, softmax
+    and sums are float32; probabilities are rounded to q's dtype before the second product.
 
     Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory (taken
     over by CuPy, which then also holds the results); no input is copied but for the one case named under
@@ -55,43 +56,74 @@ def flash_mla_with_kvcache(
     Parameters
     ----------
     q : array
-        `[b, s_q, h_q, d_qk]`, bfloat16 or float16, d_qk 576 or 512, last dimension contiguous, other
-        strides free. Any h_q that is a multiple of h_kv. When its address is not a multiple of 16 bytes, or
-        a stride is not a positive multiple of 8, a contiguous copy is made on the same stream.
+        `[b, s_q, h_q, d_qk]`, bfloat16 or float16 (with `indices` bfloat16), d_qk 576 or 512, last dimension
+        contiguous, other strides free. Any h_q that is a multiple of h_kv. When its address is not a
+        multiple of 16 bytes, or a stride is not a positive multiple of 8, a contiguous copy is made on the
+        same stream.
     k_cache : array
-        `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
-        multiple of 64. Address a multiple of 16 bytes, last dimension contiguous, other strides multiples
-        of 8.
+        Dense: `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
+        multiple of 64. Address a multiple of 16 bytes, last dimension contiguous, other strides positive
+        multiples of 8.
+        Sparse: h_kv is 1, page_block_size any number from 1 up, and `is_fp8_kvcache` tells two kinds apart.
+        False: bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, address a multiple of 16 bytes, last
+        dimension contiguous, other strides multiples of 8, not negative. True: bytes (float8_e4m3fn, uint8
+        or int8) in the layout that d_qk decides (see `rawmla.quantize_k_cache`): `[num_blocks,
+        page_block_size, 1, 656]` for 576 ("v32"), `[num_blocks, page_block_size, 1, 584]` for 512
+        ("model1"). Tokens of a block are contiguous; address and block stride are multiples of 8, and rows
+        are loaded in larger pieces when both are multiples of 16.
     block_table : array
-        int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request, in
-        order. Entries past a request's length are never read into the result. An entry outside `0 ..
+        Dense: int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request,
+        in order. Entries past a request's length are never read into the result. An entry outside `0 ..
         num_blocks - 1` within the length is undefined, and so is a length above `max_blocks *
-        page_block_size`.
+        page_block_size`. With `indices` it is not looked at: None.
     cache_seqlens : array
-        int32 `[b]`, contiguous: KV tokens per request, 0 and up.
+        Dense: int32 `[b]`, contiguous: KV tokens per request, 0 and up. With `indices` it is not looked at:
+        None.
     head_dim_v : int
         512.
     tile_scheduler_metadata : FlashMLASchedMeta or array
-        The plan of `get_mla_metadata`. An object is filled by the first call with it, and checked by later
-        calls. A tensor is int32 `[n, 8]`, any n >= 1, contiguous, 16-byte aligned, in the row layout of
-        `get_mla_metadata`'s tensors.
+        The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). An object is
+        filled by the first call with it, and checked by later calls. A tensor is int32 `[n, 8]`, any n >= 1,
+        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors.
     num_splits : array, optional
         int32 `[>= b + 1]`, contiguous, with a tensor plan; None with an object.
     softmax_scale : float, optional
         Finite and positive. None: `d_qk ** -0.5`.
     causal : bool
         Query token j of s_q sees keys `0 .. cache_seqlens - s_q + j`. With s_q == 1 it changes nothing.
-    is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-    extra_topk_length
-        Of sparse decoding, which this version does not have: False and None.
+        False with `indices`.
+    is_fp8_kvcache : bool
+        The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
+        rounded to bfloat16 once; RoPE columns are bfloat16 in the cache.
+    indices : array, optional
+        int32 `[b, s_q, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
+        negative: what makes the call sparse. Slots of the cache, block * page_block_size + offset in the
+        block, which `rawmla.convert_indices` makes of token positions. A negative slot or one past the
+        cache is skipped; one that occurs twice counts twice. What no valid index names is never read into
+        the result.
+    attn_sink : array, optional
+        float32 `[h_q]`, contiguous. With `indices`: `out` is multiplied by `exp(lse) / (exp(lse) +
+        exp(sink))`; `softmax_lse` does not change. -inf has no effect, +inf makes `out` 0.
+    extra_k_cache : array, optional
+        With `indices`: a second cache, attended in the same softmax. As `k_cache` in dtype and layout, with
+        num_blocks, page_block_size and strides of its own.
+    extra_indices_in_kvcache : array, optional
+        int32 `[b, s_q, extra_topk]`: slots of `extra_k_cache`, otherwise as `indices`. Given when
+        `extra_k_cache` is.
+    topk_length : array, optional
+        int32 `[b]`, contiguous. With `indices`: only the first `topk_length[i]` columns of request i count,
+        the others may hold anything. Values are clamped to `0 .. topk`. None: all count.
+    extra_topk_length : array, optional
+        The same for `extra_indices_in_kvcache`.
     out : array, optional
         `[b, s_q, h_q, 512]` in q's dtype, written and returned. 16-byte aligned, last dimension contiguous,
         other strides positive multiples of 8 (a slice of the heads of a larger buffer is fine), no element
         twice. It must not overlap an input.
     enable_batch_invariant : bool
-        A request's result has the same bits whatever else is in the batch. A plan of tensors must have been
-        made with `get_mla_metadata(enable_batch_invariant=True)`, and both calls need the flag; an object
-        needs it on either.
+        A request's result has the same bits whatever else is in the batch; in sparse decoding, in calls of
+        the same topk and extra_topk. A plan of tensors must have been made with
+        `get_mla_metadata(enable_batch_invariant=True)`, and both calls need the flag; an object needs it on
+        either.
 
     Returns
     -------
@@ -105,11 +137,11 @@ def flash_mla_with_kvcache(
     Raises
     ------
     TypeError, ValueError
-        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, a
-        re-used `FlashMLASchedMeta` was filled for another configuration among them. Raised before anything
-        is allocated or launched.
+        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, an
+        argument of sparse decoding without `indices` and a re-used `FlashMLASchedMeta` that was filled for
+        another configuration among them. Raised before anything is allocated or launched.
     NotImplementedError
-        An argument of sparse decoding was given.
+        `is_fp8_kvcache` without `indices`: dense decoding has no FP8 caches.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
@@ -126,9 +158,9 @@ def flash_mla_with_kvcache(
     keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
     copy.
 
-    The block table, the lengths and the plan of the last call are recognised by identity, address and shape
-    and not checked again, so layers that share them cost less host time. Only strides that were changed in
-    place escape this.
+    In dense decoding the block table, the lengths and the plan of the last call are recognised by identity,
+    address and shape and not checked again, so layers that share them cost less host time. Only strides that
+    were changed in place escape this.
 
     The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA).
 
@@ -139,6 +171,14 @@ def flash_mla_with_kvcache(
     >>> plan, _ = rawmla.get_mla_metadata()
     >>> for q, k_cache in layers:
     ...     out, lse = rawmla.flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, plan)
+
+    Sparse, over an FP8 cache:
+
+    >>> plan, _ = rawmla.get_mla_metadata()
+    >>> slots = rawmla.convert_indices(positions, block_table, page_block_size)
+    >>> out, lse = rawmla.flash_mla_with_kvcache(
+    ...     q, fp8_cache, None, None, 512, plan, is_fp8_kvcache=True, indices=slots
+    ... )
     """
     if (
         is_fp8_kvcache is not False

@@ -51,9 +51,11 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
-    Notes ----- Any number of parts: up to 32 take one kernel; more are merged 32 at a time into float32
-    scratch, and the results again. Allocates the results and that scratch with the framework of the first
-    array, enqueues on its current stream, never synchronises; legal inside a CUDA-graph capture once
+    Notes
+    -----
+    Any number of parts: up to 32 take one kernel; more are merged 32 at a time into float32 scratch, and the
+    results again. Allocates the results and that scratch with the framework of the first array, enqueues on
+    its current stream, never synchronises; legal inside a CUDA-graph capture once
     `rawmla.warmup(dtypes=[...])` has loaded the kernels. Sums are in the order of the parts: the same call
     gives the same bits.
     """

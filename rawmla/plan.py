@@ -12,6 +12,7 @@ from typing import Any
 from . import checks, jit
 from .arrays import Framework, inspect
 from .kernels import metadata
+from .kernels.common import BLOCK_TOKENS, ceil_div
 
 __all__ = ["FlashMLASchedMeta", "SchedConfig", "fill_plan", "get_mla_metadata"]
 
@@ -41,10 +42,10 @@ class SchedConfig:
 class FlashMLASchedMeta:
     """A scheduling plan: the first decode call with it computes it, later ones of the same kind reuse it.
 
-    Lengths are not part of the configuration: when `cache_seqlens` changes, take a new object, or recompute
-    this one in place with `get_mla_metadata(..., out=plan)`. All fields may be written from outside; a
-    caller with a scheduler of its own sets the two arrays before the first call. One object must not be
-    filled by two threads at once.
+    Lengths are not part of the configuration: when `cache_seqlens` changes (in sparse decoding `topk_length`
+    or `extra_topk_length`), take a new object, or recompute this one in place with `get_mla_metadata(...,
+    out=plan)`. All fields may be written from outside; a caller with a scheduler of its own sets the two
+    arrays before the first call. One object must not be filled by two threads at once.
 
     Attributes
     ----------
@@ -97,12 +98,15 @@ def get_mla_metadata(
     num_heads_k : int
         `h_kv`.
     num_heads_q : int, optional
-        `h_q`. None: `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1; the plan is the same.
+        `h_q`. None: `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1. The plan is the same in dense
+        decoding; with `topk` give it when s_q > 1, or the plan has more parts than fill the GPU.
     is_fp8_kvcache : bool
         Of the cache that the plan will be used on; True needs `topk`.
     topk : int, optional
-        A plan for sparse decoding: tokens that each query token selects. Of `cache_seqlens` only the shape
-        counts then. With an extra cache, the sum of both topk, each rounded up to a multiple of 64.
+        A plan for sparse decoding: columns of `indices`. Of `cache_seqlens` only the shape counts then, and
+        `num_heads_k` is 1. With an extra cache, the sum of both topk, each rounded up to a multiple of 64.
+        Such a plan does not know `topk_length` and serves any; that of an empty `FlashMLASchedMeta` does,
+        and leaves out the blocks behind it.
     num_heads_per_head_k : int, optional
         See `num_q_tokens_per_head_k`; give one of the two.
     enable_batch_invariant : bool
@@ -113,7 +117,8 @@ def get_mla_metadata(
         A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or a
         filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
         of `cache_seqlens`. The batch may be smaller than the one the arrays were made for. Between replays
-        of a captured CUDA graph this updates the plan that the graph reads.
+        of a captured CUDA graph this updates the plan that the graph reads. `topk` must be that of the call
+        which filled an object, in blocks of 64.
 
     Returns
     -------
@@ -191,6 +196,7 @@ def get_mla_metadata(
     else:
         if plan is not None:
             batch_invariant = _batch_invariant_of(plan, batch_invariant)
+            _check_topk_of(plan, topk)
         tiles, splits = _given_arrays(out)
         tiles_view, splits_view = inspect(tiles, "out[0]"), inspect(splits, "out[1]")
         num_parts = checks.plan_rows(
@@ -283,3 +289,18 @@ def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
             "enable_batch_invariant: expected False, that of the decode call which filled out, got True"
         )
     return planned
+
+
+def _check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
+    """A plan recomputed in place must cover the blocks of the decode calls that use it."""
+    if plan.config is None:
+        return
+    if plan.config.topk is None:
+        planned, same = "None", topk is None
+    else:
+        widths = (plan.config.topk, plan.config.extra_topk or 0)
+        blocks = sum([ceil_div(width, BLOCK_TOKENS) for width in widths])
+        planned = f"an int of {blocks} blocks of {BLOCK_TOKENS}, such as {blocks * BLOCK_TOKENS}"
+        same = topk is not None and ceil_div(topk, BLOCK_TOKENS) == blocks
+    if not same:
+        raise ValueError(f"topk: expected {planned}, that of the decode call which filled out, got {topk}")

@@ -124,7 +124,7 @@ def decode(
                 "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got "
                 "num_splits"
             )
-    if tiles is not None:
+    if plan is None or tiles is not None:
         tiles_view = inspect(tiles, "tile_scheduler_metadata")
         splits_view = inspect(splits, "num_splits")
         num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "q")

@@ -163,9 +163,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(decode, "_known", {})
     monkeypatch.setattr(sparse, "_known", {})
     monkeypatch.setattr(dense_decode, "PreparedDecode", partial(PreparedDecode, made.decodes))
-    monkeypatch.setattr(
-        sparse_decode, "PreparedSparseDecode", partial(PreparedSparseDecode, made.sparse)
-    )
+    monkeypatch.setattr(sparse_decode, "PreparedSparseDecode", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
     return made
@@ -197,7 +195,7 @@ SPARSE_COLUMNS = {"v32": 656, "model1": 584, "bf16 576": 576, "bf16 512": 512}
 
 
 def sparse_arguments(layout: str = "v32", *, extra: bool = False) -> Arguments:
-    """A sparse call that is accepted, with a plan of bare arrays; `extra`: with everything that is optional."""
+    """A sparse call that is accepted, with a plan of bare arrays; `extra`: with all that is optional."""
     d_qk = 512 if layout in ("model1", "bf16 512") else 576
     columns = SPARSE_COLUMNS[layout]
     dtype = "bfloat16" if layout.startswith("bf16") else "uint8"

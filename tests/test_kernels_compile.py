@@ -47,7 +47,13 @@ def test_variants() -> None:
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
     sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"]) for v in values.values())
     assert sparse == [(0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16)]
-    for arguments in (("v32", 512, 16), ("model1", 576, 16), ("bf16", 576, 8), ("v32", 576, 4), ("fp8", 576, 16)):
+    for arguments in (
+        ("v32", 512, 16),
+        ("model1", 576, 16),
+        ("bf16", 576, 8),
+        ("v32", 576, 4),
+        ("fp8", 576, 16),
+    ):
         with pytest.raises(ValueError, match="^sparse decode: expected"):
             sparse_decode.spec(*arguments)
 
@@ -122,9 +128,7 @@ def test_constants_of_the_plan_agree() -> None:
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
         conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
         conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
-    assert_in_header(
-        "sched/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens")
-    )
+    assert_in_header("sched/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
@@ -227,7 +231,9 @@ def fields_of(kernel: str) -> list[Field]:
     fields: list[Field] = []
     offset = 0
     for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
-        kind, names = re.fullmatch(r"\s*(?:const )?(?:unsigned )?(\w+\*?) ([\w, \[\]]+)", declaration).groups()  # type: ignore[union-attr]
+        kind, names = re.fullmatch(
+            r"\s*(?:const )?(?:unsigned )?(\w+\*?) ([\w, \[\]]+)", declaration
+        ).groups()  # type: ignore[union-attr]
         code = "Q" if kind.endswith("*") else _CODES[kind]
         for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", names):
             fields.append(Field(name, code * int(count or 1), offset))
@@ -461,7 +467,9 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
     scratch = SPARSE_ARRAYS["scratch"]
     tiles = -(-call.h_q // 64)
     expected = {
-        **{name: SPARSE_ARRAYS[name] for name in ("q", "attn_sink", "sched_meta", "num_splits", "out", "lse")},
+        **{
+            name: SPARSE_ARRAYS[name] for name in ("q", "attn_sink", "sched_meta", "num_splits", "out", "lse")
+        },
         **{name: SPARSE_ARRAYS[name] for name in ("indices", "lengths")},
         "cache": SPARSE_ARRAYS["caches"],
         "o_accum": scratch,

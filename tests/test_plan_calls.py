@@ -52,7 +52,7 @@ class TestPlanObject:
         assert launched == {
             "device": 0,
             "stream": 0x51,
-            "cache_seqlens": 0x4000,
+            "tokens": metadata.TokenCounts(0x4000),
             "b": B,
             "num_parts": parts,
             "sched_meta": plan.tile_scheduler_metadata.ptr,
@@ -179,7 +179,7 @@ class TestMetadata:
         assert launched == {
             "device": 0,
             "stream": 0x51,
-            "cache_seqlens": 0x4000,
+            "tokens": metadata.TokenCounts(0x4000),
             "b": B,
             "num_parts": parts,
             "sched_meta": rows.ptr,

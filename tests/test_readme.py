@@ -29,6 +29,12 @@ def test_example_compiles_and_is_short() -> None:
     assert len([line for line in example().splitlines() if line.strip()]) <= 15
 
 
+def test_sparse_example_compiles_and_is_short() -> None:
+    text = block_after("sparse example")
+    compile(text, "README.md", "exec")
+    assert len([line for line in text.splitlines() if line.strip()]) <= 15
+
+
 def test_example_without_a_gpu() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
@@ -49,6 +55,11 @@ def test_example_on_the_gpu() -> None:
     assert tuple(lse.shape) == (4, 128, 1)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(out).all())
     assert bool((out[3] == 0).all()) and bool(torch.isposinf(lse[3]).all())  # type: ignore[index]
+    exec(compile(block_after("sparse example"), "README.md", "exec"), names)
+    out, lse = names["sparse_out"], names["sparse_lse"]
+    assert tuple(out.shape) == (4, 1, 128, 512)  # type: ignore[attr-defined]
+    assert tuple(lse.shape) == (4, 128, 1)  # type: ignore[attr-defined]
+    assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
 
 
 def test_commands_are_one_line_each() -> None:

@@ -118,9 +118,7 @@ def check_items(
     """
     b, num_parts = len(blocks), len(plan.object_rows)
     splits = np.diff(plan.num_splits).tolist()
-    slots = common.num_slots(
-        num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant
-    )
+    slots = common.num_slots(num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant)
     items = list(work_items(plan.object_rows, plan.num_splits, blocks, slots, room))
     position = [0] * b
     visits = [0] * b
@@ -358,7 +356,7 @@ def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
 def check_sparse(
     blocks: Sequence[int], num_parts: int, room: int, batch_invariant: bool
 ) -> tuple[reference.Plan, reference.Plan]:
-    """The plans of an object, made of the blocks there are, and of tensors, made of `room`, for that batch."""
+    """Check the plans of an object, made of the blocks there are, and of tensors, made of `room`."""
     known = reference.plan_blocks(np.maximum(blocks, 1), num_parts, batch_invariant, room)
     full = reference.plan_blocks([max(room, 1)] * len(blocks), num_parts, batch_invariant, room)
     for plan, planned in ((known, blocks), (full, [room] * len(blocks))):

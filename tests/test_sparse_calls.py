@@ -197,7 +197,13 @@ BAD_CALLS: list[Case] = [
         of_layout("bf16 576", change("k_cache", strides=(PAGE * 1152, 1152, 1152, 2))),
     ),
     *[
-        (f"{name} {what}", name, ValueError, (f"[{B}, {S_Q}, topk]", str(list(shape))), change(name, shape=shape))
+        (
+            f"{name} {what}",
+            name,
+            ValueError,
+            (f"[{B}, {S_Q}, topk]", str(list(shape))),
+            change(name, shape=shape),
+        )
         for name, width in CHOSEN
         for what, shape in (
             ("2-D", (B, width)),
@@ -453,7 +459,7 @@ class TestLaunch:
         assert args.softmax_scale == args.d_qk**-0.5 and args.load_bytes == 16
 
     def test_positional(self, world: World) -> None:
-        """FlashMLA's order: ..., num_splits, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, ..."""
+        """FlashMLA's order: num_splits, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, ..."""
         given = sparse_arguments(extra=True)
         first = [given[name] for name in list(dense_arguments())]
         rest = [given[name] for name in ("attn_sink", *OPTIONAL[2:4], *LENGTHS)]
@@ -704,7 +710,12 @@ class TestPlanObject:
             ("page_block_size", PAGE, 61, change("k_cache", shape=(NUM_BLOCKS, 61, 1, 656))),
             ("is_fp8_kvcache", True, False, of_layout("bf16 576")),
             ("topk", TOPK, 64, change("indices", shape=(B, S_Q, 64))),
-            ("extra_page_block_size", EXTRA_PAGE, 2, change("extra_k_cache", shape=(EXTRA_BLOCKS, 2, 1, 656))),
+            (
+                "extra_page_block_size",
+                EXTRA_PAGE,
+                2,
+                change("extra_k_cache", shape=(EXTRA_BLOCKS, 2, 1, 656)),
+            ),
             (
                 "extra_page_block_size",
                 EXTRA_PAGE,
@@ -868,7 +879,8 @@ class TestMetadata:
 
     @pytest.mark.parametrize("fp8", (False, True))
     @pytest.mark.parametrize(
-        ("s_q", "h_q", "parts"), ((1, 1, 132), (1, 64, 132), (1, 65, 66), (2, 128, 33), (7, 8, 18), (500, 128, 1))
+        ("s_q", "h_q", "parts"),
+        ((1, 1, 132), (1, 64, 132), (1, 65, 66), (2, 128, 33), (7, 8, 18), (500, 128, 1)),
     )
     def test_tensors(self, world: World, s_q: int, h_q: int, parts: int, fp8: bool) -> None:
         rows, splits = rawmla.get_mla_metadata(self.LENGTHS, s_q * h_q, 1, h_q, fp8, TOPK)

@@ -342,7 +342,6 @@ def test_bad_call(
 
 
 SPARSE_ARRAYS = (
-    "indices",
     "attn_sink",
     "extra_k_cache",
     "extra_indices_in_kvcache",
@@ -352,24 +351,24 @@ SPARSE_ARRAYS = (
 
 
 @pytest.mark.parametrize("name", SPARSE_ARRAYS)
-def test_sparse_argument(world: World, name: str) -> None:
+def test_sparse_argument_without_indices(world: World, name: str) -> None:
     arguments = dense_arguments() | {name: FakeArray((B, S_Q, 64))}
-    with pytest.raises(NotImplementedError, match=rf"^{name}: comes with sparse decoding"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected None without indices.*, got an array$"):
         rawmla.flash_mla_with_kvcache(**arguments)
     assert world.untouched
 
 
-def test_sparse_call_as_engines_make_it(world: World) -> None:
-    arguments = dense_arguments() | {
-        "block_table": None,
-        "cache_seqlens": None,
-        "is_fp8_kvcache": True,
-        "indices": FakeArray((B, S_Q, 64)),
-    }
-    with pytest.raises(
-        NotImplementedError, match=r"^is_fp8_kvcache=True, indices: comes with sparse decoding"
-    ):
+def test_sparse_arguments_without_indices(world: World) -> None:
+    """All that are too many are named, and before what else may be wrong."""
+    arguments = dense_arguments() | {name: FakeArray((B,)) for name in SPARSE_ARRAYS} | {"q": None}
+    with pytest.raises(ValueError, match=rf"^{', '.join(SPARSE_ARRAYS)}: expected None without indices"):
         rawmla.flash_mla_with_kvcache(**arguments)
+    assert world.untouched
+
+
+def test_fp8_without_indices(world: World) -> None:
+    with pytest.raises(NotImplementedError, match=r"^is_fp8_kvcache=True: .*expected indices"):
+        rawmla.flash_mla_with_kvcache(**dense_arguments(), is_fp8_kvcache=True)
     assert world.untouched
 
 
@@ -442,11 +441,9 @@ class TestMetadata:
             rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=plan, enable_batch_invariant=True)
         assert len(world.plans) == 1
 
-    @pytest.mark.parametrize("keywords", ({"topk": 2048}, {"is_fp8_kvcache": True}), ids=("topk", "fp8"))
-    def test_sparse(self, world: World, keywords: Arguments) -> None:
-        name = next(iter(keywords))
-        with pytest.raises(NotImplementedError, match=rf"^{name}.*: comes with sparse decoding"):
-            rawmla.get_mla_metadata(self.LENGTHS, 128, 1, **keywords)
+    def test_fp8_without_topk(self, world: World) -> None:
+        with pytest.raises(NotImplementedError, match=r"^is_fp8_kvcache=True: .*get_mla_metadata: topk"):
+            rawmla.get_mla_metadata(self.LENGTHS, 128, 1, is_fp8_kvcache=True)
         assert world.untouched
 
     def test_unknown_keyword(self) -> None:

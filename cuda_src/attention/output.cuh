@@ -99,23 +99,27 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
 }
 
 // A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse. A converged warp.
-template <class Row, class Params>
+template <Dtype kDtype, class Row, class Params>
 __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) {
     for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
         const Row row(params, tile_row);
         if (!row.valid) return;
-        if (empty.slot < 0) {
-            u16* out = out_address(params, empty.req, row);
-            for (int i = lane_idx; i < kDimV / 8; i += 32) {
-                reinterpret_cast<uint4*>(out)[i] = make_uint4(0, 0, 0, 0);
-            }
-            if (lane_idx == 0) *lse_address(params, empty.req, row) = kInfinity;
-        } else if (lane_idx == 0) {
-            const i64 accum_row = piece_row(params, empty.slot, row);
+        const bool is_piece = empty.slot >= 0;
+        constexpr int kPieceBytes = kFloat16Pieces<kDtype> ? 2 : 4;  // of a number
+        const i64 accum_row = is_piece ? piece_row(params, empty.slot, row) : 0;
+        uint4* vectors = is_piece
+                             ? static_cast<uint4*>(params.o_accum) + accum_row * (kDimV * kPieceBytes / 16)
+                             : reinterpret_cast<uint4*>(out_address(params, empty.req, row));
+        const int bytes = kDimV * (is_piece ? kPieceBytes : 2);
+        for (int i = lane_idx; i < bytes / 16; i += 32) vectors[i] = make_uint4(0, 0, 0, 0);
+        if (lane_idx > 0) continue;
+        if (is_piece) {
             params.lse_accum_log2[accum_row] = -kInfinity;
             for (int half = 0; half < kScaleHalves; ++half) {
                 params.o_scale_log2[accum_row * kScaleHalves + half] = -kInfinity;
             }
+        } else {
+            *lse_address(params, empty.req, row) = kInfinity;
         }
     }
 }

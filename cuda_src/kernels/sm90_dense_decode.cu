@@ -237,7 +237,7 @@ struct Walker {
                             next))
                 next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {
-                store_empty<RowIndex>(params, next, lane_idx);
+                store_empty<kDtype, RowIndex>(params, next, lane_idx);
                 continue;
             }
             const u32 slot = published % kItemSlots;

@@ -332,7 +332,7 @@ __device__ __forceinline__ void publish_items(const Params& params, SharedMemory
         WorkItem next;
         if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next)) next.req = -1;
         if (next.req >= 0 && next.num_blocks == 0) {
-            store_empty<RowIndex>(params, next, lane_index());
+            store_empty<kDtype, RowIndex>(params, next, lane_index());
             continue;
         }
         const u32 slot = published % kItemSlots;

@@ -43,8 +43,9 @@ struct TokenCounts {
     // Blocks in a piece of a batch-invariant plan, for a request of so many. In sparse decoding that depends on what a call has
     // room for, not on the request: a plan may know no more.
     __device__ __forceinline__ int invariant_piece(int num_blocks) const {
-        const int room = ceil_div(most, kBlockTokens) + ceil_div(extra_most, kBlockTokens);
-        return max_int(8, ceil_div(most == kUnlimited ? num_blocks : room, 32));
+        if (most != kUnlimited)
+            num_blocks = ceil_div(most, kBlockTokens) + ceil_div(extra_most, kBlockTokens);
+        return max_int(8, ceil_div(num_blocks, 32));
     }
 
   private:
@@ -114,7 +115,8 @@ struct WorkItems {
             int split = req == row.begin_req ? row.begin_split : 0;
             if (row.batch_invariant()) {
                 const int piece = tokens.invariant_piece(blocks);
-                if (req != row.end_req) end = splits * piece;  // of the plan, which may see more blocks than there are
+                if (req != row.end_req)
+                    end = splits * piece;  // of the plan, which may see more blocks than there are
                 split = first / piece;
                 stop = min_int(end, (split + 1) * piece);
             }

@@ -193,8 +193,9 @@ def sparse_lse_tolerance(inputs: SparseInputs) -> Any:
 
 
 def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
-    """Compare a sparse call's (out, lse) with the float64 reference on keys rounded to bfloat16, as the kernel
-    dequantises them; run after the kernel, never before. test_sparse_accuracy.py compares with exact keys.
+    """Compare a sparse call's (out, lse) with the float64 reference; run after the kernel, never before.
+
+    Keys are rounded to bfloat16, as the kernel dequantises them; test_sparse_accuracy.py has exact ones.
     """
     out, lse = got
     want_out, want_lse = sparse_reference(inputs, rounded_keys=True) if want is None else want

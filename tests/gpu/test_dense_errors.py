@@ -57,10 +57,20 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Arguments], None]]] =
     ),
     "num_splits missing": (ValueError, "num_splits", _replaced("num_splits", lambda x: None)),
     "num_splits too short": (ValueError, "num_splits", _replaced("num_splits", lambda x: x[:-1])),
-    "sparse indices": (
-        NotImplementedError,
-        "indices",
+    "topk_length without indices": (
+        ValueError,
+        "topk_length",
+        _replaced("topk_length", lambda x: torch.zeros(3, dtype=torch.int32, device="cuda")),
+    ),
+    "indices with causal": (
+        ValueError,
+        "causal",
         _replaced("indices", lambda x: torch.zeros(3, 2, 64, dtype=torch.int32, device="cuda")),
+    ),
+    "FP8 without indices": (
+        NotImplementedError,
+        "is_fp8_kvcache",
+        _replaced("is_fp8_kvcache", lambda x: True),
     ),
 }
 
@@ -82,7 +92,9 @@ def test_refused_call_leaves_nothing_behind(name: str) -> None:
         "num_splits": num_splits,
         "softmax_scale": None,
         "causal": True,
+        "is_fp8_kvcache": False,
         "indices": None,
+        "topk_length": None,
         "out": canary,
     }
     good = dict(arguments)

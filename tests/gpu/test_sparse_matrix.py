@@ -59,7 +59,6 @@ def test_sparse_matrix(layout: str, shape: tuple[tuple[int, int, int], tuple[int
             extra_lengths=lengths,
             sink=True,
             empty_rows=0.02,
-            sharp=layout == "model1",
             block_gap=1 if layout == "model1" else s_q - 1,
             index_gap=s_q - 1,
             seed=b + s_q,

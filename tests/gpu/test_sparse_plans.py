@@ -245,7 +245,7 @@ def test_plan_of_tensors_recomputed_in_place() -> None:
 
 CUPY_SHAPE: dict[str, Any] = {"b": 4, "s_q": 2, "h_q": 16, "s_k": 300, "topk": 133, "page_block_size": 53}
 CUPY_CASES = (
-    SparseCase(**CUPY_SHAPE, lengths="random", sink=True, block_gap=1, index_gap=3),
+    SparseCase(**CUPY_SHAPE, lengths="random", sink=True, block_gap=1, index_gap=3, power_of_two_scales=True),
     SparseCase(
         **CUPY_SHAPE,
         layout="model1",
