@@ -91,7 +91,6 @@ class TorchFramework:
     """torch: its caching allocator, its current stream per device, its graph-private pools."""
 
     name = "torch"
-    keeps_captured_memory = True
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch

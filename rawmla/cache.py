@@ -16,11 +16,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .arrays import ArrayView, inspect
-from .checks import usable_strides
+from .checks import check_vector, usable_strides
 from .errors import MissingDependencyError
 from .kernels import cache_gather, cache_layout, cache_write
 from .kernels.cache_layout import CacheLayout
-from .views import INT32_MAX, check_no_overlap, check_vector, launch_place, row_strides, same_place
+from .views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Fields, Framework
+from .kernels.cache_layout import QUANTIZED, CacheLayout
 from .kernels.sparse_decode import NO_CACHE, Cache
 
 D_V = 512
@@ -150,14 +151,19 @@ def table_width(block_table: Fields, b: int, device: int, framework: Framework) 
 
 def check_lengths(cache_seqlens: Fields, b: int, device: int, framework: Framework) -> None:
     """Check the lengths of `b` requests."""
-    _, shape, strides, dtype, _, _, _ = cache_seqlens
-    if dtype != "int32":
-        raise TypeError(f"cache_seqlens: expected dtype int32, got {dtype}")
-    if len(shape) != 1 or shape[0] != b:
-        raise ValueError(f"cache_seqlens: expected shape [{b}] (b is that of q), got {list(shape)}")
-    if strides[0] != 1 and b > 1:
-        raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
+    check_vector("cache_seqlens", cache_seqlens, ("int32",), b, "b is that of q")
     check_place("cache_seqlens", cache_seqlens, device, framework, "q")
+
+
+def check_vector(name: str, view: Fields, dtypes: tuple[str, ...], length: int, meaning: str) -> None:
+    """Check a contiguous array of one dimension; `meaning` says where its length comes from."""
+    _, shape, strides, dtype, _, _, _ = view
+    if dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
+    if tuple(shape) != (length,):
+        raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(shape)}")
+    if length > 1 and strides[0] != 1:
+        raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
 
 
 def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
@@ -348,8 +354,7 @@ class SparseSizes(NamedTuple):
 
 
 _FP8_DTYPES = ("float8_e4m3fn", "uint8", "int8")
-_FP8_LAYOUTS = {576: ("v32", 656), 512: ("model1", 584)}
-_ROW_STRIDE = {"v32": 656, "model1": 576}  # bytes from one row of a block to the next
+_FP8_LAYOUTS = {layout.d_qk: layout for layout in QUANTIZED.values()}
 
 
 def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> SparseSizes:
@@ -368,7 +373,7 @@ def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> Spars
         raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
     if strides[3] != 1:
         raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    format, row_bytes = _FP8_LAYOUTS[d_qk] if is_fp8_kvcache else ("bf16", 2 * d_qk)
+    layout = _FP8_LAYOUTS[d_qk] if is_fp8_kvcache else None
     for name, view in views.items():
         if view is not None and name != "q":
             check_place(name, view, device, framework, "q")
@@ -379,33 +384,41 @@ def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> Spars
         raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
     if views["extra_topk_length"] is not None and not all(extra_given):
         raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
-    cache, align = _sparse_cache("k_cache", views["k_cache"], format, row_bytes)
+    cache, align = _sparse_cache("k_cache", views["k_cache"], layout, d_qk)
     cache = _with_indices(cache, "indices", views["indices"], b, s_q)
     extra = NO_CACHE
     if all(extra_given):
-        extra, extra_align = _sparse_cache("extra_k_cache", views["extra_k_cache"], format, row_bytes)
+        extra, extra_align = _sparse_cache("extra_k_cache", views["extra_k_cache"], layout, d_qk)
         extra = _with_indices(extra, "extra_indices_in_kvcache", views["extra_indices_in_kvcache"], b, s_q)
         align = min(align, extra_align)
-    for name in ("topk_length", "extra_topk_length"):
-        _vector(name, views[name], "int32", b, "b")
-    _vector("attn_sink", views["attn_sink"], "float32", h_q, "h_q")
+    vectors = (
+        ("topk_length", "int32", b, "b"),
+        ("extra_topk_length", "int32", b, "b"),
+        ("attn_sink", "float32", h_q, "h_q"),
+    )
+    for name, dtype, length, meaning in vectors:
+        view = views[name]
+        if view is not None:
+            check_vector(name, view, (dtype,), length, f"{meaning} is that of q")
     out = views["out"]
     out_steps = (s_q * h_q * D_V, h_q * D_V, D_V) if out is None else out_strides(out, q)[:3]
+    format = layout.name if layout else "bf16"
     return SparseSizes(format, d_qk, align, b, s_q, h_q, cache, extra, out_steps)
 
 
-def _sparse_cache(name: str, view: Fields | None, format: str, row_bytes: int) -> tuple[Cache, int]:
-    """Check a cache; returns it, without indices, and what the addresses of its rows are multiples of."""
+def _sparse_cache(name: str, view: Fields | None, layout: CacheLayout | None, d_qk: int) -> tuple[Cache, int]:
+    """Check a cache, bf16 without a layout; returns it, without indices, and what the addresses of its rows
+    are multiples of.
+    """
     assert view is not None
     ptr, shape, strides, dtype, _, _, _ = view
-    wanted = ("bfloat16",) if format == "bf16" else _FP8_DTYPES
+    wanted = _FP8_DTYPES if layout else ("bfloat16",)
     if dtype not in wanted:
         raise TypeError(
-            f"{name}: expected dtype {' or '.join(wanted)} with is_fp8_kvcache={format != 'bf16'}, "
+            f"{name}: expected dtype {' or '.join(wanted)} with is_fp8_kvcache={layout is not None}, "
             f"got {dtype}"
         )
-    itemsize = 2 if format == "bf16" else 1
-    columns = row_bytes // itemsize
+    itemsize, columns = (1, layout.token_bytes) if layout else (2, d_qk)
     if len(shape) != 4 or shape[2] != 1 or shape[3] != columns:
         raise ValueError(
             f"{name}: expected shape [num_blocks, page_block_size, 1, {columns}] for this d_qk of q, got "
@@ -415,20 +428,20 @@ def _sparse_cache(name: str, view: Fields | None, format: str, row_bytes: int) -
     if not num_blocks or not page_block_size:
         raise ValueError(f"{name}: expected at least 1 block of at least 1 token, got shape {list(shape)}")
     block_stride, token_stride, _, step = usable_strides(shape, strides)
-    if step != 1 or format != "bf16" and token_stride != columns:
+    if step != 1 or layout and token_stride != columns:
         raise ValueError(
             f"{name}: expected contiguous tokens (only the block stride is free in an FP8 cache), got "
             f"strides {list(strides)} (elements) of shape {list(shape)}"
         )
     block_bytes = block_stride * itemsize
-    steps = ptr | block_bytes | (token_stride * itemsize if format == "bf16" else 0)
-    align = 16 if not steps & 15 else 8 if not steps & 7 and format != "bf16" else 0
+    token_bytes = layout.row_bytes if layout else token_stride * itemsize
+    steps = ptr | block_bytes | token_bytes
+    align = 16 if not steps & 15 else 8 if not steps & 7 and layout else 0
     if not align or block_stride < 0 or token_stride < 0:
         raise ValueError(
-            f"{name}: expected an address and strides that are multiples of {16 if format == 'bf16' else 8} "
+            f"{name}: expected an address and strides that are multiples of {8 if layout else 16} "
             f"bytes, strides not negative, got address {ptr:#x}, strides {list(strides)} (elements)"
         )
-    token_bytes = _ROW_STRIDE.get(format, token_stride * itemsize)
     return Cache(page_block_size, num_blocks, block_bytes, token_bytes, 0, 0, 0), align
 
 
@@ -450,19 +463,6 @@ def _with_indices(cache: Cache, name: str, view: Fields | None, b: int, s_q: int
             f"{list(strides)} (elements)"
         )
     return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
-
-
-def _vector(name: str, view: Fields | None, dtype: str, length: int, meaning: str) -> None:
-    """Check an optional contiguous array of one dimension."""
-    if view is None:
-        return
-    _, shape, strides, given, _, _, _ = view
-    if given != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, got {given}")
-    if tuple(shape) != (length,):
-        raise ValueError(f"{name}: expected shape [{length}] ({meaning} is that of q), got {list(shape)}")
-    if strides[0] != 1 and length > 1:
-        raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
 
 
 def check_sparse_config(planned: Any, wanted: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from . import checks
 from .arrays import ArrayView, inspect
 from .kernels import convert_indices as kernel
-from .views import INT32_MAX, check_no_overlap, check_vector, launch_place, row_strides, same_place
+from .views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
 
 __all__ = ["convert_indices"]
 
@@ -88,7 +88,7 @@ def convert_indices(
     ids = 0
     if request_ids is not None:
         view = inspect(request_ids, "request_ids")
-        check_vector("request_ids", view, ("int32",), n, "the length of indices")
+        checks.check_vector("request_ids", view, ("int32",), n, "the length of indices")
         same_place("request_ids", view, positions, "indices")
         ids = view.ptr
     position_strides = row_strides("indices", positions)

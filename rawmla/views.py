@@ -11,7 +11,6 @@ from .checks import check_place
 __all__ = [
     "INT32_MAX",
     "check_no_overlap",
-    "check_vector",
     "launch_place",
     "row_strides",
     "same_place",
@@ -33,16 +32,6 @@ def launch_place(view: ArrayView) -> dict[str, Any]:
 def same_place(name: str, view: ArrayView, other: ArrayView, other_name: str) -> None:
     """Check that two arrays are on one device, and their frameworks on one stream."""
     check_place(name, tuple(view), other.device, other.framework, other_name)
-
-
-def check_vector(name: str, view: ArrayView, dtypes: tuple[str, ...], length: int, meaning: str) -> None:
-    """Check a contiguous array of one dimension; `meaning` says where its length comes from."""
-    if view.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {view.dtype}")
-    if tuple(view.shape) != (length,):
-        raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(view.shape)}")
-    if length > 1 and view.strides[0] != 1:
-        raise ValueError(f"{name}: expected a contiguous array, got stride {view.strides[0]} (elements)")
 
 
 def row_strides(name: str, view: ArrayView) -> tuple[int, ...]:

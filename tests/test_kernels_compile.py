@@ -16,6 +16,7 @@ from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import (
     all_specs,
+    cache_layout,
     combine,
     common,
     default_specs,
@@ -165,7 +166,7 @@ def test_constants_of_the_kernels_agree() -> None:
         ]
         assert_in_kernel(spec, conditions)
     formats = {"v32": "kV32", "model1": "kModel1", "bf16": "kBf16"}
-    row_bytes = {"v32": checks._ROW_STRIDE["v32"], "model1": checks._ROW_STRIDE["model1"]}
+    row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
     for spec in of("sm90_sparse_decode"):
         values = dict(spec.defines)
         format = {code: name for name, code in sparse_decode.FORMATS.items()}[values["FORMAT"]]

@@ -21,11 +21,11 @@
 //   producer  warpgroup 3, 112             gathers and dequantises rows into K's ring; its warp 0 walks the plan
 //
 // Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of QK and 2 x 8 x 64 = 1024 of PV
-//   producer      | convert block j + 1 into the stage that PV(j - 1) has left, the loads of its next 4 tokens a warp in flight
+//   producer      | copy block j + 1 to the stage that PV(j - 1) has left, then convert it there; prefetch block j + 2 to L2
 //   QK            | QK(j), softmax(j), store P(j)       | QK(j + 1) ...
 //   PV0, PV1      | PV(j - 1)                           | PV(j) ...
-// A stage is in use for QK, softmax and PV, some 3200 cycles, and being filled for some 2000: with two stages a block takes half
-// of the sum.
+// With two stages a block takes half of the time that a stage is in use (QK, softmax, PV) and being filled, or as long as the
+// producer does for one; with FP8 rows it is the producer (docs/kernels/sparse_decode.md has the cycles).
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
 // bar_item_full[8]    1         producer warp 0: items[n] written                   all: read it                     0
@@ -44,12 +44,14 @@
 #include "attention/output.cuh"
 #include "attention/softmax.cuh"
 #include "common/division.cuh"
+#include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
 #include "sched/pieces.cuh"
 #include "sched/plan.cuh"
@@ -463,7 +465,7 @@ __device__ __forceinline__ void prefetch_rows(const Rows& rows, const Place& pla
 
 // Dequantising in place. The FP8 values of a row arrive as they are in the cache, behind the others of its group of eight, where
 // bf16 chunks will be. They are read to registers before any of them is written, group by group. So a whole block is on its way
-// at once, with no memory but its stage, while the block before is converted.
+// at once, with no memory but its stage.
 constexpr int kRawOffset = kRopeChunk * kGroupBytes - kGroupRows * kFp8Values;  // in a group
 constexpr int kTileValues = 128;                                                // that eight units hold
 constexpr int kTiles = ceil_div(kFp8Values, kTileValues);
@@ -491,17 +493,18 @@ struct Scales {
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
             const unsigned char* row = rows.row[quarter];
+            const bool reads = row != nullptr;
             u32(&w)[kFormat == Format::kV32 ? 4 : 2] = words[quarter];
-#pragma unroll
-            for (u32& word : w) word = 0;
-            if (row == nullptr) continue;
             if constexpr (kFormat == Format::kModel1) {
-                load_global_8(w[0], w[1], row + rows.scale_distance[quarter]);
+                const uint2 v = load_global_8(row + rows.scale_distance[quarter], reads);
+                w[0] = v.x, w[1] = v.y;
             } else if constexpr (LOAD_BYTES == 16) {
-                load_global_16(w[0], w[1], w[2], w[3], row + kScaleOffset);
+                const uint4 v = load_global_16(row + kScaleOffset, reads);
+                w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
             } else {
-                load_global_8(w[0], w[1], row + kScaleOffset);
-                load_global_8(w[2], w[3], row + kScaleOffset + 8);
+                const uint2 low = load_global_8(row + kScaleOffset, reads);
+                const uint2 high = load_global_8(row + kScaleOffset + 8, reads);
+                w[0] = low.x, w[1] = low.y, w[2] = high.x, w[3] = high.y;
             }
         }
     }
@@ -510,8 +513,7 @@ struct Scales {
         if constexpr (kFormat == Format::kV32) {
             return __uint_as_float(words[quarter][tile]);
         } else {
-            const u32 exponent = words[quarter][tile / 2] >> (tile % 2 * 16 + unit / 4 * 8) & 0xff;
-            return __uint_as_float(exponent == 0 ? 1u << 22 : exponent << 23);  // 2^-127 is a denormal
+            return e8m0_value(words[quarter][tile / 2] >> (tile % 2 * 16 + unit / 4 * 8) & 0xff);
         }
     }
 };

@@ -59,15 +59,6 @@ __device__ __forceinline__ int load_global(const int* ptr) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(ptr) : "memory");
     return value;
 }
-__device__ __forceinline__ void load_global_8(u32& x, u32& y, const void* ptr) {
-    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "l"(ptr) : "memory");
-}
-__device__ __forceinline__ void load_global_16(u32& x, u32& y, u32& z, u32& w, const void* ptr) {
-    asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x), "=r"(y), "=r"(z), "=r"(w)
-                 : "l"(ptr)
-                 : "memory");
-}
 __device__ __forceinline__ float load_global(const float* ptr) {
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(ptr) : "memory");

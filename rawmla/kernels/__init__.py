@@ -32,7 +32,9 @@ def all_specs() -> list[jit.KernelSpec]:
 
 
 def default_specs() -> list[jit.KernelSpec]:
-    """What dense decoding of a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs."""
+    """What dense decoding of a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs, and
+    merging its results.
+    """
     return _specs(["bfloat16"], [576], [64], [])
 
 
