@@ -151,7 +151,7 @@ def test_constants_of_the_kernels_agree() -> None:
     text = source("kernels/mla_metadata.cu")
     fixed = re.findall(r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
-    short = re.findall(r"line\.length \* line\.length \* (\d+) < mean", text)
+    short = re.findall(r"shortest \* shortest \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]
     names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
     for spec in of("sm90_dense_decode"):

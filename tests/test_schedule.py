@@ -161,7 +161,10 @@ def shortest_part(units: int) -> int:
 
 
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """Every part but the last has the same share, the fixed cost of a request included."""
+    """Every part but the last has the same share, the fixed cost of a request included.
+
+    Or, where that makes no part longer, equal requests have parts of their own or share them whole.
+    """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
     piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
@@ -182,6 +185,18 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
         )
         loads.append((load, end_req - begin_req + 1))
     assert sum(load for load, _ in loads) == units.sum()
+    if not batch_invariant and len(set(blocks.tolist())) == 1:
+        n, group = int(blocks[0]), -(-b // num_parts)
+        if group > 1:
+            apart, expected = group * n + (group - 1) * fixed, [group * n] * (b // group)
+            expected += [b % group * n] * (b % group > 0)
+        else:
+            apart = max(-(-n // (num_parts // b)), shortest_part(n))
+            expected = ([apart] * (n // apart) + [n % apart] * (n % apart > 0)) * b
+        if apart <= share:
+            assert [load for load, _ in loads] == expected + [0] * (num_parts - len(expected))
+            assert all(requests <= max(group, 1) for _, requests in loads)
+            return
     assert max(load for load, _ in loads) <= share
     # A cut may fall into the fixed cost of the request before or after it, which is then nobody's.
     assert all(load + fixed * (requests - 1) <= share for load, requests in loads if requests)
@@ -230,6 +245,21 @@ def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = reference.plan([40 * 64, 24 * 64], 2)
     assert plan.object_rows.tolist() == [[0, 0, 0, 33, 0, 1, 1, 0], [0, 1, 33, 24, 1, 1, 0, 0]]
     assert plan.num_splits.tolist() == [0, 2, 3]
+
+
+def test_equal_requests_worked_out_by_hand() -> None:
+    """Cuts between requests of equal length, unless a part grows by it."""
+    # 16 x 64 blocks over 33 parts: 1024 / 33 is 32 without any fixed cost, so two parts each
+    halves = check([4096] * 16, 33, False)
+    assert halves.object_rows[:3, :4].tolist() == [[0, 0, 0, 32], [0, 0, 32, 64], [1, 1, 0, 32]]
+    assert halves.object_rows[32, :2].tolist() == [16, -1]
+    assert halves.num_splits.tolist() == list(range(0, 33, 2))
+    # 64 x 32 blocks over 33 parts: (2048 + 63 * 3) / 33 is 68, and two requests are 32 + 3 + 32
+    pairs = check([2048] * 64, 33, False)
+    assert pairs.object_rows[:2, :4].tolist() == [[0, 1, 0, 32], [2, 3, 0, 32]]
+    assert pairs.num_splits.tolist() == list(range(65))
+    # 74 of them: three in a part would be 102 where cuts anywhere make it 79
+    assert check([2048] * 74, 33, False).num_splits[-1] > 74
 
 
 def test_batch_invariant_plan_worked_out_by_hand() -> None:

@@ -3,10 +3,14 @@
 //   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [b + 1] int32 (all in sched/plan.cuh)
 //
 // One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), its n_i blocks (at least 1) behind
-// F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut into parts of equal length T:
+// F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut
+// into parts of equal length T:
 //   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
 //   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
 // Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
+//
+// Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer: none then shares a
+// part with others (or none is cut), and what is not cut need not be merged.
 //
 // Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
@@ -68,6 +72,25 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
 struct Line {
     int fixed;   // F, in units
     int length;  // T, in units; at least 1
+    int group;   // so many requests, of equal length, begin at each multiple of `span`; 0: they follow each other
+    int span;
+
+    // For `b` requests of `units` units each, if that makes no part longer. A part has at least `shortest` units.
+    __device__ __forceinline__ void move_apart(int b, int units, int num_parts, int shortest) {
+        const int requests = ceil_div(b, num_parts);  // in a part
+        const int apart = requests > 1 ? requests * units + (requests - 1) * fixed
+                                       : max_int(ceil_div(units, num_parts / b), shortest);
+        if (apart > length) return;
+        if (requests == 1) fixed = 0;
+        length = apart;
+        group = requests;
+        span = requests > 1 ? apart : ceil_div(units, apart) * apart;
+    }
+    // Where request i begins on the line, with the units of those before it.
+    __device__ __forceinline__ int start(int i, int units, int units_before) const {
+        if (group == 0) return units_before + (i - 1) * fixed;
+        return i / group * span + i % group * (units + fixed) - fixed;
+    }
 
     __device__ __forceinline__ int first_part(int start) const { return (start + fixed) / length; }
     __device__ __forceinline__ int last_part(int start, int units) const {
@@ -122,22 +145,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // 1.3 T us and the pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12); n is the mean length here.
     Line line;
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 3);
-    const int line_end = units_total + (b - 1) * line.fixed;
-    line.length = max_int(ceil_div(line_end, params.num_parts), 1);
+    line.length = max_int(ceil_div(units_total + (b - 1) * line.fixed, params.num_parts), 1);
+    line.group = 0;
     if (!params.batch_invariant) {
         const int mean = units_total / b;
-        while (line.length * line.length * 12 < mean && line.length < kMaxShortPart) ++line.length;
+        int shortest = 1;
+        while (shortest * shortest * 12 < mean && shortest < kMaxShortPart) ++shortest;
+        line.length = max_int(line.length, shortest);
+        bool equal = true;
+        for (int i = first; i < last; ++i) equal &= smem.blocks[i] == smem.blocks[0];
+        if (__syncthreads_and(equal)) line.move_apart(b, smem.blocks[0], params.num_parts, shortest);
     }
 
-    int start = units_before + (first - 1) * line.fixed;
+    int before = units_before;
     int splits_here = 0;
     for (int i = first; i < last; ++i) {
         const int blocks = smem.blocks[i];
         const int units = ceil_div(blocks, unit_blocks(params, blocks));
+        const int start = line.start(i, units, before);
         smem.start[i] = start;
         splits_here +=
             params.batch_invariant ? units : line.last_part(start, units) - line.first_part(start) + 1;
-        start += line.fixed + units;
+        before += units;
     }
     int splits_total;
     int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total);
@@ -152,6 +181,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) params.num_splits[b] = splits_total;
 
     // One part per thread
+    const int last_units = ceil_div(smem.blocks[b - 1], unit_blocks(params, smem.blocks[b - 1]));
+    const int line_end = smem.start[b - 1] + line.fixed + last_units;
     for (int part = threadIdx.x; part < params.num_parts; part += kThreads) {
         const int begin = part * line.length;
         const int end = min_int(begin + line.length, line_end);

@@ -142,6 +142,8 @@ def plan_blocks(
     may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
     is cut. The line is cut into `num_parts` stretches of equal length, of which the last ones may be empty,
     also because a stretch is not made too short; a part computes the units that lie in its stretch.
+    Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer:
+    each gets parts of its own, or each part whole requests.
 
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.
@@ -165,12 +167,29 @@ def plan_blocks(
         fixed = min(MAX_FIXED_COST, int(units.sum()) // num_parts // FIXED_COST_DIVISOR)
     line_end = int(units.sum()) + max(b - 1, 0) * fixed
     part_length = max(-(-line_end // num_parts), 1)
+    moved_apart = None  # where each request then begins
     if not batch_invariant and b:
         mean = int(units.sum()) // b
         shortest = isqrt((mean - 1) // SHORT_PART_FACTOR) + 1  # sqrt(mean / factor), rounded up
-        part_length = max(part_length, min(shortest, MAX_SHORT_PART))
+        shortest = min(shortest, MAX_SHORT_PART)
+        part_length = max(part_length, shortest)
+        if (units == units[0]).all():
+            group = -(-b // num_parts)  # requests in a part
+            if group > 1:
+                apart = group * mean + (group - 1) * fixed
+                span = apart
+            else:
+                apart = max(-(-mean // (num_parts // b)), shortest)
+                span = -(-mean // apart) * apart
+            if apart <= part_length:
+                part_length = apart
+                request = np.arange(b)
+                moved_apart = request // group * span + request % group * (mean + fixed)
 
     stop = np.cumsum(fixed + units) - fixed  # of each request on the line
+    if moved_apart is not None:
+        stop = moved_apart + units
+        line_end = int(stop[-1])
     start = stop - units  # of its units
     first_part = start // part_length
     last_part = (stop - 1) // part_length
