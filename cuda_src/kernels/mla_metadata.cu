@@ -43,8 +43,10 @@ struct SharedMemoryPlan {
 static_assert(kWarps <= 32, "one warp scans the warps' sums");
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
-// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call, each time with other `warp_sums`.
-__device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[kWarps], int& total) {
+// Exclusive prefix sum over the CTA; `total` gets the sum, `holds` whether it holds in every thread. All threads call, each time
+// with other `warp_sums`.
+__device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[kWarps], int& total,
+                                                   bool& holds) {
     const int lane_idx = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
     int inclusive = value;
@@ -54,7 +56,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
         if (lane_idx >= offset) inclusive += below;
     }
     if (lane_idx == 31) warp_sums[warp_idx] = inclusive;
-    __syncthreads();
+    holds = __syncthreads_and(holds);
     // Every warp scans the 32 warp sums itself: one barrier less than handing the result out.
     int warp_sum = lane_idx < kWarps ? warp_sums[lane_idx] : 0;
     const int own = warp_sum;
@@ -72,7 +74,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
 struct Line {
     int fixed;   // F, in units
     int length;  // T, in units; at least 1
-    int group;   // so many requests, of equal length, begin at each multiple of `span`; 0: they follow each other
+    int group;  // so many requests, of equal length, begin at each multiple of `span`; 0: they follow each other
     int span;
 
     // For `b` requests of `units` units each, if that makes no part longer. A part has at least `shortest` units.
@@ -131,14 +133,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_launch_dependents();
 
     // Blocks and units per request
+    const int blocks_of_first = max_int(params.tokens.blocks(0), 1);
     int units_here = 0;
+    bool equal = b > 1;
     for (int i = first; i < last; ++i) {
         const int blocks = max_int(params.tokens.blocks(i), 1);
         smem.blocks[i] = blocks;
+        equal &= blocks == blocks_of_first;
         units_here += ceil_div(blocks, unit_blocks(params, blocks));
     }
     int units_total;
-    const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total);
+    const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total, equal);
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
     // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
@@ -152,9 +157,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int shortest = 1;
         while (shortest * shortest * 12 < mean && shortest < kMaxShortPart) ++shortest;
         line.length = max_int(line.length, shortest);
-        bool equal = true;
-        for (int i = first; i < last; ++i) equal &= smem.blocks[i] == smem.blocks[0];
-        if (__syncthreads_and(equal)) line.move_apart(b, smem.blocks[0], params.num_parts, shortest);
+        if (equal) line.move_apart(b, blocks_of_first, params.num_parts, shortest);
     }
 
     int before = units_before;
@@ -169,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         before += units;
     }
     int splits_total;
-    int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total);
+    int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total, equal);
     for (int i = first; i < last; ++i) {
         params.num_splits[i] = splits;
         const int blocks = smem.blocks[i];

@@ -209,14 +209,25 @@ struct RowIndex {
     }
 };
 
+// The page of a request's token, which is the first of a box: its place in the request's row of the block table, and the entry.
+__device__ __forceinline__ u32 page_in_table(const Params& params, int token) {
+    return BOX_ROWS == 16 ? token / 16 : __umulhi(token / 16, params.page_magic);
+}
+__device__ __forceinline__ const int* page_entry(const Params& params, int req, int token) {
+    return params.block_table + req * params.block_table_stride + page_in_table(params, token);
+}
+
 // What warp 0 of PV0 does for all: walks the plan's items, then their blocks, looking up where each block lies. Items and
 // sources go to rings in shared memory ahead of their use. Its own state is there too (smem.walker): next to 128
 // accumulators there are no registers for it. A converged warp calls.
 struct Walker {
     __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
         if (lane_idx == 0) {
-            smem.walker.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-            smem.walker.items.start(smem.walker.plan);
+            const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+            // The part's first page is looked up as soon as its item is known; until then its line comes to L2.
+            prefetch_l2(page_entry(params, plan.begin_req, max_int(plan.begin_block, 0) * kBlockTokens));
+            smem.walker.plan = plan;
+            smem.walker.items.start(plan);
             smem.walker.items_published = 0;
             smem.walker.item = 0;
             smem.walker.block = 0;
@@ -272,12 +283,10 @@ struct Walker {
             const int tokens = min_int(item.seqlen - first_token, BOX_ROWS);
             row = params.page_block_size;  // wholly out of range: zeros
             if (tokens > 0) {
-                const u32 page_in_table =
-                    BOX_ROWS == 16 ? first_token / 16 : __umulhi(first_token / 16, params.page_magic);
-                row = first_token - page_in_table * params.page_block_size + tokens - BOX_ROWS;
+                row = first_token - page_in_table(params, first_token) * params.page_block_size + tokens -
+                      BOX_ROWS;
                 if (lane_idx < kBoxes) {
-                    cp_async_4(smem_address(&source.page),
-                               params.block_table + item.req * params.block_table_stride + page_in_table);
+                    cp_async_4(smem_address(&source.page), page_entry(params, item.req, first_token));
                 }
             } else if (lane_idx < kBoxes) {
                 source.page = 0;
