@@ -11,7 +11,7 @@
 //
 // A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
 // PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece, and their sums
-// meet in shared memory in fixed order.
+// meet in shared memory in fixed order, all warps adding.
 // Time is latency: plan, then num_splits, then scalars and data together; the data do not wait for their weights.
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -46,10 +46,10 @@ struct Params {
     int by_request;  // grid y is requests, else parts
 };
 
-// What a group hands over, per thread: its sums, and the scalars that go with them.
+// What a group hands over: the sums of its 64 threads, and for each half the scalars that go with them.
 struct Partial {
     float sum[kColumns][64];
-    float max_log2[64], weight_sum[64];
+    float max_log2[2], weight_sum[2];
 };
 
 // The request this CTA merges, or -1.
@@ -98,7 +98,7 @@ struct Merged {
 extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     mla_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
-    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups - 1
+    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups
     const int lane_idx = threadIdx.x % 32;
     const int half = threadIdx.x / 32 % 2;
     const int group = threadIdx.x / 64 % kGroups;
@@ -154,24 +154,43 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     }
     if constexpr (kGroups > 1) {
         const int column = threadIdx.x % 64;
-        if (group > 0) {
-            Partial& own = partial[group - 1];
-            own.max_log2[column] = merged.max_log2;
-            own.weight_sum[column] = merged.weight_sum;
+        Partial& own = partial[group];
+        if (lane_idx == 0) {
+            own.max_log2[half] = merged.max_log2;
+            own.weight_sum[half] = merged.weight_sum;
+        }
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
+        for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
+        __syncthreads();
+        // All warps add up, each one column of its threads'; lane g knows the scalars of group g.
+        const bool has_group = lane_idx < kGroups;
+        const float group_max = has_group ? partial[lane_idx % kGroups].max_log2[half] : -kInfinity;
+        merged.max_log2 = group_max;
+#pragma unroll
+        for (int lanes = 1; lanes < kGroups; lanes *= 2) {
+            merged.max_log2 = fmaxf(merged.max_log2, __shfl_xor_sync(0xffffffff, merged.max_log2, lanes));
+        }
+        merged.max_log2 = __shfl_sync(0xffffffff, merged.max_log2, 0);
+        const float offset = merged.max_log2 == -kInfinity ? 0.0f : merged.max_log2;
+        const float group_weight = exp2_approx(group_max - offset);
+        merged.weight_sum = has_group ? group_weight * partial[lane_idx % kGroups].weight_sum[half] : 0.0f;
+#pragma unroll
+        for (int lanes = 1; lanes < kGroups; lanes *= 2) {
+            merged.weight_sum += __shfl_xor_sync(0xffffffff, merged.weight_sum, lanes);
+        }
+        merged.weight_sum = __shfl_sync(0xffffffff, merged.weight_sum, 0);
+        for (int i = group; i < kColumns; i += kGroups) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                sum = fmaf(__shfl_sync(0xffffffff, group_weight, g), partial[g].sum[i][column], sum);
+            }
+            partial[0].sum[i][column] = sum;  // only this thread has read it
         }
         __syncthreads();
         if (group > 0) return;
-#pragma unroll 1
-        for (int other = 0; other < kGroups - 1; ++other) {
-            const Partial& more = partial[other];
-            const float offset = merged.raise_max(more.max_log2[column]);
-            const float weight = exp2_approx(more.max_log2[column] - offset);
-            merged.weight_sum += weight * more.weight_sum[column];
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) merged.sum[i] += weight * more.sum[i][column];
-        }
+        for (int i = 0; i < kColumns; ++i) merged.sum[i] = partial[0].sum[i][column];
     }
     // A plan that its scratch was not made for: NaN, not nonsense.
     const float weight_sum = fits ? merged.weight_sum : kNaN;

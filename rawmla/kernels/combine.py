@@ -25,7 +25,7 @@ _PARAMS = struct.Struct("<8Q3q6i")  # Params of mla_combine.cu, of which the fir
 _POINTERS = struct.Struct("<8Q")
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2
-_PARTIAL_BYTES = 64 * (D_V // 64 + 2) * 4  # Partial of mla_combine.cu
+_PARTIAL_BYTES = (D_V + 4) * 4  # Partial of mla_combine.cu
 
 
 class Mapping(NamedTuple):
@@ -42,7 +42,7 @@ class Mapping(NamedTuple):
 
 _MANY_ROWS = Mapping(1, 4)
 _FEW_ROWS = {
-    Mapping(16, 4): 64,
+    Mapping(16, 4): 132,
     Mapping(8, 4): 264,
     Mapping(4, 6): 528,
 }  # up to so many rows of split requests
@@ -71,7 +71,7 @@ def spec(dtype: str, mapping: Mapping) -> jit.KernelSpec:
             ("PIECE_GROUPS", mapping.piece_groups),
         ),
         threads=64 * max(mapping.piece_groups, 2),
-        smem_bytes=(mapping.piece_groups - 1) * _PARTIAL_BYTES,
+        smem_bytes=mapping.piece_groups * _PARTIAL_BYTES if mapping.piece_groups > 1 else 0,
     )
 
 
