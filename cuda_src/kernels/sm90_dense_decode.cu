@@ -641,32 +641,40 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// One thread in each of the first warps, with addresses known to the compiler: per-lane addresses would be taken one by one,
-// with a fence before each.
+// One thread in each warp, a few barriers each, with addresses known to the compiler: per-lane addresses would be taken one by
+// one, with a fence before each.
 __device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
 #pragma unroll
         for (int slot = 0; slot < kItemSlots; ++slot) {
             mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
         }
     } else if (thread == 32) {
+#pragma unroll
+        for (int slot = 0; slot < kItemSlots; ++slot) {
+            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
+        }
+    } else if (thread == 64) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 1);
             mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 1);
+        }
+    } else if (thread == 96) {
+#pragma unroll
+        for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(smem_address(&smem.bar_peer_free[stage]), 1);
         }
-    } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 1);
         mbarrier_init(smem_address(&smem.bar_rope_free), 4);
+        mbarrier_init(smem_address(&smem.bar_looked_up), 1);
+    } else if (thread == 128) {
         mbarrier_init(smem_address(&smem.bar_p_full), 32);
         mbarrier_init(smem_address(&smem.bar_p_free), 64);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
-        mbarrier_init(smem_address(&smem.bar_looked_up), 1);
-    } else if (thread == 96) {
+    } else if (thread == 160) {
         tma_prefetch_descriptor(&params.k_map_pair);
         tma_prefetch_descriptor(&params.k_map_one);
     }
