@@ -117,15 +117,18 @@ def test_accumulator_layout_covers_the_tile() -> None:
 Word = tuple[int, int]  # (row, column of the first of two elements)
 
 
-def quad_transpose(quad: Sequence[list[Word]]) -> list[list[Word]]:
-    """Runs the statements of `quad_transpose` in fragments.cuh for the four lanes of a quad in step."""
+def exchanged(function: str, held: Sequence[list[Word]]) -> list[list[Word]]:
+    """Runs the statements of a transposition in fragments.cuh for the lanes of a quad or pair in step."""
     body = re.search(
-        r"void quad_transpose\(u32 \(&v\)\[4\]\) \{(.*?)\n\}", source("layout/fragments.cuh"), re.DOTALL
+        rf"void {function}\(u32 \(&v\)\[{len(held)}\]\) \{{(.*?)\n\}}",
+        source("layout/fragments.cuh"),
+        re.DOTALL,
     )
     assert body
-    condition, *statements = (line.strip() for line in body[1].strip().split(";") if line.strip())
-    assert condition == "const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2"
-    lanes: list[dict[str, Word]] = [{f"v[{i}]": word for i, word in enumerate(words)} for words in quad]
+    conditions, *statements = (line.strip() for line in body[1].strip().split(";") if line.strip())
+    masks = {name: int(bit) for name, bit in re.findall(r"(\w+) = threadIdx\.x & (\d)", conditions)}
+    assert masks == {"odd": 1, "upper": 2} if len(held) == 4 else {"odd": 1}
+    lanes: list[dict[str, Word]] = [{f"v[{i}]": word for i, word in enumerate(words)} for words in held]
     select = r"(odd|upper) \? (\S+) : ([^\s,;]+)"
     for statement in statements:
         parsed = re.fullmatch(
@@ -134,16 +137,36 @@ def quad_transpose(quad: Sequence[list[Word]]) -> list[list[Word]]:
         assert parsed, statement
         target, *exchange, own_flag, own_yes, own_no = parsed.groups()
         flag, yes, no, distance = exchange if exchange[0] else (own_flag, own_yes, own_no, "0")
-        mask = {"odd": 1, "upper": 2}[flag]
-        chosen = [values[yes if lane & mask else no] for lane, values in enumerate(lanes)]
+        chosen = [values[yes if lane & masks[flag] else no] for lane, values in enumerate(lanes)]
         for lane, values in enumerate(lanes):
             values[target] = chosen[lane ^ int(distance)]
-    return [[values[f"v[{i}]"] for i in range(4)] for values in lanes]
+    return [[values[f"v[{i}]"] for i in range(len(held))] for values in lanes]
 
 
-def test_quad_transpose() -> None:
-    matrix = [[(row, column) for column in range(4)] for row in range(4)]
-    assert quad_transpose(matrix) == [[(row, column) for row in range(4)] for column in range(4)]
+@pytest.mark.parametrize(("function", "size"), [("quad_transpose", 4), ("pair_transpose", 2)])
+def test_transpositions(function: str, size: int) -> None:
+    matrix = [[(row, column) for column in range(size)] for row in range(size)]
+    assert exchanged(function, matrix) == [[(row, column) for row in range(size)] for column in range(size)]
+
+
+@pytest.mark.parametrize(("groups", "function"), [(4, "quad_transpose"), (2, "pair_transpose")])
+def test_pieces_come_back_in_order(groups: int, function: str) -> None:
+    """A quad's pairs of `groups` groups of eight columns, stored as held, are neighbours once merged."""
+    address = {
+        4: "8 * unit",
+        2: "16 * (unit / 4) + 8 * (unit % 2) + 4 * (unit / 2 % 2)",
+    }[groups]
+    assert f"half_row + {address}" in source("kernels/mla_combine.cu")
+    columns = []
+    for chunk in range(256 // (8 * groups)):
+        held = [[(0, 8 * (groups * chunk + g) + 2 * lane) for g in range(groups)] for lane in range(4)]
+        for first in range(0, 4, groups):
+            lanes = exchanged(function, held[first : first + groups])
+            for lane, words in enumerate(lanes, first):
+                begin = eval(address.replace("/", "//"), {"unit": 4 * chunk + lane})
+                assert [column for _, column in words] == [begin + 2 * i for i in range(groups)]
+                columns += [column for _, column in words]
+    assert sorted(columns) == list(range(0, 256, 2))
 
 
 def test_q_registers_become_a_fragments() -> None:
@@ -155,7 +178,7 @@ def test_q_registers_become_a_fragments() -> None:
                 for r in range(2):
                     row = 16 * warp + group + 8 * r
                     loaded = [[(row, 32 * i + 8 * lane + 2 * word) for word in range(4)] for lane in range(4)]
-                    rows.append(quad_transpose(loaded))
+                    rows.append(exchanged("quad_transpose", loaded))
                 for lane in range(4):
                     even, odd = rows[0][lane], rows[1][lane]
                     steps = [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]

@@ -32,21 +32,22 @@ __device__ __forceinline__ u16* out_address(const Params& params, int req, const
 template <int kHalf, Dtype kDtype, class Row, class Params, class Smem>
 __device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkItem& item,
                                            float (&o)[128], int warp_idx) {
+    const bool is_piece = item.slot >= 0;
+    PieceScale scales[2];
+    if (kFloat16Pieces<kDtype> && is_piece) {
+        float top[2] = {};
+#pragma unroll
+        for (int j = 0; j < 128; j += 4) max_magnitudes(top, o[j], o[j + 1], o[j + 2], o[j + 3]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
+            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
+            scales[r] = PieceScale(top[r]);
+        }
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const bool is_piece = item.slot >= 0;
-        PieceScale scale;
-        if (kFloat16Pieces<kDtype> && is_piece) {
-            float top = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 32; j += 4) {
-                const float* pair = &o[4 * j + 2 * r];
-                max_magnitude(top, pair[0], pair[1], pair[4], pair[5], pair[8], pair[9], pair[12], pair[13]);
-            }
-            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2));
-            scale = PieceScale(top);
-        }
+        const PieceScale scale = scales[r];
         const int quad_lane = lane_index() % 4;
         const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
         const Row row(params, tile_row);
@@ -59,24 +60,18 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
                 if (kHalf == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
                 params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
             }
-            const i64 first = accum_row * kDimV + kHalf * (kDimV / 2);
-            if constexpr (kFloat16Pieces<kDtype>) {
-                u16* accum = static_cast<u16*>(params.o_accum) + first + 8 * quad_lane;
+            if (row.valid) {
+                uint4* units = static_cast<uint4*>(params.o_accum) +
+                               (accum_row * 2 + kHalf) * kUnitsPerHalf<kDtype> + quad_lane;
 #pragma unroll
-                for (int j = 0; j < 32; j += 4) {
-                    const float* pair = &o[4 * j + 2 * r];
-                    store_four_groups_16bit<Dtype::kF16>(accum + 8 * j, row.valid, scale.factor, pair[0],
-                                                         pair[1], pair[4], pair[5], pair[8], pair[9],
-                                                         pair[12], pair[13]);
-                }
-            } else {
-                float* accum =
-                    static_cast<float*>(params.o_accum) + first + 8 * (quad_lane % 2) + 4 * (quad_lane / 2);
-#pragma unroll
-                for (int j = 0; j < 32; j += 4) {
-                    const float* pair = &o[4 * j + 2 * r];
-                    store_four_groups_float(accum + 8 * j, row.valid, pair[0], pair[1], pair[4], pair[5],
-                                            pair[8], pair[9], pair[12], pair[13]);
+                for (int unit = 0; unit < kUnitsPerHalf<kDtype>; unit += 4) {
+                    const float* pairs = &o[kGroupsPerUnit<kDtype> * unit + 2 * r];
+                    if constexpr (kFloat16Pieces<kDtype>) {
+                        store_unit_f16(units + unit, scale.factor, pairs[0], pairs[1], pairs[4], pairs[5],
+                                       pairs[8], pairs[9], pairs[12], pairs[13]);
+                    } else {
+                        store_unit_f32(units + unit, pairs[0], pairs[1], pairs[4], pairs[5]);
+                    }
                 }
             }
         } else {

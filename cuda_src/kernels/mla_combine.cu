@@ -15,6 +15,7 @@
 // Time is latency: plan, then num_splits, then scalars and data together; the data do not wait for their weights.
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragments.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "sched/pieces.cuh"
@@ -25,7 +26,9 @@ constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
 constexpr int kRows = kGroups == 1 ? 2 : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows;
-constexpr int kColumns = kDimV / 64;                            // per thread
+constexpr int kResidentThreads =
+    PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
+constexpr int kColumns = kDimV / 64;  // per thread
 constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
 constexpr int kPiecesAtOnce = PIECES_AT_ONCE / kVectors;
@@ -95,7 +98,19 @@ struct Merged {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+// Stores a lane's columns of a half row, rounded: the quad exchanges its units (sched/pieces.cuh) so that each lane has
+// neighbours. All lanes of the warp call.
+__device__ __forceinline__ void store_unit(u16* half_row, int unit, u32 (&words)[4]) {
+    quad_transpose(words);
+    *reinterpret_cast<uint4*>(half_row + 8 * unit) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+__device__ __forceinline__ void store_unit(u16* half_row, int unit, u32 (&words)[2]) {
+    pair_transpose(words);
+    u16* dst = half_row + 16 * (unit / 4) + 8 * (unit % 2) + 4 * (unit / 2 % 2);
+    *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThreads)
     mla_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
     Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups
@@ -200,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     const float factor =
         weight_sum == 0.0f ? 0.0f : sink_factor(params.attn_sink, head, lse_log2) / weight_sum;
     u16* out = params.out + req * params.out_stride_b + token * params.out_stride_s +
-               head * params.out_stride_h + half * (kDimV / 2) + lane_idx * kVectorColumns;
+               head * params.out_stride_h + half * (kDimV / 2);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
         u32 words[kVectorColumns / 2];
@@ -209,12 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
             const float* pair = merged.sum + v * kVectorColumns + 2 * i;
             words[i] = pack_16bit<kDtype>(pair[0] * factor, pair[1] * factor);
         }
-        u16* dst = out + v * 32 * kVectorColumns;
-        if constexpr (kVectorColumns == 8) {
-            *reinterpret_cast<uint4*>(dst) = make_uint4(words[0], words[1], words[2], words[3]);
-        } else {
-            *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
-        }
+        store_unit(out, v * 32 + lane_idx, words);
     }
     if (half == 0 && lane_idx == 0) {
         params.lse[(static_cast<i64>(req) * params.h_q + head) * params.s_q + token] =

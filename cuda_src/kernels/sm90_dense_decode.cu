@@ -111,6 +111,7 @@ struct Params {
     int rows;         // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
+    int max_seqlen;  // that a row of block_table has room for
     int num_slots;
     int object_layout;
     int causal;
@@ -222,10 +223,17 @@ __device__ __forceinline__ const int* page_entry(const Params& params, int req, 
 // accumulators there are no registers for it. A converged warp calls.
 struct Walker {
     __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
+        touch_requests(params.cache_seqlens, params.num_splits, params.b, lane_idx);
+        const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+        // The first item nearly always begins where the part does: its pages are on the way before that is known.
+        const i64 token = static_cast<i64>(plan.begin_block) * kBlockTokens + lane_idx % kBoxes * BOX_ROWS;
+        const int* entry = nullptr;
+        int page = 0;
+        if (token >= 0 && token < params.max_seqlen) {
+            entry = page_entry(params, plan.begin_req, static_cast<int>(token));
+            page = load_global(entry);
+        }
         if (lane_idx == 0) {
-            const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-            // The part's first page is looked up as soon as its item is known; until then its line comes to L2.
-            prefetch_l2(page_entry(params, plan.begin_req, max_int(plan.begin_block, 0) * kBlockTokens));
             smem.walker.plan = plan;
             smem.walker.items.start(plan);
             smem.walker.items_published = 0;
@@ -234,7 +242,7 @@ struct Walker {
         }
         __syncwarp();
         publish_items(params, smem, 1, lane_idx);
-        look_up(params, smem, 0, lane_idx);
+        look_up(params, smem, 0, lane_idx, entry, page);
     }
     // Publishes items, or the end mark, until there are `count`.
     __device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 count,
@@ -271,9 +279,9 @@ struct Walker {
         cp_async_wait_all();
         __syncwarp();
     }
-    // Notes where block `n` lies; its page is on the way. Blocks are looked up in order.
-    __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n,
-                                            int lane_idx) {
+    // Notes where block `n` lies; its page is on the way, or known if it is that of `known_entry`. Blocks are looked up in order.
+    __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx,
+                                            const int* known_entry = nullptr, int known_page = 0) {
         const WorkItem& item = smem.items[smem.walker.item % kItemSlots];
         const int block = smem.walker.block;
         BoxSource& source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
@@ -285,8 +293,13 @@ struct Walker {
             if (tokens > 0) {
                 row = first_token - page_in_table(params, first_token) * params.page_block_size + tokens -
                       BOX_ROWS;
+                const int* entry = page_entry(params, item.req, first_token);
                 if (lane_idx < kBoxes) {
-                    cp_async_4(smem_address(&source.page), page_entry(params, item.req, first_token));
+                    if (entry == known_entry) {
+                        source.page = known_page;
+                    } else {
+                        cp_async_4(smem_address(&source.page), entry);
+                    }
                 }
             } else if (lane_idx < kBoxes) {
                 source.page = 0;
@@ -641,8 +654,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// One thread in each warp, a few barriers each, with addresses known to the compiler: per-lane addresses would be taken one by
-// one, with a fence before each.
+// One thread in each of six warps, a few barriers each, with addresses known to the compiler: per-lane addresses would be taken
+// one by one, with a fence before each.
 __device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {

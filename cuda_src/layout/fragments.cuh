@@ -20,60 +20,60 @@ __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
     v[3] = upper ? v[3] : r3;
 }
 
-// The three functions below work in single asm blocks, or the compiler interleaves many of them and runs out of registers
-// next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns, as a fragment
-// holds them. All lanes of the warp call the stores; `valid` lanes store.
-
-// The largest magnitude of four groups and `top`.
-__device__ __forceinline__ void max_magnitude(float& top, float a0, float a1, float b0, float b1, float c0,
-                                              float c1, float d0, float d1) {
-    asm volatile(
-        "{\n"
-        ".reg .f32 x;\n"
-#define RAWMLA_MAX(X) "abs.f32 x, " X ";\nmax.f32 %0, %0, x;\n"
-        RAWMLA_MAX("%1") RAWMLA_MAX("%2") RAWMLA_MAX("%3") RAWMLA_MAX("%4") RAWMLA_MAX("%5") RAWMLA_MAX("%6")
-            RAWMLA_MAX("%7") RAWMLA_MAX("%8")
-#undef RAWMLA_MAX
-                "}\n"
-        : "+f"(top)
-        : "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1));
+// The same of 2 x 2 matrices held by pairs of lanes (row = lane % 2).
+__device__ __forceinline__ void pair_transpose(u32 (&v)[2]) {
+    const bool odd = threadIdx.x & 1;
+    const u32 r = __shfl_xor_sync(0xffffffff, odd ? v[0] : v[1], 1);
+    v[0] = odd ? r : v[0];
+    v[1] = odd ? v[1] : r;
 }
 
-// Four groups, float32. Even lanes of a quad store four columns each of the first and third group, odd lanes of the second
-// and fourth. `dst`: column 4 (l / 2) of group l % 2 for lane l of the quad.
-__device__ __forceinline__ void store_four_groups_float(float* dst, bool valid, float a0, float a1, float b0,
-                                                        float b1, float c0, float c1, float d0, float d1) {
+// The functions below work in single asm blocks, or the compiler interleaves many of them and runs out of registers
+// next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns, as a fragment
+// holds them.
+
+// The largest magnitudes of pairs of two rows and `top`. Pairs first: a chain through all columns would take as long as both.
+__device__ __forceinline__ void max_magnitudes(float (&top)[2], float a0, float a1, float b0, float b1) {
     asm volatile(
         "{\n"
-        ".reg .pred odd, ok;\n"
-        ".reg .f32 x0, y0, x1, y1, v0, v1, v2, v3;\n"
-        "setp.ne.u32 odd, %9, 0;\n"
-        "setp.ne.u32 ok, %10, 0;\n"
-        "selp.f32 x0, %1, %3, odd;\n"
-        "selp.f32 y0, %2, %4, odd;\n"
-        "selp.f32 x1, %5, %7, odd;\n"
-        "selp.f32 y1, %6, %8, odd;\n"
-        "shfl.sync.bfly.b32 x0, x0, 1, 31, 0xffffffff;\n"
-        "shfl.sync.bfly.b32 y0, y0, 1, 31, 0xffffffff;\n"
-        "shfl.sync.bfly.b32 x1, x1, 1, 31, 0xffffffff;\n"
-        "shfl.sync.bfly.b32 y1, y1, 1, 31, 0xffffffff;\n"
-        "selp.f32 v0, x0, %1, odd;\n"
-        "selp.f32 v1, y0, %2, odd;\n"
-        "selp.f32 v2, %3, x0, odd;\n"
-        "selp.f32 v3, %4, y0, odd;\n"
-        "@ok st.global.v4.f32 [%0], {v0, v1, v2, v3};\n"
-        "selp.f32 v0, x1, %5, odd;\n"
-        "selp.f32 v1, y1, %6, odd;\n"
-        "selp.f32 v2, %7, x1, odd;\n"
-        "selp.f32 v3, %8, y1, odd;\n"
-        "@ok st.global.v4.f32 [%0 + 64], {v0, v1, v2, v3};\n"
-        "}\n" ::"l"(dst),
-        "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1),
-        "r"(static_cast<u32>(valid))
+        ".reg .f32 w, x, y, z;\n"
+        "abs.f32 w, %2;\n"
+        "abs.f32 x, %3;\n"
+        "abs.f32 y, %4;\n"
+        "abs.f32 z, %5;\n"
+        "max.f32 w, w, x;\n"
+        "max.f32 y, y, z;\n"
+        "max.f32 %0, %0, w;\n"
+        "max.f32 %1, %1, y;\n"
+        "}\n"
+        : "+f"(top[0]), "+f"(top[1])
+        : "f"(a0), "f"(a1), "f"(b0), "f"(b1));
+}
+
+// The lane's pairs of four groups times `factor` in float16, or of two groups in float32: a unit of a piece (sched/pieces.cuh).
+__device__ __forceinline__ void store_unit_f16(uint4* dst, float factor, float a0, float a1, float b0,
+                                               float b1, float c0, float c1, float d0, float d1) {
+    asm volatile(
+        "{\n"
+        ".reg .f32 x, y;\n"
+        ".reg .b32 w0, w1, w2, w3;\n"
+#define RAWMLA_PACK(WORD, LOW, HIGH) \
+    "mul.f32 x, " LOW ", %1;\nmul.f32 y, " HIGH ", %1;\ncvt.rn.f16x2.f32 " WORD ", y, x;\n"
+        RAWMLA_PACK("w0", "%2", "%3") RAWMLA_PACK("w1", "%4", "%5") RAWMLA_PACK("w2", "%6", "%7")
+            RAWMLA_PACK("w3", "%8", "%9")
+#undef RAWMLA_PACK
+                "st.global.v4.b32 [%0], {w0, w1, w2, w3};\n"
+                "}\n" ::"l"(dst),
+        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1)
         : "memory");
 }
+__device__ __forceinline__ void store_unit_f32(uint4* dst, float a0, float a1, float b0, float b1) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "f"(a0), "f"(a1), "f"(b0), "f"(b1)
+                 : "memory");
+}
 
-// Four groups, rounded to a 16-bit type: lane l of a quad stores the eight columns of group l. `dst`: column 0 of group l.
+// Four groups, rounded to a 16-bit type: lane l of a quad stores the eight columns of group l. `dst`: column 0 of group l. All
+// lanes of the warp call; `valid` ones store.
 template <Dtype kDtype>
 __device__ __forceinline__ void store_four_groups_16bit(u16* dst, bool valid, float factor, float a0,
                                                         float a1, float b0, float b1, float c0, float c1,

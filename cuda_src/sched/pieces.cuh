@@ -5,8 +5,12 @@
 //   lse_accum_log2  [num_slots, rows]       log2 sum_t 2^S_t, -inf where there is no token
 //   o_scale_log2    [num_slots, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
 //
-// rows = s_q * h_q, row = token * h_q + head. Float16 halves what a piece costs to store and to merge. With a power of two
-// per half row it has 11 bits where bf16, to which the result is rounded, has 8; fp16 calls need more than that.
+// rows = s_q * h_q, row = token * h_q + head. A row's columns lie in the order in which a quad of lanes holds them: 16-byte unit
+// 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1, with n = 4 groups of eight columns in float16, 2 in float32.
+// They are exchanged once, in the merged row, and not in every piece.
+//
+// Float16 halves what a piece costs to store and to merge. With a power of two per half row it has 11 bits where bf16, to which the
+// result is rounded, has 8; fp16 calls need more than that.
 #pragma once
 #include "common/types.cuh"
 
@@ -14,6 +18,10 @@ constexpr int kScaleHalves = 2;
 
 template <Dtype kDtype>
 constexpr bool kFloat16Pieces = kDtype == Dtype::kBf16;
+template <Dtype kDtype>
+constexpr int kGroupsPerUnit = kFloat16Pieces<kDtype> ? 4 : 2;
+template <Dtype kDtype>
+constexpr int kUnitsPerHalf = 256 / (2 * kGroupsPerUnit<kDtype>);
 
 // The power of two that brings a float32 row into float16's range; 1 for float32 pieces.
 struct PieceScale {

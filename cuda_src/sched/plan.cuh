@@ -82,6 +82,16 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     return plan;
 }
 
+// Brings to L1 what is known of the requests around the one that a part begins with if all are alike: its first item then waits
+// for the plan row alone. A converged warp calls.
+__device__ __forceinline__ void touch_requests(const int* lengths, const int* num_splits, int b,
+                                               int lane_idx) {
+    const int likely = blockIdx.z * static_cast<u32>(b) / gridDim.z;
+    const int req = max_int(min_int(likely - 16 + lane_idx, b - 1), 0);
+    if (lengths != nullptr) load_global(lengths + req);
+    load_global(num_splits + req);
+}
+
 // One contiguous range of blocks of one request, computed by one CTA in one go.
 struct WorkItem {
     int req;

@@ -42,7 +42,7 @@ class Mapping(NamedTuple):
 
 _MANY_ROWS = Mapping(1, 4)
 _FEW_ROWS = {
-    Mapping(16, 4): 132,
+    Mapping(8, 8): 132,
     Mapping(8, 4): 264,
     Mapping(4, 6): 528,
 }  # up to so many rows of split requests

@@ -14,7 +14,7 @@ from .common import BLOCK_TOKENS, DTYPES, ceil_div, num_slots
 
 __all__ = ["BOX_ROWS", "D_QK", "DenseDecodeCall", "PreparedDecode", "box_rows", "spec", "specs"]
 
-_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI3if 8x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI4if 4x")  # Params of sm90_dense_decode.cu
 _POINTERS = struct.Struct("<256s 10Q")  # its first members: tensor maps and addresses
 _MAX_MAPS = 1024  # caches with tensor maps of their own, one for each layer
 _LOG2_E = log2(2.718281828459045)
@@ -125,7 +125,8 @@ class PreparedDecode:
         params = _PARAMS.pack(
             b"", *[0] * 10, call.q_stride_b, call.q_stride_s, call.q_stride_h, call.block_table_stride,
             *out_strides, call.b, call.s_q, call.h_q, heads_per_kv, heads_magic, rows, call.page_block_size,
-            page_magic, slots, call.object_layout, call.causal, call.softmax_scale * _LOG2_E,
+            page_magic, min(call.max_seqlen, 2**31 - 1), slots, call.object_layout, call.causal,
+            call.softmax_scale * _LOG2_E,
         )  # fmt: skip
         self._main = main.prepare(
             (m_blocks, call.h_kv, call.num_parts), params, _POINTERS,
