@@ -21,6 +21,7 @@ WARMUP_REPLAYS = 2
 # After memory was allocated, the first 5 to 10 ms of 27 us calls have been seen 2 us slower than the rest.
 WARMUP_SECONDS = 0.02
 REST_SECONDS = 0.5
+COOL_DOWN = 10  # times as long as the replays took, which otherwise heat the chip for the next case
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 COLD_L2_FACTOR = 3
@@ -106,6 +107,7 @@ def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
             end.record()
             end.synchronize()
             samples.append(start.elapsed_time(end) * 1e3 / count)
+        time.sleep(COOL_DOWN * sum(samples) * count * 1e-6)
     torch.cuda.current_stream().wait_stream(stream)
     return Timing.of(samples)
 
