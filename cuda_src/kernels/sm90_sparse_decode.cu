@@ -17,21 +17,19 @@
 //
 // Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
 //   QK        warpgroup 0,  80 registers   S = Q K^T, online softmax, P; loads Q
-//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; PV1's warp 0 scouts: it walks
-//                                          the plan, finds the rows of the blocks to come and has them brought to L2
-//   producer  warpgroup 3, 112             copies and dequantises rows into K's ring
+//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue
+//   producer  warpgroup 3, 112             gathers and dequantises rows into K's ring; its warp 0 walks the plan
 //
 // Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of QK and 2 x 8 x 64 = 1024 of PV
-//   producer      | copy block j + 1 to the stage that PV(j - 1) has left, then convert it there
+//   producer      | copy block j + 1 to the stage that PV(j - 1) has left, then convert it there; prefetch block j + 2 to L2
 //   QK            | QK(j), softmax(j), store P(j)       | QK(j + 1) ...
-//   PV0, PV1      | PV(j - 1); scout: rows of j + 1     | PV(j) ...
+//   PV0, PV1      | PV(j - 1)                           | PV(j) ...
 // With two stages a block takes half of the time that a stage is in use (QK, softmax, PV) and being filled, or as long as the
 // producer does for one; with FP8 rows it is the producer (docs/kernels/sparse_decode.md has the cycles).
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[8]    1         scout: items[n] written                             QK, PV0, PV1: read it            0
-// bar_item_free[8]    12        lane 0 of each of these warps: done with the item   scout: overwrite it              1
-// bar_rows_full[r]    1         scout: the block's rows and valid bits are there    producer: copy them              0
+// bar_item_full[8]    1         producer warp 0: items[n] written                   all: read it                     0
+// bar_item_free[8]    16        lane 0 of each warp: done with the item             producer warp 0: overwrite it    1
 // bar_k_full[s]       4, 132    producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
 //                               (bf16: also every thread's copies landed)
 // bar_k_free[s]       8         PV0, PV1: lane 0 of each warp, its PV is complete   producer: refill                 1
@@ -40,9 +38,6 @@
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
-//
-// rows[n % 2] and valid[n % 2] need no barrier that frees them: the scout writes block n + 2's when it has P(n), which is there
-// only when the producer and QK have read block n's.
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
 #include "attention/items.cuh"
@@ -128,18 +123,6 @@ struct PublisherState {
     WorkItems items;  // the next one to publish
     u32 published;    // kNoMoreItems once the end mark is
 };
-// Where the scout is: the next block of which it loads indices.
-struct ScoutState {
-    const int* indices[2];  // of the item's query token
-    int count[2];
-    int cache_blocks;  // of the item that are of the cache, before those of the extra one
-    int block;
-    int left;    // blocks of the item; < 0 after the last item
-    u32 items;   // begun so far
-    int source;  // of the indices loaded last: 0 the cache, 1 the extra one, kNoBlock: there was no block
-};
-constexpr int kNoBlock = -1;
-constexpr int kRowSlots = 2;
 constexpr u32 kNoMoreItems = 1u << 31;
 
 struct SharedMemoryPlan {
@@ -149,14 +132,9 @@ struct SharedMemoryPlan {
     float row_scale[kBlockM];                             // factor on O before the block's PV
     float row_sum[kBlockM];                               // of the item
     float row_max[kBlockM];                               // m_ref at the item's end, base 2
-    alignas(8) u32 valid[kStages][2];                     // a bit for each row of the stage
-    alignas(16) u64 rows[kRowSlots][kBlockTokens];        // addresses of a block's rows; 0: none
-    int scale_distance[kRowSlots]
-                      [kFormat == Format::kModel1 ? kBlockTokens : 1];  // bytes from a row to its scales
-    int exists[kRowSlots];                                              // whether there is the block
+    alignas(8) u16 valid[kStages][4];                     // a bit for each row of the stage
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
-    u64 bar_rows_full[kRowSlots];
     u64 bar_p_full;
     u64 bar_p_free;
     u64 bar_sum_full;
@@ -165,7 +143,6 @@ struct SharedMemoryPlan {
     u64 bar_item_free[kItemSlots];
     WorkItem items[kItemSlots];
     PublisherState publisher;
-    ScoutState scout;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
@@ -231,8 +208,9 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
             u32 valid_low = 0, valid_high = 0;
             if (has_row_scales()) {
-                valid_low = smem.valid[stage][0];
-                valid_high = smem.valid[stage][1];
+                const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
+                valid_low = valid[0];
+                valid_high = valid[1];
             }
             float s[32];
             const u64 desc_k = descriptor_grouped<kChunks>(smem_address(smem.k[stage]));
@@ -285,139 +263,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- Items and rows ---------------------------------------------------------------------------------------------------
-
-// The scout publishes the part's items. Its warp calls, converged. The state stays in shared memory: registers are short.
-__device__ __forceinline__ void start_publishing(const Params& params, SharedMemoryPlan& smem) {
-    if (lane_index() == 0) {
-        PublisherState& state = smem.publisher;
-        state.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-        state.items.start(state.plan);
-        state.published = 0;
-        smem.scout.left = 0;
-        smem.scout.items = 0;
-    }
-    __syncwarp();
-}
-// Until there are `count` items, or the end mark.
-__device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 count) {
-    const PlanRow plan = smem.publisher.plan;
-    WorkItems items = smem.publisher.items;
-    u32 published = smem.publisher.published;
-    while (published < count) {
-        WorkItem next;
-        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next)) next.req = -1;
-        if (next.req >= 0 && next.num_blocks == 0) {
-            store_empty<kDtype, RowIndex>(params, next, lane_index());
-            continue;
-        }
-        const u32 slot = published % kItemSlots;
-        mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(published / kItemSlots) & 1);
-        if (lane_index() == 0) {
-            smem.items[slot] = next;
-            mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
-        }
-        published = next.req >= 0 ? published + 1 : kNoMoreItems;
-    }
-    __syncwarp();
-    if (lane_index() == 0) {
-        smem.publisher.items = items;
-        smem.publisher.published = published;
-    }
-    __syncwarp();
-}
-
-// Begins the next item, if there is one.
-__device__ __forceinline__ void scout_item(const Params& params, SharedMemoryPlan& smem) {
-    const u32 number = smem.scout.items;
-    publish_items(params, smem, number + 1);
-    const WorkItem& item = smem.items[number % kItemSlots];
-    const i64 req = item.req;
-    if (req < 0) {
-        if (lane_index() == 0) smem.scout.left = -1;
-    } else {
-        const i64 token = blockIdx.x / params.head_tiles;
-        const int extra = params.tokens().extra(req);
-        if (lane_index() == 0) {
-            ScoutState& scout = smem.scout;
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                scout.indices[c] =
-                    params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c];
-            }
-            scout.count[0] = item.seqlen;
-            scout.count[1] = extra;
-            scout.cache_blocks = ceil_div(item.seqlen, kBlockTokens);
-            scout.block = item.first_block;
-            scout.left = item.num_blocks;
-            scout.items = number + 1;
-        }
-    }
-    __syncwarp();
-}
-
-// Loads a lane's two indices of the next block, of rows `lane` and `lane` + 32; -1 where there is none.
-__device__ __forceinline__ void scout_indices(const Params& params, SharedMemoryPlan& smem, int (&index)[2]) {
-    ScoutState& scout = smem.scout;
-    if (scout.left == 0) scout_item(params, smem);
-    const int block = scout.block, left = scout.left;
-    const int c = left > 0 && block >= scout.cache_blocks ? 1 : 0;
-    const int first = (block - (c ? scout.cache_blocks : 0)) * kBlockTokens + lane_index();
-    const int end = scout.count[c];
-    const int* src = scout.indices[c];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int position = first + 32 * r;
-        index[r] = -1;
-        if (left > 0 && position < end) index[r] = load_global(src + position);
-    }
-    __syncwarp();
-    if (lane_index() == 0) {
-        scout.source = left > 0 ? c : kNoBlock;
-        if (left > 0) {
-            scout.block = block + 1;
-            scout.left = left - 1;
-        }
-    }
-    __syncwarp();
-}
-
-// Finds the rows of block n, whose indices were loaded before, has them brought to L2, and loads the indices of block n + 1.
-__device__ __forceinline__ void scout_rows(const Params& params, SharedMemoryPlan& smem, u32 n,
-                                           int (&index)[2]) {
-    constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
-    const u32 slot = n % kRowSlots;
-    const int source = warp_uniform(smem.scout.source);
-    const int c = source == 1 ? 1 : 0;
-    const u32 page_size = params.page_block_size[c];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const u32 page = divide(index[r], params.page_magic[c], params.page_shift[c]);
-        const u32 row_in_page = static_cast<u32>(index[r]) - page * page_size;
-        const unsigned char* row = params.cache[c] + page * params.block_stride[c] +
-                                   static_cast<u64>(row_in_page) * static_cast<u32>(params.token_stride[c]);
-        const bool exists = static_cast<u32>(index[r]) < params.cache_slots[c];
-        const int i = lane_index() + 32 * r;
-        smem.rows[slot][i] = exists ? reinterpret_cast<u64>(row) : 0;
-        if constexpr (kFormat == Format::kModel1) {
-            smem.scale_distance[slot][i] =
-                page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
-        }
-        const u32 valid = __ballot_sync(0xffffffff, exists);
-        if (lane_index() == 0) smem.valid[n % kStages][r] = valid;
-        if (kFp8 && exists) {
-#pragma unroll
-            for (int line = 0; line < kRowBytes + 128; line += 128) {
-                prefetch_l2(row + min_int(line, kRowBytes - 1));
-            }
-        }
-    }
-    if (lane_index() == 0) smem.exists[slot] = source != kNoBlock;
-    __syncwarp();
-    if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_rows_full[slot]));
-    if (source != kNoBlock) scout_indices(params, smem, index);
-}
-
 // ---- PV ----------------------------------------------------------------------------------------------------------------
 
 template <int kHalf>
@@ -427,14 +272,6 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     float o[128];
     ItemReader reader;
     u32 n = 0;  // running number of the block
-    const bool scouts = kHalf == 1 && warp_idx == 0;
-    int index[2];
-    if (scouts) {
-        start_publishing(params, smem);
-        scout_indices(params, smem, index);
-        scout_rows(params, smem, 0, index);
-        if (smem.exists[0]) scout_rows(params, smem, 1, index);
-    }
     for (; reader.next(smem); reader.release(smem)) {
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
@@ -469,7 +306,6 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
-            if (scouts && smem.exists[(n + 1) % kRowSlots]) scout_rows(params, smem, n + 2, index);
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
         store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
@@ -478,6 +314,44 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 }
 
 // ---- Producer ----------------------------------------------------------------------------------------------------------
+
+// Publishes the part's items. One warp, converged, calls. The state stays in shared memory: registers are short.
+__device__ __forceinline__ void start_publishing(const Params& params, SharedMemoryPlan& smem) {
+    if (lane_index() == 0) {
+        PublisherState& state = smem.publisher;
+        state.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+        state.items.start(state.plan);
+        state.published = 0;
+    }
+    __syncwarp();
+}
+// Until there are `count` items, or the end mark.
+__device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 count) {
+    const PlanRow plan = smem.publisher.plan;
+    WorkItems items = smem.publisher.items;
+    u32 published = smem.publisher.published;
+    while (published < count) {
+        WorkItem next;
+        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next)) next.req = -1;
+        if (next.req >= 0 && next.num_blocks == 0) {
+            store_empty<kDtype, RowIndex>(params, next, lane_index());
+            continue;
+        }
+        const u32 slot = published % kItemSlots;
+        mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(published / kItemSlots) & 1);
+        if (lane_index() == 0) {
+            smem.items[slot] = next;
+            mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
+        }
+        published = next.req >= 0 ? published + 1 : kNoMoreItems;
+    }
+    __syncwarp();
+    if (lane_index() == 0) {
+        smem.publisher.items = items;
+        smem.publisher.published = published;
+    }
+    __syncwarp();
+}
 
 // A producer thread's place. Of the warp's 16 rows it serves four, one of each four ("quarter"), each together with seven other
 // lanes, taking the 16-byte unit `unit` of every 128 bytes.
@@ -497,22 +371,94 @@ struct Place {
     }
 };
 
+// A thread's four indices in a block.
+struct Indices {
+    int index[4];
+};
+
 // A thread's four rows in a block.
 struct Rows {
     const unsigned char* row[4];  // null: none
     int scale_distance[4];        // MODEL1: bytes from a row to its scales
 
-    __device__ __forceinline__ Rows(const SharedMemoryPlan& smem, u32 n, const Place& place) {
+    // Which of the warp's 16 rows there are.
+    __device__ __forceinline__ u32 valid(const Place& place) const {
+        u32 bits = 0;
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
-            const int i = place.warp_idx * 16 + place.row(quarter);
-            row[quarter] = reinterpret_cast<const unsigned char*>(smem.rows[n % kRowSlots][i]);
-            if constexpr (kFormat == Format::kModel1) {
-                scale_distance[quarter] = smem.scale_distance[n % kRowSlots][i];
-            }
+            bits |= static_cast<u32>(row[quarter] != nullptr) << place.row(quarter);
         }
+        return __reduce_or_sync(0xffffffff, bits);
     }
 };
+
+// What one query token of a request selects, block by block: from the cache, then from the extra one.
+struct Selection {
+    const int* indices[2];
+    int count[2];
+    int blocks;  // of the cache
+
+    __device__ __forceinline__ Selection(const Params& params, const WorkItem& item) {
+        const i64 req = warp_uniform(item.req);
+        const i64 token = blockIdx.x / params.head_tiles;
+        count[0] = warp_uniform(item.seqlen);
+        count[1] = params.tokens().extra(req);
+        blocks = ceil_div(count[0], kBlockTokens);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            indices[c] =
+                params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c];
+        }
+    }
+    // -1 past the last.
+    __device__ __forceinline__ Indices load(int block, const Place& place) const {
+        const bool extra = block >= blocks;
+        const int first = (block - (extra ? blocks : 0)) * kBlockTokens + place.warp_idx * 16;
+        const int end = extra ? count[1] : count[0];
+        const int* src = extra ? indices[1] : indices[0];
+        Indices loaded;
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            const int position = first + place.row(quarter);
+            loaded.index[quarter] = -1;
+            if (position < end) loaded.index[quarter] = load_global(src + position);
+        }
+        return loaded;
+    }
+    __device__ __forceinline__ Rows rows(const Params& params, int block, const Indices& loaded) const {
+        const int c = block >= blocks ? 1 : 0;
+        const unsigned char* cache = c ? params.cache[1] : params.cache[0];
+        const u32 slots = c ? params.cache_slots[1] : params.cache_slots[0];
+        const u32 page_size = c ? params.page_block_size[1] : params.page_block_size[0];
+        const u32 magic = c ? params.page_magic[1] : params.page_magic[0];
+        const int shift = c ? params.page_shift[1] : params.page_shift[0];
+        const i64 block_stride = c ? params.block_stride[1] : params.block_stride[0];
+        const u32 token_stride = c ? params.token_stride[1] : params.token_stride[0];
+        Rows rows;
+#pragma unroll
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            const u32 index = loaded.index[quarter];
+            const u32 page = divide(index, magic, shift);
+            const u32 row_in_page = index - page * page_size;
+            const unsigned char* row =
+                cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
+            rows.row[quarter] = index < slots ? row : nullptr;
+            rows.scale_distance[quarter] =
+                page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
+        }
+        return rows;
+    }
+};
+
+// Has a thread's rows brought to L2, together with the seven other lanes of each.
+__device__ __forceinline__ void prefetch_rows(const Rows& rows, const Place& place) {
+    constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
+#pragma unroll
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        if (rows.row[quarter] != nullptr && place.unit() * 128 < kRowBytes + 128)
+            prefetch_l2(rows.row[quarter] + min_int(place.unit() * 128, kRowBytes - 1));
+    }
+}
 
 // Dequantising in place. The FP8 values of a row arrive as they are in the cache, behind the others of its group of eight, where
 // bf16 chunks will be. They are read to registers before any of them is written, group by group. So a whole block is on its way
@@ -658,26 +604,32 @@ __device__ __forceinline__ void wait_stage_free(SharedMemoryPlan& smem, u32 n) {
 }
 
 // The warp's rows of block n are stored, or their copies arrive on the barrier by themselves.
-__device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n, const Place& place) {
-    if (place.lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
+__device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n, u32 valid, const Place& place) {
+    if (place.lane_idx == 0) {
+        smem.valid[n % kStages][place.warp_idx] = valid;
+        mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
+    }
 }
 
-// Waits until the rows of block n are found. False if there is no such block.
-__device__ __forceinline__ bool wait_rows(SharedMemoryPlan& smem, u32 n) {
-    mbarrier_wait_parity(smem_address(&smem.bar_rows_full[n % kRowSlots]), n / kRowSlots & 1);
-    return warp_uniform(smem.exists[n % kRowSlots]);
-}
-
+// Blocks [first, first + count) of an item, of which the first is number n. Indices are loaded two blocks ahead, rows brought
+// to L2 one block ahead.
 __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
+                                            const Selection& selection, int first, int count, u32 n,
                                             const Place& place) {
+    Indices here = selection.load(first, place);
+    Indices next = selection.load(first + 1, place);
 #pragma unroll 1
-    for (u32 n = 0; wait_rows(smem, n); ++n) {
+    for (int block = first; block < first + count; ++block, ++n) {
         const u32 stage = smem_address(smem.k[n % kStages]);
-        const Rows rows(smem, n, place);
+        const Rows rows = selection.rows(params, block, here);
+        const u32 valid = rows.valid(place);
         wait_stage_free(smem, n);
         start_copy_fp8(params, rows, stage, place);
         Scales scales;
         scales.load(rows);
+        prefetch_rows(selection.rows(params, block + 1, next), place);
+        here = next;
+        next = selection.load(block + 2, place);
         cp_async_wait_group<1>();
         __syncwarp();
         dequantise_group(0, scales, stage, place);
@@ -686,15 +638,18 @@ __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPl
         dequantise_group(1, scales, stage, place);
         fence_proxy_async();
         __syncwarp();
-        announce_rows(smem, n, place);
+        announce_rows(smem, n, valid, place);
     }
 }
 
 __device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryPlan& smem,
+                                             const Selection& selection, int first, int count, u32 n,
                                              const Place& place) {
+    Indices next = selection.load(first, place);
 #pragma unroll 1
-    for (u32 n = 0; wait_rows(smem, n); ++n) {
-        const Rows rows(smem, n, place);
+    for (int block = first; block < first + count; ++block, ++n) {
+        const Rows rows = selection.rows(params, block, next);
+        next = selection.load(block + 1, place);
         wait_stage_free(smem, n);
 #pragma unroll
         for (int quarter = 0; quarter < 4; ++quarter) {
@@ -708,8 +663,31 @@ __device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryP
             }
         }
         cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
-        __syncwarp();
-        announce_rows(smem, n, place);
+        announce_rows(smem, n, rows.valid(place), place);
+    }
+}
+
+__device__ __forceinline__ void producer_warpgroup(const Params& params, SharedMemoryPlan& smem,
+                                                   int warp_idx) {
+    constexpr u32 kAhead = 3;  // items
+    if (warp_idx == 0) {
+        start_publishing(params, smem);
+        publish_items(params, smem, kAhead);
+    }
+    const Place place{warp_idx, static_cast<int>(threadIdx.x % 32)};
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    for (; reader.next(smem); reader.release(smem)) {
+        if (warp_idx == 0) publish_items(params, smem, reader.count + kAhead);
+        const WorkItem& item = reader.item(smem);
+        const int first = warp_uniform(item.first_block), count = warp_uniform(item.num_blocks);
+        const Selection selection(params, item);
+        if constexpr (kFp8) {
+            produce_fp8(params, smem, selection, first, count, n, place);
+        } else {
+            produce_bf16(params, smem, selection, first, count, n, place);
+        }
+        n += count;
     }
 }
 
@@ -721,17 +699,13 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
         for (int slot = 0; slot < kItemSlots; ++slot) {
             mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32 - 4);
+            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
         }
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(smem_address(&smem.bar_k_full[stage]), kFp8 ? 4 : 4 + 128);
             mbarrier_init(smem_address(&smem.bar_k_free[stage]), 8);
-        }
-#pragma unroll
-        for (int slot = 0; slot < kRowSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_rows_full[slot]), 1);
         }
         mbarrier_init(smem_address(&smem.bar_p_full), 32);
         mbarrier_init(smem_address(&smem.bar_p_free), 64);
@@ -763,11 +737,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         pv_warpgroup<1>(params, smem, warp_idx);
     } else {
         setmaxnreg_dec<kRegistersProducer>();
-        const Place place{warp_idx, static_cast<int>(threadIdx.x % 32)};
-        if constexpr (kFp8) {
-            produce_fp8(params, smem, place);
-        } else {
-            produce_bf16(params, smem, place);
-        }
+        producer_warpgroup(params, smem, warp_idx);
     }
 }
