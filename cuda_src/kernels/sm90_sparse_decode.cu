@@ -455,8 +455,11 @@ __device__ __forceinline__ void prefetch_rows(const Rows& rows, const Place& pla
     constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
 #pragma unroll
     for (int quarter = 0; quarter < 4; ++quarter) {
+        const int offset = min_int(place.unit() * 128, kRowBytes - 1);
+        const int last =
+            kFormat == Format::kModel1 && place.unit() == 7 ? rows.scale_distance[quarter] : offset;
         if (rows.row[quarter] != nullptr && place.unit() * 128 < kRowBytes + 128)
-            prefetch_l2(rows.row[quarter] + min_int(place.unit() * 128, kRowBytes - 1));
+            prefetch_l2(rows.row[quarter] + last);
     }
 }
 
