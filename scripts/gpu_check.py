@@ -253,7 +253,7 @@ def run_bench(record: dict[str, Any], options: argparse.Namespace) -> bool:
             f"the prebuilt kernels are of NVRTC {expected}, the benchmark used NVRTC {version}: not recorded"
         )
         return False
-    record["bench"][version] = run
+    record["bench"][version] = {**run, "git_commit": record["git_commit"]}
     save_record(record, options.record)
     return True
 
