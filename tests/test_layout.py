@@ -127,7 +127,7 @@ def exchanged(function: str, held: Sequence[list[Word]]) -> list[list[Word]]:
     assert body
     conditions, *statements = (line.strip() for line in body[1].strip().split(";") if line.strip())
     masks = {name: int(bit) for name, bit in re.findall(r"(\w+) = threadIdx\.x & (\d)", conditions)}
-    assert masks == {"odd": 1, "upper": 2} if len(held) == 4 else {"odd": 1}
+    assert masks == ({"odd": 1, "upper": 2} if len(held) == 4 else {"odd": 1})
     lanes: list[dict[str, Word]] = [{f"v[{i}]": word for i, word in enumerate(words)} for words in held]
     select = r"(odd|upper) \? (\S+) : ([^\s,;]+)"
     for statement in statements:

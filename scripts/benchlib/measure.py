@@ -21,7 +21,8 @@ WARMUP_REPLAYS = 2
 # After memory was allocated, the first 5 to 10 ms of 27 us calls have been seen 2 us slower than the rest.
 WARMUP_SECONDS = 0.02
 REST_SECONDS = 0.5
-COOL_DOWN = 10  # times as long as the replays took, which otherwise heat the chip for the next case
+# Of rest after timed replays, times as long as they took, or they heat the chip for the next case.
+COOL_DOWN = 10
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 COLD_L2_FACTOR = 3
@@ -84,7 +85,9 @@ def make_inputs(case: DecodeCase, sets: int = 1, device: str = "cuda") -> Decode
 
 
 def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
-    """Capture `calls` (which enqueues `count` calls) in a CUDA graph and time its replays with events."""
+    """Capture `calls` (which enqueues `count` calls) in a CUDA graph, warm up with it and time its replays by
+    events. Idles for COOL_DOWN times as long before it returns.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
