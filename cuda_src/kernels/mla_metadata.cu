@@ -43,10 +43,11 @@ struct SharedMemoryPlan {
 static_assert(kWarps <= 32, "one warp scans the warps' sums");
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
-// Exclusive prefix sum over the CTA; `total` gets the sum, `holds` whether it holds in every thread. All threads call, each time
-// with other `warp_sums`.
+// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call, each time with other `warp_sums`. `barrier` is
+// the one __syncthreads, or a vote that is one.
+template <class Barrier>
 __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[kWarps], int& total,
-                                                   bool& holds) {
+                                                   Barrier barrier) {
     const int lane_idx = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
     int inclusive = value;
@@ -56,7 +57,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
         if (lane_idx >= offset) inclusive += below;
     }
     if (lane_idx == 31) warp_sums[warp_idx] = inclusive;
-    holds = __syncthreads_and(holds);
+    barrier();
     // Every warp scans the 32 warp sums itself: one barrier less than handing the result out.
     int warp_sum = lane_idx < kWarps ? warp_sums[lane_idx] : 0;
     const int own = warp_sum;
@@ -143,7 +144,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         units_here += ceil_div(blocks, unit_blocks(params, blocks));
     }
     int units_total;
-    const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total, equal);
+    const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total,
+                                                 [&] { equal = __syncthreads_and(equal); });
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
     // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
@@ -172,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         before += units;
     }
     int splits_total;
-    int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total, equal);
+    int splits = block_exclusive_sum(splits_here, smem.warp_sums[1], splits_total, [] { __syncthreads(); });
     for (int i = first; i < last; ++i) {
         params.num_splits[i] = splits;
         const int blocks = smem.blocks[i];
