@@ -79,7 +79,10 @@ def test_compiles_without_spills(spec: KernelSpec) -> None:
 
 
 def test_setmaxnreg_moves_what_the_launch_gives() -> None:
-    """One per warpgroup, in steps of 8, some up, some down, and no more in all than what the launch gave."""
+    """One per role, in steps of 8, some up, some down, and no more in all than what the launch gave.
+
+    Warpgroups of one role share an instruction. Those of the kernels that do have the smallest count.
+    """
     for spec in (*default_specs(), *of("sm90_sparse_decode")):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
         if not spec.name.startswith("sm90_"):
@@ -87,12 +90,15 @@ def test_setmaxnreg_moves_what_the_launch_gives() -> None:
             continue
         launched = jit.build(spec).meta["registers"]
         counts = [int(count) for _, count in moves]
-        assert len(moves) == spec.threads // 128 and {kind for kind, _ in moves} == {"inc", "dec"}
+        warpgroups = spec.threads // 128
+        sharing = warpgroups - len(moves)
+        assert sharing == (1 if spec.name == "sm90_sparse_decode" else 0), moves
+        assert {kind for kind, _ in moves} == {"inc", "dec"}
         assert all(count % 8 == 0 and 24 <= count <= 256 for count in counts)
         assert all(
             (int(count) >= launched) == (kind == "inc") or int(count) == launched for kind, count in moves
         )
-        assert sum(counts) <= len(counts) * launched, (moves, launched)
+        assert sum(counts) + sharing * min(counts) <= warpgroups * launched, (moves, launched)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)

@@ -15,29 +15,31 @@
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
 // z = parts of the plan (sched/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
 //
-// Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
-//   QK        warpgroup 0,  80 registers   S = Q K^T, online softmax, P; loads Q
-//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue
-//   producer  warpgroup 3, 112             gathers and dequantises rows into K's ring; its warp 0 walks the plan
+// Roles (640 threads; the launch gives 96 registers each, setmaxnreg moves them)
+//   QK        warpgroup 0,  64 registers   S = Q K^T, online softmax, P; loads Q
+//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
+//   producer  warpgroups 3, 4, 48          gather and dequantise rows into K's ring, each of the eight warps a group of a block
 //
 // Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of QK and 2 x 8 x 64 = 1024 of PV
-//   producer      | copy block j + 1 to the stage that PV(j - 1) has left, then convert it there; prefetch block j + 2 to L2
+//   producer      | values of block j + 1 on their way to registers, its stage's PV(j - 1) complete: convert, store | rows of
+//                 | block j + 3 found and prefetched to L2, first values of block j + 2 asked for
 //   QK            | QK(j), softmax(j), store P(j)       | QK(j + 1) ...
 //   PV0, PV1      | PV(j - 1)                           | PV(j) ...
-// With two stages a block takes half of the time that a stage is in use (QK, softmax, PV) and being filled, or as long as the
-// producer does for one; with FP8 rows it is the producer (docs/kernels/sparse_decode.md has the cycles).
+// A stage is in use for QK, softmax and PV and is then filled, which takes half as long; with two stages that is a block's time
+// (docs/kernels/sparse_decode.md has the cycles). P(j) lies where block j's RoPE was, which no PV reads, so that it needs no
+// memory and no barrier of its own; at D_QK 512, where RoPE is part of V, it has two slots.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[8]    1         producer warp 0: items[n] written                   all: read it                     0
-// bar_item_free[8]    16        lane 0 of each warp: done with the item             producer warp 0: overwrite it    1
-// bar_k_full[s]       4, 132    producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
+// bar_item_full[8]    1         warp 0 of PV1: items[n] written                     all: read it                     0
+// bar_item_free[8]    20        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
+// bar_k_full[s]       8, 264    producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
 //                               (bf16: also every thread's copies landed)
-// bar_k_free[s]       8         PV0, PV1: lane 0 of each warp, its PV is complete   producer: refill                 1
-// bar_p_full          32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
-// bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
+// bar_k_free[s]       64        PV0, PV1: scale read, PV of the warp is complete    producer: refill                 1
+// bar_p_full[s]       32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
+// NB_QK               128       QK: done with the item's Q / the next Q landed;     QK: all three                    -
+//                               Q K^T is complete, so P may lie over RoPE
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
 #include "attention/items.cuh"
@@ -75,13 +77,18 @@ constexpr int kRopeChunk = kChunks - 1;
 constexpr int kRopeOffset = kFormat == Format::kV32 ? 528 : 448;  // bytes into an FP8 row
 constexpr int kScaleOffset = 512;                                 // of V3.2
 constexpr int kModel1RowBytes = 576, kModel1ScaleBytes = 8;
-constexpr int kQuarterRows = 4;  // of a warp's 16, that one instruction serves
+// P of a block lies where its RoPE chunk was, when that is no part of V.
+constexpr bool kPOverRope = D_QK > kDimV;
+constexpr int kPChunks = kPOverRope ? kChunks : 1;  // of the group-major tile that P is a chunk of
 
-constexpr int kThreads = 512;
-constexpr int kRegistersQK = 80;
+constexpr int kThreads = 640;
+constexpr int kProducerWarps = 8;  // each has a group of a block's rows
+constexpr int kRegistersQK = 64;
 constexpr int kRegistersPV = 160;
-constexpr int kRegistersProducer = 112;
-static_assert(kRegistersQK + 2 * kRegistersPV + kRegistersProducer <= 65536 / 128, "more than there are");
+constexpr int kRegistersProducer = 48;
+static_assert(kRegistersQK + 2 * kRegistersPV + 2 * kRegistersProducer <=
+                  65536 / kThreads / 8 * 8 * (kThreads / 128),
+              "more registers than the launch gives");
 
 struct Params {
     const u16* q;
@@ -124,19 +131,19 @@ struct PublisherState {
     u32 published;    // kNoMoreItems once the end mark is
 };
 constexpr u32 kNoMoreItems = 1u << 31;
+constexpr u32 kItemsAhead = 3;
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kStageBytes];  // 147,456 B (D_QK 576)
-    unsigned char q[kStageBytes];                         //  73,728 B
-    unsigned char p[kChunkBytes];                         //   8,192 B
-    float row_scale[kBlockM];                             // factor on O before the block's PV
-    float row_sum[kBlockM];                               // of the item
-    float row_max[kBlockM];                               // m_ref at the item's end, base 2
-    alignas(8) u16 valid[kStages][4];                     // a bit for each row of the stage
+    alignas(1024) unsigned char k[kStages][kStageBytes];       // 147,456 B (D_QK 576)
+    unsigned char q[kStageBytes];                              //  73,728 B
+    unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P lies over RoPE
+    float row_scale[kStages][kBlockM];                         // factor on O before the block's PV
+    float row_sum[kBlockM];                                    // of the item
+    float row_max[kBlockM];                                    // m_ref at the item's end, base 2
+    alignas(8) unsigned char valid[kStages][kProducerWarps];   // a bit for each row of the stage
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
-    u64 bar_p_full;
-    u64 bar_p_free;
+    u64 bar_p_full[kStages];
     u64 bar_sum_full;
     u64 bar_sum_free;
     u64 bar_item_full[kItemSlots];
@@ -189,11 +196,13 @@ __device__ __forceinline__ void mask_scores(float (&s)[32], u32 valid_low, u32 v
     }
 }
 
+__device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage) {
+    return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * kGroupBytes
+                      : smem_address(smem.p) + stage * kChunkBytes;
+}
+
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const u64 desc_q = descriptor_k_major(smem_address(smem.q));
-    // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
-    const u32 smem_p =
-        smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
     ItemReader reader;
     u32 n = 0;  // running number of the block
     if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req);
@@ -242,12 +251,17 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
 
-            mbarrier_wait_parity(smem_address(&smem.bar_p_free), ~n & 1);
             if (has_row_scales()) {
-                float* row_scale = smem.row_scale + warp_idx * 16 + lane_index() / 4;
+                float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
+            if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // all of Q K^T is complete
+            // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
+            const int lane_idx = lane_index();
+            const u32 smem_p = p_address(smem, stage) +
+                               (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * kGroupBytes +
+                               swizzle128_offset(lane_idx % 8, lane_idx / 16);
 #pragma unroll
             for (int group = 0; group < 4; ++group) {  // of 16 tokens
                 stmatrix_x4(smem_p ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
@@ -255,7 +269,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             fence_proxy_async();
             __syncwarp();
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
@@ -263,57 +277,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- PV ----------------------------------------------------------------------------------------------------------------
-
-template <int kHalf>
-__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kGroupBytes;
-    float o[128];
-    ItemReader reader;
-    u32 n = 0;  // running number of the block
-    for (; reader.next(smem); reader.release(smem)) {
-#pragma unroll
-        for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            const u32 stage = n % kStages;
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
-            if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
-            float scale0 = 1.0f, scale1 = 1.0f;
-            if (has_row_scales()) {
-                const float* row_scale = smem.row_scale + warp_idx * 16 + lane_index() / 4;
-                scale0 = row_scale[0];
-                scale1 = row_scale[8];
-            }
-            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
-                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
-                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
-            }
-            const u64 desc_v = descriptor_grouped<kChunks>(smem_v + stage * kStageBytes);
-            wgmma_pin(o);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
-            }
-            wgmma_commit_group();
-            wgmma_wait_group<0>();
-            wgmma_pin(o);
-            __syncwarp();
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
-        }
-        mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
-        mbarrier_arrive(smem_address(&smem.bar_sum_free));
-    }
-}
-
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Items ----------------------------------------------------------------------------------------------------------
 
 // Publishes the part's items. One warp, converged, calls. The state stays in shared memory: registers are short.
 __device__ __forceinline__ void start_publishing(const Params& params, SharedMemoryPlan& smem) {
@@ -353,80 +317,116 @@ __device__ __forceinline__ void publish_items(const Params& params, SharedMemory
     __syncwarp();
 }
 
-// A producer thread's place. Of the warp's 16 rows it serves four, one of each four ("quarter"), each together with seven other
-// lanes, taking the 16-byte unit `unit` of every 128 bytes.
+// ---- PV ----------------------------------------------------------------------------------------------------------------
+
+template <int kHalf>
+__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kGroupBytes;
+    const bool publishes = kHalf == 1 && warp_idx == 0;
+    if (publishes) start_publishing(params, smem);
+    float o[128];
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    while (true) {
+        if (publishes) publish_items(params, smem, reader.count + kItemsAhead);
+        if (!reader.next(smem)) break;
+#pragma unroll
+        for (int j = 0; j < 128; ++j) o[j] = 0.0f;
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages;
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
+            if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
+            float scale0 = 1.0f, scale1 = 1.0f;
+            if (has_row_scales()) {
+                const float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
+                scale0 = row_scale[0];
+                scale1 = row_scale[8];
+            }
+            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
+                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
+                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
+#pragma unroll
+                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
+            }
+            const u64 desc_p = descriptor_grouped<kPChunks>(p_address(smem, stage));
+            const u64 desc_v = descriptor_grouped<kChunks>(smem_v + stage * kStageBytes);
+            wgmma_pin(o);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kBlockTokens / 16; ++k) {
+                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
+                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
+                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
+            }
+            wgmma_commit_group();
+            wgmma_wait_group<0>();
+            wgmma_pin(o);
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
+        }
+        mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
+        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
+        mbarrier_arrive(smem_address(&smem.bar_sum_free));
+        reader.release(smem);
+    }
+}
+
+// ---- Producer ----------------------------------------------------------------------------------------------------------
+
+// A producer thread's place. Its warp has eight rows of a block, a group of the tile. It shares one of them with three other lanes,
+// taking 16 bytes of every 64. Worked out where it is needed: registers are short.
 struct Place {
-    int warp_idx, lane_idx;
+    int warp_idx, row, quarter;
 
-    __device__ __forceinline__ int unit() const { return lane_idx % 8; }
-    // Row of the warp's 16 in a quarter.
-    __device__ __forceinline__ int row(int quarter) const { return quarter * kQuarterRows + lane_idx / 8; }
-    // Where the warp's rows begin in a stage.
-    __device__ __forceinline__ u32 base(u32 stage) const {
-        return stage + warp_idx * 2 * kChunks * kGroupBytes;
-    }
-    // Where a 16-byte unit of the row of a quarter lies, from there, in chunk 0.
-    __device__ __forceinline__ u32 offset(int quarter, int unit) const {
-        return quarter / 2 * kChunks * kGroupBytes + swizzle128_offset(row(quarter) % kGroupRows, unit);
+    __device__ __forceinline__ Place() {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        warp_idx = thread / 32 - (kThreads / 32 - kProducerWarps);
+        row = thread % 32 / 4;
+        quarter = thread % 4;
     }
 };
 
-// A thread's four indices in a block.
-struct Indices {
-    int index[4];
+// A thread's row in a block.
+struct Row {
+    const unsigned char* data;  // null: none
+    int scale_distance;         // MODEL1: bytes from the row to its scales
 };
 
-// A thread's four rows in a block.
-struct Rows {
-    const unsigned char* row[4];  // null: none
-    int scale_distance[4];        // MODEL1: bytes from a row to its scales
-
-    // Which of the warp's 16 rows there are.
-    __device__ __forceinline__ u32 valid(const Place& place) const {
-        u32 bits = 0;
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            bits |= static_cast<u32>(row[quarter] != nullptr) << place.row(quarter);
-        }
-        return __reduce_or_sync(0xffffffff, bits);
-    }
-};
-
-// What one query token of a request selects, block by block: from the cache, then from the extra one.
+// Walks what one query token of a request selects, block by block: from the cache, then from the extra one.
 struct Selection {
-    const int* indices[2];
-    int count[2];
-    int blocks;  // of the cache
+    const int* src;     // of the thread's row in the block that is next
+    int left;           // indices of the same cache from there on
+    int blocks_before;  // blocks up to the extra cache's first; 0 in that one
+    int index;          // of the block that is next, loaded; -1 past the last
 
-    __device__ __forceinline__ Selection(const Params& params, const WorkItem& item) {
-        const i64 req = warp_uniform(item.req);
+    __device__ __forceinline__ void enter_cache(const Params& params, int req, int c, int block) {
+        const Place place;
+        const int first = block * kBlockTokens + place.warp_idx * kGroupRows + place.row;
         const i64 token = blockIdx.x / params.head_tiles;
-        count[0] = warp_uniform(item.seqlen);
-        count[1] = params.tokens().extra(req);
-        blocks = ceil_div(count[0], kBlockTokens);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            indices[c] =
-                params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c];
-        }
+        src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
+        left = (c ? params.tokens().extra(req) : params.tokens().main(req)) - first;
     }
-    // -1 past the last.
-    __device__ __forceinline__ Indices load(int block, const Place& place) const {
-        const bool extra = block >= blocks;
-        const int first = (block - (extra ? blocks : 0)) * kBlockTokens + place.warp_idx * 16;
-        const int end = extra ? count[1] : count[0];
-        const int* src = extra ? indices[1] : indices[0];
-        Indices loaded;
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const int position = first + place.row(quarter);
-            loaded.index[quarter] = -1;
-            if (position < end) loaded.index[quarter] = load_global(src + position);
-        }
-        return loaded;
+    __device__ __forceinline__ void load() {
+        index = -1;
+        if (left > 0) index = load_global(src);
     }
-    __device__ __forceinline__ Rows rows(const Params& params, int block, const Indices& loaded) const {
-        const int c = block >= blocks ? 1 : 0;
+    // From an item's first block on.
+    __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
+        const int blocks = ceil_div(item.seqlen, kBlockTokens);
+        const bool extra = item.first_block >= blocks;
+        blocks_before = extra ? 0 : blocks - item.first_block;
+        enter_cache(params, item.req, extra, item.first_block - (extra ? blocks : 0));
+        load();
+    }
+    // To the block after it.
+    __device__ __forceinline__ void advance(const Params& params, int req) {
+        src += kBlockTokens;
+        left -= kBlockTokens;
+        if (blocks_before > 0 && --blocks_before == 0) enter_cache(params, req, 1, 0);
+        load();
+    }
+    __device__ __forceinline__ Row row(const Params& params) const {
+        const int c = blocks_before == 0;
         const unsigned char* cache = c ? params.cache[1] : params.cache[0];
         const u32 slots = c ? params.cache_slots[1] : params.cache_slots[0];
         const u32 page_size = c ? params.page_block_size[1] : params.page_block_size[0];
@@ -434,45 +434,29 @@ struct Selection {
         const int shift = c ? params.page_shift[1] : params.page_shift[0];
         const i64 block_stride = c ? params.block_stride[1] : params.block_stride[0];
         const u32 token_stride = c ? params.token_stride[1] : params.token_stride[0];
-        Rows rows;
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const u32 index = loaded.index[quarter];
-            const u32 page = divide(index, magic, shift);
-            const u32 row_in_page = index - page * page_size;
-            const unsigned char* row =
-                cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
-            rows.row[quarter] = index < slots ? row : nullptr;
-            rows.scale_distance[quarter] =
-                page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
-        }
-        return rows;
+        const u32 slot = index;
+        const u32 page = divide(slot, magic, shift);
+        const u32 row_in_page = slot - page * page_size;
+        Row row;
+        row.data = cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
+        if (slot >= slots) row.data = nullptr;
+        row.scale_distance =
+            page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
+        return row;
     }
 };
 
-// Has a thread's rows brought to L2, together with the seven other lanes of each.
-__device__ __forceinline__ void prefetch_rows(const Rows& rows, const Place& place) {
+// Has a thread's row brought to L2, together with the three other lanes of it.
+__device__ __forceinline__ void prefetch_row(const Row& row) {
+    const Place place;
     constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
+    constexpr int kLines = ceil_div(kRowBytes + 127, 128);  // wherever it begins
+    if (row.data == nullptr) return;
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        const int offset = min_int(place.unit() * 128, kRowBytes - 1);
-        const int last =
-            kFormat == Format::kModel1 && place.unit() == 7 ? rows.scale_distance[quarter] : offset;
-        if (rows.row[quarter] != nullptr && place.unit() * 128 < kRowBytes + 128)
-            prefetch_l2(rows.row[quarter] + last);
+    for (int line = 0; line < kLines; line += 4) {
+        if (line + place.quarter < kLines)
+            prefetch_l2(row.data + min_int((line + place.quarter) * 128, kRowBytes - 1));
     }
-}
-
-// Dequantising in place. The FP8 values of a row arrive as they are in the cache, behind the others of its group of eight, where
-// bf16 chunks will be. They are read to registers before any of them is written, group by group. So a whole block is on its way
-// at once, with no memory but its stage.
-constexpr int kRawOffset = kRopeChunk * kGroupBytes - kGroupRows * kFp8Values;  // in a group
-constexpr int kTileValues = 128;                                                // that eight units hold
-constexpr int kTiles = ceil_div(kFp8Values, kTileValues);
-
-// Whether there are 16 values of a tile in a unit; MODEL1's last tile is a half.
-__device__ __forceinline__ bool unit_in_tile(int unit, int tile) {
-    return (tile + 1) * kTileValues <= kFp8Values || unit < 4;
 }
 
 // 16 bytes of the cache to shared memory, or 16 zeros.
@@ -484,60 +468,14 @@ __device__ __forceinline__ void copy_16_or_zeros(u32 dst, const unsigned char* s
         cp_async_8_or_zeros(dst + 8, src + 8, reads);
     }
 }
-
-// The scales of a thread's four rows. V3.2: 4 float32; MODEL1: 8 e8m0 in the first two words.
-struct Scales {
-    u32 words[4][kFormat == Format::kV32 ? 4 : 2];
-
-    __device__ __forceinline__ void load(const Rows& rows) {
-#pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const unsigned char* row = rows.row[quarter];
-            const bool reads = row != nullptr;
-            u32(&w)[kFormat == Format::kV32 ? 4 : 2] = words[quarter];
-            if constexpr (kFormat == Format::kModel1) {
-                const uint2 v = load_global_8(row + rows.scale_distance[quarter], reads);
-                w[0] = v.x, w[1] = v.y;
-            } else if constexpr (LOAD_BYTES == 16) {
-                const uint4 v = load_global_16(row + kScaleOffset, reads);
-                w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-            } else {
-                const uint2 low = load_global_8(row + kScaleOffset, reads);
-                const uint2 high = load_global_8(row + kScaleOffset + 8, reads);
-                w[0] = low.x, w[1] = low.y, w[2] = high.x, w[3] = high.y;
-            }
-        }
-    }
-    // Of the 16 values of a unit in a tile.
-    __device__ __forceinline__ float of(int quarter, int tile, int unit) const {
-        if constexpr (kFormat == Format::kV32) {
-            return __uint_as_float(words[quarter][tile]);
-        } else {
-            return e8m0_value(words[quarter][tile / 2] >> (tile % 2 * 16 + unit / 4 * 8) & 0xff);
-        }
-    }
-};
-
-// Starts copying a thread's share of the warp's FP8 rows to a stage: what will be converted, and RoPE, which is bf16 already, to
-// its place. Rows that there are none of are zeros. The two groups of eight rows are commit groups of their own.
-__device__ __forceinline__ void start_copy_fp8(const Params& params, const Rows& rows, u32 stage,
-                                               const Place& place) {
-    const u32 base = place.base(stage);
-#pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        const bool reads = rows.row[quarter] != nullptr;
-        const unsigned char* src = (reads ? rows.row[quarter] : params.cache[0]) + place.unit() * 16;
-        const u32 raw = base + quarter / 2 * kChunks * kGroupBytes + kRawOffset +
-                        place.row(quarter) % kGroupRows * kFp8Values + place.unit() * 16;
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            if (unit_in_tile(place.unit(), tile)) {
-                copy_16_or_zeros(raw + tile * kTileValues, src + tile * kTileValues, reads);
-            }
-        }
-        copy_16_or_zeros(base + kRopeChunk * kGroupBytes + place.offset(quarter, place.unit()),
-                         src + kRopeOffset, reads);
-        if (quarter % 2 == 1) cp_async_commit_group();
+// 16 bytes of the cache to registers, or 16 zeros.
+__device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned char* src, bool reads) {
+    if constexpr (LOAD_BYTES == 16) {
+        const uint4 x = load_global_16(src, reads);
+        v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+    } else {
+        const uint2 low = load_global_8(src, reads), high = load_global_8(src + 8, reads);
+        v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
     }
 }
 
@@ -566,129 +504,146 @@ __device__ __forceinline__ void store_dequantised(u32 dst, u32 low, u32 high, fl
 #undef RAWMLA_PAIR
 }
 
-// Converts one group of a warp's rows, which have landed.
-__device__ __forceinline__ void dequantise_group(int group, const Scales& scales, u32 stage,
-                                                 const Place& place) {
-    const u32 base = place.base(stage) + group * kChunks * kGroupBytes;
-    const u32 raw = base + kRawOffset + place.row(0) * kFp8Values + place.unit() * 16;
-    u32 values[2][kTiles][4];
+// A thread's share of an FP8 row on its way to a stage: 16 values of each chunk but RoPE's.
+struct Fp8Row {
+    static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are short
+    static constexpr int kValueChunks = kFp8Values / kChunkCols;
+
+    const unsigned char* src;  // the share's first byte; null: there is no row, and zeros are stored
+    u32 values[kAhead][4];
+    u32 scales[2];  // V3.2: float32, of chunks 4 i + {0, 1} and 4 i + {2, 3}; MODEL1: 8 e8m0
+
+    __device__ __forceinline__ void load(int chunk) {
+        load_16_or_zeros(values[chunk % kAhead], src + chunk * kChunkCols, src != nullptr);
+    }
+    __device__ __forceinline__ void load_scale(const unsigned char* row, int chunk) {
+        scales[chunk / 2 % 2] = load_global_4(row + kScaleOffset + chunk / 2 * 4, src != nullptr);
+    }
+    __device__ __forceinline__ void start(const Row& row) {
+        src = row.data != nullptr ? row.data + Place().quarter * 16 : nullptr;
+        if constexpr (kFormat == Format::kV32) {
+            load_scale(row.data, 0);
+            load_scale(row.data, 2);
+        } else {
+            const uint2 x = load_global_8(row.data + row.scale_distance, src != nullptr);
+            scales[0] = x.x, scales[1] = x.y;
+        }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            if (unit_in_tile(place.unit(), tile)) {
-                load_shared(values[half][tile], raw + half * kQuarterRows * kFp8Values + tile * kTileValues);
-            }
+        for (int chunk = 0; chunk < kAhead; ++chunk) load(chunk);
+    }
+    __device__ __forceinline__ float scale(int chunk) const {
+        if constexpr (kFormat == Format::kV32) {
+            return __uint_as_float(scales[chunk / 2 % 2]);
+        } else {
+            return e8m0_value(scales[chunk / 4] >> chunk % 4 * 8 & 0xff);
         }
     }
-    __syncwarp();  // all lanes have read the group before any writes over it
-    // A thread's 16 values fill two units. Units 4-7 begin with the second, or they would meet units 0-3 in their banks.
-    const bool second_first = place.unit() >= 4;
-    const u32 dst = base + place.unit() / 4 * kGroupBytes +
-                    swizzle128_offset(place.row(0), place.unit() % 4 * 2 + static_cast<int>(second_first));
+    // RoPE, which is bf16 already, is copied to its chunk.
+    __device__ __forceinline__ void copy_rope(const Params& params, u32 group) {
+        const Place place;
+        const bool reads = src != nullptr;
+        const unsigned char* rope = (reads ? src : params.cache[0]) + kRopeOffset;
+        const u32 dst = group + kRopeChunk * kGroupBytes + swizzle128_offset(place.row, place.quarter);
+        copy_16_or_zeros(dst, rope, reads);
+        copy_16_or_zeros(dst ^ 64, rope + 64, reads);
+    }
+    __device__ __forceinline__ void dequantise(u32 group) {
+        const Place place;
+        const u32 dst = group + swizzle128_offset(place.row, place.quarter * 2);
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-        if (!unit_in_tile(place.unit(), tile)) break;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float scale = scales.of(2 * group + half, tile, place.unit());
-            const u32(&v)[4] = values[half][tile];
-            // Four rows on, bit 2 of the unit's number turns.
-            const u32 unit =
-                (dst ^ half * 64) + half * kQuarterRows * kChunkRowBytes + tile * 2 * kGroupBytes;
-            store_dequantised(unit, second_first ? v[2] : v[0], second_first ? v[3] : v[1], scale);
-            store_dequantised(unit ^ 16, second_first ? v[0] : v[2], second_first ? v[1] : v[3], scale);
+        for (int chunk = 0; chunk < kValueChunks; ++chunk) {
+            const u32(&v)[4] = values[chunk % kAhead];
+            store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
+            store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
+            if (kFormat == Format::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
+                load_scale(src - place.quarter * 16, chunk + 3);
+            if (chunk + kAhead < kValueChunks) load(chunk + kAhead);
         }
     }
-}
+};
 
-__device__ __forceinline__ void wait_stage_free(SharedMemoryPlan& smem, u32 n) {
-    mbarrier_wait_parity(smem_address(&smem.bar_k_free[n % kStages]), ~(n / kStages) & 1);
+// Waits for the stage of block n, notes which of the warp's rows there are, and returns where their group begins.
+__device__ __forceinline__ u32 open_stage(SharedMemoryPlan& smem, u32 n, bool valid) {
+    const u32 stage = n % kStages;
+    mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~(n / kStages) & 1);
+    const Place place;
+    const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << place.row);
+    if (lane_index() == 0) smem.valid[stage][place.warp_idx] = bits;
+    return smem_address(smem.k[stage]) + place.warp_idx * kChunks * kGroupBytes;
 }
-
 // The warp's rows of block n are stored, or their copies arrive on the barrier by themselves.
-__device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n, u32 valid, const Place& place) {
-    if (place.lane_idx == 0) {
-        smem.valid[n % kStages][place.warp_idx] = valid;
-        mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
-    }
+__device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n) {
+    if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
 }
 
-// Blocks [first, first + count) of an item, of which the first is number n. Indices are loaded two blocks ahead, rows brought
-// to L2 one block ahead.
+// `count` blocks of a request, of which the first is number n. While a block is stored the next one's first values are on their
+// way to registers and the one's after that to L2.
 __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
-                                            const Selection& selection, int first, int count, u32 n,
-                                            const Place& place) {
-    Indices here = selection.load(first, place);
-    Indices next = selection.load(first + 1, place);
+                                            Selection& selection, int req, int count, u32 n) {
+    Row next = selection.row(params);
+    selection.advance(params, req);
+    Fp8Row row;
+    auto step = [&]() {
+        const Row after = selection.row(params);
+        prefetch_row(after);
+        selection.advance(params, req);
+        row.start(next);
+        next = after;
+    };
+    step();
 #pragma unroll 1
-    for (int block = first; block < first + count; ++block, ++n) {
-        const u32 stage = smem_address(smem.k[n % kStages]);
-        const Rows rows = selection.rows(params, block, here);
-        const u32 valid = rows.valid(place);
-        wait_stage_free(smem, n);
-        start_copy_fp8(params, rows, stage, place);
-        Scales scales;
-        scales.load(rows);
-        prefetch_rows(selection.rows(params, block + 1, next), place);
-        here = next;
-        next = selection.load(block + 2, place);
-        cp_async_wait_group<1>();
-        __syncwarp();
-        dequantise_group(0, scales, stage, place);
-        cp_async_wait_group<0>();
-        __syncwarp();
-        dequantise_group(1, scales, stage, place);
+    for (; count > 0; --count, ++n) {
+        const u32 group = open_stage(smem, n, row.src != nullptr);
+        row.copy_rope(params, group);
+        row.dequantise(group);
+        cp_async_wait_all();
         fence_proxy_async();
         __syncwarp();
-        announce_rows(smem, n, valid, place);
+        announce_rows(smem, n);
+        step();
     }
 }
 
 __device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryPlan& smem,
-                                             const Selection& selection, int first, int count, u32 n,
-                                             const Place& place) {
-    Indices next = selection.load(first, place);
+                                             Selection& selection, int req, int count, u32 n) {
 #pragma unroll 1
-    for (int block = first; block < first + count; ++block, ++n) {
-        const Rows rows = selection.rows(params, block, next);
-        next = selection.load(block + 1, place);
-        wait_stage_free(smem, n);
+    for (; count > 0; --count, ++n) {
+        const unsigned char* row = selection.row(params).data;
+        selection.advance(params, req);
+        const u32 group = open_stage(smem, n, row != nullptr);
+        // Eight lanes a row, since copies of 64 bytes take as long as copies of 128
+        const int lane_idx = lane_index();
 #pragma unroll
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            const bool reads = rows.row[quarter] != nullptr;
-            const unsigned char* src = (reads ? rows.row[quarter] : params.cache[0]) + place.unit() * 16;
-            const u32 dst =
-                place.base(smem_address(smem.k[n % kStages])) + place.offset(quarter, place.unit());
+        for (int half = 0; half < 2; ++half) {
+            const int copied = half * (kGroupRows / 2) + lane_idx / 8;
+            const u64 address = __shfl_sync(0xffffffff, reinterpret_cast<u64>(row), copied * 4);
+            const bool reads = address != 0;
+            const unsigned char* src =
+                (reads ? reinterpret_cast<const unsigned char*>(address) : params.cache[0]) +
+                lane_idx % 8 * 16;
+            const u32 dst = group + swizzle128_offset(copied, lane_idx % 8);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 cp_async_16_or_zeros(dst + chunk * kGroupBytes, src + chunk * kChunkRowBytes, reads);
             }
         }
         cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
-        announce_rows(smem, n, rows.valid(place), place);
+        announce_rows(smem, n);
     }
 }
 
-__device__ __forceinline__ void producer_warpgroup(const Params& params, SharedMemoryPlan& smem,
-                                                   int warp_idx) {
-    constexpr u32 kAhead = 3;  // items
-    if (warp_idx == 0) {
-        start_publishing(params, smem);
-        publish_items(params, smem, kAhead);
-    }
-    const Place place{warp_idx, static_cast<int>(threadIdx.x % 32)};
+__device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem) {
     ItemReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        if (warp_idx == 0) publish_items(params, smem, reader.count + kAhead);
-        const WorkItem& item = reader.item(smem);
-        const int first = warp_uniform(item.first_block), count = warp_uniform(item.num_blocks);
-        const Selection selection(params, item);
+        const int req = warp_uniform(reader.item(smem).req),
+                  count = warp_uniform(reader.item(smem).num_blocks);
+        Selection selection;
+        selection.start(params, reader.item(smem));
         if constexpr (kFp8) {
-            produce_fp8(params, smem, selection, first, count, n, place);
+            produce_fp8(params, smem, selection, req, count, n);
         } else {
-            produce_bf16(params, smem, selection, first, count, n, place);
+            produce_bf16(params, smem, selection, req, count, n);
         }
         n += count;
     }
@@ -707,11 +662,11 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(smem_address(&smem.bar_k_full[stage]), kFp8 ? 4 : 4 + 128);
-            mbarrier_init(smem_address(&smem.bar_k_free[stage]), 8);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage]),
+                          kFp8 ? kProducerWarps : kProducerWarps + 32 * kProducerWarps);
+            mbarrier_init(smem_address(&smem.bar_k_free[stage]), 64);
+            mbarrier_init(smem_address(&smem.bar_p_full[stage]), 32);
         }
-        mbarrier_init(smem_address(&smem.bar_p_full), 32);
-        mbarrier_init(smem_address(&smem.bar_p_free), 64);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
     }
@@ -740,6 +695,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         pv_warpgroup<1>(params, smem, warp_idx);
     } else {
         setmaxnreg_dec<kRegistersProducer>();
-        producer_warpgroup(params, smem, warp_idx);
+        producer_warp(params, smem);
     }
 }

@@ -26,24 +26,9 @@ __device__ __forceinline__ void cp_async_4(u32 dst, const void* src) {
 }
 // The issuing thread: all its cp.async have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-__device__ __forceinline__ void cp_async_commit_group() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-// The issuing thread: all but its last kPending groups have landed.
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 // One arrival of the issuing thread on an mbarrier, when all its cp.async have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(u32 bar) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-
-__device__ __forceinline__ void load_shared(u32 (&v)[4], u32 src) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                 : "r"(src)
-                 : "memory");
 }
 
 // A warp stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i%8 of matrix i/8.

@@ -83,7 +83,7 @@ def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
             ("LOAD_BYTES", load_bytes),
             ("SMEM_BYTES", _SMEM_BYTES),
         ),
-        threads=512,
+        threads=640,
         smem_bytes=_SMEM_BYTES,
     )
 

@@ -20,8 +20,9 @@ CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
 # After memory was allocated, the first 5 to 10 ms of 27 us calls have been seen 2 us slower than the rest.
 WARMUP_SECONDS = 0.02
-REST_SECONDS = 0.5
-# Of rest after timed replays, times as long as they took, or they heat the chip for the next case.
+REST_SECONDS = 0.2
+# Of rest, times as long as what ran before it: two replays of warm-up, so that the timed ones begin with the
+# power budget of a chip at rest; and the timed ones, for the next case.
 COOL_DOWN = 10
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
@@ -85,8 +86,8 @@ def make_inputs(case: DecodeCase, sets: int = 1, device: str = "cuda") -> Decode
 
 
 def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
-    """Capture `calls` (which enqueues `count` calls) in a CUDA graph, warm up with it and time its replays by
-    events. Idles for COOL_DOWN times as long before it returns.
+    """Capture `calls` (which enqueues `count` calls) in a CUDA graph, warm up with it, idle, and time replays
+    back to back by events. Idles for COOL_DOWN times as long before it returns.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -102,6 +103,7 @@ def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
             graph.replay()
             stream.synchronize()
             done += 1
+        time.sleep(COOL_DOWN * WARMUP_REPLAYS * (time.perf_counter() - begin) / done)
         samples = []
         for _ in range(replays):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
