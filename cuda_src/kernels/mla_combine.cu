@@ -100,11 +100,11 @@ struct Merged {
 
 // Stores a lane's columns of a half row, rounded: the quad exchanges its units (sched/pieces.cuh) so that each lane has
 // neighbours. All lanes of the warp call.
-__device__ __forceinline__ void store_unit(u16* half_row, int unit, u32 (&words)[4]) {
+__device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[4]) {
     quad_transpose(words);
     *reinterpret_cast<uint4*>(half_row + 8 * unit) = make_uint4(words[0], words[1], words[2], words[3]);
 }
-__device__ __forceinline__ void store_unit(u16* half_row, int unit, u32 (&words)[2]) {
+__device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[2]) {
     pair_transpose(words);
     u16* dst = half_row + 16 * (unit / 4) + 8 * (unit % 2) + 4 * (unit / 2 % 2);
     *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
@@ -224,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
             const float* pair = merged.sum + v * kVectorColumns + 2 * i;
             words[i] = pack_16bit<kDtype>(pair[0] * factor, pair[1] * factor);
         }
-        store_unit(out, v * 32 + lane_idx, words);
+        store_merged(out, v * 32 + lane_idx, words);
     }
     if (half == 0 && lane_idx == 0) {
         params.lse[(static_cast<i64>(req) * params.h_q + head) * params.s_q + token] =

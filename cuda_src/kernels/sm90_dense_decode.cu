@@ -14,8 +14,9 @@
 //   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
 // PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
-// too, while it waits for P: all of QK would wait for the warp that did. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same blocks; CTA 0 loads the left half of V's columns
-// and CTA 1 the right one for both, which halves the traffic from L2 and the power it takes.
+// too, while it waits for P: all of QK would wait for the warp that did. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same
+// blocks; CTA 0 loads the left half of V's columns and CTA 1 the right one for both, which halves the traffic from L2 and the power it
+// takes.
 //
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
 //   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...

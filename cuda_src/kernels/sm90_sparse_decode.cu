@@ -576,8 +576,8 @@ __device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
 }
 
-// `count` blocks of a request, of which the first is number n. While a block is stored the next one's first values are on their
-// way to registers and the one's after that to L2.
+// `count` blocks of a request, of which the first is number n. While a block is stored the next one's rows are on their way to L2;
+// its first values are asked for right after, while its stage may still be in use.
 __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
                                             Selection& selection, int req, int count, u32 n) {
     Row next = selection.row(params);
