@@ -54,7 +54,7 @@ def figures(record: dict[str, Any] | None) -> str:
         )
         parts.append(report.markdown_results(run["rows"]))
     if record["bench"]:
-        parts.append(report.methods([row for run in record["bench"].values() for row in run["rows"]]))
+        parts.extend(dict.fromkeys(run["method"] for run in record["bench"].values()))
         parts.append("![Roofline of dense decoding](docs/roofline.png)")
     return "\n\n".join(parts)
 

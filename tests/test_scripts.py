@@ -41,7 +41,8 @@ def made_up_run() -> dict[str, Any]:
         rows[-1]["gbps"] = case.bytes_moved() / us / 1e3
     report.add_shares(rows, report.best_ceilings(CEILINGS))
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0}
-    return {"rows": rows, "ceilings": CEILINGS, "host": host, "versions": {"nvrtc": "0.0"}}
+    method = "a method"
+    return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
 
 
 def made_up_record() -> dict[str, Any]:
@@ -435,6 +436,7 @@ def test_figures() -> None:
     assert "3 passed, 0 failed, 1 skipped" in text
     assert "memcheck clean" in text
     assert "NVRTC 0.0" in text
+    assert text.count("a method") == 1
     page = f"before\n{update_figures.BEGIN}\nold\n{update_figures.END}\nafter\n"
     replaced = update_figures.replace_section(page, "new")
     assert replaced == page.replace("old", "new")

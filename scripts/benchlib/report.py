@@ -214,8 +214,8 @@ def describe_ceilings(ceilings: list[dict[str, float]]) -> str:
 
 
 METHOD = (
-    "CUDA graph of 10 identical calls, median over replays back to back, after 20 ms of warm-up and a rest "
-    "as long as 20 replays; "
+    "CUDA graph of 10 identical calls, median over replays back to back, after 20 ms of warm-up and, where "
+    "warm-up and replays last longer than 30 ms together, a rest as long as 20 replays; "
     f"FLOPs = 2 * s_q * h_q * sum(lengths) * (d_qk + {D_V}); bytes = cache read once + q + out. Identical "
     "calls find data that fits in L2 there, as in most published figures; 'cold L2' rotates page sets larger "
     "than L2 instead, where one call's data would fit. Metadata: slope between graphs of 20 and 120 calls. "
