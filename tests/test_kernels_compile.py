@@ -408,7 +408,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
     main, merge = launches
     for launch in launches:
         for name, value in launch.params.items():
-            if name in ("k_map_pair", "k_map_one"):
+            if name in ("k_map_half", "k_map_one"):
                 continue
             if name == "sm_scale_log2":
                 assert value == pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7)
@@ -543,7 +543,7 @@ def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pyt
     for page_block_size, box_rows in ((16, 16), (32, 32), (64, 64), (192, 64)):
         launch_decode(dense_call(page_block_size=page_block_size))
         params = launches[-2].params
-        for name, chunks in (("k_map_pair", 2), ("k_map_one", 1)):
+        for name, chunks in (("k_map_half", 4), ("k_map_one", 1)):
             address, dtype, dims, strides, box, swizzle, _ = made[params[name]]
             assert (address, dtype, swizzle) == (0x2000, "bfloat16", "128b")
             assert dims == (64, page_block_size, 9, 2, 1000)

@@ -1,14 +1,15 @@
 // Online softmax over blocks of 64 tokens, on scores as m64n64 accumulators hold them: a thread has two rows, 16 columns each.
 //
-// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when that exceeds it
-// by more than 8 (a factor of 256), so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since
-// numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional rescaling.
+// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when one of them may exceed 256,
+// so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since numerator and denominator carry the same
+// factor. The idea is FlashAttention-4's conditional rescaling. That none exceeds 256 shows in a thread's sum of them, which is
+// needed anyway: the maximum is looked for only when that does.
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-constexpr float kLazyMaxLog2 = 8.0f;
+constexpr float kLazySum = 256.0f;  // of a thread's 16 probabilities of a row
 
 struct OnlineSoftmax {
     float m[2] = {-kInfinity, -kInfinity};  // m_ref
@@ -32,18 +33,20 @@ struct OnlineSoftmax {
             }
         };
         exponentials();  // by the reference so far, which nearly always stands
-        float row_max[2] = {-kInfinity, -kInfinity};
-#pragma unroll
-        for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
-        const bool exceeds = row_max[0] * sm_scale_log2 > m[0] + kLazyMaxLog2 ||
-                             row_max[1] * sm_scale_log2 > m[1] + kLazyMaxLog2;
         scale[0] = scale[1] = 1.0f;
-        if (__any_sync(0xffffffff, exceeds)) {
+        const bool outgrown[2] = {m[0] == -kInfinity || !(sum[0] <= kLazySum),
+                                  m[1] == -kInfinity || !(sum[1] <= kLazySum)};
+        if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+            float row_max[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+            for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
                 row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * sm_scale_log2;
-                const float m_new = row_max[r] > m[r] + kLazyMaxLog2 ? row_max[r] : m[r];
+                // In any of the row's four threads. Other rows of the warp stay as they are: a row depends on itself alone.
+                const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
+                const float m_new = follows ? fmaxf(row_max[r], m[r]) : m[r];
                 // O is still zero while m_ref is -inf
                 scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
                 l[r] *= scale[r];

@@ -5,9 +5,10 @@
 // PAGED: tokens seq_starts[i] .. cache_seqlens[i] - 1 of request i go to rows workspace_starts[i] and following, if these are
 // rows of `out`. A token whose page is not in the table, or not in the cache, becomes zeros. Otherwise slot r goes to row r.
 //
-// A unit is up to four consecutive tokens of a request; warps take units in turn. PAGED: each CTA counts the units of kRequests
-// requests by a block scan, and its warps find the request of a unit by binary search. Memory-bound: 656 bytes in, 1,152 out
-// at V3.2; up to 17 loads per lane are on their way before the first is used.
+// Grid: x = groups of kRows rows, four per warp. Which token goes to a row is asked from the row's side: the threads of a CTA
+// share out the requests, and each notes its request at the rows that it reaches. Memory-bound: 656 bytes in, 1,152 out at
+// V3.2; all ten loads of a lane are on their way before the first is used. CTAs are small, short-lived and many, so that their
+// waits overlap and no SM is left with work when the others are done.
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
@@ -19,10 +20,12 @@
 constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
 constexpr bool kPaged = PAGED;
 using Row = CacheRow<kLayout>;
-constexpr int kThreads = 256;
+constexpr int kThreads = 64;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRequestsPerThread = 4;
-constexpr int kRequests = kThreads * kRequestsPerThread;  // counted at a time
+constexpr int kRows = kWarps * kUnitTokens;
+constexpr int kRequestsAtOnce = 16;  // of a thread: 1,024 of a CTA
+constexpr int kLineBytes = 128;
+constexpr i64 kPrefetchedTable = 16 << 10;  // elements
 
 struct Params {
     const unsigned char* cache;
@@ -44,99 +47,55 @@ struct Params {
     int page_shift;
 };
 
-// Consecutive tokens of a request and the rows they go to.
-struct Run {
-    int request;
-    int first_token;
-    int first_row;
-    int count;
-};
+// A token of a request.
+struct Token {
+    int request;  // negative: none
+    int index;
 
-// What is known of a request; zeros if there is none.
-struct Request {
-    u32 length, row, start;
-
-    __device__ __forceinline__ void load(const Params& params, int request) {
-        const bool exists = request < params.b;
-        length = load_global_4(params.cache_seqlens + request, exists);
-        row = load_global_4(params.workspace_starts + request, exists);
-        start = load_global_4(params.seq_starts + request, exists && params.seq_starts != nullptr);
+    __device__ __forceinline__ u64 packed() const {
+        return static_cast<u64>(static_cast<u32>(request)) << 32 | static_cast<u32>(index);
     }
-    // The tokens that have a row.
-    __device__ __forceinline__ Run run(const Params& params, int request) const {
-        const i64 first_token = static_cast<int>(start), first_row = static_cast<int>(row);
-        const i64 tokens = static_cast<int>(length) - first_token, rows = params.rows - first_row;
-        const i64 skipped = first_row < 0 ? -first_row : 0;
-        const i64 count = (tokens < rows ? tokens : rows) - skipped;
-        return {request, static_cast<int>(first_token + skipped), static_cast<int>(first_row + skipped),
-                count > 0 ? static_cast<int>(count) : 0};
+    __device__ static __forceinline__ Token unpacked(u64 word) {
+        return {static_cast<int>(word >> 32), static_cast<int>(word)};
     }
 };
 
-__device__ __forceinline__ int units_of(int tokens) {
-    return tokens / kUnitTokens + (tokens % kUnitTokens != 0);
-}
+// The tokens that go to the CTA's rows.
+struct Tokens {
+    // Written whole: where two requests meet, the token of either stays, not a mixture.
+    volatile u64 words[kRows];
 
-// kRequests requests and the units before each.
-struct Requests {
-    int first_unit[kRequests + 1];
-    Run runs[kRequests];
-    int warp_sums[kWarps];
-
-    // All threads call. Returns the number of units.
-    __device__ __forceinline__ int load(const Params& params, int first_request) {
-        const int first = threadIdx.x * kRequestsPerThread;
-        Request known[kRequestsPerThread];
-#pragma unroll
-        for (int i = 0; i < kRequestsPerThread; ++i) known[i].load(params, first_request + first + i);
-        int units[kRequestsPerThread];
-        int sum = 0;
-#pragma unroll
-        for (int i = 0; i < kRequestsPerThread; ++i) {
-            runs[first + i] = known[i].run(params, first_request + first + i);
-            units[i] = units_of(runs[first + i].count);
-            sum += units[i];
-        }
-        int before = exclusive_sum(sum);
-#pragma unroll
-        for (int i = 0; i < kRequestsPerThread; ++i) {
-            first_unit[first + i] = before;
-            before += units[i];
-        }
-        if (threadIdx.x == kThreads - 1) first_unit[kRequests] = before;
+    // All threads, before any fill().
+    __device__ __forceinline__ void clear() {
+        if (threadIdx.x < kRows) words[threadIdx.x] = Token{-1, 0}.packed();
         __syncthreads();
-        return first_unit[kRequests];
     }
-
-    // Over the CTA.
-    __device__ __forceinline__ int exclusive_sum(int value) {
-        const int lane_idx = threadIdx.x % 32;
-        int inclusive = value;
+    // All threads. Rows first_row .. first_row + rows - 1 are looked at.
+    __device__ __forceinline__ void fill(const Params& params, int first_row, int rows) {
+        for (i64 first = threadIdx.x; first < params.b; first += kThreads * kRequestsAtOnce) {
+            u32 length[kRequestsAtOnce], place[kRequestsAtOnce], start[kRequestsAtOnce];
 #pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int below = __shfl_up_sync(0xffffffff, inclusive, distance);
-            if (lane_idx >= distance) inclusive += below;
+            for (int i = 0; i < kRequestsAtOnce; ++i) {
+                const i64 request = first + i * kThreads;
+                const bool exists = request < params.b;
+                length[i] = load_global_4(params.cache_seqlens + request, exists);
+                place[i] = load_global_4(params.workspace_starts + request, exists);
+                start[i] = load_global_4(params.seq_starts + request, exists && params.seq_starts != nullptr);
+            }
+#pragma unroll
+            for (int i = 0; i < kRequestsAtOnce; ++i) {
+                const i64 from = static_cast<int>(start[i]), to = static_cast<int>(length[i]);
+                const i64 begin = static_cast<i64>(static_cast<int>(place[i])) - first_row;
+                const i64 end = begin + to - from;  // no request: not above 0
+#pragma unroll 1
+                for (i64 row = begin > 0 ? begin : 0; row < end && row < rows; ++row) {
+                    const Token token{static_cast<int>(first + i * kThreads),
+                                      static_cast<int>(from + row - begin)};
+                    words[row] = token.packed();
+                }
+            }
         }
-        if (lane_idx == 31) warp_sums[threadIdx.x / 32] = inclusive;
         __syncthreads();
-        int before = inclusive - value;
-        for (int warp = 0; warp < static_cast<int>(threadIdx.x) / 32; ++warp) before += warp_sums[warp];
-        return before;
-    }
-
-    // The tokens of a unit.
-    __device__ __forceinline__ Run unit_run(int unit) const {
-        int request = 0;  // the last one with first_unit <= unit
-#pragma unroll
-        for (int step = kRequests / 2; step > 0; step /= 2) {
-            if (first_unit[request + step] <= unit) request += step;
-        }
-        Run run = runs[request];
-        const int skipped = (unit - first_unit[request]) * kUnitTokens;
-        run.first_token += skipped;
-        run.first_row += skipped;
-        run.count -= skipped;
-        return run;
     }
 };
 
@@ -145,8 +104,16 @@ struct Source {
     const unsigned char* row = nullptr;
     const unsigned char* scales = nullptr;
 
-    // `block` may be anything.
-    __device__ __forceinline__ Source(const Params& params, int block, int offset) {
+    // No token is not in the cache either.
+    __device__ __forceinline__ Source(const Params& params, Token token) {
+        const int column = divide(token.index, params.page_magic, params.page_shift);
+        const int offset = token.index - column * params.page_block_size;
+        int block = -1;
+        if constexpr (!kPaged) {
+            if (token.request >= 0) block = column;
+        } else if (token.request >= 0 && token.index >= 0 && column < params.table_width) {
+            block = load_global(params.block_table + token.request * params.table_stride + column);
+        }
         if (block < 0 || block >= params.num_blocks) return;
         const unsigned char* first = params.cache + static_cast<i64>(block) * params.block_stride;
         row = first + Row::row_offset(offset, params.token_stride);
@@ -154,149 +121,155 @@ struct Source {
     }
 };
 
-// The pages of a run's first four tokens.
-struct Pages {
-    int block[kUnitTokens];
-    int offset[kUnitTokens];
+// A row is 64 pieces, of which a lane has pieces l and 32 + l of each token, and up to eight more: piece 64 + l % 8 of token
+// l / 8, the lane's own. Quantised, a piece before RoPE is eight codes. MODEL1 aligns its RoPE to eight bytes only: four bf16
+// are a piece there.
+template <int kBytes>
+struct PieceOf;
+template <>
+struct PieceOf<8> {
+    using Type = uint2;
+};
+template <>
+struct PieceOf<16> {
+    using Type = uint4;
+};
+constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
+constexpr int kTailBytes = kLayout == CacheLayout::kModel1 ? 8 : 16;  // of a piece
+constexpr int kTailColumns = kTailBytes / 2;
+constexpr int kTailPieces = 8;
+constexpr bool kHasTail = kLayout != CacheLayout::kBf16Narrow;
+constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
+constexpr int kScaleBytes = kLayout == CacheLayout::kV32 ? 4 : 1;
+constexpr int kScales = Row::kScalesBytes / kScaleBytes;
+using Piece = PieceOf<kPieceBytes>::Type;
+using TailPiece = PieceOf<kTailBytes>::Type;
+static_assert(kUnitTokens * kTailPieces == 32 && kScales <= kTailPieces);
 
-    __device__ __forceinline__ Pages(const Params& params, const Run& run) {
+__device__ __forceinline__ void load_piece(uint4& piece, const unsigned char* src, bool enabled) {
+    piece = load_global_16(src, enabled);
+}
+__device__ __forceinline__ void load_piece(uint2& piece, const unsigned char* src, bool enabled) {
+    piece = load_global_8(src, enabled);
+}
+__device__ __forceinline__ void store_piece(u16* dst, const uint4& piece) { store_global_16(dst, piece); }
+__device__ __forceinline__ void store_piece(u16* dst, const uint2& piece) { store_global_8(dst, piece); }
+
+// A lane's part of a warp's four tokens.
+struct Unit {
+    Piece pieces[kUnitTokens][kLaneVectors];
+    TailPiece tail;  // of the own token
+    u32 scale;       // number l % 8 of the own token's
+    u32 present;     // bit 8 j: there is a token j
+
+    // A converged warp; `token` is the own one.
+    __device__ __forceinline__ void load(const Params& params, Token token, int lane_idx) {
+        const Source own(params, token);
+        const bool own_exists = own.row != nullptr;
+        const int own_piece = lane_idx % kTailPieces;
+        present = __ballot_sync(0xffffffff, token.request >= 0);
 #pragma unroll
         for (int j = 0; j < kUnitTokens; ++j) {
-            const int token = run.first_token + j;
-            const int column = divide(token, params.page_magic, params.page_shift);
-            offset[j] = token - column * params.page_block_size;
-            block[j] = -1;
-            if constexpr (!kPaged) {
-                if (j < run.count) block[j] = column;
-            } else if (j < run.count && token >= 0 && column < params.table_width) {
-                block[j] = load_global(params.block_table + run.request * params.table_stride + column);
+            const u64 row = __shfl_sync(0xffffffff, reinterpret_cast<u64>(own.row), j * kTailPieces);
+            const unsigned char* src = reinterpret_cast<const unsigned char*>(row) + lane_idx * kPieceBytes;
+#pragma unroll
+            for (int v = 0; v < kLaneVectors; ++v) {
+                load_piece(pieces[j][v], src + v * 32 * kPieceBytes, row != 0);
             }
         }
+        if constexpr (kHasTail) {
+            load_piece(tail, own.row + kTailOffset + own_piece * kTailBytes, own_exists);
+        }
+        if constexpr (kLayout == CacheLayout::kV32) {
+            scale = load_global_4(own.scales + own_piece * 4, own_exists && own_piece < kScales);
+        } else if constexpr (kLayout == CacheLayout::kModel1) {
+            scale = load_global_1(own.scales + own_piece, own_exists);
+        }
     }
-    __device__ __forceinline__ Source source(const Params& params, int j) const {
-        return Source(params, block[j], offset[j]);
-    }
-    // Of token lane / 8.
-    __device__ __forceinline__ Source own_source(const Params& params, int lane_idx) const {
-        int own_block = block[0], own_offset = offset[0];
+
+    // To four rows from `first_row`.
+    __device__ __forceinline__ void store(const Params& params, i64 first_row, int lane_idx) {
+        if constexpr (kLayout == CacheLayout::kModel1) scale = __float_as_uint(e8m0_value(scale));
+        u16* out = params.out + first_row * params.out_stride;
 #pragma unroll
-        for (int j = 1; j < kUnitTokens; ++j) {
-            if (lane_idx / kRopeVectors == j) {
-                own_block = block[j];
-                own_offset = offset[j];
+        for (int j = 0; j < kUnitTokens; ++j) {
+            if (!(present >> j * kTailPieces & 1)) continue;
+#pragma unroll
+            for (int v = 0; v < kLaneVectors; ++v) {
+                store_columns(out + j * params.out_stride, j, v, lane_idx);
             }
         }
-        return Source(params, own_block, own_offset);
-    }
-};
-
-// A lane's two vectors of a token as they are in the cache.
-template <bool kQuantized>
-struct Vectors;
-
-template <>
-struct Vectors<false> {
-    uint4 values[kLaneVectors];
-
-    __device__ __forceinline__ void load(const Source& source, int lane_idx) {
-#pragma unroll
-        for (int v = 0; v < kLaneVectors; ++v) {
-            values[v] = load_global_16(source.row + (v * 32 + lane_idx) * 16, source.row != nullptr);
+        if constexpr (kHasTail) {
+            u16* row = out + lane_idx / kTailPieces * params.out_stride;
+            const int column = Row::kDimQk - (kTailPieces - lane_idx % kTailPieces) * kTailColumns;
+            if (present >> lane_idx & 1) store_piece(row + column, tail);
         }
     }
-    __device__ __forceinline__ uint4 bf16(int lane_idx, int v) const { return values[v]; }
-};
 
-template <>
-struct Vectors<true> {
-    uint2 codes[kLaneVectors];
-    u32 scales[kLaneVectors];
-    uint2 rope_tail;  // where the second vector is RoPE, its codes are the first half of it
-
-    __device__ __forceinline__ void load(const Source& source, int lane_idx) {
-        const bool enabled = source.row != nullptr;
-#pragma unroll
-        for (int v = 0; v < kLaneVectors; ++v) {
-            const bool is_rope = Row::is_rope(lane_idx, v);
-            const int rope = Row::kRopeOffset + Row::rope_vector(lane_idx) * 16;
+  private:
+    __device__ __forceinline__ void store_columns(u16* row, int j, int v, int lane_idx) const {
+        const Piece& piece = pieces[j][v];
+        u16* dst = row + (v * 32 + lane_idx) * kVectorColumns;
+        if constexpr (Row::kQuantized) {
             const int tile = lane_idx / Row::kTileLanes + v * Row::kTilesPerPass;
-            codes[v] = load_global_8(source.row + (is_rope ? rope : (v * 32 + lane_idx) * 8), enabled);
-            if constexpr (kLayout == CacheLayout::kV32) {
-                scales[v] = load_global_4(source.scales + tile * 4, enabled);
+            const float factor = __uint_as_float(__shfl_sync(0xffffffff, scale, j * kTailPieces + tile));
+            if (Row::is_rope(lane_idx, v)) {
+                store_piece(row + Row::kDimNope + Row::rope_vector(lane_idx) * kTailColumns, piece);
             } else {
-                scales[v] = load_global_1(source.scales + tile, enabled);
-                if (v == 1) rope_tail = load_global_8(source.row + rope + 8, enabled && is_rope);
+                const uint2 low = dequantize_e4m3(piece.x, factor), high = dequantize_e4m3(piece.y, factor);
+                store_global_16(dst, make_uint4(low.x, low.y, high.x, high.y));
             }
+        } else {
+            store_piece(dst, piece);
         }
-    }
-    __device__ __forceinline__ uint4 bf16(int lane_idx, int v) const {
-        if (Row::is_rope(lane_idx, v)) return make_uint4(codes[v].x, codes[v].y, rope_tail.x, rope_tail.y);
-        const float scale = kLayout == CacheLayout::kV32 ? __uint_as_float(scales[v]) : e8m0_value(scales[v]);
-        const uint2 low = dequantize_e4m3(codes[v].x, scale), high = dequantize_e4m3(codes[v].y, scale);
-        return make_uint4(low.x, low.y, high.x, high.y);
     }
 };
 
-// A converged warp copies the first four tokens of a run, or as many as there are.
-__device__ __forceinline__ void copy_unit(const Params& params, const Run& run, int lane_idx) {
-    const Pages pages(params, run);
-    Vectors<Row::kQuantized> vectors[kUnitTokens];
-    uint4 rope;
-#pragma unroll
-    for (int j = 0; j < kUnitTokens; ++j) vectors[j].load(pages.source(params, j), lane_idx);
-    if constexpr (Row::kWide) {
-        const Source own = pages.own_source(params, lane_idx);
-        rope =
-            load_global_16(own.row + Row::kRopeOffset + Row::rope_vector(lane_idx) * 16, own.row != nullptr);
+// Before griddepcontrol_wait nothing may be read, but it may be on its way: the CTAs that wait for the kernel before bring to
+// L2 what they will ask for first. That keeps the memory busy between two kernels.
+__device__ __forceinline__ void prefetch_requests(const Params& params) {
+    const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * (kLineBytes / 4);
+    if (first < params.b) {
+        prefetch_l2(params.cache_seqlens + first);
+        prefetch_l2(params.workspace_starts + first);
+        if (params.seq_starts != nullptr) prefetch_l2(params.seq_starts + first);
     }
-    u16* out = params.out + run.first_row * params.out_stride;
-#pragma unroll
-    for (int j = 0; j < kUnitTokens; ++j) {
-        if (j >= run.count) break;
-        u16* row = out + j * params.out_stride + lane_idx * kVectorColumns;
-#pragma unroll
-        for (int v = 0; v < kLaneVectors; ++v) {
-            store_global_16(row + v * 32 * kVectorColumns, vectors[j].bf16(lane_idx, v));
-        }
-    }
-    if constexpr (Row::kWide) {
-        const int j = lane_idx / kRopeVectors;
-        u16* columns = out + j * params.out_stride + Row::kDimNope;
-        if (j < run.count) store_global_16(columns + Row::rope_vector(lane_idx) * kVectorColumns, rope);
+    // Of the table only its beginning: most of a large one may not be needed.
+    const i64 table_size = (params.b - 1) * params.table_stride + params.table_width;
+    if (params.table_stride > 0 && first < table_size && first < kPrefetchedTable) {
+        prefetch_l2(params.block_table + first);
     }
 }
-
-// All requests; the CTA's warps are `warp` and following of `warps`.
-__device__ __forceinline__ void gather_requests(const Params& params, int warp, int warps, int lane_idx) {
-    __shared__ Requests requests;
-    int turn = warp;  // this warp's first unit among those not yet handed out
-    for (int first_request = 0; first_request < params.b; first_request += kRequests) {
-        if (first_request > 0) __syncthreads();  // the requests before are done with
-        const int units = requests.load(params, first_request);
-        while (turn < units) {
-            copy_unit(params, requests.unit_run(turn), lane_idx);
-            turn += warps;
-        }
-        turn -= units;
-    }
-}
-
-__device__ __forceinline__ void copy_slots(const Params& params, int warp, int warps, int lane_idx) {
-    for (i64 row = static_cast<i64>(warp) * kUnitTokens; row < params.rows; row += warps * kUnitTokens) {
-        const int first = static_cast<int>(row);
-        copy_unit(params, Run{0, first, first, params.rows - first}, lane_idx);
-    }
+__device__ __forceinline__ void prefetch_token(const Params& params, Token token, int lane_idx) {
+    const Source own(params, token);
+    if (own.row == nullptr) return;
+    const int line = lane_idx % kTailPieces * kLineBytes;
+    prefetch_l2(line < Row::kRowBytes ? own.row + line : own.scales);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_cache_gather(const __grid_constant__ Params params) {
-    const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
-    const int warps = gridDim.x * kWarps;
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
+    const int lane_idx = threadIdx.x % 32;
+    const int first_row = blockIdx.x * kRows;
+    const int rows = min_int(params.rows - first_row, kRows);
+    const int unit_row = threadIdx.x / 32 * kUnitTokens;
+    const int own_row = unit_row + lane_idx / kTailPieces;
+    Token token{-1, 0};
     if constexpr (kPaged) {
-        gather_requests(params, warp, warps, threadIdx.x % 32);
+        __shared__ Tokens tokens;
+        tokens.clear();
+        prefetch_requests(params);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
+        tokens.fill(params, first_row, rows);
+        token = Token::unpacked(tokens.words[own_row]);
     } else {
-        copy_slots(params, warp, warps, threadIdx.x % 32);
+        if (own_row < rows) token = {0, first_row + own_row};
+        prefetch_token(params, token, lane_idx);
+        griddepcontrol_wait();
+        griddepcontrol_launch_dependents();
     }
+    Unit unit;
+    unit.load(params, token, lane_idx);
+    unit.store(params, static_cast<i64>(first_row) + unit_row, lane_idx);
 }

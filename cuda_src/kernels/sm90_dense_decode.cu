@@ -92,7 +92,7 @@ static_assert(kRegistersQK + kRegistersPV0 + kRegistersPV1 <= 65536 / kThreads /
               "more registers than the launch gives");
 
 struct Params {
-    TensorMap k_map_pair;  // box 64 columns x 64 tokens x 2 chunks
+    TensorMap k_map_half;  // box 64 columns x 64 tokens x 4 chunks
     TensorMap k_map_one;   // box 64 columns x BOX_ROWS tokens x 1 chunk
     const u16* q;
     const int* block_table;
@@ -171,17 +171,13 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
     const int kv_head = blockIdx.y;
     if constexpr (kBoxes == 1) {
         if (elect_one_sync()) {
-            constexpr int kStep = kCount == 1 ? 1 : 2;
-#pragma unroll
-            for (int chunk = 0; chunk < kCount; chunk += kStep) {
-                const TensorMap* map = kStep == 2 ? &params.k_map_pair : &params.k_map_one;
-                if constexpr (kMulticast) {
-                    tma_load_5d_multicast(dst + chunk * kChunkBytes, map, bar, (1 << kClusterSize) - 1, 0,
-                                          source.row, kFirstChunk + chunk, kv_head, source.page);
-                } else {
-                    tma_load_5d(dst + chunk * kChunkBytes, map, bar, 0, source.row, kFirstChunk + chunk,
-                                kv_head, source.page);
-                }
+            static_assert(kCount == 1 || kCount == kVChunks / 2);
+            const TensorMap* map = kCount == 1 ? &params.k_map_one : &params.k_map_half;
+            if constexpr (kMulticast) {
+                tma_load_5d_multicast(dst, map, bar, (1 << kClusterSize) - 1, 0, source.row, kFirstChunk,
+                                      kv_head, source.page);
+            } else {
+                tma_load_5d(dst, map, bar, 0, source.row, kFirstChunk, kv_head, source.page);
             }
         }
     } else if (lane_idx < kBoxes) {
@@ -689,7 +685,7 @@ __device__ __forceinline__ void init_barriers(const Params& params, SharedMemory
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
     } else if (thread == 160) {
-        tma_prefetch_descriptor(&params.k_map_pair);
+        tma_prefetch_descriptor(&params.k_map_half);
         tma_prefetch_descriptor(&params.k_map_one);
     }
     mbarrier_init_fence();

@@ -232,6 +232,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_m64n64k16_ss<kDtype>(s, a, b, i > 0);
             }
             wgmma_commit_group();
+            valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
+            valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
             wgmma_wait_group<0>();
             wgmma_pin(s);
 
@@ -244,8 +246,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     start_load_q(params, smem, after.item(smem).req);
                 }
             }
-            valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
-            valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
             if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
             u32 p[16];
             float scale[2];
@@ -399,12 +399,14 @@ struct Selection {
     int blocks_before;  // blocks up to the extra cache's first; 0 in that one
     int index;          // of the block that is next, loaded; -1 past the last
 
-    __device__ __forceinline__ void enter_cache(const Params& params, int req, int c, int block) {
+    __device__ __forceinline__ void enter_cache(const Params& params, const WorkItem& item, int c, int block,
+                                                int end_block) {
         const Place place;
+        const int req = item.req;
         const int first = block * kBlockTokens + place.warp_idx * kGroupRows + place.row;
         const i64 token = blockIdx.x / params.head_tiles;
         src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
-        left = (c ? params.tokens().extra(req) : params.tokens().main(req)) - first;
+        left = min_int(c ? params.tokens().extra(req) : item.seqlen, end_block * kBlockTokens) - first;
     }
     __device__ __forceinline__ void load() {
         index = -1;
@@ -414,15 +416,20 @@ struct Selection {
     __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
         const int blocks = ceil_div(item.seqlen, kBlockTokens);
         const bool extra = item.first_block >= blocks;
+        const int skipped = extra ? blocks : 0;
         blocks_before = extra ? 0 : blocks - item.first_block;
-        enter_cache(params, item.req, extra, item.first_block - (extra ? blocks : 0));
+        enter_cache(params, item, extra, item.first_block - skipped,
+                    item.first_block + item.num_blocks - skipped);
         load();
     }
     // To the block after it.
-    __device__ __forceinline__ void advance(const Params& params, int req) {
+    __device__ __forceinline__ void advance(const Params& params, const WorkItem& item) {
         src += kBlockTokens;
         left -= kBlockTokens;
-        if (blocks_before > 0 && --blocks_before == 0) enter_cache(params, req, 1, 0);
+        if (blocks_before > 0 && --blocks_before == 0) {
+            enter_cache(params, item, 1, 0,
+                        item.first_block + item.num_blocks - ceil_div(item.seqlen, kBlockTokens));
+        }
         load();
     }
     __device__ __forceinline__ Row row(const Params& params) const {
@@ -579,14 +586,14 @@ __device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n) {
 // `count` blocks of a request, of which the first is number n. While a block is stored the next one's rows are on their way to L2;
 // its first values are asked for right after, while its stage may still be in use.
 __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
-                                            Selection& selection, int req, int count, u32 n) {
+                                            Selection& selection, const WorkItem& item, int count, u32 n) {
     Row next = selection.row(params);
-    selection.advance(params, req);
+    selection.advance(params, item);
     Fp8Row row;
     auto step = [&]() {
         const Row after = selection.row(params);
         prefetch_row(after);
-        selection.advance(params, req);
+        selection.advance(params, item);
         row.start(next);
         next = after;
     };
@@ -605,11 +612,11 @@ __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPl
 }
 
 __device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryPlan& smem,
-                                             Selection& selection, int req, int count, u32 n) {
+                                             Selection& selection, const WorkItem& item, int count, u32 n) {
 #pragma unroll 1
     for (; count > 0; --count, ++n) {
         const unsigned char* row = selection.row(params).data;
-        selection.advance(params, req);
+        selection.advance(params, item);
         const u32 group = open_stage(smem, n, row != nullptr);
         // Eight lanes a row, since copies of 64 bytes take as long as copies of 128
         const int lane_idx = lane_index();
@@ -636,14 +643,14 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
     ItemReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        const int req = warp_uniform(reader.item(smem).req),
-                  count = warp_uniform(reader.item(smem).num_blocks);
+        const WorkItem& item = reader.item(smem);
+        const int count = warp_uniform(item.num_blocks);
         Selection selection;
-        selection.start(params, reader.item(smem));
+        selection.start(params, item);
         if constexpr (kFp8) {
-            produce_fp8(params, smem, selection, req, count, n);
+            produce_fp8(params, smem, selection, item, count, n);
         } else {
-            produce_bf16(params, smem, selection, req, count, n);
+            produce_bf16(params, smem, selection, item, count, n);
         }
         n += count;
     }

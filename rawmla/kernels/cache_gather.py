@@ -14,9 +14,8 @@ from .division import divisor
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
 PARAMS = struct.Struct("<6Q2q7iIi4x")  # Params of mla_cache_gather.cu
-_THREADS = 256
-_WARPS = _THREADS // 32
-_CTAS_PER_SM = 4  # by registers
+_THREADS = 64
+_ROWS_PER_CTA = _THREADS // 32 * UNIT_TOKENS
 
 
 @cache
@@ -64,6 +63,4 @@ def launch(
         block_stride, token_stride, b, table_width, num_blocks, rows, page_block_size,
         *divisor(page_block_size),
     )  # fmt: skip
-    units = ceil_div(rows, UNIT_TOKENS) + b  # at most: each request may end in a short one
-    ctas = min(ceil_div(units, _WARPS), _CTAS_PER_SM * jit.device_info(device).sm_count)
-    kernel.launch((ctas, 1, 1), params, stream, pdl=True)
+    kernel.launch((ceil_div(rows, _ROWS_PER_CTA), 1, 1), params, stream, pdl=True)

@@ -176,7 +176,7 @@ class PreparedDecode:
         )  # fmt: skip
 
     def _encode(self, k_cache: int) -> bytes:
-        """The two tensor maps of a cache: boxes of two chunks (64 columns) and of one."""
+        """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
         call = self._call
 
         def encode(chunks: int) -> bytes:
@@ -192,5 +192,5 @@ class PreparedDecode:
 
         if len(self._maps) >= _MAX_MAPS:
             self._maps.clear()
-        maps = self._maps[k_cache] = encode(2) + encode(1)
+        maps = self._maps[k_cache] = encode(4) + encode(1)
         return maps

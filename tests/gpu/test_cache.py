@@ -313,7 +313,7 @@ class TestGathering:
         assert bool((room[:, COLUMNS[kind] :] == -7).all())
 
     def test_many_requests(self, kind: str) -> None:
-        """More than are counted at a time, in an order of rows that is not theirs."""
+        """More than are looked at in one go, in an order of rows that is not theirs."""
         b, page = 2500, 4
         draw = np.random.default_rng(0)
         lengths = draw.integers(0, 7, b).astype(np.int32)

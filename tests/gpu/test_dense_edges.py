@@ -1,5 +1,6 @@
 """Dense decoding at the edges: empty requests, huge caches, poison, strides, odd shapes, outputs given."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -217,6 +218,20 @@ def test_softmax_scale() -> None:
     for scale in (1.0, 0.5, 1e-4):
         got = decode(inputs, softmax_scale=scale)
         check(inputs, got, reference(inputs, softmax_scale=scale))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("rise", (0.3, 4.0, 7.5, 30.0, -4.0))
+def test_scores_that_rise_from_block_to_block(rise: float, dtype: str) -> None:
+    """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block."""
+    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=32, s_k=1500, varlen=True, dtype=dtype))
+    inputs.q.mul_(0.1)[..., -1] = 1
+    for request, length in enumerate(inputs.lengths):
+        for block in range(-(-length // 64)):
+            page = int(inputs.block_table[request, block])
+            inputs.k_cache[page, :, :, -1] += rise * math.log(2) * block
+    got = decode(inputs, softmax_scale=1.0)
+    check(inputs, got, reference(inputs, softmax_scale=1.0))
 
 
 @pytest.mark.parametrize("exponent", (-90, -24, 24, 90))
