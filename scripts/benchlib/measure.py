@@ -23,8 +23,8 @@ WARMUP_SECONDS = 0.02
 REST_SECONDS = 0.2
 # An H200 holds its full clock for 35 to 80 ms of dense decoding with 128 heads, then its power limit slows
 # it. Warm-up and timed replays that last longer than this together are parted by a rest, so that the timed
-# ones begin with the power budget of a chip at rest. Shorter ones are not: clocks drop in a rest, and calls
-# of 27 us have been seen 2 to 4 % slower after one.
+# ones begin with the power budget of a chip at rest. Shorter ones do not reach the limit, and the first
+# replay after a rest has been seen 3 us a call slower.
 FULL_CLOCK_SECONDS = 0.03
 # Of rest, times as long as what ran before it: two replays of warm-up; and the timed ones, for the next case.
 COOL_DOWN = 10

@@ -223,8 +223,11 @@ def test_softmax_scale() -> None:
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("rise", (0.3, 4.0, 7.5, 30.0, -4.0))
 def test_scores_that_rise_from_block_to_block(rise: float, dtype: str) -> None:
-    """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block."""
-    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=32, s_k=1500, varlen=True, dtype=dtype))
+    """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block.
+
+    The query rows leave room for four parts, so that most of a request's blocks are in one piece.
+    """
+    inputs = make_dense_inputs(DenseCase(b=3, s_q=16, h_q=128, s_k=1500, varlen=True, dtype=dtype))
     inputs.q.mul_(0.1)[..., -1] = 1
     for request, length in enumerate(inputs.lengths):
         for block in range(-(-length // 64)):
