@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
-Stages: `tests` (every test file, its own pytest process), `sanitizer` (the cases marked `sanitizer`, under
-each tool of compute-sanitizer; keep their shapes tiny), `bench` (scripts/bench.py). Each result is merged
-into the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
-commands. A record made from other sources is started afresh.
+Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests heat the GPU and slow it),
+`tests` (every test file, its own pytest process), `sanitizer` (the cases marked `sanitizer`, under each tool
+of compute-sanitizer; keep their shapes tiny). Each result is merged into the record as soon as it exists, so
+the stages, and even the files of one stage, can run in separate commands. A record made from other sources
+is started afresh.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from benchlib import source
 
 ROOT = benchlib.REPO_ROOT
 RECORD = ROOT / "docs" / "gpu-record.json"
-STAGES = ("tests", "sanitizer", "bench")
+STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SANITIZER_ERROR = 86
 """Exit status that compute-sanitizer is told to give when it finds something."""

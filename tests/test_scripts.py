@@ -413,9 +413,9 @@ def test_stages() -> None:
     def stages(*arguments: str) -> list[str]:
         return gpu_check.stages_of(gpu_check.parse_arguments(list(arguments)))
 
-    assert stages() == ["tests", "sanitizer", "bench"]
-    assert stages("--skip-sanitizer") == ["tests", "bench"]
-    assert stages("--stage", "bench", "--stage", "tests") == ["tests", "bench"]
+    assert stages() == ["bench", "tests", "sanitizer"]
+    assert stages("--skip-sanitizer") == ["bench", "tests"]
+    assert stages("--stage", "tests", "--stage", "bench") == ["bench", "tests"]
 
 
 def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
