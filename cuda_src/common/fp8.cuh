@@ -31,10 +31,8 @@ __device__ __forceinline__ u32 pack_e4m3(float x, float y, float z, float w) {
     return packed;
 }
 
-// Four e4m3 times a scale, each product rounded to float and then to bf16: two words, the lowest byte in the low half of the
-// first.
-__device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {
-    u32 low, high;
+// Four e4m3 as float16, exactly: the lower two bytes, the upper two.
+__device__ __forceinline__ void e4m3_to_f16(u32 codes, u32& low, u32& high) {
     asm("{\n"
         ".reg .b16 lo, hi;\n"
         "mov.b32 {lo, hi}, %2;\n"
@@ -43,6 +41,13 @@ __device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {
         "}\n"
         : "=r"(low), "=r"(high)
         : "r"(codes));
+}
+
+// Four e4m3 times a scale, each product rounded to float and then to bf16: two words, the lowest byte in the low half of the
+// first.
+__device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {
+    u32 low, high;
+    e4m3_to_f16(codes, low, high);
     const float2 first = unpack_f16(low), second = unpack_f16(high);
     return make_uint2(pack_16bit<Dtype::kBf16>(first.x * scale, first.y * scale),
                       pack_16bit<Dtype::kBf16>(second.x * scale, second.y * scale));

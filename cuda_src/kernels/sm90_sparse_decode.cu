@@ -44,6 +44,8 @@
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
 #include "attention/items.cuh"
 #include "attention/output.cuh"
+#include "attention/publisher.cuh"
+#include "attention/selection.cuh"
 #include "attention/softmax.cuh"
 #include "common/division.cuh"
 #include "common/fp8.cuh"
@@ -90,48 +92,7 @@ static_assert(kRegistersQK + 2 * kRegistersPV + 2 * kRegistersProducer <=
                   65536 / kThreads / 8 * 8 * (kThreads / 128),
               "more registers than the launch gives");
 
-struct Params {
-    const u16* q;
-    const unsigned char* cache[2];  // the cache, the extra cache
-    const int* indices[2];
-    const int* lengths[2];  // topk_length, extra_topk_length or null
-    const float* attn_sink;
-    const int* sched_meta;
-    const int* num_splits;
-    u16* out;
-    float* lse;     // [b, h_q, s_q]
-    void* o_accum;  // pieces: sched/pieces.cuh
-    float* lse_accum_log2;
-    float* o_scale_log2;
-    i64 block_stride[2], token_stride[2];          // bytes
-    i64 index_stride_b[2], index_stride_s[2];      // elements
-    i64 q_stride_b, q_stride_s, q_stride_h;        // elements
-    i64 out_stride_b, out_stride_s, out_stride_h;  // elements
-    int topk[2];
-    u32 cache_slots[2];  // at most 2^31
-    int page_block_size[2];
-    u32 page_magic[2];  // division by page_block_size: common/division.cuh
-    int page_shift[2];
-    int b, s_q, h_q;
-    int head_tiles;
-    int num_slots;
-    int object_layout;
-    float sm_scale_log2;
-
-    __device__ __forceinline__ TokenCounts tokens() const {
-        return {lengths[0], lengths[1], topk[0], topk[1]};
-    }
-};
-
 enum NamedBarrier : int { NB_QK = 1 };
-
-struct PublisherState {
-    PlanRow plan;
-    WorkItems items;  // the next one to publish
-    u32 published;    // kNoMoreItems once the end mark is
-};
-constexpr u32 kNoMoreItems = 1u << 31;
-constexpr u32 kItemsAhead = 3;
 
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kStageBytes];       // 147,456 B (D_QK 576)
@@ -277,46 +238,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- Items ----------------------------------------------------------------------------------------------------------
-
-// Publishes the part's items. One warp, converged, calls. The state stays in shared memory: registers are short.
-__device__ __forceinline__ void start_publishing(const Params& params, SharedMemoryPlan& smem) {
-    if (lane_index() == 0) {
-        PublisherState& state = smem.publisher;
-        state.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-        state.items.start(state.plan);
-        state.published = 0;
-    }
-    __syncwarp();
-}
-// Until there are `count` items, or the end mark.
-__device__ __forceinline__ void publish_items(const Params& params, SharedMemoryPlan& smem, u32 count) {
-    const PlanRow plan = smem.publisher.plan;
-    WorkItems items = smem.publisher.items;
-    u32 published = smem.publisher.published;
-    while (published < count) {
-        WorkItem next;
-        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next)) next.req = -1;
-        if (next.req >= 0 && next.num_blocks == 0) {
-            store_empty<kDtype, RowIndex>(params, next, lane_index());
-            continue;
-        }
-        const u32 slot = published % kItemSlots;
-        mbarrier_wait_parity(smem_address(&smem.bar_item_free[slot]), ~(published / kItemSlots) & 1);
-        if (lane_index() == 0) {
-            smem.items[slot] = next;
-            mbarrier_arrive(smem_address(&smem.bar_item_full[slot]));
-        }
-        published = next.req >= 0 ? published + 1 : kNoMoreItems;
-    }
-    __syncwarp();
-    if (lane_index() == 0) {
-        smem.publisher.items = items;
-        smem.publisher.published = published;
-    }
-    __syncwarp();
-}
-
 // ---- PV ----------------------------------------------------------------------------------------------------------------
 
 template <int kHalf>
@@ -328,7 +249,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     ItemReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
         if (!reader.next(smem)) break;
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
@@ -384,6 +305,7 @@ struct Place {
         row = thread % 32 / 4;
         quarter = thread % 4;
     }
+    __device__ __forceinline__ int block_row() const { return warp_idx * kGroupRows + row; }
 };
 
 // A thread's row in a block.
@@ -392,66 +314,27 @@ struct Row {
     int scale_distance;         // MODEL1: bytes from the row to its scales
 };
 
-// Walks what one query token of a request selects, block by block: from the cache, then from the extra one.
-struct Selection {
-    const int* src;     // of the thread's row in the block that is next
-    int left;           // indices of the same cache from there on
-    int blocks_before;  // blocks up to the extra cache's first; 0 in that one
-    int index;          // of the block that is next, loaded; -1 past the last
+using RowSelection = Selection<Place>;
 
-    __device__ __forceinline__ void enter_cache(const Params& params, const WorkItem& item, int c, int block,
-                                                int end_block) {
-        const Place place;
-        const int req = item.req;
-        const int first = block * kBlockTokens + place.warp_idx * kGroupRows + place.row;
-        const i64 token = blockIdx.x / params.head_tiles;
-        src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
-        left = min_int(c ? params.tokens().extra(req) : item.seqlen, end_block * kBlockTokens) - first;
-    }
-    __device__ __forceinline__ void load() {
-        index = -1;
-        if (left > 0) index = load_global(src);
-    }
-    // From an item's first block on.
-    __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
-        const int blocks = ceil_div(item.seqlen, kBlockTokens);
-        const bool extra = item.first_block >= blocks;
-        const int skipped = extra ? blocks : 0;
-        blocks_before = extra ? 0 : blocks - item.first_block;
-        enter_cache(params, item, extra, item.first_block - skipped,
-                    item.first_block + item.num_blocks - skipped);
-        load();
-    }
-    // To the block after it.
-    __device__ __forceinline__ void advance(const Params& params, const WorkItem& item) {
-        src += kBlockTokens;
-        left -= kBlockTokens;
-        if (blocks_before > 0 && --blocks_before == 0) {
-            enter_cache(params, item, 1, 0,
-                        item.first_block + item.num_blocks - ceil_div(item.seqlen, kBlockTokens));
-        }
-        load();
-    }
-    __device__ __forceinline__ Row row(const Params& params) const {
-        const int c = blocks_before == 0;
-        const unsigned char* cache = c ? params.cache[1] : params.cache[0];
-        const u32 slots = c ? params.cache_slots[1] : params.cache_slots[0];
-        const u32 page_size = c ? params.page_block_size[1] : params.page_block_size[0];
-        const u32 magic = c ? params.page_magic[1] : params.page_magic[0];
-        const int shift = c ? params.page_shift[1] : params.page_shift[0];
-        const i64 block_stride = c ? params.block_stride[1] : params.block_stride[0];
-        const u32 token_stride = c ? params.token_stride[1] : params.token_stride[0];
-        const u32 slot = index;
-        const u32 page = divide(slot, magic, shift);
-        const u32 row_in_page = slot - page * page_size;
-        Row row;
-        row.data = cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
-        if (slot >= slots) row.data = nullptr;
-        row.scale_distance =
-            page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
-        return row;
-    }
-};
+// The row of the block that is next.
+__device__ __forceinline__ Row find_row(const Params& params, const RowSelection& selection) {
+    const int c = selection.blocks_before == 0;
+    const unsigned char* cache = c ? params.cache[1] : params.cache[0];
+    const u32 slots = c ? params.cache_slots[1] : params.cache_slots[0];
+    const u32 page_size = c ? params.page_block_size[1] : params.page_block_size[0];
+    const u32 magic = c ? params.page_magic[1] : params.page_magic[0];
+    const int shift = c ? params.page_shift[1] : params.page_shift[0];
+    const i64 block_stride = c ? params.block_stride[1] : params.block_stride[0];
+    const u32 token_stride = c ? params.token_stride[1] : params.token_stride[0];
+    const u32 slot = selection.index;
+    const u32 page = divide(slot, magic, shift);
+    const u32 row_in_page = slot - page * page_size;
+    Row row;
+    row.data = cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
+    if (slot >= slots) row.data = nullptr;
+    row.scale_distance = page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
+    return row;
+}
 
 // Has a thread's row brought to L2, together with the three other lanes of it.
 __device__ __forceinline__ void prefetch_row(const Row& row) {
@@ -466,15 +349,6 @@ __device__ __forceinline__ void prefetch_row(const Row& row) {
     }
 }
 
-// 16 bytes of the cache to shared memory, or 16 zeros.
-__device__ __forceinline__ void copy_16_or_zeros(u32 dst, const unsigned char* src, bool reads) {
-    if constexpr (LOAD_BYTES == 16) {
-        cp_async_16_or_zeros(dst, src, reads);
-    } else {
-        cp_async_8_or_zeros(dst, src, reads);
-        cp_async_8_or_zeros(dst + 8, src + 8, reads);
-    }
-}
 // 16 bytes of the cache to registers, or 16 zeros.
 __device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned char* src, bool reads) {
     if constexpr (LOAD_BYTES == 16) {
@@ -586,12 +460,12 @@ __device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n) {
 // `count` blocks of a request, of which the first is number n. While a block is stored the next one's rows are on their way to L2;
 // its first values are asked for right after, while its stage may still be in use.
 __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
-                                            Selection& selection, const WorkItem& item, int count, u32 n) {
-    Row next = selection.row(params);
+                                            RowSelection& selection, const WorkItem& item, int count, u32 n) {
+    Row next = find_row(params, selection);
     selection.advance(params, item);
     Fp8Row row;
     auto step = [&]() {
-        const Row after = selection.row(params);
+        const Row after = find_row(params, selection);
         prefetch_row(after);
         selection.advance(params, item);
         row.start(next);
@@ -612,10 +486,11 @@ __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPl
 }
 
 __device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryPlan& smem,
-                                             Selection& selection, const WorkItem& item, int count, u32 n) {
+                                             RowSelection& selection, const WorkItem& item, int count,
+                                             u32 n) {
 #pragma unroll 1
     for (; count > 0; --count, ++n) {
-        const unsigned char* row = selection.row(params).data;
+        const unsigned char* row = find_row(params, selection).data;
         selection.advance(params, item);
         const u32 group = open_stage(smem, n, row != nullptr);
         // Eight lanes a row, since copies of 64 bytes take as long as copies of 128
@@ -645,7 +520,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
     for (; reader.next(smem); reader.release(smem)) {
         const WorkItem& item = reader.item(smem);
         const int count = warp_uniform(item.num_blocks);
-        Selection selection;
+        RowSelection selection;
         selection.start(params, item);
         if constexpr (kFp8) {
             produce_fp8(params, smem, selection, item, count, n);

@@ -24,6 +24,11 @@ __device__ __forceinline__ void cp_async_8_or_zeros(u32 dst, const void* src, bo
 __device__ __forceinline__ void cp_async_4(u32 dst, const void* src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
+// 4 bytes global -> shared, or zeros and nothing read.
+__device__ __forceinline__ void cp_async_4_or_zeros(u32 dst, const void* src, bool reads) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(reads ? 4 : 0)
+                 : "memory");
+}
 // The issuing thread: all its cp.async have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // One arrival of the issuing thread on an mbarrier, when all its cp.async have landed.
@@ -36,6 +41,28 @@ __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
+}
+
+// The same matrices, transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// 16 bytes of shared memory, and 4.
+__device__ __forceinline__ uint4 load_shared_16(u32 src) {
+    uint4 value;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(src)
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ u32 load_shared_4(u32 src) {
+    u32 value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(src) : "memory");
+    return value;
 }
 
 // Loads that must not move above griddepcontrol.wait and must not use the non-coherent path.

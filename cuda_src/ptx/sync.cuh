@@ -7,6 +7,22 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and all learn whether the condition holds in any of them.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool condition) {
+    u32 any;
+    asm volatile(
+        "{\n"
+        ".reg .pred p, q;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "barrier.cta.red.or.pred q, %1, %2, p;\n"
+        "selp.u32 %0, 1, 0, q;\n"
+        "}\n"
+        : "=r"(any)
+        : "r"(id), "r"(threads), "r"(static_cast<u32>(condition))
+        : "memory");
+    return any != 0;
+}
+
 // Counts towards the barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -1,4 +1,4 @@
-"""Host side of cuda_src/kernels/sm90_sparse_decode.cu, and of the combine that follows it."""
+"""Host side of cuda_src/kernels/sm90_sparse_decode*.cu, and of the combine that follows them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from . import combine
 from .common import BLOCK_TOKENS, ceil_div, num_slots
 from .division import divisor
 
-__all__ = ["FORMATS", "Cache", "PreparedSparseDecode", "SparseDecodeCall", "spec", "specs"]
+__all__ = ["FEW_HEADS", "FORMATS", "Cache", "PreparedSparseDecode", "SparseDecodeCall", "spec", "specs"]
 
-_PARAMS = struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x")  # Params of sm90_sparse_decode.cu
+_PARAMS = struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x")  # Params of attention/selection.cuh
 _POINTERS = struct.Struct("<15Q")  # its first members
 _SMEM_BYTES = 232_448  # all that a CTA can have
 _BLOCK_M = 64
+FEW_HEADS = 16
+"""Up to so many, "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
 _LOG2_E = log2(2.718281828459045)
 
 FORMATS = {"v32": 0, "model1": 1, "bf16": 2}
@@ -68,8 +70,19 @@ class SparseDecodeCall(NamedTuple):
 
 
 @cache
+def few_heads_spec(load_bytes: int) -> jit.KernelSpec:
+    """A variant for up to 16 heads over "v32" caches."""
+    return jit.KernelSpec(
+        "sm90_sparse_decode_few_heads",
+        (("LOAD_BYTES", load_bytes), ("SMEM_BYTES", _SMEM_BYTES)),
+        threads=768,
+        smem_bytes=_SMEM_BYTES,
+    )
+
+
+@cache
 def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
-    """A variant; ValueError for a combination that no kernel exists for."""
+    """A variant for any number of heads; ValueError for a combination that no kernel exists for."""
     if d_qk not in _D_QK.get(format, ()) or load_bytes not in _LOAD_BYTES[format]:
         raise ValueError(
             f"sparse decode: expected one of {list(FORMATS)} with its d_qk, got {format!r}, {d_qk} and rows "
@@ -90,7 +103,10 @@ def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
 
 def specs(format: str) -> list[jit.KernelSpec]:
     """The variants of a cache format."""
-    return [spec(format, d_qk, align) for d_qk in _D_QK[format] for align in _LOAD_BYTES[format]]
+    found = [spec(format, d_qk, align) for d_qk in _D_QK[format] for align in _LOAD_BYTES[format]]
+    if format == "v32":
+        found += [few_heads_spec(align) for align in _LOAD_BYTES[format]]
+    return found
 
 
 class PreparedSparseDecode:
@@ -104,10 +120,12 @@ class PreparedSparseDecode:
 
     def __init__(self, call: SparseDecodeCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        kernel = jit.get_kernel(
-            spec(call.format, call.d_qk, call.load_bytes), call.device, capturing=capturing
+        few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
+        variant = (
+            few_heads_spec(call.load_bytes) if few_heads else spec(call.format, call.d_qk, call.load_bytes)
         )
-        head_tiles = ceil_div(call.h_q, _BLOCK_M)
+        kernel = jit.get_kernel(variant, call.device, capturing=capturing)
+        head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
         slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
