@@ -29,6 +29,7 @@ from rawmla.testing import plans
 
 SPECS = all_specs()
 BY_KERNEL = {spec.name: spec for spec in reversed(SPECS)}  # one variant of each
+SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads")
 REGISTERS_PER_SM = 65536
 
 
@@ -39,7 +40,7 @@ def of(name: str) -> list[KernelSpec]:
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     around = {"mla_cache_gather", "mla_cache_write", "mla_convert_indices", "mla_merge_states"}
-    decoding = {"mla_metadata", "mla_combine", "sm90_dense_decode", "sm90_sparse_decode"}
+    decoding = {"mla_metadata", "mla_combine", "sm90_dense_decode", *SPARSE_DECODE}
     assert set(BY_KERNEL) == decoding | around
     values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
@@ -48,6 +49,8 @@ def test_variants() -> None:
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
     sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"]) for v in values.values())
     assert sparse == [(0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16)]
+    few_heads = sorted(dict(spec.defines)["LOAD_BYTES"] for spec in of("sm90_sparse_decode_few_heads"))
+    assert few_heads == [8, 16]
     for arguments in (
         ("v32", 512, 16),
         ("model1", 576, 16),
@@ -81,24 +84,25 @@ def test_compiles_without_spills(spec: KernelSpec) -> None:
 def test_setmaxnreg_moves_what_the_launch_gives() -> None:
     """One per role, in steps of 8, some up, some down, and no more in all than what the launch gave.
 
-    Warpgroups of one role share an instruction. Those of the kernels that do have the smallest count.
+    Warpgroups of one role share an instruction.
     """
-    for spec in (*default_specs(), *of("sm90_sparse_decode")):
+    sharing = {"sm90_sparse_decode": (1, 1, 1, 2), "sm90_sparse_decode_few_heads": (1, 4, 1)}
+    for spec in (*default_specs(), *(spec for name in SPARSE_DECODE for spec in of(name))):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
         if not spec.name.startswith("sm90_"):
             assert not moves
             continue
         launched = jit.build(spec).meta["registers"]
         counts = [int(count) for _, count in moves]
-        warpgroups = spec.threads // 128
-        sharing = warpgroups - len(moves)
-        assert sharing == (1 if spec.name == "sm90_sparse_decode" else 0), moves
+        warpgroups = sharing.get(spec.name, (1,) * len(moves))
+        assert len(warpgroups) == len(moves) and sum(warpgroups) == spec.threads // 128, moves
         assert {kind for kind, _ in moves} == {"inc", "dec"}
         assert all(count % 8 == 0 and 24 <= count <= 256 for count in counts)
         assert all(
             (int(count) >= launched) == (kind == "inc") or int(count) == launched for kind, count in moves
         )
-        assert sum(counts) + sharing * min(counts) <= warpgroups * launched, (moves, launched)
+        moved = sum(count * several for count, several in zip(counts, warpgroups, strict=True))
+        assert moved <= sum(warpgroups) * launched, (moves, launched)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
@@ -187,6 +191,12 @@ def test_constants_of_the_kernels_agree() -> None:
         if format == "v32":
             conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
         assert_in_kernel(spec, conditions)
+    for spec in of("sm90_sparse_decode_few_heads"):
+        conditions = [
+            f"kHeads == {sparse_decode.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
+            f"kRopeOffset + 2 * (576 - kDimV) == {row_bytes['v32']}",
+        ]
+        assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
@@ -232,7 +242,7 @@ _CODES = {
 
 def fields_of(kernel: str) -> list[Field]:
     """The members of `struct Params` in order, one right after another, as the source declares them."""
-    text = source(f"kernels/{kernel}.cu")
+    text = source("attention/selection.cuh" if kernel in SPARSE_DECODE else f"kernels/{kernel}.cu")
     body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
     assert body
     fields: list[Field] = []
@@ -254,7 +264,7 @@ def fields_of(kernel: str) -> list[Field]:
         ("mla_metadata", metadata._PARAMS),
         ("mla_combine", combine._PARAMS),
         ("sm90_dense_decode", dense_decode._PARAMS),
-        ("sm90_sparse_decode", sparse_decode._PARAMS),
+        *((kernel, sparse_decode._PARAMS) for kernel in SPARSE_DECODE),
     ],
 )
 def test_parameter_structs_have_one_layout(kernel: str, packed: struct.Struct) -> None:
@@ -457,10 +467,11 @@ SPARSE_ARRAYS: dict[str, Any] = dict(
         {},
         {"format": "model1", "d_qk": 512, "load_bytes": 8, "object_layout": False},
         {"format": "bf16", "b": 200, "h_q": 64, "s_q": 1},
+        {"h_q": 16, "load_bytes": 8},
         {"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True},
         {"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)},  # more than 2^31 slots
     ],
-    ids=("v32", "model1", "bf16", "no extra cache", "large cache"),
+    ids=("v32", "model1", "bf16", "few heads", "no extra cache", "large cache"),
 )
 def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
     call = sparse_call(**changes)
@@ -472,7 +483,8 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
     slot_rows = num_slots * call.s_q * call.h_q
     assert num_slots and prepared.scratch_bytes == slot_rows * (2 * 512 + 12)
     scratch = SPARSE_ARRAYS["scratch"]
-    tiles = -(-call.h_q // 64)
+    few_heads = call.format == "v32" and call.h_q <= 16
+    tiles = 1 if few_heads else -(-call.h_q // 64)
     expected = {
         **{
             name: SPARSE_ARRAYS[name] for name in ("q", "attn_sink", "sched_meta", "num_splits", "out", "lse")
@@ -503,7 +515,10 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
     for launch in launches:
         for name, value in launch.params.items():
             assert value == expected[name], f"{launch.spec.label}: {name}"
-    assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes)
+    if few_heads:
+        assert main.spec == sparse_decode.few_heads_spec(call.load_bytes)
+    else:
+        assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes)
     assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster is None
     assert merge.pdl and merge.cluster is None and dict(merge.spec.defines)["DTYPE"] == 0
     assert (merge.grid, merge.spec) == _combine_launch(call)

@@ -188,8 +188,8 @@ def rounds_keys(case: SparseCase) -> bool:
 def sparse_reference(
     inputs: SparseInputs, softmax_scale: float | None = None, *, exact_keys: bool = False
 ) -> tuple[Any, Any]:
-    """The float64 reference of a sparse call, with its sinks; of the keys that its kernel multiplies, or of exact
-    ones.
+    """The float64 reference of a sparse call, with its sinks; of the keys that its kernel multiplies, or of
+    exact ones.
     """
     rounded = rounds_keys(inputs.case) and not exact_keys
     out, lse = torch_reference.sparse_decode(inputs, softmax_scale, rounded_keys=rounded)
