@@ -46,7 +46,8 @@ def flash_mla_with_kvcache(
     For every query token and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`. K is what the token
     attends: in dense decoding the request's first `cache_seqlens` tokens, which `block_table` finds in the
     cache; in sparse decoding (`indices` given) the cache rows that the token's indices name. Scores, softmax
-    and sums are float32; probabilities are rounded to q's dtype before the second product.
+    and sums are float32; probabilities are rounded to q's dtype before the second product (to float16 in
+    sparse calls with up to 16 heads over "v32" caches).
 
     Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory (taken
     over by CuPy, which then also holds the results); no input is copied but for the one case named under
@@ -94,7 +95,8 @@ def flash_mla_with_kvcache(
         False with `indices`.
     is_fp8_kvcache : bool
         The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
-        rounded to bfloat16 once; RoPE columns are bfloat16 in the cache.
+        rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded; RoPE columns are bfloat16 in
+        the cache.
     indices : array, optional
         int32 `[b, s_q, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
         negative: what makes the call sparse. Slots of the cache, block * page_block_size + offset in the

@@ -185,8 +185,7 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if stored:
         console.print(report.means_table(rows, stored))
     host = result["host"]
-    median, p90 = host["decode_call_us"], host["decode_call_p90_us"]
-    console.print(f"host time of one decode call: median {median:.1f} µs, p90 {p90:.1f} µs")
+    console.print(report.describe_host(host))
     console.print(result["method"], soft_wrap=True, markup=False)
     if options.plot:
         plot.roofline({"rawmla": result}, result["device"], options.plot)

@@ -45,12 +45,11 @@ def figures(record: dict[str, Any] | None) -> str:
         f"sources `{record['source_sha256'][:12]}`. " + describe_tests(record)
     ]
     for version, run in sorted(record["bench"].items(), reverse=True):
-        host = run["host"]
         ceilings = report.describe_ceilings(run["ceilings"])
         parts.append(
             f"### Kernels compiled by NVRTC {version}\n\n"
             f"{ceilings[0].upper()}{ceilings[1:]}; "
-            f"host time of one decode call {host['decode_call_us']:.1f} µs."
+            f"{report.describe_host(run['host'])}."
         )
         parts.append(report.markdown_results(run["rows"]))
     if record["bench"]:

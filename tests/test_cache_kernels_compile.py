@@ -112,7 +112,9 @@ def test_constants_agree() -> None:
             if layout is cache_layout.MODEL1:
                 conditions.append(f"{row}::kRowBytes + {row}::kScalesBytes == {layout.token_bytes}")
         assert_in_kernel(spec, conditions)
-        assert_in_kernel(cache_gather.spec(layout, True), [f"kRows == {cache_gather._ROWS_PER_CTA}"])
+        for is_paged in (True, False) if layout.is_quantized else (True,):
+            rows = cache_gather._rows_per_cta(is_paged)
+            assert_in_kernel(cache_gather.spec(layout, is_paged), [f"kRows == {rows}"])
     for spec in SPECS["mla_convert_indices"]:
         assert_in_kernel(
             spec, [f"kWarps == {convert_indices._WARPS}", f"kChunk == {convert_indices._WARP_COLUMNS}"]

@@ -20,7 +20,7 @@
 constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
 constexpr bool kPaged = PAGED;
 using Row = CacheRow<kLayout>;
-constexpr int kThreads = 64;
+constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
 constexpr int kRequestsAtOnce = 16;  // of a thread: 1,024 of a CTA

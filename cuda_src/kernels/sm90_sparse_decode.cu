@@ -10,7 +10,7 @@
 //   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
 //   1 MODEL1  576 bytes: 448 e4m3, 64 bf16 (RoPE); behind a block's rows 8 bytes a token: 7 e8m0 (one per 64)      D_QK 512
 //   2 bf16    D_QK bf16                                                                                         D_QK 576, 512
-// FP8 values times their scale are rounded to bf16 once.
+// FP8 values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu.
 //
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
 // z = parts of the plan (sched/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.

@@ -12,13 +12,13 @@
 //
 // Grid: as sm90_sparse_decode.cu, with tiles of 16 heads.
 //
-// Roles (768 threads; the launch gives 80 registers each)
-//   softmax   warpgroup 0,     88 registers    RoPE's part of S^T, online softmax, P^T; loads Q
-//   columns   warpgroups 1-4,  88             128 columns each: their part of S^T, their O^T, rescale, epilogue; warp 0 of the last
-//                                              walks the plan
+// Roles (768 threads; the launch gives 80 registers each, setmaxnreg moves them)
+//   softmax   warpgroup 0,     88 registers   RoPE's part of S^T, online softmax, P^T; loads Q
+//   columns   warpgroups 1-4,  88             128 columns each: their part of S^T, their O^T, rescale, epilogue; warp 0 of the
+//                                             last walks the plan
 //   producer  warpgroup 5,     40             copies rows by cp.async, each warp 16 of a block
 //
-// Schedule, per 64-token block j: the tensor core has 4 x 12 x 16 + 4 x 20 = 850 cycles
+// Schedule, per 64-token block j: the tensor core has 4 x 16 x 16 + 4 x 20 = 1104 cycles
 //   producer  | rows of block j + 4 as soon as block j is read
 //   columns   | their part of S^T(j + 1); V^T(j) to registers             | V^T P^T(j)
 //   softmax   | S^T(j) added up, softmax(j), P(j) stored                  | ...
@@ -30,14 +30,14 @@
 // bar_raw_full[s]     132       producer: every thread's copies landed; lane 0     softmax, columns: read the rows    0
 //                               of each warp, validity written
 // bar_raw_free[s]     20        lane 0 of each warp of both: rows read             producer: refill                   1
-// bar_p_full[p]       16        lanes 0-3 of each warp of softmax: P, row scales   columns: rescale, O^T += V^T P^T   0
+// bar_p_full[p]       128       softmax: P, row scales stored, parts read          columns: rescale, O^T += V^T P^T,   0
+//                                                                                  write the next block's parts
 // bar_p_free[p]       16        lane 0 of each warp of columns: V^T P^T complete   softmax: overwrite them            1
 // bar_sum_full        128       softmax: sums and units of the item written        columns: epilogue                  0
 // bar_sum_free        512       columns: the item's rows are stored                softmax: write the next item's     1
 // NB_SOFTMAX          128       softmax: Q, warps' maxima, warps' sums written     softmax: use them                  -
 // NB_VOTE             128       softmax: whether something outgrew its reference   softmax: follow it                 -
 // NB_PART_FULL        640       columns: their parts of S^T written                softmax: add them up               -
-// NB_PART_FREE        640       softmax: parts read                                columns: write the next block's    -
 // NB_HALF + h         256       columns of half h: magnitudes written              the same: scale of the piece       -
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
@@ -78,7 +78,7 @@ static_assert(kRegistersSoftmax + kGroups * kRegistersColumns + kRegistersProduc
                   65536 / kThreads / 8 * 8 * (kThreads / 128),
               "more registers than the launch gives");
 
-enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_PART_FREE = 4, NB_HALF = 5 };
+enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_HALF = 4 };
 
 constexpr int kHeadsBytes = kHeads * kChunkRowBytes;  // of a chunk with a row for each head
 
@@ -265,7 +265,6 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                         s[4 * k + 3] += part.w;
                 }
             }
-            named_barrier_arrive(NB_PART_FREE, 640);
 
             bool outgrown = false;
 #pragma unroll
@@ -334,8 +333,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                 stmatrix_x4_trans(smem_p + (slot * kGroups + g) * kHeadsBytes, p[0], p[1], p[2], p[3]);
             }
             fence_proxy_async();
-            __syncwarp();
-            if (writes_heads) mbarrier_arrive(smem_address(&smem.bar_p_full[slot]));
+            mbarrier_arrive(smem_address(&smem.bar_p_full[slot]));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -465,14 +463,13 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                                                   int warp_idx) {
     const bool publishes = group == kGroups - 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    // The group's part of S^T of block n
+    float part[8];  // of S^T of a block, times the scales
     auto multiply_keys = [&](u32 n) {
         const u32 stage = n % kStages;
         mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
         const int token = 16 * warp_idx + lane_index() / 4;  // the thread's first
         const u32 src =
             smem_address(smem.raw[stage].values[group]) + swizzle128_offset(token, lane_index() % 4 * 2);
-        float part[8];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Keys keys;
@@ -488,14 +485,18 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             }
             wgmma_commit_group();
         }
-        const float x = smem.scale[stage][group][token], y = smem.scale[stage][group][token + 8];
+        const float scale0 = smem.scale[stage][group][token], scale1 = smem.scale[stage][group][token + 8];
         wgmma_wait_group<0>();
         wgmma_pin(part);
-        if (n > 0) named_barrier_sync(NB_PART_FREE, 640);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) part[j] *= j & 2 ? scale1 : scale0;
+    };
+    // The parts of the block before have been read: P of that block is there, or its item's sums are
+    auto store_part = [&]() {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             smem.part[group][k][threadIdx.x % 128] =
-                make_float4(part[4 * k] * x, part[4 * k + 1] * x, part[4 * k + 2] * y, part[4 * k + 3] * y);
+                make_float4(part[4 * k], part[4 * k + 1], part[4 * k + 2], part[4 * k + 3]);
         }
         named_barrier_arrive(NB_PART_FULL, 640);
     };
@@ -509,6 +510,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         for (int j = 0; j < 8; ++j) o[0][j] = o[1][j] = 0.0f;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), reader.count & 1);
         multiply_keys(n);
+        store_part();
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages, slot = n % kPSlots;
             if (left > 1) multiply_keys(n + 1);                       // under this block's softmax
@@ -519,6 +521,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[slot]), n / kPSlots & 1);
+            if (left > 1) store_part();
             if (smem.rescale[slot]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -640,7 +643,7 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         }
 #pragma unroll
         for (int slot = 0; slot < kPSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_p_full[slot]), 16);
+            mbarrier_init(smem_address(&smem.bar_p_full[slot]), 128);
             mbarrier_init(smem_address(&smem.bar_p_free[slot]), 4 * kGroups);
         }
         mbarrier_init(smem_address(&smem.bar_q_full), 128);

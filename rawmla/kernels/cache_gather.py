@@ -14,15 +14,18 @@ from .division import divisor
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
 PARAMS = struct.Struct("<6Q2q7iIi4x")  # Params of mla_cache_gather.cu
-_THREADS = 64
-_ROWS_PER_CTA = _THREADS // 32 * UNIT_TOKENS
+_THREADS = {True: 64, False: 32}  # by is_paged
+
+
+def _rows_per_cta(is_paged: bool) -> int:
+    return _THREADS[is_paged] // 32 * UNIT_TOKENS
 
 
 @cache
 def spec(layout: CacheLayout, is_paged: bool) -> jit.KernelSpec:
     """The variant of a layout."""
     defines = (("LAYOUT", layout.code), ("PAGED", int(is_paged)))
-    return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS, smem_bytes=0)
+    return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS[is_paged], smem_bytes=0)
 
 
 def specs(layout: CacheLayout) -> list[jit.KernelSpec]:
@@ -57,10 +60,11 @@ def launch(
     `block_table` 0: row r is slot r, and `b` and the arrays of requests mean nothing. `seq_starts` may be 0.
     Strides of the table and of `out` are in elements, those of the cache in bytes.
     """
-    kernel = jit.get_kernel(spec(layout, block_table != 0), device, capturing=capturing)
+    is_paged = block_table != 0
+    kernel = jit.get_kernel(spec(layout, is_paged), device, capturing=capturing)
     params = PARAMS.pack(
         cache, block_table, cache_seqlens, workspace_starts, seq_starts, out, table_stride, out_stride,
         block_stride, token_stride, b, table_width, num_blocks, rows, page_block_size,
         *divisor(page_block_size),
     )  # fmt: skip
-    kernel.launch((ceil_div(rows, _ROWS_PER_CTA), 1, 1), params, stream, pdl=True)
+    kernel.launch((ceil_div(rows, _rows_per_cta(is_paged)), 1, 1), params, stream, pdl=True)

@@ -247,13 +247,14 @@ MODEL1_EXTRA_TOKENS = {
 
 
 def sparse_cases() -> list[SparseCase]:
-    """V3.2 (8 and 16 heads are what a GPU has under tensor parallelism), MODEL1 with its two caches, and bf16
+    """V3.2 (8 to 32 heads are what a GPU has under tensor parallelism), MODEL1 with its two caches, and bf16
     caches; then some of them in batch-invariant mode.
     """
     v32 = [
         *(_v32(b, 2, 128) for b in (2, 16, 64, 74, 128)),
         _v32(128, 1, 128),
         _v32(128, 1, 64),
+        _v32(128, 1, 32),
         _v32(128, 1, 16),
         _v32(128, 1, 8),
         _v32(1, 1, 128),

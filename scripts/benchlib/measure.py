@@ -35,6 +35,8 @@ MAX_ROTATED_SETS = 64
 GARBAGE_PAGE = 2147480000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA_GRAPH_CALLS = (20, 120)
+HOST_BURSTS = 10
+HOST_CALLS = 500  # of a burst
 
 
 @dataclass(frozen=True)
@@ -286,23 +288,37 @@ def measure_ceilings(replays: int) -> dict[str, float]:
     }
 
 
-def time_host(calls: int = 400) -> dict[str, float]:
+def time_host() -> dict[str, float]:
     """Host microseconds of one eager decode call, warm, metadata given, on a small case; the queue never
-    fills.
+    fills. Median and ninth decile of all calls, and the median of the quietest burst of them: a host with
+    neighbours has slow and fast times of a tenth of a second.
     """
     case = DecodeCase(2, 1, 1024, 16, causal=False, varlen=False)
     inputs = make_inputs(case)
     meta, num_splits = plan(case, inputs.cache_seqlens)
     table = inputs.block_tables[0]
-    samples = []
-    for i in range(calls + 50):
-        if i % 20 == 0:
-            torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        rawmla.flash_mla_with_kvcache(
-            inputs.q, inputs.k_cache, table, inputs.cache_seqlens, D_V, meta, num_splits
-        )
-        samples.append((time.perf_counter_ns() - start) / 1e3)
-    torch.cuda.synchronize()
-    warm = sorted(samples[50:])
-    return {"decode_call_us": statistics.median(warm), "decode_call_p90_us": warm[int(0.9 * len(warm))]}
+
+    def burst() -> list[float]:
+        samples = []
+        for i in range(HOST_CALLS):
+            if i % 20 == 0:
+                torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            rawmla.flash_mla_with_kvcache(
+                inputs.q, inputs.k_cache, table, inputs.cache_seqlens, D_V, meta, num_splits
+            )
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+        torch.cuda.synchronize()
+        return samples
+
+    burst()
+    bursts = []
+    for _ in range(HOST_BURSTS):
+        time.sleep(REST_SECONDS)
+        bursts.append(burst())
+    calls = sorted(sample for samples in bursts for sample in samples)
+    return {
+        "decode_call_us": statistics.median(calls),
+        "decode_call_p90_us": calls[int(0.9 * len(calls))],
+        "decode_call_quiet_us": min(map(statistics.median, bursts)),
+    }

@@ -213,6 +213,14 @@ def describe_ceilings(ceilings: list[dict[str, float]]) -> str:
     )
 
 
+def describe_host(host: dict[str, float]) -> str:
+    """One line on the host time of a decode call."""
+    return (
+        f"host time of one decode call {host['decode_call_us']:.1f} µs (median; nine of ten calls up to "
+        f"{host['decode_call_p90_us']:.1f}, median of the quietest burst {host['decode_call_quiet_us']:.1f})"
+    )
+
+
 METHOD = (
     "CUDA graph of 10 identical calls, median over replays back to back, after 20 ms of warm-up and, where "
     "warm-up and replays last longer than 30 ms together, a rest as long as 20 replays; "
