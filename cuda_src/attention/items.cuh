@@ -12,6 +12,16 @@
 
 constexpr int kItemSlots = 8;
 
+// One thread. `readers`: warps of the CTA.
+template <class Smem>
+__device__ __forceinline__ void init_item_barriers(Smem& smem, int readers) {
+#pragma unroll
+    for (int slot = 0; slot < kItemSlots; ++slot) {
+        mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
+        mbarrier_init(smem_address(&smem.bar_item_free[slot]), readers);
+    }
+}
+
 struct ItemReader {
     u32 count = 0;
 

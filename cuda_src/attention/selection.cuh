@@ -1,5 +1,7 @@
-// What the sparse decode kernels share: their parameters, and the walk through what a query token selects.
+// What the sparse decode kernels share: their parameters, the rows of a tile, and the walk through what a query token selects.
+// LOAD_BYTES is the kernel's.
 #pragma once
+#include "attention/output.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
@@ -35,6 +37,19 @@ struct Params {
 
     __device__ __forceinline__ TokenCounts tokens() const {
         return {lengths[0], lengths[1], topk[0], topk[1]};
+    }
+};
+
+// A row of the CTA's tile of kTileRows heads as (token, head) of the request. What writes outputs asks for kBlockM rows.
+template <int kTileRows>
+struct TileRow {
+    int token, head;
+    bool valid;
+
+    __device__ __forceinline__ TileRow(const Params& params, int tile_row) {
+        token = blockIdx.x / params.head_tiles;
+        head = (blockIdx.x - token * params.head_tiles) * kTileRows + tile_row;
+        valid = (kTileRows == kBlockM || tile_row < kTileRows) && head < params.h_q;
     }
 };
 

@@ -115,17 +115,7 @@ struct SharedMemoryPlan {
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
 
-// A row of the CTA's tile as (token, head) of the request.
-struct RowIndex {
-    int token, head;
-    bool valid;
-
-    __device__ __forceinline__ RowIndex(const Params& params, int tile_row) {
-        token = blockIdx.x / params.head_tiles;
-        head = (blockIdx.x - token * params.head_tiles) * kBlockM + tile_row;
-        valid = head < params.h_q;
-    }
-};
+using RowIndex = TileRow<kBlockM>;
 
 // ---- QK ----------------------------------------------------------------------------------------------------------------
 
@@ -536,11 +526,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-#pragma unroll
-        for (int slot = 0; slot < kItemSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
-        }
+        init_item_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

@@ -3,12 +3,12 @@
 //   S^T = sm_scale K Q^T,  P = softmax(S),  O^T = V^T P^T,  K, V and all arrays as in sm90_sparse_decode.cu
 //
 // A tile of 64 heads is three quarters padding here. With tokens on the side that has 64 rows, 16 heads cost 16 columns. The cache's
-// bytes are written to shared memory once, as they are, and widened to float16, exactly, on their way to registers, from where both
-// products take them:
+// bytes are written to shared memory once, as they are. But for RoPE they are widened to float16, exactly, on their way to registers,
+// from where both products take them:
 //   K Q^T    Q times a power of two, float16; a sum for each of a token's four scales, which multiply it in float32.
 //   V^T P^T  P times the token's scale, float16: one P for each 128 columns. Units of a power of two keep it in range; they follow
 //            the scales as the softmax's reference follows the scores.
-// So neither K nor V is rounded, and P to 11 bits.
+// So neither K nor V is rounded, and P to 11 bits above 2^-14 of a unit, to 2^-25 of it below. Scales must not be negative.
 //
 // Grid: as sm90_sparse_decode.cu, with tiles of 16 heads.
 //
@@ -33,11 +33,13 @@
 // bar_p_full[p]       128       softmax: P, row scales stored, parts read          columns: rescale, O^T += V^T P^T,   0
 //                                                                                  write the next block's parts
 // bar_p_free[p]       16        lane 0 of each warp of columns: V^T P^T complete   softmax: overwrite them            1
-// bar_sum_full        128       softmax: sums and units of the item written        columns: epilogue                  0
+// bar_sum_full        128       softmax: sums and units of the item written,       columns: epilogue; write the       0
+//                               parts of its last block read                       next item's first parts
 // bar_sum_free        512       columns: the item's rows are stored                softmax: write the next item's     1
 // NB_SOFTMAX          128       softmax: Q, warps' maxima, warps' sums written     softmax: use them                  -
 // NB_VOTE             128       softmax: whether something outgrew its reference   softmax: follow it                 -
-// NB_PART_FULL        640       columns: their parts of S^T written                softmax: add them up               -
+// NB_PART_FULL        640       columns: their parts of S^T written, so Q read     softmax: add them up; at an        -
+//                                                                                  item's end overwrite Q
 // NB_HALF + h         256       columns of half h: magnitudes written              the same: scale of the piece       -
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
@@ -80,6 +82,7 @@ static_assert(kRegistersSoftmax + kGroups * kRegistersColumns + kRegistersProduc
 
 enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_HALF = 4 };
 
+constexpr int kPartThreads = 128 + 128 * kGroups;     // that parts of S^T go between
 constexpr int kHeadsBytes = kHeads * kChunkRowBytes;  // of a chunk with a row for each head
 
 struct SharedMemoryPlan {
@@ -118,17 +121,7 @@ struct SharedMemoryPlan {
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
 
-// A row of the CTA's tile as (token, head) of the request.
-struct RowIndex {
-    int token, head;
-    bool valid;
-
-    __device__ __forceinline__ RowIndex(const Params& params, int tile_row) {
-        token = blockIdx.x / params.head_tiles;
-        head = (blockIdx.x - token * params.head_tiles) * kHeads + tile_row;
-        valid = tile_row < kHeads && head < params.h_q;
-    }
-};
+using RowIndex = TileRow<kHeads>;
 
 // The four heads of a thread in products with heads as columns: i = 0 .. 3, accumulators accumulator_of(i) and that + 2.
 __device__ __forceinline__ int head_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
@@ -191,7 +184,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 constexpr float kLazyLog2 = 8.0f;  // m_ref follows a score that exceeds it by more: attention/softmax.cuh
 constexpr float kLazyUnits =
     128.0f;  // a unit follows a scale that is more of them: 2^8 x 128 < 65504, float16's largest
-constexpr float kLeastUnit = 0x1p-126f;
+constexpr float kInverseOfLeast = 0x1p126f;  // of the least unit, which an item begins with
 
 // The power of two at or below a scale that is in a float's normal range, as its inverse.
 __device__ __forceinline__ float inverse_unit(float scale) {
@@ -230,7 +223,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         float m[4], l[4];        // m_ref, and this thread's share of the sums
         float inverse[kGroups];  // of the units
 #pragma unroll
-        for (int i = 0; i < 4; ++i) m[i] = -kInfinity, l[i] = 0.0f, inverse[i] = 1.0f / kLeastUnit;
+        for (int i = 0; i < 4; ++i) m[i] = -kInfinity, l[i] = 0.0f, inverse[i] = kInverseOfLeast;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages, slot = n % kPSlots;
             mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
@@ -255,7 +248,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             wgmma_pin(s);
             __syncwarp();
             if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
-            named_barrier_sync(NB_PART_FULL, 640);
+            named_barrier_sync(NB_PART_FULL, kPartThreads);
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
@@ -498,7 +491,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             smem.part[group][k][threadIdx.x % 128] =
                 make_float4(part[4 * k], part[4 * k + 1], part[4 * k + 2], part[4 * k + 3]);
         }
-        named_barrier_arrive(NB_PART_FULL, 640);
+        named_barrier_arrive(NB_PART_FULL, kPartThreads);
     };
     float o[2][8];
     ItemReader reader;
@@ -513,7 +506,8 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         store_part();
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages, slot = n % kPSlots;
-            if (left > 1) multiply_keys(n + 1);                       // under this block's softmax
+            // Under this block's softmax
+            if (left > 1) multiply_keys(n + 1);
             const int column = 32 * warp_idx + lane_index() / 4 * 4;  // the thread's first of the group
             Values values;
             values.load(smem_address(smem.raw[stage].values[group]) +
@@ -630,11 +624,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-#pragma unroll
-        for (int slot = 0; slot < kItemSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_item_full[slot]), 1);
-            mbarrier_init(smem_address(&smem.bar_item_free[slot]), kThreads / 32);
-        }
+        init_item_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

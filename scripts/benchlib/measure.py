@@ -291,7 +291,7 @@ def measure_ceilings(replays: int) -> dict[str, float]:
 def time_host() -> dict[str, float]:
     """Host microseconds of one eager decode call, warm, metadata given, on a small case; the queue never
     fills. Median and ninth decile of all calls, and the median of the quietest burst of them: a host with
-    neighbours has slow and fast times of a tenth of a second.
+    neighbours is slow for hundredths of a second at a time.
     """
     case = DecodeCase(2, 1, 1024, 16, causal=False, varlen=False)
     inputs = make_inputs(case)
