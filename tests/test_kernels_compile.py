@@ -209,11 +209,11 @@ def test_constants_of_the_kernels_agree() -> None:
             ],
         )
     for rows, batch_invariant, grid_x, mapping in (
-        (1000, False, 500, (1, 4)),
+        (1000, False, 250, (1, 4)),
         (176, False, 176, (4, 6)),
         (88, False, 88, (8, 4)),
         (21, False, 21, (8, 8)),
-        (21, True, 11, (1, 4)),
+        (21, True, 6, (1, 4)),
     ):
         assert combine.launch_shape(rows, 3, 9, True, batch_invariant) == ((grid_x, 3, 1), mapping)
     assert combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (8, 8))

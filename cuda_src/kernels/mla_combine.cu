@@ -24,7 +24,7 @@
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
-constexpr int kRows = kGroups == 1 ? 2 : 1;  // per CTA
+constexpr int kRows = kGroups == 1 ? 4 : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows;
 constexpr int kResidentThreads =
     PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces

@@ -12,6 +12,9 @@
 // Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer: none then shares a
 // part with others (or none is cut), and what is not cut need not be merged.
 //
+// Rows without work follow the others, unless they are few: then they lie between them. The CTAs of the last rows run on
+// neighbouring SMs; when these have nothing to do, some of the others get more of the memory's rate than the rest.
+//
 // Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
 #include "common/types.cuh"
@@ -24,6 +27,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
 constexpr int kMaxFixedCost = 3;   // blocks: what a change of request costs a part, roughly
 constexpr int kMaxShortPart = 16;  // blocks; longer parts need no thought about the cost of merging
+constexpr int kRowsPerIdle = 8;    // at least, for idle rows to lie between the others
 
 struct Params {
     TokenCounts tokens;
@@ -122,6 +126,16 @@ struct RequestsAt {
     }
 };
 
+// Which row a part has. `busy` parts have work, the others follow them on the line.
+__device__ __forceinline__ int row_of_part(int part, int num_parts, int part_length, int line_end) {
+    if ((num_parts - 1) * part_length < line_end) return part;  // as most plans are: no division for them
+    const int busy = ceil_div(line_end, part_length);
+    const int idle = num_parts - busy;
+    if (idle * kRowsPerIdle > num_parts) return part;
+    const int gap = num_parts / idle;  // the last of so many rows is idle, until all idle ones are placed
+    return part < busy ? part + min_int(part / (gap - 1), idle) : (part - busy + 1) * gap - 1;
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_metadata(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
@@ -219,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 begin_is_split = end_is_split = false;
             }
         }
-        int* row = params.sched_meta + static_cast<i64>(part) * kPlanRowInts;
+        const int row_index = row_of_part(part, params.num_parts, line.length, line_end);
+        int* row = params.sched_meta + static_cast<i64>(row_index) * kPlanRowInts;
         row[0] = begin_req;
         row[1] = params.object_layout ? end_req : begin_block;
         row[2] = params.object_layout ? begin_block : end_req;

@@ -605,12 +605,15 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         if (walks) walker.publish_items(params, smem, reader.count + 2 + kLookahead, lane_index());
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
+        // The half behind the RoPE chunk, which is needed sooner: the copy engine takes them in the order of issue.
+        bool deferred = false;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             if (walks) {
                 walker.wait_page();
                 walker.look_up(params, smem, n + kLookahead + 1, lane_index());
             }
             if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
+            if (deferred) load_half<kHalf>(params, smem, n - 1 + kStages, lane_index());
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             float scale0 = 1.0f, scale1 = 1.0f;
             if (has_row_scales()) {
@@ -640,7 +643,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 named_barrier_arrive(NB_V_FREE + kHalf, 128);
             }
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
-            if (warp_idx == 0) {
+            deferred = refills_rope && left > 1;
+            if (warp_idx == 0 && !deferred) {
                 load_half<kHalf>(params, smem, n + kStages, lane_index());
             }
             if (refills_rope && left == 1) refill_rope(params, smem, n + 1, lane_index());

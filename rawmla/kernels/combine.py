@@ -37,7 +37,7 @@ class Mapping(NamedTuple):
     @property
     def rows_per_cta(self) -> int:
         """Query rows that one CTA merges."""
-        return 2 if self.piece_groups == 1 else 1
+        return 4 if self.piece_groups == 1 else 1
 
 
 _MANY_ROWS = Mapping(1, 4)
@@ -70,7 +70,7 @@ def spec(dtype: str, mapping: Mapping) -> jit.KernelSpec:
             ("PIECES_AT_ONCE", mapping.pieces_at_once),
             ("PIECE_GROUPS", mapping.piece_groups),
         ),
-        threads=64 * max(mapping.piece_groups, 2),
+        threads=64 * mapping.piece_groups * mapping.rows_per_cta,
         smem_bytes=mapping.piece_groups * _PARTIAL_BYTES if mapping.piece_groups > 1 else 0,
     )
 

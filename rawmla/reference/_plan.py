@@ -24,6 +24,9 @@ SHORT_PART_FACTOR = 12
 """Parts have at least sqrt(n / 12) blocks for requests of n blocks on average, or 16 if that is less: merging
 the pieces of a request costs time too."""
 
+ROWS_PER_IDLE = 8
+"""Idle rows lie between the others when there is no more than one for so many rows."""
+
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
 """A batch-invariant plan cuts a request into pieces of 8 blocks, or longer ones so that 32 suffice."""
@@ -140,8 +143,10 @@ def plan_blocks(
 
     All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
     may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
-    is cut. The line is cut into `num_parts` stretches of equal length, of which the last ones may be empty,
-    also because a stretch is not made too short; a part computes the units that lie in its stretch.
+    is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
+    not made too short; a part computes the units that lie in its stretch. Rows without a stretch are idle:
+    the last ones, or, if they are few, one after every so many others, so that the SMs that do nothing are
+    not neighbours.
     Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer:
     each gets parts of its own, or each part whole requests.
 
@@ -195,6 +200,14 @@ def plan_blocks(
     last_part = (stop - 1) // part_length
     pieces = units if batch_invariant else last_part - first_part + 1
 
+    busy = -(-line_end // part_length)
+    idle = num_parts - busy
+    row_of_part = list(range(num_parts))
+    if 0 < idle * ROWS_PER_IDLE <= num_parts:
+        gap = num_parts // idle
+        idle_rows = range(gap - 1, gap * idle, gap)
+        row_of_part = [row for row in range(num_parts) if row not in idle_rows] + list(idle_rows)
+
     object_rows = np.zeros((num_parts, PLAN_COLUMNS), dtype=np.int32)
     for part in range(num_parts):
         begin = part * part_length
@@ -208,8 +221,8 @@ def plan_blocks(
             end_block = min((end - start[last]) * unit_blocks[last], blocks[last])
             begin_split = begin_unit if batch_invariant else part - first_part[first]
             row = (first, last, begin_block, end_block, begin_split, pieces[first] > 1, pieces[last] > 1)
-        object_rows[part, :7] = row
-        object_rows[part, 7] = BATCH_INVARIANT_MARK if batch_invariant else 0
+        object_rows[row_of_part[part], :7] = row
+        object_rows[row_of_part[part], 7] = BATCH_INVARIANT_MARK if batch_invariant else 0
     tensor_rows = object_rows[:, [0, 2, 1, 3, 4, 5, 6, 7]]
     tensor_rows[:, 5:7] = 0
     num_splits = np.concatenate([[0], np.cumsum(pieces)]).astype(np.int32)
