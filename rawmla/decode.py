@@ -95,8 +95,8 @@ def flash_mla_with_kvcache(
         False with `indices`.
     is_fp8_kvcache : bool
         The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
-        rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded; scales must not be negative
-        then. RoPE columns are bfloat16 in the cache.
+        rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded. RoPE columns are bfloat16 in
+        the cache.
     indices : array, optional
         int32 `[b, s_q, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
         negative: what makes the call sparse. Slots of the cache, block * page_block_size + offset in the

@@ -14,7 +14,8 @@
 //   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
 // PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
-// too, while it waits for P: all of QK would wait for the warp that did. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same
+// too, while it waits for P: all of QK would wait for the warp that did. The copy engine takes boxes in order, and where memory is
+// the limit Q K^T waits for the RoPE chunk alone, so PV1 asks for it before its own half. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same
 // blocks; CTA 0 loads the left half of V's columns and CTA 1 the right one for both, which halves the traffic from L2 and the power it
 // takes.
 //
@@ -80,7 +81,8 @@ constexpr int kQRegisterChunks = 7;  // chunks 0 to 6 of Q live in registers
 constexpr int kQSharedChunks = kQChunks - kQRegisterChunks;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 constexpr int kSourceSlots = 8;
-constexpr int kLookahead = 5;  // blocks between a page's lookup and PV of the block in hand
+constexpr int kLookahead = 5;           // blocks between a page's lookup and PV of the block in hand
+constexpr int kMaxPrefetchBlocks = 64;  // of a part whose RoPE chunks are prefetched to L2
 static_assert(kLookahead + 1 < kItemSlots && kLookahead + 1 < kSourceSlots,
               "rings must hold what is looked up ahead, and the blocks in hand");
 
@@ -134,6 +136,7 @@ struct WalkerState {
     u32 items_published;  // kNoMoreItems once the end mark is
     u32 item;             // of the next block to look up
     int block;            // in that item
+    bool prefetches_rope;
 };
 constexpr u32 kNoMoreItems = 1u << 31;
 
@@ -236,6 +239,10 @@ struct Walker {
             smem.walker.items_published = 0;
             smem.walker.item = 0;
             smem.walker.block = 0;
+            // A prefetch overtakes the boxes that a load waits behind. In long parts some SMs then get ahead of others.
+            smem.walker.prefetches_rope = kHasRope && gridDim.x <= kClusterSize &&
+                                          plan.begin_req == plan.end_req &&
+                                          plan.end_block - plan.begin_block <= kMaxPrefetchBlocks;
         }
         __syncwarp();
         publish_items(params, smem, 1, lane_idx);
@@ -315,6 +322,7 @@ struct Walker {
 
 // Loads one half of block n into its stage, which this CTA has finished with; nothing after the part's last block. In a
 // cluster, CTA 0 loads the left half and CTA 1 the right one for both, when the other has finished with it too.
+// Whoever loads the right half prefetches the RoPE chunk beside it, where that pays.
 template <int kHalf>
 __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
     const BoxSource source = smem.sources[n % kSourceSlots][lane_idx % kBoxes];
@@ -323,6 +331,10 @@ __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan
     const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * kChunkBytes;
     const u32 bar = smem_address(&smem.bar_k_full[stage][kHalf]);
     if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * kChunkBytes);
+    if (kHalf == 1 && smem.walker.prefetches_rope && lane_idx < kBoxes &&
+        (kClusterSize == 1 || cluster_ctarank() == kHalf)) {
+        tma_prefetch_5d(&params.k_map_one, 0, source.row, kVChunks, blockIdx.y, source.page);
+    }
     __syncwarp();
     if constexpr (kClusterSize == 1) {
         load_chunks<4 * kHalf, 4, false>(params, dst, bar, source, lane_idx);

@@ -8,7 +8,7 @@
 //   K Q^T    Q times a power of two, float16; a sum for each of a token's four scales, which multiply it in float32.
 //   V^T P^T  P times the token's scale, float16: one P for each 128 columns. Units of a power of two keep it in range; they follow
 //            the scales as the softmax's reference follows the scores.
-// So neither K nor V is rounded, and P to 11 bits above 2^-14 of a unit, to 2^-25 of it below. Scales must not be negative.
+// So neither K nor V is rounded, and P to 11 bits above 2^-14 of a unit, to 2^-25 of it below.
 //
 // Grid: as sm90_sparse_decode.cu, with tiles of 16 heads.
 //
@@ -270,7 +270,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             }
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
-                outgrown |= fmaxf(scale[g][0], scale[g][1]) * inverse[g] > kLazyUnits;
+                outgrown |= fmaxf(fabsf(scale[g][0]), fabsf(scale[g][1])) * inverse[g] > kLazyUnits;
             mbarrier_wait_parity(smem_address(&smem.bar_p_free[slot]), ~(n / kPSlots) & 1);
             const bool follows = named_barrier_any(NB_VOTE, 128, outgrown);
             if (warp_idx == 0 && lane_idx == 0) smem.rescale[slot] = follows;
@@ -279,7 +279,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                 for (int i = 0; i < 4; ++i) {
                     const float top =
                         maximum_of_tokens(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
-                    const float top_scale = maximum_of_tokens(fmaxf(scale[i][0], scale[i][1]));
+                    const float top_scale = maximum_of_tokens(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
                     if (writes_heads) smem.warp_max[warp_idx][head_of(i)] = top;
                     if (lane_idx == 0) smem.warp_unit[warp_idx][i] = top_scale;
                 }

@@ -20,6 +20,14 @@ __device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap* map, u32 b
         : "memory");
 }
 
+// Brings a box to L2.
+__device__ __forceinline__ void tma_prefetch_5d(const TensorMap* map, int c0, int c1, int c2, int c3,
+                                                int c4) {
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
+                 "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
+
 // The same box to the same place in every CTA of the cluster named in `cta_mask`, counted on each one's own barrier.
 __device__ __forceinline__ void tma_load_5d_multicast(u32 dst, const TensorMap* map, u32 bar, u16 cta_mask,
                                                       int c0, int c1, int c2, int c3, int c4) {
