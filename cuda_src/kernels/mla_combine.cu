@@ -7,7 +7,8 @@
 //
 // Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
 // the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
-// split leaves at once.
+// split leaves at once; of many rows, where most may have nothing to do, without waiting for the kernel ahead, so that the CTAs of the
+// kernel behind find their SMs free. Only the first CTA always waits: this kernel must not be complete before that one is.
 //
 // A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
 // PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece, and their sums
@@ -122,15 +123,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
-    if (req < 0) {
-        griddepcontrol_wait();
-        return;
-    }
-    const int splits_before = load_global(params.num_splits + req);
-    const int splits = load_global(params.num_splits + req + 1) - splits_before;
+    const int splits_before = req < 0 ? 0 : load_global(params.num_splits + req);
+    const int splits = req < 0 ? 0 : load_global(params.num_splits + req + 1) - splits_before;
     const bool batch_invariant = load_global(params.sched_meta + kPlanRowInts - 1) == kBatchInvariantMark;
-    griddepcontrol_wait();
-    if (splits <= 1 || row >= rows) return;
+    const bool merges = splits > 1;
+    if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
+    if (!merges || row >= rows) return;
     const int slot = first_slot(splits_before, req, batch_invariant);
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
     const int count = fits ? splits : 0;

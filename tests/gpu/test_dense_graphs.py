@@ -62,6 +62,33 @@ class Replays:
         return inputs
 
 
+@pytest.mark.parametrize("varlen", (False, True), ids=("whole", "split"))
+def test_calls_that_wait_for_each_other(varlen: bool) -> None:
+    """Each call's q is the out of the one before, which holds NaN until that call, combine included, is done.
+
+    Of requests that are not split, most CTAs of the combine leave early.
+    """
+    inputs = make_dense_inputs(DenseCase(b=132, h_q=64, s_k=1000, d_qk=512, varlen=varlen))
+    metadata, num_splits = plan(inputs, "tensors")
+    splits = num_splits.diff()
+    assert bool((splits > 1).any()) == varlen
+    q, *rest = call_arguments(inputs)
+
+    def chain(between: Any) -> list[Any]:
+        outs = [torch.full_like(q, float("nan")) for _ in range(10)]
+        between()
+        for before, out in zip([q, *outs], outs, strict=False):
+            rawmla.flash_mla_with_kvcache(before, *rest, metadata, num_splits, out=out)
+            between()
+        return outs
+
+    for number, (got, want) in enumerate(
+        zip(chain(lambda: None), chain(torch.cuda.synchronize), strict=True)
+    ):
+        assert not want.isnan().any()
+        assert_same_bits(f"out of call {number}", got, want)
+
+
 def capture(work: Any) -> tuple["torch.cuda.CUDAGraph", Any]:
     """Capture what `work` enqueues; its result lives in the graph's memory, poisoned at every replay."""
     graph = torch.cuda.CUDAGraph()

@@ -26,19 +26,6 @@ pytestmark = pytest.mark.sanitizer
 CASES = (
     SparseCase(b=1, h_q=1, s_k=1, topk=1, page_block_size=1, invalid=0.0, power_of_two_scales=True),
     SparseCase(b=2, s_q=2, h_q=16, s_k=90, topk=70, page_block_size=2, lengths=(0, 70), index_gap=1),
-    SparseCase(  # several blocks and requests for each CTA
-        b=60,
-        s_q=3,
-        h_q=8,
-        s_k=400,
-        topk=330,
-        lengths="random",
-        extra_s_k=100,
-        extra_topk=65,
-        extra_page_block_size=2,
-        extra_lengths="random",
-        sink=True,
-    ),
     SparseCase(b=2, h_q=66, s_k=300, topk=200, layout="v32", sink=True, block_gap=1, empty_rows=0.5, seed=1),
     SparseCase(b=1, h_q=128, s_k=700, topk=650, layout="model1", page_block_size=53, sharp=True),
     SparseCase(
