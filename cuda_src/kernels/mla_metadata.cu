@@ -126,9 +126,9 @@ struct RequestsAt {
     }
 };
 
-// Which row a part has. `busy` parts have work, the others follow them on the line.
+// Which row a part has. Parts without work follow the others on the line. Often there is one, by rounding.
 __device__ __forceinline__ int row_of_part(int part, int num_parts, int part_length, int line_end) {
-    if ((num_parts - 1) * part_length < line_end) return part;  // as most plans are: no division for them
+    if ((num_parts - 1) * part_length < line_end) return part;  // all parts have work
     const int busy = ceil_div(line_end, part_length);
     const int idle = num_parts - busy;
     if (idle * kRowsPerIdle > num_parts) return part;

@@ -15,9 +15,9 @@
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
 // PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
 // too, while it waits for P: all of QK would wait for the warp that did. The copy engine takes boxes in order, and where memory is
-// the limit Q K^T waits for the RoPE chunk alone, so PV1 asks for it before its own half. With CLUSTER 2, CTAs 2i and 2i + 1 along x walk the same
-// blocks; CTA 0 loads the left half of V's columns and CTA 1 the right one for both, which halves the traffic from L2 and the power it
-// takes.
+// the limit Q K^T waits for the RoPE chunk alone, so PV1 asks for it before its own half. With CLUSTER 2, CTAs 2i and 2i + 1 along x
+// walk the same blocks; CTA 0 loads the left half of V's columns and CTA 1 the right one for both, which halves the traffic from L2
+// and the power it takes.
 //
 // Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
 //   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
@@ -38,7 +38,8 @@
 // bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources stored  warp 0 of PV1: first refill      0
+// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources, and    warp 0 of PV1: first refill      0
+//                               whether RoPE is prefetched, stored
 // NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
 // NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
 //
@@ -132,11 +133,11 @@ constexpr int kNoBlock = -(1 << 30);
 
 struct WalkerState {
     PlanRow plan;
-    WorkItems items;      // the next one to publish
-    u32 items_published;  // kNoMoreItems once the end mark is
-    u32 item;             // of the next block to look up
-    int block;            // in that item
-    bool prefetches_rope;
+    WorkItems items;       // the next one to publish
+    u32 items_published;   // kNoMoreItems once the end mark is
+    u32 item;              // of the next block to look up
+    int block;             // in that item
+    bool prefetches_rope;  // of the part; PV1 reads it too
 };
 constexpr u32 kNoMoreItems = 1u << 31;
 
@@ -239,7 +240,8 @@ struct Walker {
             smem.walker.items_published = 0;
             smem.walker.item = 0;
             smem.walker.block = 0;
-            // A prefetch overtakes the boxes that a load waits behind. In long parts some SMs then get ahead of others.
+            // A prefetch presumably overtakes the boxes that a load waits behind: it helps beside the load. In long parts some SMs
+            // then get ahead of others, and the call takes longer.
             smem.walker.prefetches_rope = kHasRope && gridDim.x <= kClusterSize &&
                                           plan.begin_req == plan.end_req &&
                                           plan.end_block - plan.begin_block <= kMaxPrefetchBlocks;
@@ -617,8 +619,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         if (walks) walker.publish_items(params, smem, reader.count + 2 + kLookahead, lane_index());
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        // The half behind the RoPE chunk, which is needed sooner: the copy engine takes them in the order of issue.
-        bool deferred = false;
+        bool deferred = false;  // PV1's half of the block before is to be refilled, behind the RoPE chunk
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             if (walks) {
                 walker.wait_page();

@@ -66,8 +66,8 @@ __device__ __forceinline__ bool elect_one_sync() {
     return elected != 0;
 }
 
-// Programmatic dependent launch. Every rawmla kernel waits before it reads or writes global memory, so that
-// "the previous kernel has finished" holds along a whole chain of launches.
+// Programmatic dependent launch. In every rawmla kernel at least one CTA waits, and every CTA does before it writes global memory or
+// reads what the kernel ahead may write; a kernel is thus complete only after the one ahead, along a whole chain of launches.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

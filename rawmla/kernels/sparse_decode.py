@@ -13,7 +13,16 @@ from . import combine
 from .common import BLOCK_TOKENS, ceil_div, num_slots
 from .division import divisor
 
-__all__ = ["FEW_HEADS", "FORMATS", "Cache", "PreparedSparseDecode", "SparseDecodeCall", "spec", "specs"]
+__all__ = [
+    "FEW_HEADS",
+    "FORMATS",
+    "Cache",
+    "PreparedSparseDecode",
+    "SparseDecodeCall",
+    "few_heads_spec",
+    "spec",
+    "specs",
+]
 
 _PARAMS = struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x")  # Params of attention/selection.cuh
 _POINTERS = struct.Struct("<15Q")  # its first members
