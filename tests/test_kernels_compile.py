@@ -29,6 +29,7 @@ from rawmla.testing import plans
 
 SPECS = all_specs()
 BY_KERNEL = {spec.name: spec for spec in reversed(SPECS)}  # one variant of each
+DENSE_DECODE = ("sm90_dense_decode", "sm90_dense_decode_few_rows")
 SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads")
 REGISTERS_PER_SM = 65536
 
@@ -40,12 +41,14 @@ def of(name: str) -> list[KernelSpec]:
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     around = {"mla_cache_gather", "mla_cache_write", "mla_convert_indices", "mla_merge_states"}
-    decoding = {"mla_metadata", "mla_combine", "sm90_dense_decode", *SPARSE_DECODE}
+    decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
     assert set(BY_KERNEL) == decoding | around
     values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
     boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
     assert found == {(dtype, d_qk, *box) for dtype in (0, 1) for d_qk in (576, 512) for box in boxes}
+    few_rows = [dict(spec.defines) for spec in of("sm90_dense_decode_few_rows")]
+    assert {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"]) for v in few_rows} == {variant[:3] for variant in found}
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
     sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"]) for v in values.values())
     assert sparse == [(0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16)]
@@ -89,7 +92,7 @@ def test_setmaxnreg_moves_what_the_launch_gives() -> None:
     sharing = {"sm90_sparse_decode": (1, 1, 1, 2), "sm90_sparse_decode_few_heads": (1, 4, 1)}
     for spec in (*default_specs(), *(spec for name in SPARSE_DECODE for spec in of(name))):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
-        if not spec.name.startswith("sm90_"):
+        if not spec.name.startswith("sm90_") or spec.name == "sm90_dense_decode_few_rows":
             assert not moves
             continue
         launched = jit.build(spec).meta["registers"]
@@ -164,7 +167,7 @@ def test_constants_of_the_kernels_agree() -> None:
     short = re.findall(r"shortest \* shortest \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]
     names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
-    for spec in of("sm90_dense_decode"):
+    for spec in (*of("sm90_dense_decode"), *of("sm90_dense_decode_few_rows")):
         values = dict(spec.defines)
         dtype = names[{code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]]
         conditions = [
@@ -175,6 +178,8 @@ def test_constants_of_the_kernels_agree() -> None:
             f"kQChunks * 64 == {values['D_QK']}",
         ]
         assert_in_kernel(spec, conditions)
+    for spec in of("sm90_dense_decode_few_rows"):
+        assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
     formats = {"v32": "kV32", "model1": "kModel1", "bf16": "kBf16"}
     row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
     for spec in of("sm90_sparse_decode"):
@@ -242,7 +247,9 @@ _CODES = {
 
 def fields_of(kernel: str) -> list[Field]:
     """The members of `struct Params` in order, one right after another, as the source declares them."""
-    text = source("attention/selection.cuh" if kernel in SPARSE_DECODE else f"kernels/{kernel}.cu")
+    shared = dict.fromkeys(SPARSE_DECODE, "attention/selection.cuh")
+    shared |= dict.fromkeys(DENSE_DECODE, "attention/dense.cuh")
+    text = source(shared.get(kernel, f"kernels/{kernel}.cu"))
     body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
     assert body
     fields: list[Field] = []
@@ -263,7 +270,7 @@ def fields_of(kernel: str) -> list[Field]:
     [
         ("mla_metadata", metadata._PARAMS),
         ("mla_combine", combine._PARAMS),
-        ("sm90_dense_decode", dense_decode._PARAMS),
+        *((kernel, dense_decode._PARAMS) for kernel in DENSE_DECODE),
         *((kernel, sparse_decode._PARAMS) for kernel in SPARSE_DECODE),
     ],
 )
@@ -388,6 +395,10 @@ def launch_decode(call: dense_decode.DenseDecodeCall) -> int:
         {"page_block_size": 16},
         {"page_block_size": 32, "batch_invariant": True},
         {"s_q": 1, "h_q": 64, "h_kv": 1, "b": 200},
+        {"s_q": 1, "h_q": 16, "h_kv": 1},
+        {"s_q": 1, "h_q": 17, "h_kv": 1},
+        {"s_q": 2, "h_q": 16, "h_kv": 2},
+        {"s_q": 1, "h_q": 3, "h_kv": 1, "page_block_size": 16, "causal": True},
     ],
     ids=str,
 )
@@ -431,7 +442,10 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
     cluster = 2 if box == 64 and tiles % 2 == 0 else 1
     assert main.grid == (tiles, call.h_kv, call.num_parts) and main.pdl
     assert main.cluster == (None if cluster == 1 else (2, 1, 1))
-    assert (values["BOX_ROWS"], values["CLUSTER"], values["D_QK"]) == (box, cluster, call.d_qk)
+    few_rows = rows <= 16
+    assert main.spec.name == ("sm90_dense_decode_few_rows" if few_rows else "sm90_dense_decode")
+    assert (values["BOX_ROWS"], values["D_QK"]) == (box, call.d_qk)
+    assert few_rows or values["CLUSTER"] == cluster
     assert values["DTYPE"] == dict(merge.spec.defines)["DTYPE"] == common.DTYPES[call.dtype]
     assert merge.pdl and merge.cluster is None
     assert main.spec in SPECS and merge.spec in SPECS

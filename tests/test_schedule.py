@@ -160,11 +160,13 @@ def shortest_part(units: int) -> int:
     return _plan.MAX_SHORT_PART
 
 
-def without_idle(loads: list[tuple[int, int]], busy: int) -> list[tuple[int, int]]:
-    """The loads of rows that are not idle, `busy` of them: few idle rows lie between them, many follow."""
+def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> list[tuple[int, int]]:
+    """The loads of rows that are not idle, `busy` of them. Idle rows follow them, or, if they are few and
+    requests are moved apart, lie between them.
+    """
     idle = len(loads) - busy
     places = set(range(busy, len(loads)))
-    if 0 < idle * _plan.ROWS_PER_IDLE <= len(loads):
+    if moved_apart and 0 < idle * _plan.ROWS_PER_IDLE <= len(loads):
         gap = len(loads) // idle
         places = {gap * (k + 1) - 1 for k in range(idle)}
     assert all(loads[place] == (0, 0) for place in places)
@@ -205,14 +207,14 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
             apart = max(-(-n // (num_parts // b)), shortest_part(n))
             expected = ([apart] * (n // apart) + [n % apart] * (n % apart > 0)) * b
         if apart <= share:
-            busy_loads = without_idle(loads, len(expected))
+            busy_loads = without_idle(loads, len(expected), moved_apart=True)
             assert [load for load, _ in busy_loads] == expected
             assert all(requests <= max(group, 1) for _, requests in busy_loads)
             return
     assert max(load for load, _ in loads) <= share
     # A cut may fall into the fixed cost of the request before or after it, which is then nobody's.
     assert all(load + fixed * (requests - 1) <= share for load, requests in loads if requests)
-    for load, requests in without_idle(loads, -(-line_end // share))[:-1]:
+    for load, requests in without_idle(loads, -(-line_end // share), moved_apart=False)[:-1]:
         assert load + fixed * (requests + 1) >= share
 
 

@@ -10,10 +10,9 @@
 // Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
 //
 // Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer: none then shares a
-// part with others (or none is cut), and what is not cut need not be merged.
-//
-// Rows without work follow the others, unless they are few: then they lie between them. The CTAs of the last rows run on
-// neighbouring SMs; when these have nothing to do, some of the others get more of the memory's rate than the rest.
+// part with others (or none is cut), and what is not cut need not be merged. Rows without work then lie between the others, if they are
+// few: the CTAs of the last rows run on neighbouring SMs, and when these have nothing to do, some of the others get more of the memory's
+// rate than the rest. In other plans there is hardly ever more than one, and they follow the others.
 //
 // Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
@@ -126,12 +125,11 @@ struct RequestsAt {
     }
 };
 
-// Which row a part has. Parts without work follow the others on the line. Often there is one, by rounding.
+// Which row a part of a plan of requests moved apart has. Parts without work follow the others on the line.
 __device__ __forceinline__ int row_of_part(int part, int num_parts, int part_length, int line_end) {
-    if ((num_parts - 1) * part_length < line_end) return part;  // all parts have work
     const int busy = ceil_div(line_end, part_length);
     const int idle = num_parts - busy;
-    if (idle * kRowsPerIdle > num_parts) return part;
+    if (idle <= 0 || idle * kRowsPerIdle > num_parts) return part;
     const int gap = num_parts / idle;  // the last of so many rows is idle, until all idle ones are placed
     return part < busy ? part + min_int(part / (gap - 1), idle) : (part - busy + 1) * gap - 1;
 }
@@ -233,7 +231,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 begin_is_split = end_is_split = false;
             }
         }
-        const int row_index = row_of_part(part, params.num_parts, line.length, line_end);
+        const int row_index =
+            line.group > 0 ? row_of_part(part, params.num_parts, line.length, line_end) : part;
         int* row = params.sched_meta + static_cast<i64>(row_index) * kPlanRowInts;
         row[0] = begin_req;
         row[1] = params.object_layout ? end_req : begin_block;

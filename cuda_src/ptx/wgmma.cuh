@@ -82,8 +82,8 @@ __device__ __forceinline__ void wgmma_m64n64k16_rs(float (&d)[32], const u32 (&a
 #undef RAWMLA_WGMMA
 }
 
-// d (+)= A B^T: A 64 x 16 and B 16 x 16, both K-major.
-template <Dtype kDtype>
+// d (+)= A B^T: A 64 x 16, K-major, or MN-major (its transpose's rows contiguous); B 16 x 16 K-major.
+template <Dtype kDtype, bool kMnMajorA = false>
 __device__ __forceinline__ void wgmma_m64n16k16_ss(float (&d)[8], u64 desc_a, u64 desc_b, bool accumulate) {
 #define RAWMLA_WGMMA(TYPE)                                                                               \
     asm volatile(                                                                                        \
@@ -91,10 +91,10 @@ __device__ __forceinline__ void wgmma_m64n16k16_ss(float (&d)[8], u64 desc_a, u6
         ".reg .pred p;\n"                                                                                \
         "setp.ne.b32 p, %10, 0;\n"                                                                       \
         "wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE                                      \
-        " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n"                                    \
+        " {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, %11, 0;\n"                                  \
         "}\n"                                                                                            \
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]) \
-        : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)))
+        : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)), "n"(kMnMajorA ? 1 : 0))
     if constexpr (kDtype == Dtype::kBf16) {
         RAWMLA_WGMMA("bf16");
     } else {

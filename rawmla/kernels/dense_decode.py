@@ -1,4 +1,4 @@
-"""Host side of cuda_src/kernels/sm90_dense_decode.cu, and of the combine that follows it."""
+"""Host side of cuda_src/kernels/sm90_dense_decode*.cu, and of the combine that follows them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,28 @@ from .. import jit
 from . import combine
 from .common import BLOCK_TOKENS, DTYPES, ceil_div, num_slots
 
-__all__ = ["BOX_ROWS", "D_QK", "DenseDecodeCall", "PreparedDecode", "box_rows", "spec", "specs"]
+__all__ = [
+    "BOX_ROWS",
+    "D_QK",
+    "FEW_ROWS",
+    "DenseDecodeCall",
+    "PreparedDecode",
+    "box_rows",
+    "few_rows_spec",
+    "spec",
+    "specs",
+]
 
-_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI4if 4x")  # Params of sm90_dense_decode.cu
+_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI4if 4x")  # Params of attention/dense.cuh
 _POINTERS = struct.Struct("<256s 10Q")  # its first members: tensor maps and addresses
 _MAX_MAPS = 1024  # caches with tensor maps of their own, one for each layer
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64
 _SMEM_BYTES = 232_448  # all that a CTA can have
 D_QK = (576, 512)
+FEW_ROWS = 16
+# No more than it needs, so that CTAs of the combine find room beside it and are there when it ends.
+_FEW_ROWS_SMEM_BYTES = 202_752
 BOX_ROWS = (64, 32, 16)
 _CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
 
@@ -83,6 +96,22 @@ def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
     )
 
 
+@cache
+def few_rows_spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
+    """The variant for up to FEW_ROWS query rows of a KV head; ``rows`` as in `spec`."""
+    return jit.KernelSpec(
+        "sm90_dense_decode_few_rows",
+        (
+            ("BOX_ROWS", rows),
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("SMEM_BYTES", _FEW_ROWS_SMEM_BYTES),
+        ),
+        threads=160,
+        smem_bytes=_FEW_ROWS_SMEM_BYTES,
+    )
+
+
 def box_rows(page_block_size: int) -> int:
     """Tokens that one TMA box copies: a page, or the 64 of a block."""
     return min(page_block_size, BLOCK_TOKENS)
@@ -92,7 +121,8 @@ def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.Kernel
     """The variants that caches with these page sizes need."""
     boxes = dict.fromkeys(box_rows(page) for page in page_block_sizes)
     pairs = [(box, cluster) for box in boxes for cluster in ((1, 2) if box == BLOCK_TOKENS else (1,))]
-    return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs]
+    few_rows = [few_rows_spec(dtype, d_qk, box) for box in boxes]
+    return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs] + few_rows
 
 
 class PreparedDecode:
@@ -111,7 +141,11 @@ class PreparedDecode:
         m_blocks = ceil_div(rows, _BLOCK_M)
         box = box_rows(call.page_block_size)
         cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
-        main = jit.get_kernel(spec(call.dtype, call.d_qk, box, cluster), call.device, capturing=capturing)
+        if rows <= FEW_ROWS:
+            chosen = few_rows_spec(call.dtype, call.d_qk, box)
+        else:
+            chosen = spec(call.dtype, call.d_qk, box, cluster)
+        main = jit.get_kernel(chosen, call.device, capturing=capturing)
         max_blocks = ceil_div(call.max_seqlen, BLOCK_TOKENS)
         slots = num_slots(call.num_parts, call.b, max_blocks, call.batch_invariant)
         slot_rows = slots * call.s_q * call.h_q

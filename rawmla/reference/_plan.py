@@ -25,7 +25,8 @@ SHORT_PART_FACTOR = 12
 the pieces of a request costs time too."""
 
 ROWS_PER_IDLE = 8
-"""Idle rows lie between the others when there is no more than one for so many rows."""
+"""Idle rows of a plan of equal requests lie between the others when there is no more than one for so many
+rows."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_PIECES = 32
@@ -145,10 +146,10 @@ def plan_blocks(
     may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
     is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
     not made too short; a part computes the units that lie in its stretch. Rows without a stretch are idle:
-    the last ones, or, if they are few, one after every so many others, so that the SMs that do nothing are
-    not neighbours.
+    the last ones.
     Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer:
-    each gets parts of its own, or each part whole requests.
+    each gets parts of its own, or each part whole requests. If few rows are idle then, one follows every so
+    many others, so that the SMs that do nothing are not neighbours.
 
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.
@@ -203,7 +204,7 @@ def plan_blocks(
     busy = -(-line_end // part_length)
     idle = num_parts - busy
     row_of_part = list(range(num_parts))
-    if 0 < idle * ROWS_PER_IDLE <= num_parts:
+    if moved_apart is not None and 0 < idle * ROWS_PER_IDLE <= num_parts:
         gap = num_parts // idle
         idle_rows = range(gap - 1, gap * idle, gap)
         row_of_part = [row for row in range(num_parts) if row not in idle_rows] + list(idle_rows)

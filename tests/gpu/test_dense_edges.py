@@ -220,14 +220,27 @@ def test_softmax_scale() -> None:
         check(inputs, got, reference(inputs, softmax_scale=scale))
 
 
+@pytest.mark.parametrize(
+    ("s_q", "h_q", "h_kv"), ((1, 15, 1), (2, 16, 2), (1, 17, 1), (2, 32, 2), (3, 5, 1), (3, 11, 1))
+)
+def test_query_rows_around_the_tiles(s_q: int, h_q: int, h_kv: int) -> None:
+    """Of 16 rows for a KV head, one less and more, and of more tokens than one."""
+    inputs = make_dense_inputs(
+        DenseCase(b=5, s_q=s_q, h_q=h_q, h_kv=h_kv, s_k=900, page_block_size=32, varlen=True, causal=True)
+    )
+    check(inputs, decode(inputs))
+
+
+@pytest.mark.parametrize(("b", "s_q", "h_q"), ((3, 16, 128), (140, 1, 16), (140, 2, 16)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("rise", (0.3, 4.0, 7.5, 30.0, -4.0))
-def test_scores_that_rise_from_block_to_block(rise: float, dtype: str) -> None:
+def test_scores_that_rise_from_block_to_block(rise: float, dtype: str, b: int, s_q: int, h_q: int) -> None:
     """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block.
 
-    The query rows leave room for four parts, so that most of a request's blocks are in one piece.
+    Rows leave room for four parts, or requests are as many as parts: most of a request's blocks are in one
+    piece.
     """
-    inputs = make_dense_inputs(DenseCase(b=3, s_q=16, h_q=128, s_k=1500, varlen=True, dtype=dtype))
+    inputs = make_dense_inputs(DenseCase(b=b, s_q=s_q, h_q=h_q, s_k=1500, varlen=True, dtype=dtype))
     inputs.q.mul_(0.1)[..., -1] = 1
     for request, length in enumerate(inputs.lengths):
         for block in range(-(-length // 64)):

@@ -459,6 +459,37 @@ def test_sharp_softmax_rows(h_q: int, layout: str, d_qk: int | None) -> None:
     sparse_check(inputs, sparse_decode(inputs))
 
 
+@pytest.mark.parametrize("h_q", (16, 64))
+@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
+def test_scales_that_change_from_block_to_block(descending: bool, h_q: int) -> None:
+    """By 2^40 over a request's ten blocks, of either sign; requests that are not split.
+
+    RoPE, which has no scale, is left out: no token attends by it alone.
+    """
+    inputs = make_sparse_inputs(SparseCase(b=150, h_q=h_q, s_k=700, topk=640, invalid=0.0))
+    inputs.q[..., inputs.case.format.values :] = 0
+    inputs = replace(inputs, indices=inputs.indices.sort(dim=-1, descending=descending).values)
+    place = torch.arange(640, device="cuda") / 640
+    exponents = torch.zeros(int(inputs.indices.max()) + 1, dtype=torch.float64, device="cuda")
+    exponents[inputs.indices.flatten().long()] = (
+        (40 * place - 60).double().expand_as(inputs.indices).flatten()
+    )
+    slots = named(inputs)
+    draw = torch.Generator(device="cuda").manual_seed(2)
+    shape = (len(slots), inputs.case.format.scales)
+    signs = torch.randint(2, shape, generator=draw, device="cuda") * 2 - 1
+    _rescale(
+        inputs,
+        signs * (1.0 + torch.rand(shape, generator=draw, device="cuda")) * exponents[slots, None].exp2(),
+    )
+    factor = 2.0**-20
+    scale = inputs.case.width**-0.5 / (100 * factor)
+    out, lse = sparse_decode(inputs, softmax_scale=scale)
+    want_out, want_lse = sparse_reference(inputs, softmax_scale=scale)
+    size = 448 * factor
+    sparse_check(inputs, (out / size, lse), (want_out / size, want_lse))
+
+
 # ---- merging partial results
 
 
