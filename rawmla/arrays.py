@@ -12,7 +12,7 @@ the array's class to a reader function, plain tuples, and no work that only a fa
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from math import prod
@@ -36,12 +36,13 @@ class Framework(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """A new contiguous array from the framework's allocator on its current stream, not filled."""
 
-    def empty_with_scratch(
-        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
-    ) -> tuple[Any, Any]:
-        """A new array, and an array of at least `scratch_bytes` bytes to use as scratch.
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """A function that makes `empty` arrays of these shapes and dtypes, and scratch after the last.
 
-        The scratch stays valid for as long as a graph captured here may run.
+        The scratch, an array of `scratch_bytes` bytes, stays valid for as long as a graph captured then may
+        run. It is None when there are none. Calls that repeat keep the function: it is faster than `empty`.
         """
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
@@ -134,11 +135,22 @@ class TorchFramework:
             return self._empty_strided(shape, _contiguous_strides(shape), torch_dtype)
         return self._torch.empty(shape, dtype=torch_dtype, device=self._torch.device("cuda", device))
 
-    def empty_with_scratch(
-        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
-    ) -> tuple[Any, Any]:
-        """See `Framework.empty_with_scratch`; torch keeps what a capture allocates in a pool of the graph."""
-        return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """See `Framework.allocator`; torch keeps what a capture allocates in a pool of the graph."""
+        wanted = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
+        fast = [(shape, _contiguous_strides(shape), self._dtype_of_name[dtype]) for shape, dtype in wanted]
+        empty_strided, current_device = self._empty_strided, self._current_device
+
+        def allocate() -> list[Any]:
+            if empty_strided is not None and current_device() == device:
+                made = [empty_strided(*array) for array in fast]
+            else:
+                made = [self.empty(shape, dtype, device) for shape, dtype in wanted]
+            return made if scratch_bytes else [*made, None]
+
+        return allocate
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """See `Framework.contiguous_copy`; not part of any autograd graph."""
@@ -209,16 +221,24 @@ class CupyFramework:
         with self._on(device):
             return self._cupy.empty(shape, self._dtype(dtype))
 
-    def empty_with_scratch(
-        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
-    ) -> tuple[Any, Any]:
-        """See `Framework.empty_with_scratch`; in a capture the scratch lives as long as the array does."""
-        if not self.is_capturing(device):
-            return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
-        array_bytes = prod(shape) * self._dtype(dtype).itemsize
-        start = -(-array_bytes // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
-        buffer = self.empty((start + scratch_bytes,), "uint8", device)
-        return self._cupy.ndarray(shape, self._dtype(dtype), memptr=buffer.data), buffer[start:]
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
+        *others, last = arrays
+
+        def allocate() -> list[Any]:
+            made = [self.empty(shape, dtype, device) for shape, dtype in others]
+            if not scratch_bytes:
+                return [*made, self.empty(*last, device), None]
+            if not self.is_capturing(device):
+                return [*made, self.empty(*last, device), self.empty((scratch_bytes,), "uint8", device)]
+            shape, dtype = last[0], self._dtype(last[1])
+            start = -(-prod(shape) * dtype.itemsize // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
+            buffer = self.empty((start + scratch_bytes,), "uint8", device)
+            return [*made, self._cupy.ndarray(shape, dtype, memptr=buffer.data), buffer[start:]]
+
+        return allocate
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """See `Framework.contiguous_copy`."""

@@ -319,17 +319,13 @@ def flash_mla_with_kvcache(
         softmax_scale,
         causal,
     )
-    call = known.calls.get(key) or _prepare(known, key, q_view, k_view)
+    allocate, launch = known.calls.get(key) or _prepare(known, key, q_view, k_view)
     if out is None:
-        out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+        out, lse, scratch = allocate()
         out_ptr = framework.pointer(out)
-    if call.scratch_bytes:
-        lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", call.scratch_bytes, device)
-        scratch_ptr = framework.pointer(scratch)
     else:
-        lse = framework.empty((b, h_q, s_q), "float32", device)
-        scratch_ptr = 0
-    call.launch(
+        lse, scratch = allocate()
+    launch(
         stream,
         k_ptr,
         q_ptr,
@@ -339,7 +335,7 @@ def flash_mla_with_kvcache(
         splits_ptr,
         out_ptr,
         framework.pointer(lse),
-        scratch_ptr,
+        0 if scratch is None else framework.pointer(scratch),
     )
     return out, lse
 
@@ -355,7 +351,7 @@ class _Known(NamedTuple):
     h_kv: int
     q_strides: tuple[int, ...] | None  # that 16-byte copies can walk; None: a contiguous copy is needed
     k_strides: tuple[int, ...]
-    calls: dict[tuple[Any, ...], dense_decode.PreparedDecode]  # by what else a call depends on
+    calls: dict[tuple[Any, ...], sparse.PreparedCall]  # by what else a call depends on
 
 
 # A decoding loop repeats the same few kinds of call. Checks and parameters that depend on nothing else are
@@ -378,7 +374,7 @@ def _learn(q: Fields, k_cache: Fields) -> _Known:
     return known
 
 
-def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) -> dense_decode.PreparedDecode:
+def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) -> sparse.PreparedCall:
     """Load the kernels of a call and work out their parameters."""
     (
         table_stride,
@@ -393,6 +389,7 @@ def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) ->
     b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, calls = known
     _, _, _, dtype, device, framework, _ = q
     assert q_strides is not None  # or q would have been copied
+    results = [((b, s_q, h_q, _D_V), dtype), ((b, h_q, s_q), "float32")][out_strides is not None :]
     if out_strides is None:
         out_strides = (s_q * h_q * _D_V, h_q * _D_V, _D_V)
     call = dense_decode.DenseDecodeCall(
@@ -425,5 +422,6 @@ def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) ->
     prepared = dense_decode.PreparedDecode(call, framework.capture_query(device))
     if len(calls) >= _MAX_KNOWN:
         calls.clear()
-    calls[key] = prepared
-    return prepared
+    allocate = framework.allocator(results, prepared.scratch_bytes, device)
+    known_call = calls[key] = sparse.PreparedCall(allocate, prepared.launch)
+    return known_call

@@ -86,11 +86,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
         out_ptr = target.ptr
     rows = dims[0] * dims[1] * dims[2]
     scratch_bytes = _scratch_states(len(parts)) * _state_bytes(rows)
-    if scratch_bytes:
-        lse, scratch = framework.empty_with_scratch(lse_shape, "float32", scratch_bytes, device)
-        scratch_ptr = framework.pointer(scratch)
-    else:
-        lse, scratch_ptr = framework.empty(lse_shape, "float32", device), 0
+    lse, scratch = framework.allocator([(lse_shape, "float32")], scratch_bytes, device)()
+    scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
     if out is None:
         out = framework.empty(tuple(first.shape), dtype, device)
         out_ptr = framework.pointer(out)

@@ -6,6 +6,7 @@ addresses and numbers to `rawmla.kernels`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import checks
@@ -13,7 +14,7 @@ from .arrays import READERS, Fields, inspect
 from .kernels import metadata, sparse_decode
 from .plan import FlashMLASchedMeta, SchedConfig, fill_plan
 
-__all__ = ["decode"]
+__all__ = ["PreparedCall", "decode"]
 
 _D_V = checks.D_V
 _ARGUMENTS = (
@@ -34,12 +35,19 @@ _MAX_KNOWN = 1024
 _known: dict[tuple[Any, ...], _Known] = {}
 
 
+class PreparedCall(NamedTuple):
+    """What a kind of decode call does on its arrays."""
+
+    allocate: Callable[[], list[Any]]  # `out` unless given, the lse, scratch or None
+    launch: Callable[..., None]
+
+
 class _Known(NamedTuple):
     """What follows from the kinds of the arguments."""
 
     sizes: checks.SparseSizes
     q_strides: tuple[int, int, int] | None  # None: a contiguous copy is needed
-    calls: dict[tuple[Any, ...], sparse_decode.PreparedSparseDecode]
+    calls: dict[tuple[Any, ...], PreparedCall]
 
 
 def decode(
@@ -155,7 +163,7 @@ def decode(
     if call is None:
         if len(known.calls) >= _MAX_KNOWN:
             known.calls.clear()
-        call = known.calls[key] = sparse_decode.PreparedSparseDecode(
+        prepared = sparse_decode.PreparedSparseDecode(
             sparse_decode.SparseDecodeCall(
                 device=device,
                 format=sizes.format,
@@ -175,15 +183,14 @@ def decode(
             ),
             framework.capture_query(device),
         )
+        results = [((b, s_q, h_q, _D_V), "bfloat16"), ((b, h_q, s_q), "float32")][out is not None :]
+        allocate = framework.allocator(results, prepared.scratch_bytes, device)
+        call = known.calls[key] = PreparedCall(allocate, prepared.launch)
     if out is None:
-        out = framework.empty((b, s_q, h_q, _D_V), "bfloat16", device)
+        out, lse, scratch = call.allocate()
         pointers[8] = framework.pointer(out)
-    if call.scratch_bytes:
-        lse, scratch = framework.empty_with_scratch((b, h_q, s_q), "float32", call.scratch_bytes, device)
-        scratch_ptr = framework.pointer(scratch)
     else:
-        lse = framework.empty((b, h_q, s_q), "float32", device)
-        scratch_ptr = 0
+        lse, scratch = call.allocate()
     call.launch(
         stream,
         pointers[0],
@@ -195,7 +202,7 @@ def decode(
         splits_ptr,
         pointers[8],
         framework.pointer(lse),
-        scratch_ptr,
+        0 if scratch is None else framework.pointer(scratch),
     )
     return out, lse
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +55,14 @@ class FakeFramework:
         self.allocated.append(array)
         return array
 
-    def empty_with_scratch(
-        self, shape: tuple[int, ...], dtype: str, scratch_bytes: int, device: int
-    ) -> tuple[FakeArray, FakeArray]:
-        return self.empty(shape, dtype, device), self.empty((scratch_bytes,), "uint8", device)
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        def allocate() -> list[Any]:
+            made = [self.empty(shape, dtype, device) for shape, dtype in arrays]
+            return [*made, self.empty((scratch_bytes,), "uint8", device) if scratch_bytes else None]
+
+        return allocate
 
     def contiguous_copy(self, array: FakeArray, name: str) -> FakeArray:
         assert name == "q"

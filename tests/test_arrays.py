@@ -163,17 +163,27 @@ class TestCupyMemory:
 
     def test_scratch_is_separate(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing=False)
-        array, scratch = framework.empty_with_scratch((2, 3), "float32", 1000, 0)
-        assert allocated[0] is array and allocated[1] is scratch
+        first, last, scratch = framework.allocator([((7,), "int32"), ((2, 3), "float32")], 1000, 0)()
+        assert all(made is array for made, array in zip(allocated, (first, last, scratch), strict=True))
+        assert (first.shape, first.dtype, last.shape, last.dtype) == ((7,), np.int32, (2, 3), np.float32)
         assert (scratch.shape, scratch.dtype) == ((1000,), np.uint8)
 
-    def test_scratch_of_a_capture_lives_with_the_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("capturing", (False, True))
+    def test_no_scratch(self, monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing=capturing)
+        allocate = framework.allocator([((2, 3), "float32")], 0, 0)
+        for turn in (1, 2):  # the function is kept and called again
+            array, scratch = allocate()
+            assert scratch is None and allocated[-1] is array and len(allocated) == turn
+
+    def test_scratch_of_a_capture_lives_with_the_last_array(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing=True)
-        array, scratch = framework.empty_with_scratch((5, 100), "float32", 1000, 0)
-        assert len(allocated) == 1 and allocated[0].nbytes == 2048 + 1000
+        first, array, scratch = framework.allocator([((7,), "int32"), ((5, 100), "float32")], 1000, 0)()
+        assert len(allocated) == 2 and allocated[0] is first and allocated[1].nbytes == 2048 + 1000
         assert (array.shape, array.dtype, array.flags.c_contiguous) == ((5, 100), np.float32, True)
-        assert array.data.mem is scratch.data.mem is allocated[0].data.mem
-        assert (array.data.ptr, scratch.data.ptr, scratch.nbytes) == (ADDRESS, ADDRESS + 2048, 1000)
+        assert array.data.mem is scratch.data.mem is allocated[1].data.mem
+        assert array.data.ptr == allocated[1].data.ptr
+        assert (scratch.data.ptr - array.data.ptr, scratch.nbytes) == (2048, 1000)
 
     def test_no_copy_in_a_capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, _ = cupy_framework(monkeypatch, capturing=True)
@@ -271,11 +281,24 @@ class TestTorch:
                 assert array.stride() == torch.empty(shape).stride()
                 assert self.allocated.pop() == (way, "cuda", device)
 
-    def test_scratch(self, torch: Any, framework: TorchFramework) -> None:
-        array, scratch = framework.empty_with_scratch((2, 3), "float32", 1001, 0)
-        assert (array.shape, array.dtype) == ((2, 3), torch.float32)
-        assert scratch.nbytes == 1001
-        assert scratch.untyped_storage().data_ptr() != array.untyped_storage().data_ptr()
+    @pytest.mark.parametrize("scratch_bytes", (0, 1001))
+    def test_allocator(self, torch: Any, framework: TorchFramework, scratch_bytes: int) -> None:
+        fast = "fast" if framework._empty_strided is not None else "plain"
+        for device, way in ((0, fast), (1, "plain")):
+            allocate = framework.allocator(
+                [((2, 3), "float32"), ((4, 1, 5), "bfloat16")], scratch_bytes, device
+            )
+            for _ in range(2):  # the function is kept and called again
+                first, last, scratch = allocate()
+                assert (first.shape, first.dtype) == ((2, 3), torch.float32) and first.is_contiguous()
+                assert (last.shape, last.dtype) == ((4, 1, 5), torch.bfloat16) and last.is_contiguous()
+                count = 2 if scratch is None else 3
+                assert self.allocated == [(way, "cuda", device)] * count
+                self.allocated.clear()
+                assert (scratch is None) == (scratch_bytes == 0)
+                if scratch is not None:
+                    assert (scratch.nbytes, scratch.dtype) == (1001, torch.uint8)
+                    assert scratch.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
 
     def test_contiguous_copy(self, torch: Any) -> None:
         framework = TorchFramework(torch)
