@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Blocks and units per request
     const int blocks_of_first = max_int(params.tokens.blocks(0), 1);
     int units_here = 0;
-    bool equal = b > 1;
+    bool equal = true;
     for (int i = first; i < last; ++i) {
         const int blocks = max_int(params.tokens.blocks(i), 1);
         smem.blocks[i] = blocks;

@@ -231,7 +231,7 @@ def test_query_rows_around_the_tiles(s_q: int, h_q: int, h_kv: int) -> None:
     check(inputs, decode(inputs))
 
 
-@pytest.mark.parametrize(("b", "s_q", "h_q"), ((3, 16, 128), (140, 1, 16), (140, 2, 16)))
+@pytest.mark.parametrize(("b", "s_q", "h_q"), ((3, 16, 128), (140, 1, 16)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("rise", (0.3, 4.0, 7.5, 30.0, -4.0))
 def test_scores_that_rise_from_block_to_block(rise: float, dtype: str, b: int, s_q: int, h_q: int) -> None:
