@@ -162,7 +162,7 @@ def test_constants_of_the_kernels_agree() -> None:
     for b in (1, 512, 513, metadata.MAX_BATCH):
         assert_in_kernel(metadata.spec(b), [f"kMaxBatch >= {b}"])
     text = source("kernels/mla_metadata.cu")
-    fixed = re.findall(r"min_int\(kMaxFixedCost, units_total / params\.num_parts / (\d+)\)", text)
+    fixed = re.findall(r"min_int\(kMaxFixedCost, over_parts\(units_total\) / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
     short = re.findall(r"shortest \* shortest \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]
@@ -346,11 +346,14 @@ def not_capturing() -> bool:
 
 
 @pytest.mark.parametrize(("object_layout", "batch_invariant"), [(True, False), (False, True)])
-def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_invariant: bool) -> None:
+@pytest.mark.parametrize(("b", "shares"), [(77, (2, 1)), (3, (1, 22))])
+def test_metadata_launch(
+    launches: list[Launch], object_layout: bool, batch_invariant: bool, b: int, shares: tuple[int, int]
+) -> None:
     tokens = metadata.TokenCounts(0xA000, 0xD000, 2048, 512)
     given = dict(
         tokens=tokens,
-        b=77,
+        b=b,
         num_parts=66,
         sched_meta=0xB000,
         num_splits=0xC000,
@@ -358,7 +361,13 @@ def test_metadata_launch(launches: list[Launch], object_layout: bool, batch_inva
         batch_invariant=batch_invariant,
     )
     metadata.launch(device=0, stream=0x51, capturing=not_capturing, **given)  # type: ignore[arg-type]
-    assert launches == [Launch(metadata.spec(given["b"]), (1, 1, 1), given, None, True)]
+    (launched,) = launches
+    divisors = {"parts": 66, "b": b, "share": shares[1]}
+    for name, d in divisors.items():
+        magic, shift = launched.params.pop(f"{name}_magic"), launched.params.pop(f"{name}_shift")
+        assert all(n * magic >> shift == n // d for n in (0, d - 1, d, 1000, 10**6, 2**31 - 1)), name
+    given |= dict(zip(("requests_per_part", "parts_per_request"), shares, strict=True))
+    assert launched == Launch(metadata.spec(b), (1, 1, 1), given, None, True)
 
 
 def dense_call(**changes: Any) -> dense_decode.DenseDecodeCall:

@@ -176,7 +176,7 @@ def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> 
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
     """Every part but the last has the same share, the fixed cost of a request included.
 
-    Or, where that makes no part longer, equal requests have parts of their own or share them whole.
+    Or, where that makes no part longer, several equal requests have parts of their own or share them whole.
     """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
@@ -198,7 +198,7 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
         )
         loads.append((load, end_req - begin_req + 1))
     assert sum(load for load, _ in loads) == units.sum()
-    if not batch_invariant and len(set(blocks.tolist())) == 1:
+    if not batch_invariant and b > 1 and len(set(blocks.tolist())) == 1:
         n, group = int(blocks[0]), -(-b // num_parts)
         if group > 1:
             apart, expected = group * n + (group - 1) * fixed, [group * n] * (b // group)

@@ -16,6 +16,7 @@
 //
 // Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
 // cut depends on its own length alone; the line's cuts only decide who computes a piece.
+#include "common/division.cuh"
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
@@ -36,6 +37,12 @@ struct Params {
     int num_parts;
     int object_layout;
     int batch_invariant;
+    int requests_per_part;  // ceil(b / num_parts)
+    int parts_per_request;  // num_parts / b, but at least 1
+    // Division by num_parts, b and parts_per_request (common/division.cuh): where the divisor is not known, each takes some 40
+    // cycles of the few thousand that there are.
+    u32 parts_magic, b_magic, share_magic;
+    int parts_shift, b_shift, share_shift;
 };
 
 struct SharedMemoryPlan {
@@ -81,11 +88,10 @@ struct Line {
     int group;  // so many requests, of equal length, begin at each multiple of `span`; 0: they follow each other
     int span;
 
-    // For `b` requests of `units` units each, if that makes no part longer. A part has at least `shortest` units.
-    __device__ __forceinline__ void move_apart(int b, int units, int num_parts, int shortest) {
-        const int requests = ceil_div(b, num_parts);  // in a part
-        const int apart = requests > 1 ? requests * units + (requests - 1) * fixed
-                                       : max_int(ceil_div(units, num_parts / b), shortest);
+    // For requests of `units` units each, `requests` of them in a part, if that makes no part longer. Where one would have
+    // parts of its own, these have `apart` units.
+    __device__ __forceinline__ void move_apart(int units, int requests, int apart) {
+        if (requests > 1) apart = requests * units + (requests - 1) * fixed;
         if (apart > length) return;
         if (requests == 1) fixed = 0;
         length = apart;
@@ -148,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // Blocks and units per request
     const int blocks_of_first = max_int(params.tokens.blocks(0), 1);
     int units_here = 0;
-    bool equal = true;
+    bool equal = b > 1;
     for (int i = first; i < last; ++i) {
         const int blocks = max_int(params.tokens.blocks(i), 1);
         smem.blocks[i] = blocks;
@@ -163,15 +169,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
     // 1.3 T us and the pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12); n is the mean length here.
     Line line;
-    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, units_total / params.num_parts / 3);
-    line.length = max_int(ceil_div(units_total + (b - 1) * line.fixed, params.num_parts), 1);
+    const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
+    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);
+    line.length = max_int(over_parts(units_total + (b - 1) * line.fixed + params.num_parts - 1), 1);
     line.group = 0;
     if (!params.batch_invariant) {
-        const int mean = units_total / b;
+        const int mean = divide(units_total, params.b_magic, params.b_shift);
         int shortest = 1;
         while (shortest * shortest * 12 < mean && shortest < kMaxShortPart) ++shortest;
         line.length = max_int(line.length, shortest);
-        if (equal) line.move_apart(b, blocks_of_first, params.num_parts, shortest);
+        if (equal) {
+            const int apart = divide(blocks_of_first + params.parts_per_request - 1, params.share_magic,
+                                     params.share_shift);
+            line.move_apart(blocks_of_first, params.requests_per_part, max_int(apart, shortest));
+        }
     }
 
     int before = units_before;

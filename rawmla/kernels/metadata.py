@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from .. import jit
 from .common import ceil_div
+from .division import divisor
 
 __all__ = ["MAX_BATCH", "TokenCounts", "launch", "num_sm_parts", "num_sm_parts_sparse", "spec", "specs"]
 
 MAX_BATCH = 16384
 _BLOCK_M = 64
-_PARAMS = struct.Struct("<2Q2i 2Q4i")  # Params of mla_metadata.cu
+_PARAMS = struct.Struct("<2Q2i 2Q6i3I3i")  # Params of mla_metadata.cu
 
 
 def _variant(max_batch: int, threads: int) -> jit.KernelSpec:
@@ -78,5 +79,10 @@ def launch(
     of a row's fields (cuda_src/sched/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
-    params = _PARAMS.pack(*tokens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant)
+    parts_per_request = max(num_parts // b, 1)
+    magics, shifts = zip(divisor(num_parts), divisor(b), divisor(parts_per_request), strict=True)
+    params = _PARAMS.pack(
+        *tokens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant,
+        ceil_div(b, num_parts), parts_per_request, *magics, *shifts,
+    )  # fmt: skip
     kernel.launch((1, 1, 1), params, stream, pdl=True)

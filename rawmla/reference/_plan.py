@@ -147,7 +147,7 @@ def plan_blocks(
     is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
     not made too short; a part computes the units that lie in its stretch. Rows without a stretch are idle:
     the last ones.
-    Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer:
+    Several requests of equal length are moved apart so that cuts fall between them, if no part gets longer:
     each gets parts of its own, or each part whole requests. If few rows are idle then, one follows every so
     many others, so that the SMs that do nothing are not neighbours.
 
@@ -179,7 +179,7 @@ def plan_blocks(
         shortest = isqrt((mean - 1) // SHORT_PART_FACTOR) + 1  # sqrt(mean / factor), rounded up
         shortest = min(shortest, MAX_SHORT_PART)
         part_length = max(part_length, shortest)
-        if (units == units[0]).all():
+        if b > 1 and (units == units[0]).all():
             group = -(-b // num_parts)  # requests in a part
             if group > 1:
                 apart = group * mean + (group - 1) * fixed
