@@ -1,4 +1,4 @@
-"""rawmla: multi-head latent attention (MLA) decoding for NVIDIA Hopper, compiled at run time by NVRTC.
+"""rawmla: multi-head latent attention (MLA) for NVIDIA Hopper, compiled at run time by NVRTC.
 
 The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA
 toolkit, torch or CuPy. What a function needs and does not find is named, with the remedy, when it is called.
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .indices import convert_indices
     from .kernels import warmup
     from .merge import merge_attn_states
+    from .prefill import flash_mla_sparse_fwd
 
 __all__ = [
     "CompileError",
@@ -40,6 +41,7 @@ __all__ = [
     "__version__",
     "convert_indices",
     "dequantize_k_cache",
+    "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "gather_kv_cache",
     "get_mla_metadata",
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "UnsupportedGPUError": ".errors",
     "convert_indices": ".indices",
     "dequantize_k_cache": ".cache",
+    "flash_mla_sparse_fwd": ".prefill",
     "flash_mla_with_kvcache": ".decode",
     "gather_kv_cache": ".cache",
     "get_mla_metadata": ".decode",

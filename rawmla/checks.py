@@ -7,6 +7,7 @@ shape, stride, range or combination. The functions that many decode calls go thr
 
 from __future__ import annotations
 
+from math import log
 from operator import index
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ D_V = 512
 D_QK = (512, 576)
 PLAN_COLUMNS = 8
 FLOAT32_MAX = 3.4028234663852886e38
+
+_LOG_BASES = {"2": 1.0, "e": log(2.0)}
 
 _CONFIG_FIELDS = (
     "b",
@@ -53,23 +56,35 @@ def as_count(name: str, value: Any) -> int:
     return count
 
 
-def check_head_dim_v(head_dim_v: Any) -> None:
+def check_head_dim_v(head_dim_v: Any, name: str = "head_dim_v") -> None:
     """`head_dim_v` must be 512."""
-    if _as_int("head_dim_v", head_dim_v) != D_V:
-        raise ValueError(f"head_dim_v: expected {D_V}, got {head_dim_v}")
+    if _as_int(name, head_dim_v) != D_V:
+        raise ValueError(f"{name}: expected {D_V}, got {head_dim_v}")
 
 
-def as_softmax_scale(softmax_scale: Any) -> float:
+def as_log_base(log_base: Any) -> float:
+    """What numbers in base 2 are multiplied by to be in `log_base`, "2" or "e"."""
+    if not isinstance(log_base, str):
+        raise TypeError(f"log_base: expected a str, got {_show(log_base)}")
+    factor = _LOG_BASES.get(log_base)
+    if factor is None:
+        raise ValueError(f"log_base: expected '2' or 'e', got {log_base!r}")
+    return factor
+
+
+def as_softmax_scale(
+    softmax_scale: Any, name: str = "softmax_scale", wanted: str = "a float or None"
+) -> float:
     """`softmax_scale` as a positive float within float32. Arrays are refused: reading one synchronises."""
     if softmax_scale.__class__ is float and 0.0 < softmax_scale <= FLOAT32_MAX:
         return softmax_scale
     if isinstance(softmax_scale, (bool, np.bool_)) or not isinstance(
         softmax_scale, (int, float, np.integer, np.floating)
     ):
-        raise TypeError(f"softmax_scale: expected a float or None, got {_show(softmax_scale)}")
+        raise TypeError(f"{name}: expected {wanted}, got {_show(softmax_scale)}")
     scale = float(softmax_scale)
     if not 0.0 < scale <= FLOAT32_MAX:
-        raise ValueError(f"softmax_scale: expected a finite float32 greater than 0, got {scale}")
+        raise ValueError(f"{name}: expected a finite float32 greater than 0, got {scale}")
     return scale
 
 
@@ -217,25 +232,27 @@ def k_cache_strides(k_cache: Fields) -> tuple[int, ...]:
 
 
 def out_strides(out: Fields, q: Fields) -> tuple[int, ...]:
-    """Check `out` against q; returns its strides in elements."""
+    """Check `out` against q, of decoding or of prefill; returns its strides in elements."""
     ptr, shape, strides, dtype, _, _, _ = out
-    _, (b, s_q, h_q, _), _, q_dtype, device, framework, _ = q
+    _, q_shape, _, q_dtype, device, framework, _ = q
     if dtype != q_dtype:
         raise TypeError(f"out: expected dtype {q_dtype}, that of q, got {dtype}")
-    if tuple(shape) != (b, s_q, h_q, D_V):
-        raise ValueError(f"out: expected shape {[b, s_q, h_q, D_V]}, got {list(shape)}")
+    if tuple(shape) != (*q_shape[:-1], D_V):
+        raise ValueError(f"out: expected shape {[*q_shape[:-1], D_V]}, got {list(shape)}")
     check_place("out", out, device, framework, "q")
-    step_b, step_s, step_h, step = strides
-    if (
-        step == 1
-        and step_h >= D_V
-        and step_s >= h_q * step_h
-        and step_b >= s_q * step_s
-        and not (ptr & 15 or (step_h | step_s | step_b) & 7)
-    ):
-        return strides  # the usual order of dimensions, contiguous or a slice
+    if len(shape) == 4:
+        _, s_q, h_q, _ = shape
+        step_b, step_s, step_h, step = strides
+        if (
+            step == 1
+            and step_h >= D_V
+            and step_s >= h_q * step_h
+            and step_b >= s_q * step_s
+            and not (ptr & 15 or (step_h | step_s | step_b) & 7)
+        ):
+            return strides  # the usual order of dimensions, contiguous or a slice
     usable = usable_strides(shape, strides)
-    if usable[3] != 1 or not strides_fit(ptr, shape, usable):
+    if usable[-1] != 1 or not strides_fit(ptr, shape, usable):
         raise ValueError(
             "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
             f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
@@ -445,7 +462,9 @@ def _sparse_cache(name: str, view: Fields | None, layout: CacheLayout | None, d_
     return Cache(page_block_size, num_blocks, block_bytes, token_bytes, 0, 0, 0), align
 
 
-def _with_indices(cache: Cache, name: str, view: Fields | None, b: int, s_q: int) -> Cache:
+def _with_indices(
+    cache: Cache, name: str, view: Fields | None, b: int, s_q: int, meaning: str = "b and s_q are those of q"
+) -> Cache:
     """Check what is selected from a cache."""
     assert view is not None
     _, shape, strides, dtype, _, _, _ = view
@@ -453,8 +472,7 @@ def _with_indices(cache: Cache, name: str, view: Fields | None, b: int, s_q: int
         raise TypeError(f"{name}: expected dtype int32, got {dtype}")
     if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not shape[2]:
         raise ValueError(
-            f"{name}: expected shape [{b}, {s_q}, topk] (b and s_q are those of q) with topk at least 1, got "
-            f"{list(shape)}"
+            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk at least 1, got {list(shape)}"
         )
     stride_b, stride_s, step = strides
     if step != 1 and shape[2] > 1 or stride_b < 0 or stride_s < 0:
@@ -463,6 +481,79 @@ def _with_indices(cache: Cache, name: str, view: Fields | None, b: int, s_q: int
             f"{list(strides)} (elements)"
         )
     return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
+
+
+class PrefillSizes(NamedTuple):
+    """What a prefill call is about; strides of out in elements, of tokens and of heads.
+
+    ``format``, ``load_bytes`` and ``cache`` are as in `rawmla.kernels.sparse_prefill.SparsePrefillCall`.
+    """
+
+    format: str
+    d_qk: int
+    load_bytes: int
+    s_q: int
+    h_q: int
+    cache: Cache
+    out_strides: tuple[int, int]
+
+
+def prefill_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> PrefillSizes:
+    """Check the arrays of a prefill call, by the names of the arguments, against each other."""
+    q = views["q"]
+    assert q is not None
+    _, shape, strides, dtype, device, framework, _ = q
+    if dtype != "bfloat16":
+        raise TypeError(f"q: expected dtype bfloat16, got {dtype}")
+    if len(shape) != 3:
+        raise ValueError(f"q: expected shape [s_q, h_q, d_qk], got {list(shape)}")
+    s_q, h_q, d_qk = shape
+    if d_qk not in D_QK:
+        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    if not h_q:
+        raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
+    if strides[2] != 1:
+        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    for name, view in views.items():
+        if view is not None and name != "q":
+            check_place(name, view, device, framework, "q")
+
+    if is_fp8_kvcache:
+        layout = _FP8_LAYOUTS[d_qk]
+        cache, align = _sparse_cache("kv", views["kv"], layout, d_qk)
+        format = layout.name
+    else:
+        cache, align, format = _rows(views["kv"], d_qk), 16, "bf16"
+    cache = _with_indices(cache, "indices", views["indices"], s_q, 1, "s_q is that of q")
+    vectors = (("topk_length", "int32", s_q, "s_q"), ("attn_sink", "float32", h_q, "h_q"))
+    for name, dtype, length, meaning in vectors:
+        view = views[name]
+        if view is not None:
+            check_vector(name, view, (dtype,), length, f"{meaning} is that of q")
+    out = views["out"]
+    stride, stride_h, _ = (h_q * D_V, D_V, 1) if out is None else out_strides(out, q)
+    return PrefillSizes(format, d_qk, align, s_q, h_q, cache, (stride, stride_h))
+
+
+def _rows(kv: Fields | None, d_qk: int) -> Cache:
+    """Check the bf16 kv of a prefill call; returns it, without indices, as a cache of blocks of one token."""
+    assert kv is not None
+    ptr, shape, strides, dtype, _, _, _ = kv
+    if dtype != "bfloat16":
+        raise TypeError(f"kv: expected dtype bfloat16 with is_fp8_kvcache=False, got {dtype}")
+    if len(shape) != 3 or shape[1] != 1 or shape[2] != d_qk:
+        raise ValueError(f"kv: expected shape [s_kv, 1, {d_qk}] (d_qk is that of q), got {list(shape)}")
+    if not shape[0]:
+        raise ValueError(f"kv: expected at least 1 token, got shape {list(shape)}")
+    stride, _, step = usable_strides(shape, strides)
+    if step != 1:
+        raise ValueError(f"kv: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    if ptr & 15 or stride & 7 or stride < 0:
+        raise ValueError(
+            "kv: expected a 16-byte aligned address and a stride of tokens that is a multiple of 8, not "
+            f"negative, got address {ptr:#x}, strides {list(strides)} (elements)"
+        )
+    return Cache(1, shape[0], 2 * stride, 2 * d_qk, 0, 0, 0)
 
 
 def check_sparse_config(planned: Any, wanted: Any) -> None:

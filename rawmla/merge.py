@@ -30,8 +30,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
         strides multiples of 16 bytes.
     lses : sequence of arrays
         float32, natural logarithm, as many as `outs`: `[b, h_q, s_q]` each (what `flash_mla_with_kvcache`
-        returns), or `[s_q, h_q]` with outs of three dimensions. Any strides. +inf or -inf marks a row
-        without keys: its out is ignored, NaN or not.
+        returns), or `[s_q, h_q]` with outs of three dimensions (what `flash_mla_sparse_fwd` returns with
+        `log_base="e"`). Any strides. +inf or -inf marks a row without keys: its out is ignored, NaN or not.
     out : array, optional
         Of the shape and dtype of `outs`, strides as theirs, no element twice; written and returned. May be
         one of `outs`.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla import arrays, decode, jit, sparse
+from rawmla import arrays, decode, jit, prefill, sparse
 from rawmla.kernels import combine, common, dense_decode, metadata, sparse_decode
 
 SM_COUNT = 132
@@ -129,11 +129,14 @@ class PreparedDecode:
         self.call = call
         self.capturing = capturing
         slots = common.num_slots(call.num_parts, call.b, self.max_blocks, call.batch_invariant)
-        self.scratch_bytes = slots * call.s_q * call.h_q * combine.slot_row_bytes(self.dtype)
+        row_bytes = combine.slot_row_bytes(self.dtype, getattr(call, "lse_factor", None) is not None)
+        self.scratch_bytes = slots * call.s_q * call.h_q * row_bytes
 
     def launch(self, *arrays: Any) -> None:
-        names = inspect.signature(type(self).launch_function).parameters
-        given = dict(zip(list(names)[1:], arrays, strict=True))
+        bound = inspect.signature(type(self).launch_function).bind(self, *arrays)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        del given["self"]
         self.decodes.append(
             SimpleNamespace(
                 **self.call._asdict(),
@@ -166,6 +169,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setitem(arrays.READERS, FakeArray, read)
     monkeypatch.setattr(decode, "_known", {})
     monkeypatch.setattr(sparse, "_known", {})
+    monkeypatch.setattr(prefill, "_known", {})
     monkeypatch.setattr(dense_decode, "PreparedDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparseDecode", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
@@ -221,6 +225,29 @@ def sparse_arguments(layout: str = "v32", *, extra: bool = False) -> Arguments:
             extra_k_cache=FakeArray((EXTRA_BLOCKS, EXTRA_PAGE, 1, columns), dtype, ptr=0xB000),
             extra_indices_in_kvcache=FakeArray((B, S_Q, EXTRA_TOPK), ptr=0xD000),
             extra_topk_length=FakeArray((B,), ptr=0xE000),
+        )
+    return arguments
+
+
+S_KV, PREFILL_S_Q = 300, 5
+
+
+def prefill_arguments(layout: str = "bf16 576", *, optional: bool = False) -> Arguments:
+    """A prefill call that is accepted; `optional`: with all that is optional but out."""
+    fp8 = not layout.startswith("bf16")
+    d_qk = 512 if layout in ("model1", "bf16 512") else 576
+    kv_shape = (NUM_BLOCKS, PAGE, 1, SPARSE_COLUMNS[layout]) if fp8 else (S_KV, 1, d_qk)
+    arguments: Arguments = {
+        "q": FakeArray((PREFILL_S_Q, H_Q, d_qk), "bfloat16", ptr=0x1000),
+        "kv": FakeArray(kv_shape, "uint8" if fp8 else "bfloat16", ptr=0x2000),
+        "indices": FakeArray((PREFILL_S_Q, 1, TOPK), ptr=0x8000),
+        "sm_scale": 0.25,
+        "is_fp8_kvcache": fp8,
+    }
+    if optional:
+        arguments.update(
+            topk_length=FakeArray((PREFILL_S_Q,), ptr=0x9000),
+            attn_sink=FakeArray((H_Q,), "float32", ptr=0xA000),
         )
     return arguments
 

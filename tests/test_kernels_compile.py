@@ -23,12 +23,21 @@ from rawmla.kernels import (
     dense_decode,
     metadata,
     sparse_decode,
+    sparse_prefill,
+    warmup,
 )
 from rawmla.kernels.division import divisor
 from rawmla.testing import plans
 
+
+def max_logits(spec: KernelSpec) -> bool:
+    """Whether a variant is one for prefill."""
+    return bool(dict(spec.defines).get("MAX_LOGITS"))
+
+
 SPECS = all_specs()
-BY_KERNEL = {spec.name: spec for spec in reversed(SPECS)}  # one variant of each
+# One variant of each, for decoding and for prefill
+BY_KERNEL = {(spec.name, max_logits(spec)): spec for spec in reversed(SPECS)}
 DENSE_DECODE = ("sm90_dense_decode", "sm90_dense_decode_few_rows")
 SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads")
 REGISTERS_PER_SM = 65536
@@ -42,7 +51,11 @@ def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     around = {"mla_cache_gather", "mla_cache_write", "mla_convert_indices", "mla_merge_states"}
     decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
-    assert set(BY_KERNEL) == decoding | around
+    prefill = {"mla_combine", *SPARSE_DECODE}
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around} | {
+        (name, True) for name in prefill
+    }
+    assert not any(max_logits(spec) for spec in default_specs())
     values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
     boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
@@ -50,10 +63,15 @@ def test_variants() -> None:
     few_rows = [dict(spec.defines) for spec in of("sm90_dense_decode_few_rows")]
     assert {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"]) for v in few_rows} == {variant[:3] for variant in found}
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
-    sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"]) for v in values.values())
-    assert sparse == [(0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16)]
-    few_heads = sorted(dict(spec.defines)["LOAD_BYTES"] for spec in of("sm90_sparse_decode_few_heads"))
-    assert few_heads == [8, 16]
+    sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
+    formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16))
+    assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
+    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode_few_heads")}
+    few_heads = sorted((v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
+    assert few_heads == [(8, 0), (8, 1), (16, 0), (16, 1)]
+    values = {spec: dict(spec.defines) for spec in of("mla_combine")}
+    combines = {(v["DTYPE"], v["MAX_LOGITS"]) for v in values.values()}
+    assert combines == {(0, 0), (1, 0), (0, 1)} and len(values) == 3 * len(combine.MAPPINGS)
     for arguments in (
         ("v32", 512, 16),
         ("model1", 576, 16),
@@ -63,6 +81,22 @@ def test_variants() -> None:
     ):
         with pytest.raises(ValueError, match="^sparse decode: expected"):
             sparse_decode.spec(*arguments)
+    for wanted in ({"sparse_formats": ["fp8"]}, {"prefill_formats": ["fp8"]}):
+        with pytest.raises(ValueError, match="^sparse formats: expected"):
+            warmup(**wanted, device=0)
+
+
+def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a prefill call over caches of these formats launches is loaded."""
+    loaded: list[KernelSpec] = []
+    monkeypatch.setattr(jit, "get_kernel", lambda spec, device: loaded.append(spec))
+    warmup(dtypes=[], prefill_formats=["v32", "bf16"], device=0)
+    assert set(loaded) == {
+        *metadata.specs(),
+        *combine.specs("bfloat16", max_logits=True),
+        *sparse_decode.specs("v32", max_logits=True),
+        *sparse_decode.specs("bf16", max_logits=True),
+    }
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
@@ -205,12 +239,12 @@ def test_constants_of_the_kernels_agree() -> None:
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
-        row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves)"
+        row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
         assert_in_kernel(
             spec,
             [
                 f"kRows == {combine.Mapping(values['PIECE_GROUPS'], 0).rows_per_cta}",
-                f"{row_bytes} == {combine.slot_row_bytes(dtype)}",
+                f"{row_bytes} == {combine.slot_row_bytes(dtype, max_logits(spec))}",
             ],
         )
     for rows, batch_invariant, grid_x, mapping in (
@@ -245,16 +279,19 @@ _CODES = {
 }
 
 
-def fields_of(kernel: str) -> list[Field]:
-    """The members of `struct Params` in order, one right after another, as the source declares them."""
+def fields_of(kernel: str, max_logits: bool) -> list[Field]:
+    """The members of `struct Params` in order, one right after another, as the source declares them, for
+    decoding or for prefill.
+    """
     shared = dict.fromkeys(SPARSE_DECODE, "attention/selection.cuh")
     shared |= dict.fromkeys(DENSE_DECODE, "attention/dense.cuh")
     text = source(shared.get(kernel, f"kernels/{kernel}.cu"))
     body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
     assert body
+    members = re.sub(r"#if MAX_LOGITS\n(.*?)#endif\n?", r"\1" if max_logits else "", body[1], flags=re.DOTALL)
     fields: list[Field] = []
     offset = 0
-    for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
+    for declaration in re.sub(r"//.*", "", members).split(";")[:-1]:
         kind, names = re.fullmatch(
             r"\s*(?:const )?(?:unsigned )?(\w+\*?) ([\w, \[\]]+)", declaration
         ).groups()  # type: ignore[union-attr]
@@ -266,20 +303,35 @@ def fields_of(kernel: str) -> list[Field]:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "packed"),
+    ("kernel", "prefill", "packed"),
     [
-        ("mla_metadata", metadata._PARAMS),
-        ("mla_combine", combine._PARAMS),
-        *((kernel, dense_decode._PARAMS) for kernel in DENSE_DECODE),
-        *((kernel, sparse_decode._PARAMS) for kernel in SPARSE_DECODE),
+        ("mla_metadata", False, metadata._PARAMS),
+        *(("mla_combine", prefill, packed) for prefill, packed in combine._PARAMS.items()),
+        *((kernel, False, dense_decode._PARAMS) for kernel in DENSE_DECODE),
+        *(
+            (kernel, prefill, packed)
+            for kernel in SPARSE_DECODE
+            for prefill, packed in sparse_decode._PARAMS.items()
+        ),
     ],
 )
-def test_parameter_structs_have_one_layout(kernel: str, packed: struct.Struct) -> None:
+def test_parameter_structs_have_one_layout(kernel: str, prefill: bool, packed: struct.Struct) -> None:
     conditions = [f"sizeof(Params) == {packed.size}"]
-    for name, code, offset in fields_of(kernel):
+    for name, code, offset in fields_of(kernel, prefill):
         conditions.append(f"__INTADDR__(&static_cast<Params*>(nullptr)->{name}) == {offset}")
         conditions.append(f"sizeof(Params::{name}) == {struct.calcsize(f'<{code}')}")
-    assert_in_kernel(BY_KERNEL[kernel], conditions)
+    assert_in_kernel(BY_KERNEL[kernel, prefill], conditions)
+
+
+@pytest.mark.parametrize("prefill", (False, True))
+def test_pointers_come_first(prefill: bool) -> None:
+    """A prepared launch fills in the first members of Params alone."""
+    for kernel, pointers in (
+        ("mla_combine", combine._POINTERS),
+        *((kernel, sparse_decode._POINTERS) for kernel in SPARSE_DECODE),
+    ):
+        codes = "".join(field.code for field in fields_of(kernel, prefill))
+        assert len(codes) - len(codes.lstrip("Q")) == pointers[prefill].size // 8 == codes.count("Q")
 
 
 class Launch(NamedTuple):
@@ -312,7 +364,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         ) -> None:
             assert stream == 0x51
             named = {}
-            for name, code, offset in fields_of(self.spec.name):
+            for name, code, offset in fields_of(self.spec.name, max_logits(self.spec)):
                 values = struct.unpack_from(f"<{code}", params, offset)
                 named[name] = values[0] if len(values) == 1 else values
             made.append(Launch(self.spec, grid, named, cluster, pdl))
@@ -493,18 +545,30 @@ SPARSE_ARRAYS: dict[str, Any] = dict(
         {"h_q": 16, "load_bytes": 8},
         {"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True},
         {"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)},  # more than 2^31 slots
+        {"format": "bf16", "extra": sparse_decode.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0},
+        {"h_q": 16, "extra": sparse_decode.NO_CACHE, "s_q": 1, "lse_factor": 0.5},
     ],
-    ids=("v32", "model1", "bf16", "few heads", "no extra cache", "large cache"),
+    ids=(
+        "v32",
+        "model1",
+        "bf16",
+        "few heads",
+        "no extra cache",
+        "large cache",
+        "prefill",
+        "few heads prefill",
+    ),
 )
 def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
     call = sparse_call(**changes)
     prepared = sparse_decode.PreparedSparseDecode(call, not_capturing)
-    prepared.launch(**SPARSE_ARRAYS)
+    prefill = call.lse_factor is not None
+    prepared.launch(**SPARSE_ARRAYS, **({"max_logits": 0x8F00} if prefill else {}))
     pairs = (call.cache, call.extra)
     blocks = sum(-(-cache.topk // 64) for cache in pairs)
     num_slots = common.num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
     slot_rows = num_slots * call.s_q * call.h_q
-    assert num_slots and prepared.scratch_bytes == slot_rows * (2 * 512 + 12)
+    assert num_slots and prepared.scratch_bytes == slot_rows * (2 * 512 + 12 + 4 * prefill)
     scratch = SPARSE_ARRAYS["scratch"]
     few_heads = call.format == "v32" and call.h_q <= 16
     tiles = 1 if few_heads else -(-call.h_q // 64)
@@ -533,19 +597,78 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
     }
+    if prefill:
+        expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}
+        expected["lse_factor"] = call.lse_factor
     main, merge = launches
     assert set(main.params) == set(expected) - {"by_request"}
     for launch in launches:
         for name, value in launch.params.items():
             assert value == expected[name], f"{launch.spec.label}: {name}"
     if few_heads:
-        assert main.spec == sparse_decode.few_heads_spec(call.load_bytes)
+        assert main.spec == sparse_decode.few_heads_spec(call.load_bytes, prefill)
     else:
-        assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes)
+        assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes, prefill)
     assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster is None
     assert merge.pdl and merge.cluster is None and dict(merge.spec.defines)["DTYPE"] == 0
     assert (merge.grid, merge.spec) == _combine_launch(call)
     assert main.spec in SPECS and merge.spec in SPECS
+
+
+@pytest.mark.parametrize("topk", (64, 200))
+def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
+    """Chunk after chunk: plan, attention, and the combine where a token has more than one block."""
+    monkeypatch.setattr(metadata, "MAX_BATCH", 40)
+    h_q, parts = 70, 66
+    call = sparse_prefill.SparsePrefillCall(
+        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=100, h_q=h_q,
+        cache=sparse_decode.Cache(1, 1000, 1280, 1152, topk, 300, 0),
+        q_strides=(45_000, 584), out_strides=(40_000, 528), num_parts=parts, softmax_scale=0.3,
+        lse_factor=0.5,
+    )  # fmt: skip
+    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared.launch(
+        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0x4F00, out=0x7000,
+        max_logits=0x8000, lse=0x9000, scratch=0x10000,
+    )  # fmt: skip
+    split = topk > 64
+    names = ["mla_metadata", "sm90_sparse_decode", "mla_combine"][: 2 + split]
+    assert [launch.spec.name for launch in launches] == names * 3
+    assert all(launch.spec in SPECS and launch.pdl for launch in launches)
+    splits = 0x10000 + parts * 32
+    pieces = splits + 144  # 34 + 1 sums, in whole units of 16 bytes
+    slot_rows = 2 * parts * h_q if split else 0
+    assert prepared.scratch_bytes == pieces + slot_rows * (1024 + 16) - 0x10000
+    for number, launch in enumerate(launches):
+        first = number // len(names) * 34
+        expected = {
+            "b": min(34, 100 - first),
+            "sched_meta": 0x10000,
+            "num_splits": splits,
+            "num_parts": parts,
+            "tokens": (0x4000 + 4 * first, 0, topk, 0),
+            "lengths": (0x4000 + 4 * first, 0),
+            "q": 0x1000 + 2 * 45_000 * first,
+            "cache": (0x2000, 0),
+            "indices": (0x3000 + 4 * 300 * first, 0),
+            "attn_sink": 0x4F00,
+            "out": 0x7000 + 2 * 40_000 * first,
+            "max_logits": 0x8000 + 4 * h_q * first,
+            "lse": 0x9000 + 4 * h_q * first,
+            "o_accum": pieces,
+            "lse_accum_log2": pieces + slot_rows * 1024,
+            "o_scale_log2": pieces + slot_rows * 1028,
+            "max_accum_log2": pieces + slot_rows * 1036,
+            "lse_factor": 0.5,
+            "s_q": 1,
+            "h_q": h_q,
+            "object_layout": 1,
+        }
+        for name in expected.keys() & launch.params.keys():
+            assert launch.params[name] == expected[name], f"{launch.spec.label}: {name}"
+        if launch.spec.name == "sm90_sparse_decode":
+            assert launch.grid == (2, 1, parts)
+            assert dict(launch.spec.defines)["MAX_LOGITS"] == 1
 
 
 def _combine_launch(
@@ -555,7 +678,7 @@ def _combine_launch(
     by_request = call.batch_invariant or call.b <= call.num_parts
     rows = call.s_q * call.h_q
     grid, mapping = combine.launch_shape(rows, call.b, call.num_parts, by_request, call.batch_invariant)
-    return grid, combine.spec("bfloat16", mapping)
+    return grid, combine.spec("bfloat16", mapping, call.lse_factor is not None)
 
 
 def test_sparse_call_of_one_block_needs_no_combine(launches: list[Launch]) -> None:

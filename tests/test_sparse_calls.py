@@ -440,8 +440,10 @@ class TestLaunch:
             "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
             "lse": lse.ptr,
             "scratch": allocated[2].ptr,
+            "max_logits": 0,
             "scratch_bytes": scratch_bytes,
             "softmax_scale": 0.25,
+            "lse_factor": None,
         }
         assert not world.plans and not world.decodes and not world.framework.copied
 

@@ -563,6 +563,7 @@ def test_sparse_ids_tell_cases_apart() -> None:
         {"extra_lengths": (1, 2)},
         {"sink": True},
         {"sharp": True},
+        {"shared": True},
         {"power_of_two_scales": True},
         {"empty_rows": 0.5},
         {"block_gap": 1},

@@ -2,6 +2,8 @@
 //
 // `Params` has q's and the output's sizes, pointers and strides under the names used here. `Row` is constructed from the
 // params and a row of the CTA's tile; it names the row's query token and head, and whether there is such a row.
+//
+// Params with `max_logits` are those of a prefill kernel, which also writes the largest score of each row.
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -13,9 +15,10 @@
 constexpr int kBlockM = 64;
 constexpr int kDimV = 512;
 
+// Of a row in lse and max_logits.
 template <class Params, class Row>
-__device__ __forceinline__ float* lse_address(const Params& params, int req, const Row& row) {
-    return params.lse + (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
+__device__ __forceinline__ i64 lse_index(const Params& params, int req, const Row& row) {
+    return (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
 }
 // Row of a piece.
 template <class Params, class Row>
@@ -26,6 +29,17 @@ template <class Params, class Row>
 __device__ __forceinline__ u16* out_address(const Params& params, int req, const Row& row) {
     return params.out + req * params.out_stride_b + row.token * params.out_stride_s +
            row.head * params.out_stride_h;
+}
+// Write the largest score of row `tile_row`, of a piece or of the whole, where a kernel tracks it.
+template <class Params, class Smem>
+__device__ __forceinline__ void store_piece_top(const Params& params, const Smem& smem, i64 accum_row,
+                                                int tile_row) {
+    if constexpr (requires { params.max_logits; }) params.max_accum_log2[accum_row] = smem.row_top[tile_row];
+}
+template <class Params, class Smem>
+__device__ __forceinline__ void store_top(const Params& params, const Smem& smem, i64 index, int tile_row) {
+    if constexpr (requires { params.max_logits; })
+        params.max_logits[index] = smem.row_top[tile_row] * lse_factor(params);
 }
 
 // Stores 256 columns of two rows a thread, from the accumulators of the columns' product.
@@ -57,7 +71,10 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
         if (is_piece) {
             const i64 accum_row = piece_row(params, item.slot, row);
             if (writes_scalars) {
-                if (kHalf == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                if (kHalf == 0) {
+                    params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                    store_piece_top(params, smem, accum_row, tile_row);
+                }
                 params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
             }
             if (row.valid) {
@@ -76,7 +93,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
             }
         } else {
             if (kHalf == 0 && writes_scalars) {
-                *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+                const i64 index = lse_index(params, item.req, row);
+                params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
+                store_top(params, smem, index, tile_row);
             }
             float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
             if constexpr (requires { params.attn_sink; }) {
@@ -93,7 +112,8 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
     }
 }
 
-// A request without tokens: output 0, lse +inf; or an empty piece, which mla_combine recognises by its lse. A converged warp.
+// A request without tokens: output 0, lse +inf, largest score -inf; or an empty piece, which mla_combine recognises by its lse. A
+// converged warp.
 template <Dtype kDtype, class Row, class Params>
 __device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) {
     for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
@@ -110,11 +130,14 @@ __device__ __forceinline__ void store_empty(const Params& params, const WorkItem
         if (lane_idx > 0) continue;
         if (is_piece) {
             params.lse_accum_log2[accum_row] = -kInfinity;
+            if constexpr (requires { params.max_logits; }) params.max_accum_log2[accum_row] = -kInfinity;
             for (int half = 0; half < kScaleHalves; ++half) {
                 params.o_scale_log2[accum_row * kScaleHalves + half] = -kInfinity;
             }
         } else {
-            *lse_address(params, empty.req, row) = kInfinity;
+            const i64 index = lse_index(params, empty.req, row);
+            params.lse[index] = kInfinity;
+            if constexpr (requires { params.max_logits; }) params.max_logits[index] = -kInfinity;
         }
     }
 }

@@ -1,11 +1,14 @@
 // What the sparse decode kernels share: their parameters, the rows of a tile, and the walk through what a query token selects.
-// LOAD_BYTES is the kernel's.
+// LOAD_BYTES and MAX_LOGITS are the kernel's.
 #pragma once
 #include "attention/output.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
 #include "sched/plan.cuh"
+
+static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
+constexpr bool kMaxLogits = MAX_LOGITS;
 
 struct Params {
     const u16* q;
@@ -20,6 +23,10 @@ struct Params {
     void* o_accum;  // pieces: sched/pieces.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
+#if MAX_LOGITS
+    float* max_accum_log2;
+    float* max_logits;  // as lse
+#endif
     i64 block_stride[2], token_stride[2];          // bytes
     i64 index_stride_b[2], index_stride_s[2];      // elements
     i64 q_stride_b, q_stride_s, q_stride_h;        // elements
@@ -34,6 +41,9 @@ struct Params {
     int num_slots;
     int object_layout;
     float sm_scale_log2;
+#if MAX_LOGITS
+    float lse_factor;  // on lse and max_logits, from base 2
+#endif
 
     __device__ __forceinline__ TokenCounts tokens() const {
         return {lengths[0], lengths[1], topk[0], topk[1]};

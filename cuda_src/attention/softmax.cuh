@@ -74,6 +74,27 @@ struct OnlineSoftmax {
     }
 };
 
+// The largest scores of a thread's two rows, which the references of OnlineSoftmax need not be. NaN if a score is.
+struct RowMaximum {
+    float top[2] = {-kInfinity, -kInfinity};  // of this thread's columns, not scaled
+
+    __device__ __forceinline__ void block(const float (&s)[32]) {
+#pragma unroll
+        for (int j = 0; j < 32; ++j) top[(j >> 1) & 1] = max_or_nan(top[(j >> 1) & 1], s[j]);
+    }
+
+    // Writes the maxima of 64 rows, in base 2; all lanes of warp `warp_idx` of the warpgroup call.
+    __device__ __forceinline__ void store(float* row_top, float sm_scale_log2, int warp_idx) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = max_or_nan(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
+            top[r] = max_or_nan(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
+            const int lane_idx = lane_index();
+            if (lane_idx % 4 == 0) row_top[warp_idx * 16 + lane_idx / 4 + 8 * r] = top[r] * sm_scale_log2;
+        }
+    }
+};
+
 // Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
 // racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
 __device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }

@@ -15,6 +15,13 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
+// The larger of two, NaN if one of them is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
 // Rounds two floats to nearest even and packs them: `lo` in the low half.
 template <Dtype kDtype>
 __device__ __forceinline__ u32 pack_16bit(float lo, float hi) {

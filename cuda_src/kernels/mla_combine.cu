@@ -5,6 +5,9 @@
 //
 //   -> out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log
 //
+// With MAX_LOGITS, behind a prefill kernel, lse is in the base that a factor gives, and the largest of the pieces' largest scores is
+// an output too.
+//
 // Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
 // the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
 // split leaves at once; of many rows, where most may have nothing to do, without waiting for the kernel ahead, so that the CTAs of the
@@ -23,6 +26,7 @@
 #include "sched/plan.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
+static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
 constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
 constexpr int kRows = kGroups == 1 ? 4 : 1;  // per CTA
@@ -42,12 +46,19 @@ struct Params {
     const float* o_scale_log2;
     u16* out;
     float* lse;
-    const float* attn_sink;                        // [h_q] or null
+    const float* attn_sink;  // [h_q] or null
+#if MAX_LOGITS
+    const float* max_accum_log2;
+    float* max_logits;  // as lse
+#endif
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int b, s_q, h_q;
     int num_slots;
     int object_layout;
     int by_request;  // grid y is requests, else parts
+#if MAX_LOGITS
+    float lse_factor;  // on lse and max_logits, from base 2
+#endif
 };
 
 // What a group hands over: the sums of its 64 threads, and for each half the scalars that go with them.
@@ -99,6 +110,37 @@ struct Merged {
     }
 };
 
+// Of a row in lse and max_logits.
+__device__ __forceinline__ i64 lse_index(const Params& params, int req, int token, int head) {
+    return (static_cast<i64>(req) * params.h_q + head) * params.s_q + token;
+}
+
+// The largest of the maxima of a lane's share of the pieces of a row; all lanes have their own.
+template <class Params>
+__device__ __forceinline__ float load_top(const Params& params, i64 accum_row, int rows, int count,
+                                          int lane_idx) {
+    float top = -kInfinity;
+    if constexpr (requires { params.max_logits; }) {
+        for (int piece = lane_idx; piece < count; piece += 32) {
+            const float of_piece =
+                load_global(params.max_accum_log2 + accum_row + static_cast<i64>(piece) * rows);
+            top = max_or_nan(top, of_piece);
+        }
+    }
+    return top;
+}
+// Writes the largest of what the lanes have. All lanes of the warp call.
+template <class Params>
+__device__ __forceinline__ void store_top(const Params& params, int req, int token, int head, float top,
+                                          int lane_idx) {
+    if constexpr (requires { params.max_logits; }) {
+#pragma unroll
+        for (int lanes = 1; lanes < 32; lanes *= 2)
+            top = max_or_nan(top, __shfl_xor_sync(0xffffffff, top, lanes));
+        if (lane_idx == 0) params.max_logits[lse_index(params, req, token, head)] = top * lse_factor(params);
+    }
+}
+
 // Stores a lane's columns of a half row, rounded: the quad exchanges its units (sched/pieces.cuh) so that each lane has
 // neighbours. All lanes of the warp call.
 __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[4]) {
@@ -133,6 +175,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
     const int count = fits ? splits : 0;
 
+    // Asked for before the pieces, looked at after them
+    const float top_of_lane =
+        half == 0 ? load_top(params, static_cast<i64>(slot) * rows + row, rows, count, lane_idx) : 0.0f;
     Merged merged;
     for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
         float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
@@ -225,7 +270,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
         store_merged(out, v * 32 + lane_idx, words);
     }
     if (half == 0 && lane_idx == 0) {
-        params.lse[(static_cast<i64>(req) * params.h_q + head) * params.s_q + token] =
-            weight_sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+        params.lse[lse_index(params, req, token, head)] =
+            weight_sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
     }
+    if (half == 0) store_top(params, req, token, head, fits ? top_of_lane : kNaN, lane_idx);
 }

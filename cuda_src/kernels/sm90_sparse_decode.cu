@@ -12,6 +12,9 @@
 //   2 bf16    D_QK bf16                                                                                         D_QK 576, 512
 // FP8 values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu.
 //
+// With MAX_LOGITS it is a prefill kernel: every query token is a request, lse is in the base that a factor gives, and the largest
+// score of each row is an output too, -inf for a row with nothing to attend.
+//
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
 // z = parts of the plan (sched/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
 //
@@ -111,6 +114,7 @@ struct SharedMemoryPlan {
     u64 bar_item_free[kItemSlots];
     WorkItem items[kItemSlots];
     PublisherState publisher;
+    float row_top[kMaxLogits ? kBlockM : 1];  // largest scores of the item, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
@@ -162,6 +166,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         fence_proxy_async();
         named_barrier_sync(NB_QK, 128);
         OnlineSoftmax softmax;
+        RowMaximum maximum;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
@@ -198,6 +203,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 }
             }
             if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if constexpr (kMaxLogits) maximum.block(s);
             u32 p[16];
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
@@ -224,6 +230,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
+        if constexpr (kMaxLogits) maximum.store(smem.row_top, params.sm_scale_log2, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_full));
     }
 }

@@ -10,7 +10,7 @@
 //            the scales as the softmax's reference follows the scores.
 // So neither K nor V is rounded, and P to 11 bits above 2^-14 of a unit, to 2^-25 of it below.
 //
-// Grid: as sm90_sparse_decode.cu, with tiles of 16 heads.
+// Grid and MAX_LOGITS: as sm90_sparse_decode.cu, with tiles of 16 heads.
 //
 // Roles (768 threads; the launch gives 80 registers each, setmaxnreg moves them)
 //   softmax   warpgroup 0,     88 registers   RoPE's part of S^T, online softmax, P^T; loads Q
@@ -117,6 +117,8 @@ struct SharedMemoryPlan {
     u64 bar_item_free[kItemSlots];
     WorkItem items[kItemSlots];
     PublisherState publisher;
+    float warp_row_top[kMaxLogits ? 4 : 1][kHeads];
+    float row_top[kMaxLogits ? kHeads : 1];  // largest scores of the item, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
@@ -221,9 +223,10 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         mbarrier_arrive(smem_address(&smem.bar_q_full));
         named_barrier_sync(NB_SOFTMAX, 128);
         float m[4], l[4];        // m_ref, and this thread's share of the sums
+        float largest[4];        // score of this thread's
         float inverse[kGroups];  // of the units
 #pragma unroll
-        for (int i = 0; i < 4; ++i) m[i] = -kInfinity, l[i] = 0.0f, inverse[i] = kInverseOfLeast;
+        for (int i = 0; i < 4; ++i) m[i] = largest[i] = -kInfinity, l[i] = 0.0f, inverse[i] = kInverseOfLeast;
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages, slot = n % kPSlots;
             mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
@@ -267,6 +270,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                 s[j] = valid & 1 ? s[j] * factor : -kInfinity;
                 s[j + 2] = valid & 1 << 8 ? s[j + 2] * factor : -kInfinity;
                 outgrown |= fmaxf(s[j], s[j + 2]) > m[i] + kLazyLog2;
+                if constexpr (kMaxLogits) largest[i] = max_or_nan(largest[i], max_or_nan(s[j], s[j + 2]));
             }
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
@@ -334,6 +338,12 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             for (int distance = 4; distance < 32; distance *= 2)
                 l[i] += __shfl_xor_sync(0xffffffff, l[i], distance);
             if (writes_heads) smem.warp_sum[warp_idx][head_of(i)] = l[i];
+            if constexpr (kMaxLogits) {
+#pragma unroll
+                for (int distance = 4; distance < 32; distance *= 2)
+                    largest[i] = max_or_nan(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
+                if (writes_heads) smem.warp_row_top[warp_idx][head_of(i)] = largest[i];
+            }
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         named_barrier_sync(NB_SOFTMAX, 128);
@@ -344,6 +354,11 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                 smem.row_sum[head] = smem.warp_sum[0][head] + smem.warp_sum[1][head] +
                                      smem.warp_sum[2][head] + smem.warp_sum[3][head];
                 smem.row_max[head] = m[i];
+                if constexpr (kMaxLogits) {
+                    smem.row_top[head] =
+                        max_or_nan(max_or_nan(smem.warp_row_top[0][head], smem.warp_row_top[1][head]),
+                                   max_or_nan(smem.warp_row_top[2][head], smem.warp_row_top[3][head]));
+                }
                 if (lane_idx == 0) smem.unit[i] = 1.0f / inverse[i];
             }
         }
@@ -430,7 +445,10 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
             const PieceScale scale(top);
             const i64 accum_row = piece_row(params, item.slot, row);
             if (writes_scalars && group % 2 == 0) {
-                if (half == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                if (half == 0) {
+                    params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
+                    store_piece_top(params, smem, accum_row, head);
+                }
                 params.o_scale_log2[accum_row * kScaleHalves + half] = smem.row_max[head] + scale.log2();
             }
             // The order of sched/pieces.cuh: 32 columns are four units, and a thread has a word of two of them
@@ -441,7 +459,9 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
             words[4] = pack_16bit<Dtype::kF16>(o[1][j] * scale.factor, o[1][j + 2] * scale.factor);
         } else {
             if (writes_scalars && group == 0) {
-                *lse_address(params, item.req, row) = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+                const i64 index = lse_index(params, item.req, row);
+                params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
+                store_top(params, smem, index, head);
             }
             float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
             if (sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);

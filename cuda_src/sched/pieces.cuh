@@ -4,6 +4,7 @@
 //   o_accum         [num_slots, rows, 512]  numerator, divided by 2^o_scale_log2: float16 for bf16 calls, float32 for fp16
 //   lse_accum_log2  [num_slots, rows]       log2 sum_t 2^S_t, -inf where there is no token
 //   o_scale_log2    [num_slots, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
+//   max_accum_log2  [num_slots, rows]       max_t S_t, in prefill only
 //
 // rows = s_q * h_q, row = token * h_q + head. A row's columns lie in the order in which a quad of lanes holds them: 16-byte unit
 // 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1, with n = 4 groups of eight columns in float16, 2 in float32.
@@ -22,6 +23,16 @@ template <Dtype kDtype>
 constexpr int kGroupsPerUnit = kFloat16Pieces<kDtype> ? 4 : 2;
 template <Dtype kDtype>
 constexpr int kUnitsPerHalf = 256 / (2 * kGroupsPerUnit<kDtype>);
+
+// From base 2 to the base of lse and max_logits: natural in decoding.
+template <class Params>
+__device__ __forceinline__ float lse_factor(const Params& params) {
+    if constexpr (requires { params.lse_factor; }) {
+        return params.lse_factor;
+    } else {
+        return kLn2;
+    }
+}
 
 // The power of two that brings a float32 row into float16's range; 1 for float32 pieces.
 struct PieceScale {

@@ -26,16 +26,15 @@ __all__ = ["all_specs", "default_specs", "warmup"]
 
 def all_specs() -> list[jit.KernelSpec]:
     """Every variant of every kernel."""
-    return _specs(
-        list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS), list(sparse_decode.FORMATS)
-    )
+    formats = list(sparse_decode.FORMATS)
+    return _specs(list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS), formats, formats)
 
 
 def default_specs() -> list[jit.KernelSpec]:
     """What dense decoding of a bf16 model with d_qk 576 and pages of 64 tokens or a multiple of it needs, and
     merging its results.
     """
-    return _specs(["bfloat16"], [576], [64], [])
+    return _specs(["bfloat16"], [576], [64], [], [])
 
 
 def warmup(
@@ -44,9 +43,10 @@ def warmup(
     d_qk: Iterable[int] = (576,),
     page_block_sizes: Iterable[int] = (64,),
     sparse_formats: Iterable[str] = (),
+    prefill_formats: Iterable[str] = (),
     device: int | None = None,
 ) -> None:
-    """Compile (or take from the disk cache) and load the kernels of decode calls ahead of time.
+    """Compile (or take from the disk cache) and load kernels of decoding and prefill ahead of time.
 
     A CUDA-graph capture cannot compile or load anything: call this, or the function itself once, before it.
 
@@ -61,6 +61,8 @@ def warmup(
     sparse_formats : iterable of str
         Formats of the caches that sparse decoding, and what writes and reads caches around it, will use:
         "v32", "model1", "bf16".
+    prefill_formats : iterable of str
+        The same of the caches, or the kv, that `flash_mla_sparse_fwd` will read.
     device : int, optional
         Device ordinal; None is the current device.
 
@@ -77,12 +79,18 @@ def warmup(
     """
     if device is None:
         device = jit.current_device()
-    for spec in _specs(list(dtypes), list(d_qk), list(page_block_sizes), list(sparse_formats)):
+    for spec in _specs(
+        list(dtypes), list(d_qk), list(page_block_sizes), list(sparse_formats), list(prefill_formats)
+    ):
         jit.get_kernel(spec, device)
 
 
 def _specs(
-    dtypes: list[str], d_qks: list[int], page_block_sizes: list[int], sparse_formats: list[str]
+    dtypes: list[str],
+    d_qks: list[int],
+    page_block_sizes: list[int],
+    sparse_formats: list[str],
+    prefill_formats: list[str],
 ) -> list[jit.KernelSpec]:
     specs = metadata.specs()
     for dtype in dtypes:
@@ -93,4 +101,6 @@ def _specs(
         specs += sparse_decode.specs(format) + combine.specs("bfloat16") + convert_indices.specs()
         for layout in cache_layout.OF_FORMAT[format]:
             specs += cache_write.specs(layout) + cache_gather.specs(layout)
+    for format in prefill_formats:
+        specs += sparse_decode.specs(format, max_logits=True) + combine.specs("bfloat16", max_logits=True)
     return list(dict.fromkeys(specs))

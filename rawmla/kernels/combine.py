@@ -21,10 +21,11 @@ __all__ = [
     "specs",
 ]
 
-_PARAMS = struct.Struct("<8Q3q6i")  # Params of mla_combine.cu, of which the first eight are _POINTERS
-_POINTERS = struct.Struct("<8Q")
+# Params of mla_combine.cu and its first members, which are _POINTERS; by whether the call has max_logits
+_PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6if4x")}
+_POINTERS = {False: struct.Struct("<8Q"), True: struct.Struct("<10Q")}
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
-_SCALARS = 3  # lse_accum_log2 and two o_scale_log2
+_SCALARS = 3  # lse_accum_log2 and two o_scale_log2; max_accum_log2 is another one
 _PARTIAL_BYTES = (D_V + 4) * 4  # Partial of mla_combine.cu
 
 
@@ -49,24 +50,27 @@ _FEW_ROWS = {
 MAPPINGS = (*_FEW_ROWS, _MANY_ROWS)
 
 
-def slot_row_bytes(dtype: str) -> int:
+def slot_row_bytes(dtype: str, max_logits: bool = False) -> int:
     """Bytes of scratch for a query row of a piece: cuda_src/sched/pieces.cuh."""
-    return D_V * _PIECE_BYTES[dtype] + 4 * _SCALARS
+    return D_V * _PIECE_BYTES[dtype] + 4 * (_SCALARS + max_logits)
 
 
-def scalar_offsets(dtype: str, slot_rows: int) -> tuple[int, int]:
-    """Where lse_accum_log2 and o_scale_log2 begin in scratch for that many rows of pieces, behind o_accum."""
+def scalar_offsets(dtype: str, slot_rows: int) -> tuple[int, int, int]:
+    """Where lse_accum_log2, o_scale_log2 and max_accum_log2, if there is one, begin in scratch for that many
+    rows of pieces, behind o_accum.
+    """
     lse_accum = slot_rows * D_V * _PIECE_BYTES[dtype]
-    return lse_accum, lse_accum + 4 * slot_rows
+    return lse_accum, lse_accum + 4 * slot_rows, lse_accum + 4 * slot_rows * _SCALARS
 
 
 @cache
-def spec(dtype: str, mapping: Mapping) -> jit.KernelSpec:
-    """The variant of a dtype and a mapping."""
+def spec(dtype: str, mapping: Mapping, max_logits: bool = False) -> jit.KernelSpec:
+    """The variant of a dtype and a mapping, for decoding or, with `max_logits`, for prefill."""
     return jit.KernelSpec(
         "mla_combine",
         (
             ("DTYPE", DTYPES[dtype]),
+            ("MAX_LOGITS", max_logits),
             ("PIECES_AT_ONCE", mapping.pieces_at_once),
             ("PIECE_GROUPS", mapping.piece_groups),
         ),
@@ -75,9 +79,9 @@ def spec(dtype: str, mapping: Mapping) -> jit.KernelSpec:
     )
 
 
-def specs(dtype: str) -> list[jit.KernelSpec]:
+def specs(dtype: str, max_logits: bool = False) -> list[jit.KernelSpec]:
     """The variants for one dtype."""
-    return [spec(dtype, mapping) for mapping in MAPPINGS]
+    return [spec(dtype, mapping, max_logits) for mapping in MAPPINGS]
 
 
 def launch_shape(
@@ -110,15 +114,21 @@ def prepare(
     batch_invariant: bool,
     out_strides: tuple[int, ...],
     capturing: Callable[[], bool],
+    lse_factor: float | None = None,
 ) -> Callable[..., bool] | None:
     """A launch of the combine on pointers (those of Params in mla_combine.cu), or None without slots.
 
-    ``capturing`` is as in `rawmla.jit.get_kernel`.
+    ``capturing`` is as in `rawmla.jit.get_kernel`. ``lse_factor``, of a prefill call, is that of Params.
     """
     if not slots:
         return None
     by_request = batch_invariant or b <= num_parts
     grid, mapping = launch_shape(s_q * h_q, b, num_parts, by_request, batch_invariant)
-    kernel = jit.get_kernel(spec(dtype, mapping), device, capturing=capturing)
-    params = _PARAMS.pack(*[0] * 8, *out_strides, b, s_q, h_q, slots, object_layout, by_request)
-    return kernel.prepare(grid, params, _POINTERS, pdl=True).launch
+    max_logits = lse_factor is not None
+    kernel = jit.get_kernel(spec(dtype, mapping, max_logits), device, capturing=capturing)
+    pointers = _POINTERS[max_logits]
+    params = _PARAMS[max_logits].pack(
+        *[0] * (pointers.size // 8), *out_strides, b, s_q, h_q, slots, object_layout, by_request,
+        *([lse_factor] if max_logits else []),
+    )  # fmt: skip
+    return kernel.prepare(grid, params, pointers, pdl=True).launch

@@ -150,7 +150,7 @@ class PreparedDecode:
         slots = num_slots(call.num_parts, call.b, max_blocks, call.batch_invariant)
         slot_rows = slots * call.s_q * call.h_q
         self.scratch_bytes = slot_rows * combine.slot_row_bytes(call.dtype)
-        self._lse_accum, self._o_scale = combine.scalar_offsets(call.dtype, slot_rows)
+        self._lse_accum, self._o_scale, _ = combine.scalar_offsets(call.dtype, slot_rows)
         out_strides = (call.out_stride_b, call.out_stride_s, call.out_stride_h)
         self._call = call
         self._maps: dict[int, bytes] = {}  # by the address of the cache

@@ -24,8 +24,12 @@ __all__ = [
     "specs",
 ]
 
-_PARAMS = struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x")  # Params of attention/selection.cuh
-_POINTERS = struct.Struct("<15Q")  # its first members
+# Params of attention/selection.cuh and its first members; by whether the call has max_logits
+_PARAMS = {
+    False: struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x"),
+    True: struct.Struct("<17Q 14q 2i 2I 2i 2I 2i 6i 2f"),
+}
+_POINTERS = {False: struct.Struct("<15Q"), True: struct.Struct("<17Q")}
 _SMEM_BYTES = 232_448  # all that a CTA can have
 _BLOCK_M = 64
 FEW_HEADS = 16
@@ -58,7 +62,8 @@ NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
 class SparseDecodeCall(NamedTuple):
     """What stays the same when a decode call is repeated on other queries; strides of q and out in elements.
 
-    ``load_bytes``: what the addresses of cache rows are multiples of.
+    ``load_bytes``: what the addresses of cache rows are multiples of. ``lse_factor`` makes it a prefill call,
+    which also has max_logits: what both outputs are multiplied by, from base 2.
     """
 
     device: int
@@ -76,21 +81,22 @@ class SparseDecodeCall(NamedTuple):
     batch_invariant: bool
     out_strides: tuple[int, ...]
     softmax_scale: float
+    lse_factor: float | None = None
 
 
 @cache
-def few_heads_spec(load_bytes: int) -> jit.KernelSpec:
-    """A variant for up to 16 heads over "v32" caches."""
+def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
+    """A variant for up to 16 heads over "v32" caches, for decoding or, with `max_logits`, for prefill."""
     return jit.KernelSpec(
         "sm90_sparse_decode_few_heads",
-        (("LOAD_BYTES", load_bytes), ("SMEM_BYTES", _SMEM_BYTES)),
+        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), ("SMEM_BYTES", _SMEM_BYTES)),
         threads=768,
         smem_bytes=_SMEM_BYTES,
     )
 
 
 @cache
-def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
+def spec(format: str, d_qk: int, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
     """A variant for any number of heads; ValueError for a combination that no kernel exists for."""
     if d_qk not in _D_QK.get(format, ()) or load_bytes not in _LOAD_BYTES[format]:
         raise ValueError(
@@ -103,6 +109,7 @@ def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
             ("D_QK", d_qk),
             ("FORMAT", FORMATS[format]),
             ("LOAD_BYTES", load_bytes),
+            ("MAX_LOGITS", max_logits),
             ("SMEM_BYTES", _SMEM_BYTES),
         ),
         threads=640,
@@ -110,16 +117,19 @@ def spec(format: str, d_qk: int, load_bytes: int) -> jit.KernelSpec:
     )
 
 
-def specs(format: str) -> list[jit.KernelSpec]:
-    """The variants of a cache format."""
-    found = [spec(format, d_qk, align) for d_qk in _D_QK[format] for align in _LOAD_BYTES[format]]
+def specs(format: str, max_logits: bool = False) -> list[jit.KernelSpec]:
+    """The variants of a cache format; ValueError for an unknown one."""
+    if format not in FORMATS:
+        raise ValueError(f"sparse formats: expected one of {list(FORMATS)}, got {format!r}")
+    aligns = _LOAD_BYTES[format]
+    found = [spec(format, d_qk, align, max_logits) for d_qk in _D_QK[format] for align in aligns]
     if format == "v32":
-        found += [few_heads_spec(align) for align in _LOAD_BYTES[format]]
+        found += [few_heads_spec(align, max_logits) for align in aligns]
     return found
 
 
 class PreparedSparseDecode:
-    """The launches of a sparse decode call: the decode kernel and, when requests can be split, the combine.
+    """The launches of a sparse call: the attention kernel and, when requests can be split, the combine.
 
     Attributes
     ----------
@@ -130,20 +140,24 @@ class PreparedSparseDecode:
     def __init__(self, call: SparseDecodeCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
-        variant = (
-            few_heads_spec(call.load_bytes) if few_heads else spec(call.format, call.d_qk, call.load_bytes)
-        )
+        max_logits = call.lse_factor is not None
+        if few_heads:
+            variant = few_heads_spec(call.load_bytes, max_logits)
+        else:
+            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits)
         kernel = jit.get_kernel(variant, call.device, capturing=capturing)
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
         slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
         slot_rows = slots * call.s_q * call.h_q
-        self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16")
-        self._lse_accum, self._o_scale = combine.scalar_offsets("bfloat16", slot_rows)
+        self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
+        self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
+        self._max_logits = max_logits
         divisions = [divisor(cache.page_block_size) for cache in caches]
-        params = _PARAMS.pack(
-            *[0] * 15,
+        pointers = _POINTERS[max_logits]
+        params = _PARAMS[max_logits].pack(
+            *[0] * (pointers.size // 8),
             *(cache.block_stride for cache in caches),
             *(cache.token_stride for cache in caches),
             *(cache.index_stride_b for cache in caches),
@@ -156,10 +170,10 @@ class PreparedSparseDecode:
             *(magic for magic, _ in divisions),
             *(shift for _, shift in divisions),
             call.b, call.s_q, call.h_q, head_tiles, slots, call.object_layout,
-            call.softmax_scale * _LOG2_E,
+            call.softmax_scale * _LOG2_E, *([call.lse_factor] if max_logits else []),
         )  # fmt: skip
         self._main = kernel.prepare(
-            (head_tiles * call.s_q, 1, call.num_parts), params, _POINTERS, pdl=True
+            (head_tiles * call.s_q, 1, call.num_parts), params, pointers, pdl=True
         ).launch
         self._merge = combine.prepare(
             device=call.device,
@@ -173,6 +187,7 @@ class PreparedSparseDecode:
             batch_invariant=call.batch_invariant,
             out_strides=call.out_strides,
             capturing=capturing,
+            lse_factor=call.lse_factor,
         )
 
     def launch(
@@ -188,16 +203,18 @@ class PreparedSparseDecode:
         out: int,
         lse: int,
         scratch: int,
+        max_logits: int = 0,
     ) -> None:
         """Enqueue the kernels on arrays given as device addresses, pairs of the cache and the extra one."""
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
+        maxima = (scratch + self._max_accum, max_logits) if self._max_logits else ()
         current = self._main(
             stream, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
-            scratch, lse_accum, o_scale,
+            scratch, lse_accum, o_scale, *maxima,
         )  # fmt: skip
         if self._merge is not None:
             self._merge(
-                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
+                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink, *maxima,
                 context_is_current=current,
             )  # fmt: skip

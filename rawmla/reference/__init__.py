@@ -1,14 +1,15 @@
 """What rawmla computes, written down in plain NumPy and float64.
 
-`flash_mla_with_kvcache` has the name and the argument order of the GPU function and follows its definition
-line by line, with nothing tiled, split or rounded. `plan` is the scheduling plan that the GPU computes, equal
-in every number. They are the oracle of the tests and the place to look up what an argument means. They run on
-the CPU, need NumPy alone, and are slow on purpose: one request and one query token at a time.
+`flash_mla_with_kvcache` and `flash_mla_sparse_fwd` have the names and the argument order of the GPU functions
+and follow their definitions line by line, with nothing tiled, split or rounded. `plan` is the scheduling plan
+that the GPU computes, equal in every number. They are the oracle of the tests and the place to look up what
+an argument means. They run on the CPU, need NumPy alone, and are slow on purpose: one request and one query
+token at a time.
 
 Inputs are NumPy arrays of any float type, `ml_dtypes.bfloat16` included; results are float64.
 """
 
-from ._attention import D_V, flash_mla_with_kvcache, visible_tokens
+from ._attention import D_V, flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
 from ._cache import (
     E4M3_MAX,
     LAYOUTS,
@@ -70,6 +71,7 @@ __all__ = [
     "decode_e8m0",
     "dequantize_k_cache",
     "encode_e4m3",
+    "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "gather_kv_cache",
     "get_mla_metadata",

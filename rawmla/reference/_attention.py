@@ -116,15 +116,72 @@ def flash_mla_with_kvcache(
             extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
             sources.append(_Source.of("extra_k_cache", *extra, query, is_fp8_kvcache))
         result, lse = _sparse(query, sources, scale)
-        if attn_sink is not None:
-            sink = np.asarray(attn_sink).astype(np.float64)
-            with np.errstate(over="ignore", invalid="ignore"):
-                kept = 1.0 / (1.0 + np.exp(sink[:, None] - lse))  # exp(lse) / (exp(lse) + exp(sink))
-            kept[np.isposinf(lse)] = 0.0  # nothing attended: out is 0 whatever the sink
-            result *= kept.transpose(0, 2, 1)[..., None]
+        _apply_sink(result, lse, attn_sink)
     if out is not None:
         out[...] = result
     return result, lse
+
+
+def flash_mla_sparse_fwd(
+    q: ArrayLike,
+    kv: ArrayLike,
+    indices: ArrayLike,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+    out: NDArray[Any] | None = None,
+    *,
+    log_base: str = "2",
+    is_fp8_kvcache: bool = False,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Sparse prefill: every query token attends the rows of kv that its indices name, each as often as named.
+
+    Args:
+        q: `[s_q, h_q, d_qk]`, any strides.
+        kv: `[s_kv, 1, d_qk]`, or with `is_fp8_kvcache` the quantised `k_cache` of `flash_mla_with_kvcache`.
+        indices: integers `[s_q, 1, topk]`, rows of kv, or slots of the cache. One outside is skipped.
+        sm_scale: factor on the scores.
+        d_v: must be 512.
+        attn_sink: `[h_q]`; multiplies a head's out by `exp(lse) / (exp(lse) + exp(sink))`, for a natural lse.
+        topk_length: integers `[s_q]`, how many of a token's indices count; None for all.
+        out: optional array of the result's shape that receives a copy of the result.
+        log_base: "2" or "e", of max_logits and lse.
+        is_fp8_kvcache: kv is quantised.
+
+    Returns:
+        out: float64 `[s_q, h_q, 512]`, `softmax(sm_scale * q @ k.T) @ k[:, :512]`.
+        max_logits: float64 `[s_q, h_q]`, the largest scaled score, times log2(e) in base 2.
+        lse: float64 `[s_q, h_q]`, logarithm of the sum of `exp` of the scaled scores; a sink does not change
+        it.
+        A query token without a valid index has out 0, max_logits -inf and lse +inf.
+
+    Raises:
+        ValueError: shapes that do not fit each other, d_v other than 512, or an unknown log_base.
+    """
+    if d_v != D_V:
+        raise ValueError(f"`d_v`: expected {D_V}, got {d_v}")
+    if log_base not in ("2", "e"):
+        raise ValueError(f"`log_base`: expected '2' or 'e', got {log_base!r}")
+    query = np.asarray(q).astype(np.float64)[:, None]  # one token of as many requests
+    cache = np.asarray(kv)
+    if not is_fp8_kvcache:
+        if cache.ndim != 3:
+            raise ValueError(f"`kv`: expected shape [s_kv, 1, d_qk], got {list(cache.shape)}")
+        cache = cache[:, None]  # pages of one token
+    source = _Source.of("kv", cache, indices, topk_length, query, is_fp8_kvcache)
+    result, lse = _sparse(query, [source], sm_scale)
+    _apply_sink(result, lse, attn_sink)
+    top = np.full(query.shape[:3:2], -np.inf)
+    for i in range(len(query)):
+        keys = source.keys(i, 0)
+        if len(keys):
+            top[i] = (sm_scale * (query[i, 0] @ keys.T)).max(axis=1)
+    result, lse = result[:, 0], lse[:, :, 0]
+    if out is not None:
+        out[...] = result
+    unit = np.log(2.0) if log_base == "2" else 1.0
+    return result, top / unit, lse / unit
 
 
 def _dense(
@@ -208,6 +265,17 @@ def _sparse(
             keys = np.concatenate([source.keys(i, j) for source in sources])
             result[i, j], lse[i, :, j] = _attend(query[i, j], keys, scale)
     return result, lse
+
+
+def _apply_sink(result: NDArray[np.float64], lse: NDArray[np.float64], attn_sink: Any) -> None:
+    """Multiply `[b, s_q, h_q, 512]` by what sinks leave of it, in place."""
+    if attn_sink is None:
+        return
+    sink = np.asarray(attn_sink).astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        kept = 1.0 / (1.0 + np.exp(sink[:, None] - lse))  # exp(lse) / (exp(lse) + exp(sink))
+    kept[np.isposinf(lse)] = 0.0  # nothing attended: out is 0 whatever the sink
+    result *= kept.transpose(0, 2, 1)[..., None]
 
 
 def _attend(

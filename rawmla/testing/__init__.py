@@ -4,7 +4,16 @@ Nothing here is needed to use rawmla. Importing the package imports NumPy only; 
 the functions that build or compare their arrays.
 """
 
-from rawmla.testing.compare import Difference, Tolerance, check_close, lse_tolerance, measure, out_tolerance
+from rawmla.testing.compare import (
+    Difference,
+    Tolerance,
+    check_close,
+    lse_tolerance,
+    measure,
+    out_tolerance,
+    prefill_lse_tolerance,
+    prefill_out_tolerance,
+)
 from rawmla.testing.generators import DenseCase, DenseInputs, make_dense_inputs, repage
 from rawmla.testing.gpu import missing_hopper_reason
 from rawmla.testing.sparse import SparseCase, SparseInputs, make_sparse_inputs
@@ -23,5 +32,7 @@ __all__ = [
     "measure",
     "missing_hopper_reason",
     "out_tolerance",
+    "prefill_lse_tolerance",
+    "prefill_out_tolerance",
     "repage",
 ]

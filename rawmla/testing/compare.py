@@ -8,7 +8,7 @@ error), which catch what a tolerance per element lets through: many small errors
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,16 @@ def out_tolerance(dtype: str) -> Tolerance:
 def lse_tolerance(score_scale: float = 1.0) -> Tolerance:
     """Tolerance for decode's log-sum-exp; `score_scale` is how much larger than usual the scores are."""
     return Tolerance(absolute=1e-6 * score_scale, relative=8.01 / 65536)
+
+
+def prefill_out_tolerance() -> Tolerance:
+    """Tolerance for prefill's attention output."""
+    return replace(out_tolerance("bfloat16"), cosine=7e-6)
+
+
+def prefill_lse_tolerance(score_scale: float = 1.0) -> Tolerance:
+    """Tolerance for prefill's log-sum-exp and largest scores; `score_scale` as for decode's."""
+    return Tolerance(absolute=1e-6 * score_scale, relative=2.01 / 65536)
 
 
 def check_close(name: str, got: Any, want: Any, tolerance: Tolerance) -> Difference:

@@ -78,6 +78,7 @@ class SparseCase:
         duplicates: share of the indices that repeat another one of their row.
         empty_rows: share of the query tokens without any valid index.
         sharp: every second query row is scaled up so that its softmax has few large entries.
+        shared: all requests select from the same s_k tokens, as the query tokens of a prefill call do.
         power_of_two_scales: round the scales of "v32" up to powers of two, so that bf16 holds every value.
         poison: "nan", "inf" or "none" (zeros): what bytes hold that no valid index names.
         poison_slot_0: no request owns block 0.
@@ -105,6 +106,7 @@ class SparseCase:
     duplicates: float = 0.05
     empty_rows: float = 0.0
     sharp: bool = False
+    shared: bool = False
     power_of_two_scales: bool = False
     poison: str = "nan"
     poison_slot_0: bool = True
@@ -154,7 +156,7 @@ class SparseCase:
             words.append(f"extra{self.extra_topk}of{self.extra_s_k}page{self.extra_page_block_size}")
         if self.extra_lengths is not None:
             words.append("extra_lengths" if self.extra_lengths == "random" else "given_extra_lengths")
-        words += [word for word in ("sink", "sharp", "power_of_two_scales") if getattr(self, word)]
+        words += [word for word in ("sink", "sharp", "shared", "power_of_two_scales") if getattr(self, word)]
         words += [
             f"{word}{getattr(self, word)}"
             for word in ("block_gap", "index_gap", "empty_rows", "seed")
@@ -283,18 +285,19 @@ def _select(
 ) -> _Selection:
     """Choose pages and indices, with everything invalid and garbage that the case asks for."""
     rows = (case.b, case.s_q)
+    owners = 1 if case.shared else case.b
     pages = -(-s_k // page)
-    num_blocks = case.b * pages + 2 + case.b * pages // 16
-    order = draw.permutation(np.arange(1, num_blocks))[: case.b * pages]
+    num_blocks = owners * pages + 2 + owners * pages // 16
+    order = draw.permutation(np.arange(1, num_blocks))[: owners * pages]
     if not case.poison_slot_0:
         order[order.argmin()] = 0
-    table = order.reshape(case.b, pages)
+    table = order.reshape(owners, pages)
 
     token = draw.permuted(
         np.broadcast_to(np.arange(max(s_k, topk), dtype=np.int32), (*rows, max(s_k, topk))), axis=-1
     )[..., :topk]
-    request = np.arange(case.b)[:, None, None]
-    slot = table[request, np.minimum(token, s_k - 1) // page] * page + token % page
+    owner = np.arange(case.b)[:, None, None] % owners
+    slot = table[owner, np.minimum(token, s_k - 1) // page] * page + token % page
     slot = np.where(token < s_k, slot, -1)
     repeated = draw.random(slot.shape) < case.duplicates
     slot = np.where(repeated, np.roll(slot, 1, axis=-1), slot)

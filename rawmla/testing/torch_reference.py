@@ -6,6 +6,7 @@ over chunks of requests or query tokens, so that its memory stays bounded whatev
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 from .sparse import RowFormat, SparseInputs, block_fields
@@ -107,6 +108,30 @@ def sparse_decode(
     torch tensors on any device. FP8 caches are dequantised for the named slots only: exactly, or with
     `rounded_keys` to bfloat16, which is what the kernel multiplies. `extra=False` leaves the extra cache out.
     """
+    b, s_q, h_q, _ = inputs.q.shape
+    out, lse, _ = _sparse_rows(inputs, softmax_scale, extra, rounded_keys)
+    return out.view(b, s_q, h_q, 512), lse.view(b, s_q, h_q).transpose(1, 2)
+
+
+def sparse_prefill(
+    inputs: SparseInputs, sm_scale: float | None = None, *, rounded_keys: bool = False
+) -> tuple[Any, Any, Any]:
+    """Sparse prefill in float64, with the sinks, in base 2: out `[s_q, h_q, 512]`, max_logits and lse `[s_q,
+    h_q]`, as `rawmla.reference` defines it.
+
+    Its query tokens are the requests of `inputs`, which have one query token each. `rounded_keys` is as in
+    `sparse_decode`.
+    """
+    out, lse, top = _sparse_rows(inputs, sm_scale, False, rounded_keys)
+    if inputs.attn_sink is not None:
+        out = apply_sink(out[:, None], lse[:, :, None], inputs.attn_sink)[:, 0]
+    return out, top / log(2.0), lse / log(2.0)
+
+
+def _sparse_rows(
+    inputs: SparseInputs, softmax_scale: float | None, extra: bool, rounded_keys: bool
+) -> tuple[Any, Any, Any]:
+    """Out, lse and the largest scaled score of every query token, without sinks."""
     import torch
 
     q = inputs.q
@@ -117,7 +142,7 @@ def sparse_decode(
         sources.append((inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length))
     rows = q.reshape(b * s_q, h_q, d_qk)
     out = torch.empty(b * s_q, h_q, 512, dtype=torch.float64, device=q.device)
-    lse = torch.empty(b * s_q, h_q, dtype=torch.float64, device=q.device)
+    lse, top = (torch.empty(b * s_q, h_q, dtype=torch.float64, device=q.device) for _ in range(2))
     chosen = [(cache, *_valid(cache, indices, length)) for cache, indices, length in sources]
     width = sum(index.shape[1] for _, index, _ in chosen)
     step = max(CHUNK_ELEMENTS // (width * (d_qk + h_q)), 1)
@@ -128,8 +153,8 @@ def sparse_decode(
         if rounded_keys:
             k = k.bfloat16().double()
         k.masked_fill_(~valid[..., None], 0.0)
-        out[part], lse[part] = _attend_selected(rows[part].double(), k, valid, scale)
-    return out.view(b, s_q, h_q, 512), lse.view(b, s_q, h_q).transpose(1, 2)
+        out[part], lse[part], top[part] = _attend_selected(rows[part].double(), k, valid, scale)
+    return out, lse, top
 
 
 def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
@@ -175,13 +200,14 @@ def _valid(k_cache: Any, indices: Any, length: Any) -> tuple[Any, Any]:
     return slots.reshape(b * s_q, topk), valid.reshape(b * s_q, topk)
 
 
-def _attend_selected(q: Any, k: Any, valid: Any, scale: float) -> tuple[Any, Any]:
-    """Attention of `[n, h_q, d_qk]` over each row's own keys `[n, width, d_qk]`."""
+def _attend_selected(q: Any, k: Any, valid: Any, scale: float) -> tuple[Any, Any, Any]:
+    """Attention of `[n, h_q, d_qk]` over each row's own keys `[n, width, d_qk]`, and its largest scores."""
     import torch
 
     scores = (q @ k.transpose(1, 2)).mul_(scale)
     scores.masked_fill_(~valid[:, None], float("-inf"))
     empty = ~valid.any(dim=1)[:, None]
+    top = scores.amax(dim=-1)
     log_sum = torch.logsumexp(scores, dim=-1)
     weights = scores.sub_(log_sum.masked_fill(empty, 0.0)[..., None]).exp_()
-    return weights @ k[..., :512], log_sum.masked_fill(empty, float("inf"))
+    return weights @ k[..., :512], log_sum.masked_fill(empty, float("inf")), top

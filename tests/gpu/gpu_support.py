@@ -16,6 +16,8 @@ from rawmla.testing import (
     check_close,
     lse_tolerance,
     out_tolerance,
+    prefill_lse_tolerance,
+    prefill_out_tolerance,
     torch_reference,
 )
 from rawmla.testing.generators import SHARP_FACTOR
@@ -38,6 +40,10 @@ __all__ = [
     "plan",
     "plan_arguments",
     "poisoned_allocations",
+    "prefill",
+    "prefill_check",
+    "prefill_kv",
+    "prefill_reference",
     "reference",
     "rounds_keys",
     "sparse_arguments",
@@ -213,6 +219,46 @@ def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, An
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     check_close(f"{inputs.case.id} out", out, want_out, out_tolerance("bfloat16"))
     check_close(f"{inputs.case.id} lse", lse, want_lse, sparse_lse_tolerance(inputs))
+
+
+def prefill_kv(inputs: SparseInputs) -> Any:
+    """The kv of a prefill call: rows of a bf16 cache of pages of one token, else the whole cache."""
+    return inputs.k_cache[:, 0] if inputs.case.layout == "bf16" else inputs.k_cache
+
+
+def prefill(inputs: SparseInputs, sm_scale: float | None = None, **kwargs: Any) -> tuple[Any, Any, Any]:
+    """Prefill the requests of a sparse case, of one query token each, in poisoned memory."""
+    given = {
+        "attn_sink": inputs.attn_sink,
+        "topk_length": inputs.topk_length,
+        "is_fp8_kvcache": inputs.case.layout != "bf16",
+    }
+    scale = inputs.case.width**-0.5 if sm_scale is None else sm_scale
+    with poisoned_allocations():
+        return rawmla.flash_mla_sparse_fwd(
+            inputs.q[:, 0], prefill_kv(inputs), inputs.indices, scale, **{**given, **kwargs}
+        )
+
+
+def prefill_reference(inputs: SparseInputs, sm_scale: float | None = None) -> tuple[Any, Any, Any]:
+    """The float64 reference of a prefill call, of the keys that its kernel multiplies."""
+    return torch_reference.sparse_prefill(inputs, sm_scale, rounded_keys=rounds_keys(inputs.case))
+
+
+def prefill_check(
+    inputs: SparseInputs, got: tuple[Any, Any, Any], want: tuple[Any, Any, Any] | None = None
+) -> None:
+    """Compare a prefill call's (out, max_logits, lse) with the float64 reference; run after the kernel, never
+    before.
+    """
+    case = inputs.case
+    want = prefill_reference(inputs) if want is None else want
+    assert [x.dtype for x in got] == [torch.bfloat16, torch.float32, torch.float32]
+    assert got[1].is_contiguous() and got[2].is_contiguous()
+    scores = prefill_lse_tolerance(SHARP_FACTOR if case.sharp else 1.0)
+    tolerances = (prefill_out_tolerance(), scores, scores)
+    for name, one, wanted, tolerance in zip(("out", "max_logits", "lse"), got, want, tolerances, strict=True):
+        check_close(f"{case.id} {name}", one, wanted, tolerance)
 
 
 def bits(tensor: Any) -> Any:

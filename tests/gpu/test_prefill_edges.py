@@ -1,0 +1,491 @@
+"""Prefill at the edges: indices, lengths, sinks, strides, FP8 caches, bits, graphs and other frameworks."""
+
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_support import (
+    assert_same_bits,
+    cupy,
+    poisoned_allocations,
+    prefill,
+    prefill_check,
+    prefill_kv,
+    prefill_reference,
+    sparse_decode,
+    torch,
+)
+
+import rawmla
+from rawmla import reference
+from rawmla.jit import launch
+from rawmla.testing import (
+    SparseCase,
+    SparseInputs,
+    check_close,
+    make_sparse_inputs,
+    prefill_lse_tolerance,
+    prefill_out_tolerance,
+)
+from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"layout": "bf16", "d_qk": 576, "page_block_size": 1},
+    {"layout": "bf16", "d_qk": 512, "page_block_size": 1},
+    {"layout": "v32", "page_block_size": 53, "power_of_two_scales": True},
+    {"layout": "model1", "page_block_size": 61},
+)
+HEADS = (1, 3, 16, 17, 63, 64, 65, 126, 128, 130, 200)
+NAMES = ("out", "max_logits", "lse")
+
+
+def kinds(test: Any) -> Any:
+    """Parametrise a test by every kind of kv."""
+    ids = [f"{kind['layout']}{kind.get('d_qk', '')}" for kind in KINDS]
+    return pytest.mark.parametrize("kind", KINDS, ids=ids)(test)
+
+
+def make(kind: dict[str, Any], **changes: Any) -> SparseInputs:
+    """Inputs for query tokens that select from the same tokens of a kind of kv."""
+    return make_sparse_inputs(SparseCase(**{"shared": True, **kind, **changes}))
+
+
+def slots_of(inputs: SparseInputs) -> int:
+    """Rows of kv, or slots of the cache."""
+    return inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
+
+
+def assert_all_same_bits(text: str, got: Any, want: Any) -> None:
+    """All three results have the same bits."""
+    for name, one, wanted in zip(NAMES, got, want, strict=True):
+        assert_same_bits(f"{name}, {text}", one, wanted)
+
+
+def assert_empty(got: Any, rows: Any = slice(None)) -> None:
+    """Nothing was attended: out is 0, max_logits -inf, lse +inf."""
+    out, max_logits, lse = (x[rows] for x in got)
+    assert_same_bits("out of empty rows", out, torch.zeros_like(out))
+    assert bool((max_logits == -math.inf).all()) and bool((lse == math.inf).all())
+
+
+# ---- shapes
+
+
+@kinds
+@pytest.mark.parametrize("h_q", HEADS)
+def test_head_counts(h_q: int, kind: dict[str, Any]) -> None:
+    """Few tokens, whose work is split, and many, whose work is not."""
+    for b, topk in ((3, 200), (2, 3000), (150, 100)):
+        inputs = make(kind, b=b, h_q=h_q, s_k=3000, topk=topk, sink=True)
+        prefill_check(inputs, prefill(inputs))
+
+
+@kinds
+@pytest.mark.parametrize("topk", (1, 63, 64, 65, 133, 2051))
+def test_topk_and_its_lengths(topk: int, kind: dict[str, Any]) -> None:
+    """topk_length 0, 1, topk, anything between; negative ones count as 0, larger ones as topk."""
+    lengths = (0, 1, topk, topk - 1, topk // 2, -5, INT_MIN, topk + 1, INT_MAX)
+    for gap in (0, 7):
+        inputs = make(kind, b=9, h_q=16, s_k=2100, topk=topk, lengths=lengths, index_gap=gap)
+        got = prefill(inputs)
+        prefill_check(inputs, got)
+        assert_empty(got, [0, 5, 6])
+
+
+@kinds
+def test_every_length_zero(kind: dict[str, Any]) -> None:
+    for b in (1, 200):
+        inputs = make(kind, b=b, h_q=70, topk=130, lengths=(0,) * b, sink=True)
+        assert_empty(prefill(inputs))
+
+
+@pytest.mark.parametrize("given", (False, True))
+def test_no_query_tokens(given: bool) -> None:
+    inputs = make(KINDS[0], b=3, h_q=16)
+    target = torch.empty(0, 16, 512, dtype=torch.bfloat16, device="cuda") if given else None
+    out, max_logits, lse = rawmla.flash_mla_sparse_fwd(
+        inputs.q[:0, 0], prefill_kv(inputs), inputs.indices[:0], 0.1, out=target
+    )
+    assert out.shape == (0, 16, 512) and max_logits.shape == lse.shape == (0, 16)
+    assert not given or out is target
+    torch.cuda.synchronize()
+
+
+# ---- what must not be read
+
+
+@kinds
+@pytest.mark.parametrize("poison", ("nan", "inf"))
+def test_poison_is_never_read(poison: str, kind: dict[str, Any]) -> None:
+    """Rows that nobody selected, row 0 among them, space between rows or blocks, indices past the length."""
+    changes: dict[str, Any] = {"b": 40, "h_q": 66, "s_k": 333, "topk": 150, "lengths": "random"}
+    changes |= {"block_gap": 2, "index_gap": 3, "empty_rows": 0.2}
+    poisoned = make(kind, poison=poison, **changes)
+    got, want = prefill(poisoned), prefill(make(kind, poison="none", **changes))
+    prefill_check(poisoned, got)
+    assert_all_same_bits("with and without poison", got, want)
+
+
+@kinds
+@pytest.mark.parametrize("h_q", (16, 64))
+@pytest.mark.parametrize("b", (3, 200))
+def test_nan_in_a_selected_row_stays_with_those_who_selected_it(
+    b: int, h_q: int, kind: dict[str, Any]
+) -> None:
+    inputs = make(kind, b=b, h_q=h_q, s_k=2000, topk=90)
+    want = prefill(inputs)
+    slot = int(inputs.indices[1, 0][inputs.indices[1, 0] >= 0].min())
+    page = inputs.case.page_block_size
+    rows, _ = block_fields(inputs.k_cache.view(torch.uint8), inputs.case.format)
+    rows[slot // page, slot % page] = 0xFF
+    touched = (inputs.indices[:, 0] == slot).any(dim=1)
+    got = prefill(inputs)
+    assert bool(touched.any()) and not bool(touched.all())
+    assert all(bool(x[touched].isnan().all()) for x in got)
+    assert_all_same_bits("of the others", [x[~touched] for x in got], [x[~touched] for x in want])
+
+
+# ---- indices
+
+
+@kinds
+def test_all_indices_invalid(kind: dict[str, Any]) -> None:
+    for b in (2, 200):
+        inputs = make(kind, b=b, h_q=64, topk=330, sink=True)
+        slots = slots_of(inputs)
+        for value in (-1, -123456, INT_MIN, slots, slots + 1, INT_MAX):
+            inputs.indices.fill_(value)
+            assert_empty(prefill(inputs))
+
+
+@kinds
+def test_rows_without_valid_indices_among_others(kind: dict[str, Any]) -> None:
+    for b in (5, 200):
+        inputs = make(kind, b=b, h_q=17, s_k=700, topk=330, empty_rows=0.5, sink=True)
+        got = prefill(inputs)
+        prefill_check(inputs, got)
+        valid = (inputs.indices >= 0) & (inputs.indices < slots_of(inputs))
+        empty = ~valid.any(dim=2)[:, 0]
+        assert bool(empty.any()) and not bool(empty.all())
+        assert_empty(got, empty)
+
+
+@kinds
+@pytest.mark.parametrize("place", ("first", "last", "middle", "alternating", "first block", "last block"))
+def test_valid_indices_at_one_place_only(place: str, kind: dict[str, Any]) -> None:
+    """Everything else is invalid, in the same block of 64 or in others; whole pieces have no valid index."""
+    inputs = make(kind, b=3, h_q=32, topk=300, invalid=0.0)
+    position = torch.arange(300, device="cuda")
+    kept = {
+        "first": position == 0,
+        "last": position == 299,
+        "middle": (position > 100) & (position < 105),
+        "alternating": position % 2 == 1,
+        "first block": position < 64,
+        "last block": position >= 256,
+    }[place]
+    nowhere = torch.tensor([-1, -123456, INT_MIN, slots_of(inputs), INT_MAX], device="cuda")
+    inputs.indices = torch.where(kept, inputs.indices, nowhere.int()[position % 5])
+    prefill_check(inputs, prefill(inputs))
+
+
+@kinds
+def test_duplicates(kind: dict[str, Any]) -> None:
+    """One row for all indices; and every row twice, which adds 1 to lse and leaves the others as they are."""
+    inputs = make(kind, b=3, h_q=16, topk=128, invalid=0.0)
+    once = replace(inputs, indices=inputs.indices[..., :64].contiguous())
+    twice = replace(inputs, indices=torch.cat([once.indices, once.indices.flip(-1)], dim=-1))
+    (out, max_logits, lse), got = prefill(once), prefill(twice)
+    prefill_check(twice, got)
+    check_close("out", got[0], out, prefill_out_tolerance())
+    assert_same_bits("max_logits", got[1], max_logits)
+    assert float((got[2] - lse - 1.0).abs().max()) < 1e-5
+    same = replace(inputs, indices=inputs.indices[..., :1].expand(-1, -1, 128).contiguous())
+    got = prefill(same)
+    prefill_check(same, got)
+    assert float((got[2] - got[1] - 7.0).abs().max()) < 1e-5
+
+
+# ---- sinks and scales
+
+
+@kinds
+@pytest.mark.parametrize("log_base", ("2", "e"))
+def test_sink_values(log_base: str, kind: dict[str, Any]) -> None:
+    """A sink never changes max_logits or lse; -inf changes nothing, +inf takes everything."""
+    for b, topk in ((4, 200), (2, 3000), (200, 100)):
+        inputs = make(kind, b=b, h_q=16, s_k=3000, topk=topk, empty_rows=0.2)
+        want = prefill(inputs, log_base=log_base)
+        for value in (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf):
+            inputs.attn_sink = torch.full((16,), value, device="cuda")
+            got = prefill(inputs, log_base=log_base)
+            check_close(
+                f"out with sink {value}", got[0], prefill_reference(inputs)[0], prefill_out_tolerance()
+            )
+            assert_same_bits("max_logits", got[1], want[1])
+            assert_same_bits("lse", got[2], want[2])
+            if value in (-math.inf, -1e30):
+                assert_same_bits(f"out with sink {value}", got[0], want[0])
+            if value in (1e30, math.inf):
+                assert not bool(got[0].any())
+
+
+@kinds
+def test_natural_logarithms(kind: dict[str, Any]) -> None:
+    for b in (2, 200):
+        inputs = make(kind, b=b, h_q=66, s_k=2000, topk=300, empty_rows=0.1)
+        out, max_logits, lse = prefill(inputs, log_base="e")
+        two = prefill(inputs)
+        assert_same_bits("out", out, two[0])
+        want = prefill_reference(inputs)
+        for name, got, wanted in (("max_logits", max_logits, want[1]), ("lse", lse, want[2])):
+            check_close(name, got, wanted * math.log(2.0), prefill_lse_tolerance())
+
+
+@kinds
+def test_is_decoding_with_a_request_per_token(kind: dict[str, Any]) -> None:
+    inputs = make(kind, b=300, h_q=16, s_k=700, topk=200, lengths="random", sink=True)
+    out, _, lse = prefill(inputs, log_base="e")
+    want_out, want_lse = sparse_decode(inputs)
+    assert_same_bits("out", out, want_out[:, 0])
+    assert_same_bits("lse", lse, want_lse[:, :, 0])
+
+
+@kinds
+@pytest.mark.parametrize("h_q", (16, 128))
+def test_sharp_softmax_rows(h_q: int, kind: dict[str, Any]) -> None:
+    """The running reference of the softmax is not the largest score."""
+    for b in (5, 200):
+        inputs = make(kind, b=b, h_q=h_q, s_k=3000, topk=2048, sharp=True)
+        prefill_check(inputs, prefill(inputs))
+
+
+@kinds
+@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
+def test_scores_in_order(descending: bool, kind: dict[str, Any]) -> None:
+    """The largest score is in the last block, or in the first."""
+    for b in (2, 200):
+        inputs = make(kind, b=b, h_q=64, s_k=700, topk=640, invalid=0.0, duplicates=0.0)
+        inputs.q = inputs.q[:1, :, :1].expand_as(inputs.q).contiguous()
+        named = inputs.indices.unique()
+        one = replace(
+            inputs,
+            case=replace(inputs.case, b=len(named), topk=1),
+            q=inputs.q[:1].expand(len(named), -1, -1, -1),
+            indices=named[:, None, None],
+        )
+        score = torch.zeros(slots_of(inputs), dtype=torch.float64, device="cuda")
+        score[named.long()] = prefill_reference(one)[1][:, 0]
+        order = score[inputs.indices.long()].argsort(dim=2, descending=descending)
+        inputs.indices = inputs.indices.gather(2, order)
+        for scale in (None, 1.0, 4.0):
+            want = prefill_reference(inputs, scale)
+            out, max_logits, lse = prefill(inputs, scale)
+            size = 1.0 if scale is None else scale / inputs.case.width**-0.5
+            check_close("out", out, want[0], prefill_out_tolerance())
+            check_close("max_logits", max_logits, want[1], prefill_lse_tolerance(size))
+            check_close("lse", lse, want[2], prefill_lse_tolerance(size))
+
+
+# ---- arrays
+
+
+@pytest.mark.parametrize("h_q", (16, 128))
+def test_query_index_and_kv_strides(h_q: int) -> None:
+    inputs = make(KINDS[0], b=9, h_q=h_q, topk=133, lengths="random", block_gap=1)
+    want = prefill(inputs)
+    prefill_check(inputs, want)
+    q = inputs.q
+    wide = torch.full((9, 1, h_q + 8, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
+    wide[:, :, 4 : 4 + h_q] = q
+    odd = torch.empty(9 * h_q * 576 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(q.shape)
+    odd.copy_(q)
+    table = torch.full((18, 1, 300), INT_MAX, dtype=torch.int32, device="cuda")
+    table[::2, :, :133] = inputs.indices
+    changes: dict[str, dict[str, Any]] = {
+        "a slice of the heads": {"q": wide[:, :, 4 : 4 + h_q]},
+        "heads outermost": {"q": q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)},
+        "an address that is copied": {"q": odd},
+        "rows of a wider table": {"indices": table[::2, :, :133]},
+        "contiguous kv": {"k_cache": inputs.k_cache.contiguous()},
+    }
+    for name, change in changes.items():
+        assert_all_same_bits(name, prefill(replace(inputs, **change)), want)
+
+
+def test_one_row_of_indices_for_all_tokens() -> None:
+    inputs = make(KINDS[0], b=9, h_q=16, topk=133)
+    shared = inputs.indices[:1].expand(9, -1, -1)
+    prefill_check(replace(inputs, indices=shared), prefill(replace(inputs, indices=shared)))
+
+
+@pytest.mark.parametrize("stride", (0, 8, 64, 568))
+def test_rows_of_kv_that_overlap(stride: int) -> None:
+    """Windows of one long row."""
+    inputs = make(KINDS[0], b=5, h_q=64, s_k=300, topk=200)
+    rows = slots_of(inputs)
+    flat = torch.randn(stride * rows + 576, device="cuda").mul(0.1).bfloat16()
+    windows = replace(inputs, k_cache=flat.as_strided((rows, 1, 1, 576), (stride, stride, 576, 1)))
+    apart = replace(inputs, k_cache=windows.k_cache.contiguous())
+    got = prefill(windows)
+    prefill_check(apart, got)
+    assert_all_same_bits("overlapping", got, prefill(apart))
+
+
+@kinds
+def test_out_is_written_whole_between_canaries(kind: dict[str, Any]) -> None:
+    for b in (6, 200):
+        inputs = make(kind, b=b, h_q=16, topk=200, lengths="random", empty_rows=0.2, sink=True)
+        fresh = prefill(inputs)
+        prefill_check(inputs, fresh)
+        buffer = torch.full((b + 2, 40, 528), -7.0, dtype=torch.bfloat16, device="cuda")
+        given = buffer[1 : b + 1, 8:24, 8:520]
+        given.fill_(float("nan"))
+        got = prefill(inputs, out=given)
+        assert got[0] is given
+        assert_all_same_bits("given and fresh", got, fresh)
+        given.fill_(-7.0)
+        assert bool((buffer == -7.0).all()), "the call wrote outside `out`"
+
+
+@pytest.mark.parametrize("layout", ("v32", "model1"))
+@pytest.mark.parametrize("page_block_size", (1, 2, 53, 64, 69, 576))
+def test_pages_of_fp8_caches(page_block_size: int, layout: str) -> None:
+    """Blocks without and with space between them, and an address that is a multiple of 8 alone."""
+    for h_q, gap in ((16, 0), (16, 1), (66, 0), (66, 3)):
+        kind = {"layout": layout, "page_block_size": page_block_size}
+        inputs = make(kind, b=9, h_q=h_q, s_k=700, topk=330, block_gap=gap, lengths="random")
+        want = prefill(inputs)
+        prefill_check(inputs, want)
+        if gap == 0:
+            count = inputs.k_cache.numel()
+            storage = torch.full((count + 8,), 0xFF, dtype=torch.uint8, device="cuda")
+            storage[8:] = inputs.k_cache.reshape(-1)
+            moved = replace(inputs, k_cache=storage[8:].view(inputs.k_cache.shape))
+            assert_all_same_bits("moved", prefill(moved), want)
+        for dtype in (torch.int8, torch.float8_e4m3fn):
+            seen = replace(inputs, k_cache=inputs.k_cache.view(dtype))
+            assert_all_same_bits(str(dtype), prefill(seen), want)
+
+
+def test_kv_past_2_31_elements() -> None:
+    """Offsets are 64-bit: the last rows of 5 GiB."""
+    rows = 2**31 // 512 + 1000
+    inputs = make(KINDS[1], b=7, h_q=64, s_k=800, topk=300)
+    kv = torch.full((rows, 1, 1, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    first = rows - slots_of(inputs)
+    kv[first:] = inputs.k_cache
+    valid = (inputs.indices >= 0) & (inputs.indices < slots_of(inputs))
+    want = prefill(inputs)
+    moved = replace(inputs, k_cache=kv, indices=torch.where(valid, inputs.indices + first, -1))
+    assert_all_same_bits("at the end", prefill(moved), want)
+
+
+# ---- bits, graphs, frameworks
+
+RERUN_CASES = (
+    SparseCase(b=1, h_q=128, s_k=9000, topk=8192, **KINDS[0], shared=True),
+    SparseCase(b=7, h_q=16, s_k=3000, topk=2048, lengths="random", sink=True, **KINDS[2], shared=True),
+    SparseCase(b=500, h_q=66, s_k=1000, topk=576, empty_rows=0.1, **KINDS[1], shared=True),
+    SparseCase(b=20_000, h_q=3, s_k=300, topk=130, lengths="random", **KINDS[0], shared=True),
+    SparseCase(b=40, h_q=64, s_k=900, topk=500, **KINDS[3], shared=True),
+)
+
+
+@pytest.mark.parametrize("case", RERUN_CASES, ids=lambda case: case.id)
+def test_reruns_give_the_same_bits(case: SparseCase) -> None:
+    """Twenty calls in flight at once; scratch of one is that of the next."""
+    inputs = make_sparse_inputs(case)
+    first = prefill(inputs)
+    results = [prefill(inputs) for _ in range(20)]
+    for run, got in enumerate(results):
+        assert_all_same_bits(f"run {run}", got, first)
+    prefill_check(inputs, first)
+
+
+@pytest.mark.parametrize("case", RERUN_CASES, ids=lambda case: case.id)
+def test_graph(case: SparseCase) -> None:
+    """Captured once, replayed while indices and lengths change in place."""
+    inputs = make_sparse_inputs(replace(case, lengths="random"))
+    rawmla.warmup(prefill_formats=[case.layout])
+    graph = torch.cuda.CUDAGraph()
+    with poisoned_allocations(), torch.cuda.graph(graph):
+        got = prefill(inputs)
+    topk, draw = case.topk, torch.Generator(device="cuda").manual_seed(5)
+    chosen = inputs.indices.clone()
+    for share in (1.0, 0.0, 0.3, 1.0):
+        lengths = torch.rand(case.b, generator=draw, device="cuda").add(share).clamp(max=1.0) * topk * share
+        inputs.topk_length.copy_(lengths.int())
+        # Indices that were past the length may name poison.
+        order = torch.rand(chosen.shape, generator=draw, device="cuda").argsort(dim=2)
+        counted = torch.arange(topk, device="cuda") < inputs.topk_length[:, None, None]
+        alive = live_rows(inputs, chosen)
+        inputs.indices.copy_(torch.where(counted, alive.gather(2, order), INT_MAX))
+        graph.replay()
+        prefill_check(inputs, got)
+        assert_all_same_bits("replayed and eager", got, prefill(inputs))
+
+
+def live_rows(inputs: SparseInputs, indices: "torch.Tensor") -> "torch.Tensor":
+    """The indices, -1 in place of those that name poison."""
+    form, page = inputs.case.format, inputs.case.page_block_size
+    rows, _ = block_fields(inputs.k_cache.view(torch.uint8), form)
+    rope = rows[..., form.rope_offset :][..., : 2 * form.rope].contiguous().view(torch.bfloat16)
+    alive = rope.isfinite().all(dim=-1).reshape(-1)
+    valid = (indices >= 0) & (indices < slots_of(inputs))
+    assert page * inputs.k_cache.shape[0] == len(alive)
+    return torch.where(valid & alive[indices.long().masked_fill(~valid, 0)], indices, -1)
+
+
+def test_kernel_missing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make(KINDS[0], b=5, h_q=16, topk=130)
+    want = prefill(inputs)
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "_kernels", {})
+        patched.setattr(sys.modules["rawmla.prefill"], "_known", {})
+        with pytest.raises(rawmla.KernelNotReadyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            prefill(inputs)
+    assert_all_same_bits("afterwards", prefill(inputs), want)
+
+
+@kinds
+def test_cupy(kind: dict[str, Any]) -> None:
+    case = SparseCase(b=9, h_q=16, s_k=300, topk=133, lengths="random", sink=True, **{"shared": True, **kind})
+    inputs = make_sparse_inputs(case, "cupy")
+    keywords = {"attn_sink": inputs.attn_sink, "topk_length": inputs.topk_length}
+    keywords["is_fp8_kvcache"] = case.layout != "bf16"
+    arguments = (inputs.q[:, 0], prefill_kv(inputs), inputs.indices, 0.05)
+    got = rawmla.flash_mla_sparse_fwd(*arguments, **keywords)
+    assert all(isinstance(x, cupy.ndarray) for x in got)
+    on_host = [cupy.asnumpy(x) if isinstance(x, cupy.ndarray) else x for x in arguments]
+    want = reference.flash_mla_sparse_fwd(
+        *on_host, **{name: cupy.asnumpy(x) if name != "is_fp8_kvcache" else x for name, x in keywords.items()}
+    )
+    tolerances = (prefill_out_tolerance(), prefill_lse_tolerance(), prefill_lse_tolerance())
+    for name, one, wanted, tolerance in zip(NAMES, got, want, tolerances, strict=True):
+        check_close(name, cupy.asnumpy(one), wanted, tolerance)
+    assert got[1].dtype == got[2].dtype == np.float32
+
+
+def test_torch_side_stream() -> None:
+    """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
+    inputs = make(KINDS[0], b=20, h_q=64, s_k=900, topk=500)
+    want = prefill(inputs)
+    valid_q = inputs.q.clone()
+    inputs.q.fill_(float("nan"))
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        prefill(inputs)  # so that the allocator holds memory for the stream
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        inputs.q.copy_(valid_q)
+        got = prefill(inputs)
+        assert not stream.query(), "the call waited for the device"
+        inputs.q.fill_(float("nan"))
+    stream.synchronize()
+    assert_all_same_bits("on a side stream", got, want)

@@ -1,0 +1,84 @@
+"""Small prefill calls that reach every path of the kernels: to run under compute-sanitizer, as
+test_sparse_sanitizer.py.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gpu_support import prefill_kv
+from test_sparse_sanitizer import on_gpu
+
+import rawmla
+from rawmla import reference
+from rawmla.kernels import metadata
+from rawmla.testing import (
+    SparseCase,
+    SparseInputs,
+    check_close,
+    prefill_lse_tolerance,
+    prefill_out_tolerance,
+)
+
+pytestmark = pytest.mark.sanitizer
+
+ROWS: dict[str, Any] = {"page_block_size": 1, "layout": "bf16", "shared": True}
+CASES = (
+    SparseCase(b=1, h_q=1, s_k=1, topk=1, invalid=0.0, **ROWS),
+    SparseCase(b=3, h_q=16, s_k=90, topk=70, lengths=(0, 70, 1), index_gap=1, **ROWS),
+    SparseCase(b=2, h_q=66, s_k=300, topk=200, sink=True, block_gap=1, empty_rows=0.5, seed=1, **ROWS),
+    SparseCase(b=1, h_q=128, d_qk=512, s_k=700, topk=650, **ROWS),
+    SparseCase(b=150, h_q=9, s_k=60, topk=65, lengths="random", sink=True, **ROWS),
+    SparseCase(b=2, h_q=16, s_k=300, topk=200, page_block_size=7, shared=True, power_of_two_scales=True),
+    SparseCase(b=2, h_q=63, s_k=300, topk=133, page_block_size=53, layout="model1", shared=True, sink=True),
+    SparseCase(
+        b=2, h_q=64, s_k=100, topk=33, page_block_size=2, block_gap=1, shared=True, power_of_two_scales=True
+    ),
+)
+
+
+def check_prefill_on_host(host: SparseInputs, got: tuple[Any, Any, Any]) -> None:
+    """Compare with the NumPy reference."""
+
+    def as_numpy(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        return tensor.double().numpy() if tensor.element_size() == 2 else tensor.numpy()
+
+    names = ("q", "k_cache", "indices", "topk_length", "attn_sink")
+    arrays = replace(host, **{name: as_numpy(getattr(host, name)) for name in names})
+    want = reference.flash_mla_sparse_fwd(*arguments(arrays), **keywords(arrays))
+    tolerances = (prefill_out_tolerance(), prefill_lse_tolerance(), prefill_lse_tolerance())
+    for name, one, wanted, tolerance in zip(("out", "max_logits", "lse"), got, want, tolerances, strict=True):
+        check_close(f"{host.case.id} {name}", one.cpu().double().numpy(), wanted, tolerance)
+
+
+def arguments(inputs: SparseInputs) -> tuple[Any, ...]:
+    """The positional arguments of `flash_mla_sparse_fwd`."""
+    return inputs.q[:, 0], prefill_kv(inputs), inputs.indices, inputs.case.width**-0.5
+
+
+def keywords(inputs: SparseInputs) -> dict[str, Any]:
+    """The others."""
+    return {
+        "attn_sink": inputs.attn_sink,
+        "topk_length": inputs.topk_length,
+        "is_fp8_kvcache": inputs.case.layout != "bf16",
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_small_prefill_call(case: SparseCase) -> None:
+    host, device = on_gpu(case)
+    check_prefill_on_host(host, rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device)))
+
+
+def test_prefill_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of a few tokens each, which use the same scratch one after the other."""
+    monkeypatch.setattr(metadata, "MAX_BATCH", 5)
+    case = SparseCase(b=13, h_q=17, d_qk=512, s_k=150, topk=140, lengths="random", sink=True, **ROWS)
+    host, device = on_gpu(case)
+    got = rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device))
+    check_prefill_on_host(host, got)
+    assert not any(np.isnan(x.cpu().numpy()).any() for x in got[1:])
