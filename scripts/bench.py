@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmark of rawmla's decoding, dense and sparse, and of what goes with it.
+"""Benchmark of rawmla's dense and sparse decoding, of its sparse prefill, and of what goes with them.
 
 On a machine with a Hopper GPU and torch: times every case (or those that --cases selects) next to the
 ceilings of the same run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and
@@ -118,7 +118,7 @@ def run_cases(
     """Time every chosen case; with --compare the peers on the same inputs too."""
     import torch
 
-    from benchlib import measure, peers, sparse_measure
+    from benchlib import measure, peers, prefill_measure, sparse_measure
 
     rows = []
     failures: dict[str, str] = {}
@@ -133,6 +133,8 @@ def run_cases(
         inputs: Any
         if isinstance(case, cases.SparseCase):
             row, inputs = sparse_measure.time_sparse(case, options.replays)
+        elif isinstance(case, cases.PrefillCase):
+            row, inputs = prefill_measure.time_prefill(case, options.replays)
         else:
             row, inputs = measure.time_decode(case, options.replays)
         if options.compare:
@@ -176,6 +178,7 @@ def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     for table in (
         report.decode_table,
         report.sparse_table,
+        report.prefill_table,
         report.metadata_table,
         report.cache_table,
     ):

@@ -21,9 +21,13 @@ PEERS = ROOT / "docs" / "peers-h200.json"
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
 
 
-def made_up_row(case: cases.DecodeCase | cases.SparseCase, us: float) -> dict[str, Any]:
+def made_up_row(case: cases.DecodeCase | cases.SparseCase | cases.PrefillCase, us: float) -> dict[str, Any]:
     """A result row as bench.py writes it, for a time that nobody measured."""
-    row = {**case.fields(), "us": us, "us_min": us, "us_max": us, "meta_us": 3.0, "rel_l2": 0.002}
+    row = {**case.fields(), "us": us, "us_min": us, "us_max": us, "rel_l2": 0.002}
+    if not isinstance(case, cases.PrefillCase):
+        row["meta_us"] = 3.0
+    elif case.layout != "bf16":
+        row |= {"gathered_us": us + 7, "gather_us": 7.0}
     row["tflops"] = case.flops() / us / 1e6
     row["gbps"] = case.bytes_moved() / us / 1e3
     report.add_shares([row], report.best_ceilings(CEILINGS))
@@ -33,6 +37,7 @@ def made_up_row(case: cases.DecodeCase | cases.SparseCase, us: float) -> dict[st
 def made_up_run() -> dict[str, Any]:
     rows = [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.decode_cases()]
     rows += [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.sparse_cases()]
+    rows += [made_up_row(case, case.flops() / 6e8 + 10) for case in cases.prefill_cases()]
     rows += [{**cases.MetadataCase(b).fields(), "us": 3.0} for b in cases.METADATA_BATCHES]
     for case in cache_cases.all_cases():
         us = case.bytes_moved() / 2e6 + 2
@@ -125,6 +130,41 @@ def test_stored_sparse_rows_match_one_case_each() -> None:
         assert sum(against.matches(other, row) for row in rows) == 1
 
 
+def stored_prefill_rows() -> list[dict[str, Any]]:
+    data = json.loads(PEERS.read_text())
+    return [row for row in data["FlashMLA@9241ae3"] if cases.is_prefill(row)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    stored_prefill_rows(),
+    ids=lambda row: "-".join(str(row[key]) for key in ("s_q", "s_kv", "h_q", "d_qk", "topk")),
+)
+def test_prefill_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
+    case = cases.PrefillCase(*(row[key] for key in ("s_q", "s_kv", "h_q", "d_qk", "topk")))
+    assert case in cases.prefill_cases()
+    assert case.flops() / row["us"] / 1e6 == pytest.approx(row["tflops"], rel=1e-3)
+
+
+def test_prefill_bytes() -> None:
+    """A token counts once, and only if it can be selected."""
+    q_and_out = 2 * 128 * (576 + 512)
+    assert cases.PrefillCase(1, 8192, 128, 576, 2048).bytes_moved() == 2048 * 1152 + q_and_out
+    assert cases.PrefillCase(64, 8192, 128, 576, 2048).bytes_moved() == 8192 * 1152 + 64 * q_and_out
+    paged = cases.PrefillCase(64, 8192, 128, 576, 2048, "v32", 64)
+    assert paged.bytes_moved() == 8192 * 656 + 64 * q_and_out
+
+
+def test_stored_prefill_rows_match_one_case_each() -> None:
+    rows = [case.fields() for case in cases.prefill_cases()]
+    stored = [row for row in against.load(PEERS) if cases.is_prefill(row)]
+    assert len(stored) == len(stored_prefill_rows()) + 2
+    for other in stored:
+        assert sum(against.matches(other, row) for row in rows) == 1
+    compared = [against.ratios(stored, {**row, "us": 1.0}) for row in rows]
+    assert [len(found) for found in compared] == [int(cases.layout_of(row) == "bf16") for row in rows]
+
+
 def test_other_names_of_fields(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
     row = {**cases.sparse_cases()[-9].fields(), "us": 10.0}
@@ -195,6 +235,8 @@ def test_means_by_family() -> None:
         "sparse bf16, b >= 64",
         "sparse bf16, b <= 16",
     }
+    families |= {"prefill V3.2", "prefill bf16, h_q 8 to 16"}
+    families |= {"prefill bf16, s_q >= 512", "prefill bf16, s_q <= 64"}
     families |= {"cache", "convert indices", "merge attn states"}
     assert set(means) == families | {"batch-invariant", "sparse, batch-invariant", "metadata"}
     assert sum(count for _, _, count in means.values()) == len(rows)
@@ -218,25 +260,35 @@ def test_tables() -> None:
     run = made_up_run()
     console = Console(width=240, record=True, quiet=True)
     stored = against.load(PEERS)
-    for table in (report.decode_table, report.sparse_table, report.metadata_table, report.means_table):
+    for table in (
+        report.decode_table,
+        report.sparse_table,
+        report.prefill_table,
+        report.metadata_table,
+        report.means_table,
+    ):
         console.print(table(run["rows"], stored))
     assert report.cache_table(run["rows"], stored).row_count == len(cache_cases.all_cases())
     text = report.markdown_results(run["rows"])
-    dense, sparse, metadata, cache = (
+    dense, sparse, prefill, metadata, cache = (
         part.splitlines() for part in text.split("\n\n") if part.startswith("|")
     )
     assert len(dense) == 2 + len(cases.decode_cases())
     assert len(sparse) == 2 + len(cases.sparse_cases())
+    assert len(prefill) == 2 + len(cases.prefill_cases())
     assert len(metadata) == 3 and len(cache) == 2 + len(cache_cases.all_cases())
-    for lines in (dense, sparse, metadata, cache):
+    for lines in (dense, sparse, prefill, metadata, cache):
         assert all(line.startswith("|") and line.endswith("|") for line in lines)
         assert len({line.count("|") for line in lines}) == 1
     assert any("128 + up to 1024 | 256 + 2" in line for line in sparse)
+    assert sum(line.startswith("| V3.2 ") and "(gather 7.0)" in line for line in prefill) == 2
+    assert sum(line.startswith("| bf16 ") and line.endswith("| - |") for line in prefill) == 14
 
 
 def test_methods() -> None:
     rows = made_up_run()["rows"]
-    assert report.methods(rows) == f"{report.METHOD} {report.SPARSE_METHOD} {report.CACHE_METHOD}"
+    everything = (report.METHOD, report.SPARSE_METHOD, report.PREFILL_METHOD, report.CACHE_METHOD)
+    assert report.methods(rows) == " ".join(everything)
     assert report.methods([row for row in rows if row["op"] in ("dense_decode", "metadata")]) == report.METHOD
 
 
@@ -354,6 +406,122 @@ def test_timed_sparse_inputs_and_their_check(layout: str) -> None:
     assert sparse_measure.check_output(case, inputs, torch.from_numpy(out).bfloat16()) < 0.002
     with pytest.raises(AssertionError, match="relative error"):
         sparse_measure.check_output(case, inputs, torch.from_numpy(out * 1.02))
+
+
+PREFILL_CASES = (
+    cases.PrefillCase(11, 300, 6, 576, 40),
+    cases.PrefillCase(2, 90, 3, 512, 90),
+    cases.PrefillCase(11, 300, 6, 576, 40, "v32", 64),
+)
+
+
+def prefill_in_numpy(
+    q: Any, kv: Any, indices: Any, sm_scale: float, *, is_fp8_kvcache: bool = False
+) -> tuple[Any, None, None]:
+    """What the timed operation computes, on tensors of the host: rows of bf16 as a cache of one page."""
+    import torch
+
+    from rawmla import reference
+
+    assert kv.is_contiguous() and indices.dtype == torch.int32
+    k_cache = kv.numpy() if is_fp8_kvcache else kv[None].double().numpy()
+    keywords = {"softmax_scale": sm_scale, "indices": indices.numpy(), "is_fp8_kvcache": is_fp8_kvcache}
+    out, _ = reference.flash_mla_with_kvcache(
+        q[:, None].double().numpy(), k_cache, None, None, 512, **keywords
+    )
+    return torch.from_numpy(out)[:, 0].bfloat16(), None, None
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
+def test_timed_prefill_inputs_and_their_check(
+    case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from benchlib import prefill_measure
+
+    monkeypatch.setattr(prefill_measure, "RANDOM_AT_A_TIME", 4 * case.s_kv)
+    inputs = prefill_measure.make_inputs(case, sets=3, device="cpu")
+    assert inputs.q.shape == (case.s_q, case.h_q, case.d_qk) and float(inputs.q.abs().max()) == 1
+    assert inputs.positions.shape == inputs.indices.shape == (case.s_q, 1, case.topk)
+    for row in inputs.positions[:, 0].tolist():
+        assert len(set(row)) == case.topk and set(row) <= set(range(case.s_kv)) and row != sorted(row)
+    assert len({kv.data_ptr() for kv in inputs.kv_sets}) == len(inputs.kv_sets) == 3
+    if case.layout == "bf16":
+        assert all(kv.shape == (case.s_kv, 1, case.d_qk) for kv in inputs.kv_sets)
+        assert inputs.block_table is None and inputs.indices is inputs.positions
+    else:
+        page = case.page_block_size
+        pages = -(-case.s_kv // page)
+        assert all(kv.shape == (pages, page, 1, 656) for kv in inputs.kv_sets)
+        assert sorted(inputs.block_table[0].tolist()) == list(range(pages))
+        where = inputs.block_table[0].long()[inputs.positions // page] * page + inputs.positions % page
+        assert torch.equal(inputs.indices.long(), where)
+
+    fp8 = case.layout != "bf16"
+    out, _, _ = prefill_in_numpy(
+        inputs.q, inputs.kv_sets[0], inputs.indices, case.d_qk**-0.5, is_fp8_kvcache=fp8
+    )
+    assert bool(out.isfinite().all()) and bool(out.any())
+    assert prefill_measure.check_output(case, inputs, out) < 0.003
+    for token in (0, case.s_q - 1):
+        wrong = out.clone()
+        wrong[token] *= 1.03
+        with pytest.raises(AssertionError, match="relative error"):
+            prefill_measure.check_output(case, inputs, wrong)
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
+def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls to time give the right result and use every set; here nothing is timed."""
+    torch = pytest.importorskip("torch")
+    import rawmla
+    from benchlib import measure, prefill_measure
+    from rawmla.testing import torch_reference
+    from rawmla.testing.sparse import row_format
+
+    called: list[int] = []
+
+    def prefill(q: Any, kv: Any, *arguments: Any, **keywords: Any) -> tuple[Any, None, None]:
+        called.append(kv.data_ptr())
+        return prefill_in_numpy(q, kv, *arguments, **keywords)
+
+    def gather(cache: Any, table: Any, lengths: Any, rows: Any, *, workspace_starts: Any) -> None:
+        token = torch.arange(int(lengths[0]))
+        page = table[0].long()[token // case.page_block_size]
+        slots = page * case.page_block_size + token % case.page_block_size
+        rows[int(workspace_starts[0]) :] = torch_reference.dequantise(cache, slots, row_format("v32", 576))
+
+    def run_once(calls: Any, count: int, replays: int) -> measure.Timing:
+        calls()
+        return measure.Timing(20.0, 19.0, 21.0)
+
+    make_inputs = prefill_measure.make_inputs
+    monkeypatch.setattr(prefill_measure, "make_inputs", lambda case, sets: make_inputs(case, sets, "cpu"))
+    monkeypatch.setattr(prefill_measure, "l2_bytes", lambda: 2 * case.bytes_moved())
+    monkeypatch.setattr(prefill_measure, "rest", lambda: None)
+    monkeypatch.setattr(prefill_measure, "time_graph", run_once)
+    monkeypatch.setattr(prefill_measure, "CALLS_PER_GRAPH", 2)
+    monkeypatch.setattr(rawmla, "flash_mla_sparse_fwd", prefill, raising=False)
+    monkeypatch.setattr(rawmla, "gather_kv_cache", gather)
+    row, inputs = prefill_measure.time_prefill(case, 5)
+    assert {kv.data_ptr() for kv in inputs.kv_sets} <= set(called)
+    assert len(inputs.kv_sets) == 7 and row["cold_us"] == 20.0
+    assert 0 < row["rel_l2"] < 0.005
+    assert row["tflops"] == pytest.approx(case.flops() / 20e6)
+    assert ("gathered_us" in row) == ("gather_us" in row) == (case.layout != "bf16")
+    report.add_shares([row], report.best_ceilings(CEILINGS))
+    assert report.prefill_table([row], []).row_count == 1
+
+
+def test_calls_per_graph() -> None:
+    pytest.importorskip("torch")
+    from benchlib import prefill_measure
+
+    for case in cases.prefill_cases():
+        calls = prefill_measure.calls_per_graph(case)
+        assert 4 <= calls <= 10 and calls * case.flops() <= prefill_measure.GRAPH_FLOPS
+        assert calls == 10 or (calls + 1) * case.flops() > prefill_measure.GRAPH_FLOPS
+    assert prefill_measure.calls_per_graph(cases.PrefillCase(1 << 20, 8192, 128, 576, 2048)) == 1
 
 
 def test_rotated_sets() -> None:

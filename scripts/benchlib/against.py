@@ -7,13 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from .cases import is_sparse
+from .cases import is_prefill, is_sparse
 
 MATCH_FIELDS = (
     "op",
     "b",
     "s_q",
     "s_k",
+    "s_kv",
     "h_q",
     "h_kv",
     "d_qk",
@@ -44,7 +45,10 @@ DEFAULTS: dict[str, Any] = {
     "batch_invariant": False,
 }
 """What a stored row means when it leaves a field out; of sparse decoding only the last one,
-of the operations around decoding none."""
+of sparse prefill and the operations around decoding none."""
+
+TIMED_FIELDS = ("b", "s_kv", "family")
+"""An object without any of these is not the timing of a case."""
 
 OTHER_NAMES = {
     "page": "page_block_size",
@@ -83,11 +87,11 @@ def load(path: Path) -> list[dict[str, Any]]:
 
     def add(rows: list[Any], label: str) -> None:
         for row in rows:
-            if not isinstance(row, dict) or "b" not in row and "family" not in row:
+            if not isinstance(row, dict) or not any(field in row for field in TIMED_FIELDS):
                 continue
             row = {OTHER_NAMES.get(key, key): value for key, value in row.items()}
             case = dict(DEFAULTS)
-            if "family" in row:
+            if "family" in row or is_prefill({**DEFAULTS, **row}):
                 case = {}
             elif is_sparse({**DEFAULTS, **row}):
                 case = {"batch_invariant": DEFAULTS["batch_invariant"]}

@@ -1,5 +1,5 @@
-"""What the benchmark measures: dense and sparse decode cases and metadata batches, their lengths, operation
-and byte counts. The operations around decoding are in `cache_cases`.
+"""What the benchmark measures: dense and sparse decode cases, sparse prefill cases and metadata batches,
+their lengths, operation and byte counts. The operations around decoding are in `cache_cases`.
 """
 
 import random
@@ -144,6 +144,46 @@ class SparseCase:
 
 
 @dataclass(frozen=True)
+class PrefillCase:
+    """One sparse prefill call: every query token attends `topk` of the same s_kv tokens, a random subset.
+
+    `layout` is bf16, tokens in consecutive rows, or v32, a paged FP8 cache in pages of `page_block_size`.
+    """
+
+    s_q: int
+    s_kv: int
+    h_q: int
+    d_qk: int
+    topk: int
+    layout: str = "bf16"
+    page_block_size: int = 0
+
+    @property
+    def id(self) -> str:
+        """Readable name, the text that --cases searches."""
+        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
+        return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}"
+
+    def flops(self) -> int:
+        """Multiplications and additions of Q·K^T and P·V over every selected token."""
+        return 2 * self.s_q * self.h_q * self.topk * (self.d_qk + D_V)
+
+    def bytes_moved(self) -> int:
+        """Bytes that must cross device memory: each token that is selected once, however often it is, q and
+        out.
+        """
+        tokens = min(self.s_kv, self.s_q * self.topk)
+        q_and_out = self.s_q * self.h_q * (self.d_qk + D_V)
+        return tokens * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+
+    def fields(self) -> dict[str, Any]:
+        """The case as the leading fields of a result row."""
+        values = asdict(self)
+        layout = values.pop("layout")
+        return {"op": "sparse_prefill" if layout == "bf16" else f"sparse_prefill_{layout}", **values}
+
+
+@dataclass(frozen=True)
 class MetadataCase:
     """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128
     heads.
@@ -167,7 +207,7 @@ class MetadataCase:
         return {"op": "metadata", **asdict(self)}
 
 
-Case = DecodeCase | SparseCase | MetadataCase | cache_cases.Case
+Case = DecodeCase | SparseCase | PrefillCase | MetadataCase | cache_cases.Case
 
 
 def _decode(
@@ -273,10 +313,26 @@ def sparse_cases() -> list[SparseCase]:
     return v32 + model1 + bf16 + [replace(case, batch_invariant=True) for case in invariant]
 
 
+def prefill_cases() -> list[PrefillCase]:
+    """bf16 tokens in consecutive rows, few query tokens and few heads among them; then a cache in the layout
+    of V3.2.
+    """
+    bf16 = [
+        *(PrefillCase(4096, s_kv, 128, 576, 2048) for s_kv in (8192, 32768, 131072)),
+        *(PrefillCase(4096, s_kv, 64, 512, 512) for s_kv in (8192, 65536)),
+        *(PrefillCase(4096, s_kv, 128, 512, 1024) for s_kv in (8192, 65536)),
+        *(PrefillCase(s_q, 8192, 128, 576, 2048) for s_q in (1, 64, 512)),
+        *(PrefillCase(4096, 8192, h_q, 576, 2048) for h_q in (64, 16, 8)),
+        PrefillCase(4096, 32768, 128, 576, 512),
+    ]
+    v32 = [PrefillCase(s_q, 8192, 128, 576, 2048, "v32", 64) for s_q in (4096, 64)]
+    return bf16 + v32
+
+
 def all_cases() -> list[Case]:
     """Every case of the benchmark, in the order of the tables."""
     metadata = [MetadataCase(b) for b in METADATA_BATCHES]
-    return [*decode_cases(), *sparse_cases(), *metadata, *cache_cases.all_cases()]
+    return [*decode_cases(), *sparse_cases(), *prefill_cases(), *metadata, *cache_cases.all_cases()]
 
 
 def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
@@ -302,9 +358,16 @@ def is_decode(row: dict[str, Any]) -> bool:
     return row["op"] == "dense_decode" or is_sparse(row)
 
 
+def is_prefill(row: dict[str, Any]) -> bool:
+    """Whether a result row is of sparse prefill."""
+    return str(row["op"]).startswith("sparse_prefill")
+
+
 def layout_of(row: dict[str, Any]) -> str:
-    """The cache layout of a row of sparse decoding: "v32", "model1" or "bf16"."""
-    return str(row["op"]).removeprefix("sparse_decode_")
+    """The cache layout of a row of sparse decoding or prefill: "v32", "model1" or "bf16"."""
+    if row["op"] == "sparse_prefill":
+        return "bf16"
+    return str(row["op"]).removeprefix("sparse_decode_").removeprefix("sparse_prefill_")
 
 
 def _sparse_group_of(row: dict[str, Any]) -> str:
@@ -316,6 +379,14 @@ def _sparse_group_of(row: dict[str, Any]) -> str:
     return f"{name}, b >= 64" if row["b"] >= 64 else f"{name}, b <= 16"
 
 
+def _prefill_group_of(row: dict[str, Any]) -> str:
+    if layout_of(row) == "v32":
+        return "prefill V3.2"
+    if row["h_q"] < 64:
+        return "prefill bf16, h_q 8 to 16"
+    return "prefill bf16, s_q >= 512" if row["s_q"] >= 512 else "prefill bf16, s_q <= 64"
+
+
 def group_of(row: dict[str, Any]) -> str:
     """The family that a result row's ratio is averaged in."""
     if row.get("op") == "metadata":
@@ -324,6 +395,8 @@ def group_of(row: dict[str, Any]) -> str:
         return str(row["family"]).replace("_", " ")
     if is_sparse(row):
         return _sparse_group_of(row)
+    if is_prefill(row):
+        return _prefill_group_of(row)
     if row["batch_invariant"]:
         return "batch-invariant"
     if row["b"] <= 4:

@@ -14,7 +14,7 @@ import torch
 import rawmla
 
 from . import cache_cases
-from .cases import D_V, DecodeCase, MetadataCase, SparseCase
+from .cases import D_V, DecodeCase, MetadataCase, PrefillCase, SparseCase
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
@@ -209,7 +209,7 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(0).L2_cache_size)
 
 
-def rotated_sets(case: DecodeCase | SparseCase, l2: int) -> int:
+def rotated_sets(case: DecodeCase | SparseCase | PrefillCase, l2: int) -> int:
     """How many page sets keep successive calls out of L2; 1 when one call's data already exceeds it."""
     if case.bytes_moved() >= l2:
         return 1

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from .cases import D_V, DecodeCase, SparseCase
+from .cases import D_V, DecodeCase, PrefillCase, SparseCase
 from .measure import CALLS_PER_GRAPH, DecodeInputs, attention_of_request, repeat, time_graph
+from .prefill_measure import PrefillArrays, calls_per_graph
 from .sparse_measure import SparseArrays
 
 FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -98,13 +99,41 @@ SPARSE_PEERS: dict[str, tuple[str, Peer]] = {
 }
 
 
+def _flash_mla_prefill(case: PrefillCase, inputs: PrefillArrays, replays: int) -> float:
+    import flash_mla
+    from torch.nn.functional import pad
+
+    q = pad(inputs.q, (0, 0, 0, -case.h_q % 64))  # as for decoding
+
+    def call(_: int) -> None:
+        flash_mla.flash_mla_sparse_fwd(q, inputs.kv_sets[0], inputs.indices, case.d_qk**-0.5)
+
+    count = calls_per_graph(case)
+    return time_graph(repeat(call, count), count, replays).us
+
+
+PREFILL_PEERS: dict[str, tuple[str, Peer]] = {
+    "FlashMLA": ("flash_mla", _flash_mla_prefill),
+}
+
+
+def _peers_of(case: DecodeCase | SparseCase | PrefillCase) -> dict[str, tuple[str, Peer]]:
+    """The peers that have the operation of a case. None has prefill from an FP8 cache: its row has the time
+    of gathering first.
+    """
+    if isinstance(case, PrefillCase):
+        return PREFILL_PEERS if case.layout == "bf16" else {}
+    return SPARSE_PEERS if isinstance(case, SparseCase) else PEERS
+
+
 def time_peers(
-    case: DecodeCase | SparseCase, inputs: DecodeInputs | SparseArrays, replays: int
+    case: DecodeCase | SparseCase | PrefillCase,
+    inputs: DecodeInputs | SparseArrays | PrefillArrays,
+    replays: int,
 ) -> dict[str, float | str]:
     """Microseconds of each importable peer on these inputs, or the text of what went wrong with it."""
-    peers = SPARSE_PEERS if isinstance(case, SparseCase) else PEERS
     answer: dict[str, float | str] = {}
-    for name, (modules, run) in peers.items():
+    for name, (modules, run) in _peers_of(case).items():
         try:
             answer[name] = run(case, inputs, replays)
         except ImportError:

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from .cases import group_of, is_decode, is_sparse
+from .cases import group_of, is_decode, is_prefill, is_sparse
 from .report import best_ceilings, intensity
+
+LARGEST_INTENSITY = 3000.0
+"""FLOP per byte where the plot ends."""
 
 
 def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
-    """Write a PNG with every decode row of the runs (label -> rows and ceilings) under the roofs of the
-    first run; sparse rows are hollow.
+    """Write a PNG with every row of decoding and prefill of the runs (label -> rows and ceilings) under the
+    roofs of the first run; sparse rows are hollow, those of prefill with thick edges.
     """
     import matplotlib
 
@@ -20,7 +23,7 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
     tera_bytes = roofs["copy_gbps"] / 1e3
     ridge = roofs["matmul_tflops"] / tera_bytes
     figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    edges = [8.0, ridge, 2000.0]
+    edges = [8.0, ridge, LARGEST_INTENSITY]
     axes.plot(
         edges, [min(x * tera_bytes, roofs["matmul_tflops"]) for x in edges], color="black", linewidth=1.2
     )
@@ -29,14 +32,18 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
     )
     axes.annotate(
         f"matmul {roofs['matmul_tflops']:.0f} TFLOP/s",
-        (2000, roofs["matmul_tflops"]),
+        (LARGEST_INTENSITY, roofs["matmul_tflops"]),
         xytext=(0, 5),
         textcoords="offset points",
         ha="right",
     )
     for (label, run), marker in zip(runs.items(), "osD^v", strict=False):
-        for sparse in (False, True):
-            rows = [row for row in run["rows"] if is_decode(row) and is_sparse(row) == sparse]
+        dense, sparse, prefill = (
+            [row for row in run["rows"] if is_decode(row) and not is_sparse(row)],
+            [row for row in run["rows"] if is_sparse(row)],
+            [row for row in run["rows"] if is_prefill(row)],
+        )
+        for rows in (dense, sparse, prefill):
             for number, group in enumerate(sorted({group_of(row) for row in rows})):
                 chosen = [row for row in rows if group_of(row) == group]
                 name = f"{group} ({label})" if len(runs) > 1 else group
@@ -47,8 +54,9 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
                     y,
                     s=26,
                     marker=marker,
-                    facecolors="none" if sparse else colour,
+                    facecolors=colour if rows is dense else "none",
                     edgecolors=colour,
+                    linewidths=2.5 if rows is prefill else 1.5,
                     alpha=0.8,
                     label=name,
                 )
@@ -56,7 +64,7 @@ def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"rawmla decoding on {device}, under the ceilings of the same run")
+    axes.set_title(f"rawmla on {device}, under the ceilings of the same run")
     axes.grid(True, which="major", linewidth=0.3)
     axes.legend(fontsize=7, loc="lower right")
     figure.tight_layout()

@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .against import geometric_mean, ratios
-from .cases import D_V, group_of, is_decode, is_sparse, layout_of
+from .cases import D_V, group_of, is_decode, is_prefill, is_sparse, layout_of
 
 
 def progress_bar(console: Console) -> Progress:
@@ -34,11 +34,11 @@ def intensity(row: dict[str, Any]) -> float:
 
 
 def add_shares(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
-    """Write `share` and `roof` into every row of decoding and of the operations around it."""
+    """Write `share` and `roof` into every row of decoding, prefill and the operations around them."""
     for row in rows:
         if "family" in row:
             row["share"], row["roof"] = row["gbps"] / ceilings["copy_gbps"], "copy"
-        elif is_decode(row):
+        elif is_decode(row) or is_prefill(row):
             row["share"], row["roof"] = roof_share(row, ceilings)
 
 
@@ -60,22 +60,34 @@ def _sparse_case_cells(row: dict[str, Any]) -> list[str]:
     return [layout, str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), topk, page]
 
 
+def _prefill_case_cells(row: dict[str, Any]) -> list[str]:
+    layout = {"v32": "V3.2", "bf16": "bf16"}[layout_of(row)]
+    return [layout, *(str(row[field]) for field in ("s_q", "s_kv", "h_q", "d_qk", "topk"))]
+
+
+PREFILL_CASE_HEADINGS = ["kv", "s_q", "s_kv", "h_q", "d_qk", "topk"]
 SPARSE_CASE_HEADINGS = ["cache", "b", "s_q", "s_k", "h_q", "topk", "page"]
 CASE_HEADINGS = ["b", "s_q", "s_k", "h_q", "causal", "dtype", "lengths"]
-RESULT_HEADINGS = ["µs", "cold L2 µs", "TFLOP/s", "GB/s", "share of roof", "metadata µs"]
+RATE_HEADINGS = ["µs", "cold L2 µs", "TFLOP/s", "GB/s", "share of roof"]
+RESULT_HEADINGS = [*RATE_HEADINGS, "metadata µs"]
+PREFILL_RESULT_HEADINGS = [*RATE_HEADINGS, "gathered first µs"]
+
+
+def _rate_cells(row: dict[str, Any]) -> list[str]:
+    cold = f"{row['cold_us']:.1f}" if "cold_us" in row else "-"
+    share = f"{100 * row['share']:.0f} % {row['roof']}"
+    return [f"{row['us']:.1f}", cold, f"{row['tflops']:.0f}", f"{row['gbps']:.0f}", share]
 
 
 def _result_cells(row: dict[str, Any]) -> list[str]:
-    cold = f"{row['cold_us']:.1f}" if "cold_us" in row else "-"
-    share = f"{100 * row['share']:.0f} % {row['roof']}"
-    return [
-        f"{row['us']:.1f}",
-        cold,
-        f"{row['tflops']:.0f}",
-        f"{row['gbps']:.0f}",
-        share,
-        f"{row['meta_us']:.1f}",
-    ]
+    return [*_rate_cells(row), f"{row['meta_us']:.1f}"]
+
+
+def _prefill_result_cells(row: dict[str, Any]) -> list[str]:
+    gathered = "-"
+    if "gathered_us" in row:
+        gathered = f"{row['gathered_us']:.1f} (gather {row['gather_us']:.1f})"
+    return [*_rate_cells(row), gathered]
 
 
 def _peer_cell(value: float | str | None) -> str:
@@ -86,20 +98,30 @@ def decode_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Ta
     """Dense decode rows for the terminal, with the ratio to each stored label and the peers' times."""
     rows = [row for row in rows if row["op"] == "dense_decode"]
     title = "Dense decode (main kernel and combine; metadata apart)"
-    return _decode_table(title, CASE_HEADINGS, [_case_cells(row) for row in rows], rows, stored)
+    cells = [_case_cells(row) + _result_cells(row) for row in rows]
+    return _attention_table(title, CASE_HEADINGS + RESULT_HEADINGS, cells, rows, stored)
 
 
 def sparse_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
     """Sparse decode rows for the terminal, likewise."""
     rows = [row for row in rows if is_sparse(row)]
     title = "Sparse decode (main kernel and combine; metadata apart)"
-    return _decode_table(title, SPARSE_CASE_HEADINGS, [_sparse_case_cells(row) for row in rows], rows, stored)
+    cells = [_sparse_case_cells(row) + _result_cells(row) for row in rows]
+    return _attention_table(title, SPARSE_CASE_HEADINGS + RESULT_HEADINGS, cells, rows, stored)
 
 
-def _decode_table(
+def prefill_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
+    """Sparse prefill rows for the terminal, likewise."""
+    rows = [row for row in rows if is_prefill(row)]
+    cells = [_prefill_case_cells(row) + _prefill_result_cells(row) for row in rows]
+    headings = PREFILL_CASE_HEADINGS + PREFILL_RESULT_HEADINGS
+    return _attention_table("Sparse prefill", headings, cells, rows, stored)
+
+
+def _attention_table(
     title: str,
-    case_headings: list[str],
-    case_cells: list[list[str]],
+    headings: list[str],
+    row_cells: list[list[str]],
     rows: list[dict[str, Any]],
     stored: list[dict[str, Any]],
 ) -> Table:
@@ -107,12 +129,12 @@ def _decode_table(
     labels = list(dict.fromkeys(label for found in compared for label in found))
     peers = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
     table = Table(title=title)
-    for heading in case_headings + RESULT_HEADINGS + [f"{label} µs / ours" for label in labels] + peers:
+    for heading in headings + [f"{label} µs / ours" for label in labels] + peers:
         table.add_column(heading, justify="right")
-    for cells, row, found in zip(case_cells, rows, compared, strict=True):
+    for cells, row, found in zip(row_cells, rows, compared, strict=True):
         ratio_cells = [f"{found[label]:.2f}x" if label in found else "-" for label in labels]
         peer_cells = [_peer_cell(row.get("peers", {}).get(name)) for name in peers]
-        table.add_row(*cells, *_result_cells(row), *ratio_cells, *peer_cells)
+        table.add_row(*cells, *ratio_cells, *peer_cells)
     return table
 
 
@@ -186,6 +208,7 @@ def markdown_results(rows: list[dict[str, Any]]) -> str:
     """All tables of one run, for the README."""
     decode = [_case_cells(row) + _result_cells(row) for row in rows if row["op"] == "dense_decode"]
     sparse = [_sparse_case_cells(row) + _result_cells(row) for row in rows if is_sparse(row)]
+    prefill = [_prefill_case_cells(row) + _prefill_result_cells(row) for row in rows if is_prefill(row)]
     metadata = [row for row in rows if row["op"] == "metadata"]
     cache = [_cache_cells(row) for row in rows if "family" in row]
     parts = []
@@ -194,6 +217,9 @@ def markdown_results(rows: list[dict[str, Any]]) -> str:
     if sparse:
         parts.append("Sparse decoding:")
         parts.append(markdown_table(SPARSE_CASE_HEADINGS + RESULT_HEADINGS, sparse))
+    if prefill:
+        parts.append("Sparse prefill:")
+        parts.append(markdown_table(PREFILL_CASE_HEADINGS + PREFILL_RESULT_HEADINGS, prefill))
     if metadata:
         headings = ["metadata kernel, batch", *(str(row["b"]) for row in metadata)]
         parts.append(markdown_table(headings, [["µs", *(f"{row['us']:.1f}" for row in metadata)]]))
@@ -236,6 +262,13 @@ SPARSE_METHOD = (
     "request's s_k tokens."
 )
 
+PREFILL_METHOD = (
+    "Sparse prefill: a graph has fewer calls where 10 are more than 10 TFLOP together; "
+    f"FLOPs = 2 * s_q * h_q * topk * (d_qk + {D_V}); bytes = each selected token once, however often it is "
+    "selected, q and out; indices are a random subset of the s_kv tokens. 'Gathered first': all tokens of a "
+    "paged cache gathered into bf16 rows, then bf16 prefill, together."
+)
+
 
 CACHE_METHOD = (
     "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
@@ -246,5 +279,6 @@ def methods(rows: list[dict[str, Any]]) -> str:
     """How the rows of a run were measured and counted."""
     parts = [METHOD]
     parts += [SPARSE_METHOD] if any("family" not in row and is_sparse(row) for row in rows) else []
+    parts += [PREFILL_METHOD] if any(is_prefill(row) for row in rows if "family" not in row) else []
     parts += [CACHE_METHOD] if any("family" in row for row in rows) else []
     return " ".join(parts)
