@@ -19,7 +19,9 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status: 0, or 1 after an error. Wrong usage exits with 2."""
-    parser = argparse.ArgumentParser(prog="python -m rawmla", description="MLA decoding kernels for Hopper.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rawmla", description="MLA kernels for Hopper: decoding and sparse prefill."
+    )
     parser.add_argument("--version", action="version", version=f"rawmla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(

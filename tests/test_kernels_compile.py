@@ -39,7 +39,7 @@ SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {(spec.name, max_logits(spec)): spec for spec in reversed(SPECS)}
 DENSE_DECODE = ("sm90_dense_decode", "sm90_dense_decode_few_rows")
-SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads")
+SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads", "sm90_sparse_bf16")
 REGISTERS_PER_SM = 65536
 
 
@@ -64,8 +64,11 @@ def test_variants() -> None:
     assert {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"]) for v in few_rows} == {variant[:3] for variant in found}
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
     sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
-    formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16), (2, 512, 16), (2, 576, 16))
+    formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16))
     assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
+    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_bf16")}
+    sparse = sorted((v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
+    assert sparse == [(d_qk, 16, prefill) for d_qk in (512, 576) for prefill in (0, 1)]
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode_few_heads")}
     few_heads = sorted((v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
     assert few_heads == [(8, 0), (8, 1), (16, 0), (16, 1)]
@@ -214,11 +217,11 @@ def test_constants_of_the_kernels_agree() -> None:
         assert_in_kernel(spec, conditions)
     for spec in of("sm90_dense_decode_few_rows"):
         assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
-    formats = {"v32": "kV32", "model1": "kModel1", "bf16": "kBf16"}
+    formats = {"v32": "kV32", "model1": "kModel1"}
     row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
     for spec in of("sm90_sparse_decode"):
         values = dict(spec.defines)
-        format = {code: name for name, code in sparse_decode.FORMATS.items()}[values["FORMAT"]]
+        format = {code: name for name, code in sparse_decode.FP8_FORMATS.items()}[values["FORMAT"]]
         conditions = [
             f"kFormat == Format::{formats[format]}",
             f"kDimV == {common.D_V}",
@@ -229,6 +232,14 @@ def test_constants_of_the_kernels_agree() -> None:
             conditions.append(f"kModel1RowBytes == {row_bytes[format]}")
         if format == "v32":
             conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
+        assert_in_kernel(spec, conditions)
+    for spec in of("sm90_sparse_bf16"):
+        values = dict(spec.defines)
+        conditions = [
+            f"kDimV == {common.D_V}",
+            f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks == {values['D_QK']}",
+        ]
         assert_in_kernel(spec, conditions)
     for spec in of("sm90_sparse_decode_few_heads"):
         conditions = [
@@ -632,7 +643,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         max_logits=0x8000, lse=0x9000, scratch=0x10000,
     )  # fmt: skip
     split = topk > 64
-    names = ["mla_metadata", "sm90_sparse_decode", "mla_combine"][: 2 + split]
+    names = ["mla_metadata", "sm90_sparse_bf16", "mla_combine"][: 2 + split]
     assert [launch.spec.name for launch in launches] == names * 3
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
     splits = 0x10000 + parts * 32
@@ -666,7 +677,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         }
         for name in expected.keys() & launch.params.keys():
             assert launch.params[name] == expected[name], f"{launch.spec.label}: {name}"
-        if launch.spec.name == "sm90_sparse_decode":
+        if launch.spec.name == "sm90_sparse_bf16":
             assert launch.grid == (2, 1, parts)
             assert dict(launch.spec.defines)["MAX_LOGITS"] == 1
 

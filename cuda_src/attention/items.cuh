@@ -10,7 +10,10 @@
 #include "ptx/sync.cuh"
 #include "sched/plan.cuh"
 
-constexpr int kItemSlots = 8;
+#ifndef ITEM_SLOTS  // what a kernel has room for
+#define ITEM_SLOTS 8
+#endif
+constexpr int kItemSlots = ITEM_SLOTS;
 
 // One thread. `readers`: warps of the CTA.
 template <class Smem>

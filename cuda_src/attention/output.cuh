@@ -30,15 +30,16 @@ __device__ __forceinline__ u16* out_address(const Params& params, int req, const
     return params.out + req * params.out_stride_b + row.token * params.out_stride_s +
            row.head * params.out_stride_h;
 }
-// Write the largest score of row `tile_row`, of a piece or of the whole, where a kernel tracks it.
+// Write the largest score of row `tile_row`, of a piece or of the whole, where shared memory has it.
 template <class Params, class Smem>
 __device__ __forceinline__ void store_piece_top(const Params& params, const Smem& smem, i64 accum_row,
                                                 int tile_row) {
-    if constexpr (requires { params.max_logits; }) params.max_accum_log2[accum_row] = smem.row_top[tile_row];
+    if constexpr (requires { params.max_logits, smem.row_top; })
+        params.max_accum_log2[accum_row] = smem.row_top[tile_row];
 }
 template <class Params, class Smem>
 __device__ __forceinline__ void store_top(const Params& params, const Smem& smem, i64 index, int tile_row) {
-    if constexpr (requires { params.max_logits; })
+    if constexpr (requires { params.max_logits, smem.row_top; })
         params.max_logits[index] = smem.row_top[tile_row] * lse_factor(params);
 }
 

@@ -2,6 +2,7 @@
 // LOAD_BYTES and MAX_LOGITS are the kernel's.
 #pragma once
 #include "attention/output.cuh"
+#include "common/division.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
@@ -107,6 +108,19 @@ struct Selection {
         load();
     }
 };
+
+// Where the row of the block that is next lies, or null.
+template <class Place>
+__device__ __forceinline__ const unsigned char* row_address(const Params& params,
+                                                            const Selection<Place>& selection) {
+    const int c = selection.blocks_before == 0;
+    const u32 slot = selection.index;
+    if (slot >= params.cache_slots[c]) return nullptr;
+    const u32 page = divide(slot, params.page_magic[c], params.page_shift[c]);
+    const u32 row_in_page = slot - page * static_cast<u32>(params.page_block_size[c]);
+    return params.cache[c] + page * params.block_stride[c] +
+           static_cast<u64>(row_in_page) * static_cast<u32>(params.token_stride[c]);
+}
 
 // 16 bytes of the cache to shared memory, or 16 zeros.
 __device__ __forceinline__ void copy_16_or_zeros(u32 dst, const unsigned char* src, bool reads) {

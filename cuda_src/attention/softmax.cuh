@@ -9,6 +9,17 @@
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
+// -inf in scores of tokens whose bit is not set.
+__device__ __forceinline__ void mask_scores(float (&s)[32], u32 valid_low, u32 valid_high) {
+    const int shift = 2 * (lane_index() % 4);
+    const u32 low = valid_low >> shift, high = valid_high >> shift;
+#pragma unroll
+    for (int j = 0; j < 32; ++j) {
+        const int bit = 8 * (j >> 2) + (j & 1);
+        if (!((bit < 32 ? low : high) >> bit % 32 & 1)) s[j] = -kInfinity;
+    }
+}
+
 constexpr float kLazySum = 256.0f;  // of a thread's 16 probabilities of a row
 
 struct OnlineSoftmax {
@@ -83,15 +94,70 @@ struct RowMaximum {
         for (int j = 0; j < 32; ++j) top[(j >> 1) & 1] = max_or_nan(top[(j >> 1) & 1], s[j]);
     }
 
+    // Of all columns of row `r`; all lanes of a warp call.
+    __device__ __forceinline__ float of_row(int r) const {
+        const float pair = max_or_nan(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
+        return max_or_nan(pair, __shfl_xor_sync(0xffffffff, pair, 2));
+    }
     // Writes the maxima of 64 rows, in base 2; all lanes of warp `warp_idx` of the warpgroup call.
-    __device__ __forceinline__ void store(float* row_top, float sm_scale_log2, int warp_idx) {
+    __device__ __forceinline__ void store(float* row_top, float sm_scale_log2, int warp_idx) const {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            top[r] = max_or_nan(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
-            top[r] = max_or_nan(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
+            const float row = of_row(r) * sm_scale_log2;
             const int lane_idx = lane_index();
-            if (lane_idx % 4 == 0) row_top[warp_idx * 16 + lane_idx / 4 + 8 * r] = top[r] * sm_scale_log2;
+            if (lane_idx % 4 == 0) row_top[warp_idx * 16 + lane_idx / 4 + 8 * r] = row;
         }
+    }
+};
+
+// The softmax where registers have no room for scores beside their probabilities: the maxima are looked for first, which prefill needs
+// anyway, and the reference follows one that exceeds it by more than kLazyLog2. It begins as the row's first maximum, and follows by
+// whole numbers, so that factors on O are powers of two, of which a byte has the exponent.
+constexpr float kLazyLog2 = 8.0f;
+
+struct MaximumFirstSoftmax : OnlineSoftmax {
+    RowMaximum maximum;
+
+    // As in OnlineSoftmax, but `shrink`: O is to be multiplied by shrink_factor(shrink) before the block's P V.
+    template <Dtype kDtype>
+    __device__ __forceinline__ void block(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
+                                          u32 (&shrink)[2]) {
+        maximum.block(s);
+        shrink[0] = shrink[1] = 0;
+        const bool outgrown[2] = {!(maximum.top[0] * sm_scale_log2 <= m[0] + kLazyLog2),
+                                  !(maximum.top[1] * sm_scale_log2 <= m[1] + kLazyLog2)};
+        if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float top = maximum.top[r];
+                top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)) * sm_scale_log2;
+                // In any of the row's four threads; a row depends on itself alone.
+                const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
+                // O is still zero while m_ref is -inf
+                if (m[r] != -kInfinity && follows) {
+                    const float rise = fmaxf(ceilf(top - m[r]), 0.0f);
+                    shrink[r] = static_cast<u32>(fminf(rise, 255.0f));
+                    l[r] *= shrink_factor(shrink[r]);
+                    m[r] += rise;
+                } else if (follows) {
+                    m[r] = fmaxf(top, m[r]);
+                }
+            }
+        }
+        const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
+#pragma unroll
+        for (int j = 0; j < 32; j += 2) {
+            const int r = (j >> 1) & 1;
+            const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
+            const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
+            l[r] += p0 + p1;
+            p[j / 2] = pack_16bit<kDtype>(p0, p1);
+        }
+    }
+    // 2^-shrink, or 0 where float32 has no normal number for it.
+    __device__ __forceinline__ static float shrink_factor(u32 shrink) {
+        return __uint_as_float(shrink < 127 ? (127 - shrink) << 23 : 0);
     }
 };
 

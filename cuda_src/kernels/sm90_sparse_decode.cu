@@ -9,8 +9,8 @@
 // Cache rows by FORMAT
 //   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
 //   1 MODEL1  576 bytes: 448 e4m3, 64 bf16 (RoPE); behind a block's rows 8 bytes a token: 7 e8m0 (one per 64)      D_QK 512
-//   2 bf16    D_QK bf16                                                                                         D_QK 576, 512
-// FP8 values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu.
+// Values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu, caches of bf16
+// rows sm90_sparse_bf16.cu.
 //
 // With MAX_LOGITS it is a prefill kernel: every query token is a request, lse is in the base that a factor gives, and the largest
 // score of each row is an output too, -inf for a row with nothing to attend.
@@ -35,8 +35,7 @@
 // Barrier             count     arrives, after what                                 waits, before what               parity
 // bar_item_full[8]    1         warp 0 of PV1: items[n] written                     all: read it                     0
 // bar_item_free[8]    20        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
-// bar_k_full[s]       8, 264    producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
-//                               (bf16: also every thread's copies landed)
+// bar_k_full[s]       8         producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
 // bar_k_free[s]       64        PV0, PV1: scale read, PV of the warp is complete    producer: refill                 1
 // bar_p_full[s]       32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
@@ -63,17 +62,14 @@
 #include "sched/pieces.cuh"
 #include "sched/plan.cuh"
 
-enum class Format : int { kV32 = 0, kModel1 = 1, kBf16 = 2 };
+enum class Format : int { kV32 = 0, kModel1 = 1 };
 constexpr Format kFormat = static_cast<Format>(FORMAT);
-static_assert(FORMAT >= 0 && FORMAT <= 2, "FORMAT must be 0 (V3.2), 1 (MODEL1) or 2 (bf16)");
-static_assert(D_QK == 576 || (D_QK == 512 && kFormat != Format::kV32),
-              "D_QK must be 576 or 512, V3.2's is 576");
-static_assert(D_QK == 512 || kFormat != Format::kModel1, "MODEL1's D_QK is 512");
-static_assert(LOAD_BYTES == 16 || (LOAD_BYTES == 8 && kFormat != Format::kBf16),
-              "LOAD_BYTES is what addresses of rows are multiples of: 16, or 8 in FP8 caches");
+static_assert(FORMAT == 0 || FORMAT == 1, "FORMAT must be 0 (V3.2) or 1 (MODEL1)");
+static_assert(D_QK == (kFormat == Format::kV32 ? 576 : 512), "D_QK of V3.2 is 576, of MODEL1 512");
+static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8,
+              "LOAD_BYTES is what addresses of rows are multiples of: 16 or 8");
 
 constexpr Dtype kDtype = Dtype::kBf16;
-constexpr bool kFp8 = kFormat != Format::kBf16;
 constexpr int kStages = 2;
 constexpr int kChunks = D_QK / kChunkCols;
 constexpr int kStageBytes = kChunks * kChunkBytes;
@@ -140,17 +136,6 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     }
 }
 
-// -inf where the row's bit is not set.
-__device__ __forceinline__ void mask_scores(float (&s)[32], u32 valid_low, u32 valid_high) {
-    const int shift = 2 * (lane_index() % 4);
-    const u32 low = valid_low >> shift, high = valid_high >> shift;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-        const int bit = 8 * (j >> 2) + (j & 1);
-        if (!((bit < 32 ? low : high) >> bit % 32 & 1)) s[j] = -kInfinity;
-    }
-}
-
 __device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage) {
     return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * kGroupBytes
                       : smem_address(smem.p) + stage * kChunkBytes;
@@ -170,7 +155,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
-            if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
             u32 valid_low = 0, valid_high = 0;
             if (has_row_scales()) {
                 const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
@@ -253,7 +237,6 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
-            if constexpr (!kFp8) fence_proxy_async();  // the rows were copied by cp.async
             float scale0 = 1.0f, scale1 = 1.0f;
             if (has_row_scales()) {
                 const float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
@@ -449,15 +432,15 @@ __device__ __forceinline__ u32 open_stage(SharedMemoryPlan& smem, u32 n, bool va
     if (lane_index() == 0) smem.valid[stage][place.warp_idx] = bits;
     return smem_address(smem.k[stage]) + place.warp_idx * kChunks * kGroupBytes;
 }
-// The warp's rows of block n are stored, or their copies arrive on the barrier by themselves.
+// The warp's rows of block n are stored.
 __device__ __forceinline__ void announce_rows(SharedMemoryPlan& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
 }
 
 // `count` blocks of a request, of which the first is number n. While a block is stored the next one's rows are on their way to L2;
 // its first values are asked for right after, while its stage may still be in use.
-__device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPlan& smem,
-                                            RowSelection& selection, const WorkItem& item, int count, u32 n) {
+__device__ __forceinline__ void produce(const Params& params, SharedMemoryPlan& smem, RowSelection& selection,
+                                        const WorkItem& item, int count, u32 n) {
     Row next = find_row(params, selection);
     selection.advance(params, item);
     Fp8Row row;
@@ -482,36 +465,22 @@ __device__ __forceinline__ void produce_fp8(const Params& params, SharedMemoryPl
     }
 }
 
-__device__ __forceinline__ void produce_bf16(const Params& params, SharedMemoryPlan& smem,
-                                             RowSelection& selection, const WorkItem& item, int count,
-                                             u32 n) {
-#pragma unroll 1
-    for (; count > 0; --count, ++n) {
-        const unsigned char* row = find_row(params, selection).data;
-        selection.advance(params, item);
-        const u32 group = open_stage(smem, n, row != nullptr);
-        // Eight lanes a row, since copies of 64 bytes take as long as copies of 128
-        const int lane_idx = lane_index();
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int copied = half * (kGroupRows / 2) + lane_idx / 8;
-            const u64 address = __shfl_sync(0xffffffff, reinterpret_cast<u64>(row), copied * 4);
-            const bool reads = address != 0;
-            const unsigned char* src =
-                (reads ? reinterpret_cast<const unsigned char*>(address) : params.cache[0]) +
-                lane_idx % 8 * 16;
-            const u32 dst = group + swizzle128_offset(copied, lane_idx % 8);
-#pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                cp_async_16_or_zeros(dst + chunk * kGroupBytes, src + chunk * kChunkRowBytes, reads);
-            }
-        }
-        cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStages]));
-        announce_rows(smem, n);
-    }
+// The part's first item nearly always begins where the part does: rows of its first block are on their way to L2 before it is known.
+__device__ __forceinline__ void prefetch_first_block(const Params& params) {
+    const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+    if (plan.begin_req > plan.end_req) return;
+    WorkItem item;
+    item.req = plan.begin_req;
+    item.seqlen = params.tokens().main(item.req);
+    item.first_block = max_int(plan.begin_block, 0);
+    item.num_blocks = 1;
+    RowSelection selection;
+    selection.start(params, item);
+    prefetch_row(find_row(params, selection));
 }
 
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem) {
+    prefetch_first_block(params);
     ItemReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
@@ -519,11 +488,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
         const int count = warp_uniform(item.num_blocks);
         RowSelection selection;
         selection.start(params, item);
-        if constexpr (kFp8) {
-            produce_fp8(params, smem, selection, item, count, n);
-        } else {
-            produce_bf16(params, smem, selection, item, count, n);
-        }
+        produce(params, smem, selection, item, count, n);
         n += count;
     }
 }
@@ -537,8 +502,7 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(smem_address(&smem.bar_k_full[stage]),
-                          kFp8 ? kProducerWarps : kProducerWarps + 32 * kProducerWarps);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage]), kProducerWarps);
             mbarrier_init(smem_address(&smem.bar_k_free[stage]), 64);
             mbarrier_init(smem_address(&smem.bar_p_full[stage]), 32);
         }

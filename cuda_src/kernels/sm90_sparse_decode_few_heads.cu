@@ -47,7 +47,6 @@
 #include "attention/output.cuh"
 #include "attention/publisher.cuh"
 #include "attention/selection.cuh"
-#include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -583,18 +582,6 @@ struct Place {
 };
 using RowSelection = Selection<Place>;
 
-// The row of the block that is next; null: none.
-__device__ __forceinline__ const unsigned char* find_row(const Params& params,
-                                                         const RowSelection& selection) {
-    const int c = selection.blocks_before == 0;
-    const u32 slot = selection.index;
-    if (slot >= params.cache_slots[c]) return nullptr;
-    const u32 page = divide(slot, params.page_magic[c], params.page_shift[c]);
-    const u32 row_in_page = slot - page * static_cast<u32>(params.page_block_size[c]);
-    return params.cache[c] + page * params.block_stride[c] +
-           static_cast<u64>(row_in_page) * static_cast<u32>(params.token_stride[c]);
-}
-
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     ItemReader reader;
@@ -606,7 +593,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
 #pragma unroll 1
         for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
-            const unsigned char* found = find_row(params, selection);
+            const unsigned char* found = row_address(params, selection);
             const u32 valid = __ballot_sync(0xffffffff, found != nullptr);
             selection.advance(params, item);
             mbarrier_wait_parity(smem_address(&smem.bar_raw_free[stage]), ~(n / kStages) & 1);

@@ -48,6 +48,13 @@ __device__ __forceinline__ u64 descriptor_mn_major(u32 smem) {
     return kDescriptorSwizzle128 | kDescriptorSbo | kDescriptorLboChunk | ((smem & 0x3ffff) >> 4);
 }
 
+// Of a tile of 16 columns, without a swizzle: the units of eight columns are one after the other, `unit_bytes` each, and
+// have rows of 16 bytes (LBO = distance of the units, SBO = of 8-row groups).
+__device__ __forceinline__ u64 descriptor_unswizzled(u32 smem, int unit_bytes) {
+    return static_cast<u64>(8 * 16 >> 4) << 32 | static_cast<u64>(unit_bytes >> 4) << 16 |
+           ((smem & 0x3ffff) >> 4);
+}
+
 // Steps of 16 along k, in the descriptor's 16-byte units.
 constexpr u64 kStepKMajor = 32 >> 4;
 constexpr u64 kStepMnMajor = (16 * kChunkRowBytes) >> 4;

@@ -16,6 +16,7 @@ from .division import divisor
 __all__ = [
     "FEW_HEADS",
     "FORMATS",
+    "FP8_FORMATS",
     "Cache",
     "PreparedSparseDecode",
     "SparseDecodeCall",
@@ -36,8 +37,11 @@ FEW_HEADS = 16
 """Up to so many, "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
 _LOG2_E = log2(2.718281828459045)
 
-FORMATS = {"v32": 0, "model1": 1, "bf16": 2}
-"""Values of the define FORMAT."""
+FORMATS = ("v32", "model1", "bf16")
+"""Kinds of cache rows."""
+
+FP8_FORMATS = {"v32": 0, "model1": 1}
+"""Values of the define FORMAT of sm90_sparse_decode.cu."""
 
 _D_QK = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}
 _LOAD_BYTES = {"v32": (16, 8), "model1": (16, 8), "bf16": (16,)}
@@ -103,11 +107,23 @@ def spec(format: str, d_qk: int, load_bytes: int, max_logits: bool = False) -> j
             f"sparse decode: expected one of {list(FORMATS)} with its d_qk, got {format!r}, {d_qk} and rows "
             f"aligned to {load_bytes} bytes"
         )
+    if format == "bf16":
+        return jit.KernelSpec(
+            "sm90_sparse_bf16",
+            (
+                ("D_QK", d_qk),
+                ("LOAD_BYTES", load_bytes),
+                ("MAX_LOGITS", max_logits),
+                ("SMEM_BYTES", _SMEM_BYTES),
+            ),
+            threads=512,
+            smem_bytes=_SMEM_BYTES,
+        )
     return jit.KernelSpec(
         "sm90_sparse_decode",
         (
             ("D_QK", d_qk),
-            ("FORMAT", FORMATS[format]),
+            ("FORMAT", FP8_FORMATS[format]),
             ("LOAD_BYTES", load_bytes),
             ("MAX_LOGITS", max_logits),
             ("SMEM_BYTES", _SMEM_BYTES),
