@@ -173,6 +173,7 @@ def flash_mla_sparse_fwd(
                 num_parts=metadata.num_sm_parts_sparse(sm_count, 1, h_q),
                 softmax_scale=scale,
                 lse_factor=lse_factor,
+                limited=topk_length is not None,
             ),
             framework.capture_query(device),
         )

@@ -283,6 +283,7 @@ class Field(NamedTuple):
 _CODES = {
     "TensorMap": "128s",
     "TokenCounts": "QQii",
+    "UniformPlan": "iiii",
     "i64": "q",
     "int": "i",
     "u32": "I",
@@ -611,8 +612,9 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
     if prefill:
         expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}
         expected["lse_factor"] = call.lse_factor
+        expected |= {"uniform": (0, 0, 0, 0), "uniform_splits": 0}
     main, merge = launches
-    assert set(main.params) == set(expected) - {"by_request"}
+    assert set(main.params) == set(expected) - {"by_request", "uniform_splits"}
     for launch in launches:
         for name, value in launch.params.items():
             assert value == expected[name], f"{launch.spec.label}: {name}"
@@ -635,7 +637,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=100, h_q=h_q,
         cache=sparse_decode.Cache(1, 1000, 1280, 1152, topk, 300, 0),
         q_strides=(45_000, 584), out_strides=(40_000, 528), num_parts=parts, softmax_scale=0.3,
-        lse_factor=0.5,
+        lse_factor=0.5, limited=True,
     )  # fmt: skip
     prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
     prepared.launch(
@@ -680,6 +682,33 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         if launch.spec.name == "sm90_sparse_bf16":
             assert launch.grid == (2, 1, parts)
             assert dict(launch.spec.defines)["MAX_LOGITS"] == 1
+
+
+@pytest.mark.parametrize(
+    ("s_q", "topk", "uniform"),
+    [(1, 2048, (16, 1, 2, 32)), (64, 2048, (1, 1, 32, 32)), (132, 640, (1, 2, 10, 10))],
+)
+def test_sparse_prefill_without_a_plan(
+    launches: list[Launch], s_q: int, topk: int, uniform: tuple[int, ...]
+) -> None:
+    """Tokens that select equally many, cuts between them: attention, and the combine if they are cut."""
+    call = sparse_prefill.SparsePrefillCall(
+        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=s_q, h_q=128,
+        cache=sparse_decode.Cache(1, 8192, 1152, 1152, topk, topk, 0),
+        q_strides=(128 * 576, 576), out_strides=(128 * 512, 512), num_parts=66, softmax_scale=0.3,
+        lse_factor=0.5, limited=False,
+    )  # fmt: skip
+    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared.launch(
+        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0, attn_sink=0, out=0x7000,
+        max_logits=0x8000, lse=0x9000, scratch=0x10000,
+    )  # fmt: skip
+    split = uniform[0] > 1
+    assert [launch.spec.name for launch in launches] == ["sm90_sparse_bf16", "mla_combine"][: 1 + split]
+    assert launches[0].params["uniform"] == uniform
+    assert launches[0].params["num_slots"] == (132 if split else 0)
+    if split:
+        assert launches[1].params["uniform_splits"] == uniform[0] and launches[1].params["by_request"]
 
 
 def _combine_launch(

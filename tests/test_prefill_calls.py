@@ -282,15 +282,17 @@ class TestLaunch:
             "scratch_bytes": PIECE_BYTES,
             "softmax_scale": 0.25,
             "lse_factor": 1.0,
+            "uniform": None,
         }
         assert not world.decodes and not world.framework.copied
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_nothing_optional(self, world: World, layout: str) -> None:
         call(prefill_arguments(layout))
-        (args,), (plan,) = world.sparse, world.plans
+        (args,) = world.sparse
         assert (args.cache, args.lengths, args.attn_sink) == (CACHE[layout], (0, 0), 0)
-        assert plan["tokens"] == metadata.TokenCounts(0, 0, TOPK, 0)
+        assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT) is not None
+        assert not world.plans
 
     def test_positional(self, world: World) -> None:
         """FlashMLA's order: sm_scale, d_v, attn_sink, topk_length."""
@@ -365,7 +367,7 @@ class TestLaunch:
         ("h_q", "parts"), ((1, 132), (63, 132), (64, 132), (65, 66), (128, 66), (130, 44), (9000, 1))
     )
     def test_heads_and_parts(self, world: World, h_q: int, parts: int) -> None:
-        arguments = prefill_arguments()
+        arguments = prefill_arguments() | {"topk_length": FakeArray((S_Q,), ptr=0x9000)}
         change("q", shape=(S_Q, h_q, 576))(arguments)
         call(arguments)
         (args,), (plan,) = world.sparse, world.plans
@@ -455,7 +457,7 @@ class TestChunks:
             first += args.b
 
     def test_scratch_is_shared(self, world: World) -> None:
-        arguments = prefill_arguments()
+        arguments = prefill_arguments() | {"topk_length": FakeArray((40_000,), ptr=0x9000)}
         change("q", shape=(40_000, H_Q, 576))(arguments)
         change("indices", shape=(40_000, 1, TOPK))(arguments)
         call(arguments)
@@ -466,7 +468,7 @@ class TestChunks:
         for args, plan in zip(world.sparse, world.plans, strict=True):
             assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, pieces)
             assert (plan["sched_meta"], plan["num_splits"]) == (scratch.ptr, splits)
-            assert args.lengths == (0, 0)
+            assert args.sched_meta == scratch.ptr
 
 
 class TestKnownCalls:

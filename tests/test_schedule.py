@@ -17,7 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 from rawmla import reference
-from rawmla.kernels import combine, common
+from rawmla.kernels import combine, common, metadata
 from rawmla.kernels.metadata import MAX_BATCH
 from rawmla.reference import _plan
 from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
@@ -158,6 +158,33 @@ def shortest_part(units: int) -> int:
         if _plan.SHORT_PART_FACTOR * length**2 >= units:
             return length
     return _plan.MAX_SHORT_PART
+
+
+@pytest.mark.parametrize("num_parts", (1, 7, 66, 132))
+def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
+    """Row for row, but for where idle rows lie."""
+    found = 0
+    for b in (1, 2, 3, 5, 31, 64, 66, 67, 132, 200, 512):
+        for blocks in (1, 2, 3, 8, 10, 32, 33, 257):
+            uniform = metadata.uniform_plan(b, blocks, num_parts)
+            plan = reference.plan([64 * blocks] * b, num_parts)
+            rows = [row for row in plan.object_rows.tolist() if row[0] <= row[1]]
+            pieces = np.diff(plan.num_splits)
+            if uniform is None:
+                continue
+            found += 1
+            splits, requests, part_blocks, of_request = uniform
+            assert of_request == blocks and (pieces == splits).all(), (b, blocks)
+            if splits > 1:
+                want = [
+                    (req, req, piece * part_blocks, min((piece + 1) * part_blocks, blocks), piece)
+                    for req in range(b)
+                    for piece in range(splits)
+                ]
+            else:
+                want = [(req, min(req + requests, b) - 1, 0, blocks, 0) for req in range(0, b, requests)]
+            assert [tuple(row[:5]) for row in rows] == want and len(want) <= num_parts, (b, blocks)
+    assert found > 20
 
 
 def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> list[tuple[int, int]]:

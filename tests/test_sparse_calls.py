@@ -444,6 +444,7 @@ class TestLaunch:
             "scratch_bytes": scratch_bytes,
             "softmax_scale": 0.25,
             "lse_factor": None,
+            "uniform": None,
         }
         assert not world.plans and not world.decodes and not world.framework.copied
 

@@ -23,7 +23,7 @@ template <class Params, class Smem>
 __device__ __forceinline__ void start_publishing(const Params& params, Smem& smem) {
     if (lane_index() == 0) {
         PublisherState& state = smem.publisher;
-        state.plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+        state.plan = plan_row(params);
         state.items.start(state.plan);
         state.published = 0;
     }
@@ -37,7 +37,9 @@ __device__ __forceinline__ void publish_items(const Params& params, Smem& smem, 
     u32 published = smem.publisher.published;
     while (published < count) {
         WorkItem next;
-        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next)) next.req = -1;
+        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next,
+                        uniform_splits(params)))
+            next.req = -1;
         if (next.req >= 0 && next.num_blocks == 0) {
             store_empty<kDtype, Row>(params, next, lane_index());
             continue;

@@ -44,6 +44,7 @@ struct Params {
     float sm_scale_log2;
 #if MAX_LOGITS
     float lse_factor;  // on lse and max_logits, from base 2
+    UniformPlan uniform;
 #endif
 
     __device__ __forceinline__ TokenCounts tokens() const {

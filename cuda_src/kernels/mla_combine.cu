@@ -57,7 +57,8 @@ struct Params {
     int object_layout;
     int by_request;  // grid y is requests, else parts
 #if MAX_LOGITS
-    float lse_factor;  // on lse and max_logits, from base 2
+    float lse_factor;    // on lse and max_logits, from base 2
+    int uniform_splits;  // of every request; 0: the plan is in sched_meta and num_splits
 #endif
 };
 
@@ -75,6 +76,27 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
     const bool begun_before = plan.begin_req == plan.end_req && plan.begin_split > 0;
     return begun_before ? -1 : plan.end_req;
 }
+
+// The pieces of a request, and those of the requests before it.
+struct Splits {
+    int before, count;
+    bool batch_invariant;
+
+    template <class Params>
+    __device__ __forceinline__ Splits(const Params& params, int req) {
+        if constexpr (requires { params.uniform_splits; }) {
+            if (params.uniform_splits > 0) {
+                before = req * params.uniform_splits;
+                count = params.uniform_splits;
+                batch_invariant = false;
+                return;
+            }
+        }
+        before = req < 0 ? 0 : load_global(params.num_splits + req);
+        count = req < 0 ? 0 : load_global(params.num_splits + req + 1) - before;
+        batch_invariant = load_global(params.sched_meta + kPlanRowInts - 1) == kBatchInvariantMark;
+    }
+};
 
 // sum += weight * the numbers in a vector.
 __device__ __forceinline__ void accumulate(float* sum, float weight, const float4& vector) {
@@ -165,13 +187,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
-    const int splits_before = req < 0 ? 0 : load_global(params.num_splits + req);
-    const int splits = req < 0 ? 0 : load_global(params.num_splits + req + 1) - splits_before;
-    const bool batch_invariant = load_global(params.sched_meta + kPlanRowInts - 1) == kBatchInvariantMark;
+    const Splits of_request(params, req);
+    const int splits = of_request.count;
     const bool merges = splits > 1;
     if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
     if (!merges || row >= rows) return;
-    const int slot = first_slot(splits_before, req, batch_invariant);
+    const int slot = first_slot(of_request.before, req, of_request.batch_invariant);
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
     const int count = fits ? splits : 0;
 

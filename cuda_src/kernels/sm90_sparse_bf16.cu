@@ -17,14 +17,15 @@
 //
 // Schedule: that of sm90_dense_decode.cu, where the tensor core alternates between one Q K^T and one P V, and the softmax always has a
 // P V to run under. P(j - 1) is announced when all but the last chunk of Q K^T(j) is done.
-//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | halves of block j + 2 as PV(j - 1) leaves their stage
+//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
 // bar_item_full[4]    1         warp 0 of PV1: items[n] written                     all: read it                     0
 // bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
 // bar_k_full[s][h]    132, 128  producer: every thread's copies of half h landed    QK: S += Q K^T of the half       0
 //                               (half 0: and lane 0 of each warp, valid written)
-// bar_k_free[s][h]    4         PVh: lane 0 of each warp, P V is complete           producer: refill                 1
+// bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them            1
+//                               of slice i is complete
 // bar_rope_full       128       producer: every thread's copies of RoPE landed      QK: S = Q K^T of it              0
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
 // bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
@@ -319,13 +320,19 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajor;
                 wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
                 wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunk, true);
+                if (k == 1) wgmma_commit_group();
             }
             wgmma_commit_group();
+            auto leave = [&](int slice) {
+                __syncwarp();
+                if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_free[stage][slice]));
+            };
+            wgmma_wait_group<1>();
+            leave(0);
             wgmma_wait_group<0>();
             wgmma_pin(o);
+            leave(1);
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
-            __syncwarp();
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_free[stage][kHalf]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
         store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
@@ -343,6 +350,8 @@ struct Place {
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         return (thread - (kThreads - 32 * kProducerWarps)) / 32 * kWarpRows + thread % kWarpRows;
     }
+    // Which half of a stage's rows the warp's are in. Worked out where it is needed, like the row: registers are short.
+    __device__ __forceinline__ int slice() const { return warp_uniform(block_row() / (kBlockTokens / 2)); }
 };
 
 // Copies kCount chunks of the warp's rows from column `first_col` on, eight lanes a row. `dst`: the first chunk of the tile.
@@ -389,17 +398,16 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
                 before = found;
             }
             const u32 valid = __ballot_sync(0xffffffff, found != 0);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][Place().slice()]), parity);
+            if (lane_index() == 0) {
+                smem.valid[stage][warp_idx] = valid;
+                mbarrier_arrive(smem_address(&smem.bar_k_full[stage][0]));
+            }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][half]), parity);
-                const u32 full = smem_address(&smem.bar_k_full[stage][half]);
-                if (half == 0 && lane_index() == 0) {
-                    smem.valid[stage][warp_idx] = valid;
-                    mbarrier_arrive(full);
-                }
                 copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * kChunkBytes, found,
                                half * (kDimV / 2));
-                cp_async_mbarrier_arrive(full);
+                cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[stage][half]));
             }
             if (++stage == kStages) {
                 stage = 0;
@@ -421,8 +429,9 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         for (int stage = 0; stage < kStages; ++stage) {
             mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 32 * kProducerWarps + kProducerWarps);
             mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 32 * kProducerWarps);
-            mbarrier_init(smem_address(&smem.bar_k_free[stage][0]), 4);
-            mbarrier_init(smem_address(&smem.bar_k_free[stage][1]), 4);
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice)
+                mbarrier_init(smem_address(&smem.bar_k_free[stage][slice]), 8);
         }
     } else if (thread == 64) {
         mbarrier_init(smem_address(&smem.bar_rope_full), 32 * kProducerWarps);

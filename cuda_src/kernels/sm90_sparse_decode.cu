@@ -467,7 +467,7 @@ __device__ __forceinline__ void produce(const Params& params, SharedMemoryPlan& 
 
 // The part's first item nearly always begins where the part does: rows of its first block are on their way to L2 before it is known.
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
-    const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+    const PlanRow plan = plan_row(params);
     if (plan.begin_req > plan.end_req) return;
     WorkItem item;
     item.req = plan.begin_req;

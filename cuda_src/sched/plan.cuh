@@ -82,6 +82,46 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     return plan;
 }
 
+// A plan that needs no arrays: all requests have `blocks` blocks, and each has `splits` parts of its own, of `part_blocks` blocks but for
+// the last, or a part has `requests` whole ones. No splits: the plan is in arrays.
+struct UniformPlan {
+    int splits, requests, part_blocks, blocks;
+
+    __device__ __forceinline__ PlanRow row(int part, int b) const {
+        PlanRow plan;
+        const int piece = splits > 1 ? part % splits : 0;
+        plan.begin_req = splits > 1 ? part / splits : part * requests;
+        plan.end_req = splits > 1 ? plan.begin_req : min_int(plan.begin_req + requests, b) - 1;
+        plan.begin_block = piece * part_blocks;
+        plan.end_block = splits > 1 ? min_int(plan.begin_block + part_blocks, blocks) : blocks;
+        plan.begin_split = piece;
+        plan.mark = 0;
+        if (plan.begin_req >= b) {  // idle: begin > end
+            plan.begin_req = 0;
+            plan.end_req = -1;
+        }
+        return plan;
+    }
+};
+
+// Of the CTA's part. `Params` has `uniform` where a plan may do without arrays.
+template <class Params>
+__device__ __forceinline__ PlanRow plan_row(const Params& params) {
+    if constexpr (requires { params.uniform; }) {
+        if (params.uniform.splits > 0) return params.uniform.row(blockIdx.z, params.b);
+    }
+    return read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
+}
+// Pieces of every request of a uniform plan; 0: num_splits has them.
+template <class Params>
+__device__ __forceinline__ int uniform_splits(const Params& params) {
+    if constexpr (requires { params.uniform; }) {
+        return params.uniform.splits;
+    } else {
+        return 0;
+    }
+}
+
 // Brings to L1 what is known of the requests around the one that a part begins with if all are alike: its first item then waits
 // for the plan row alone. A converged warp calls.
 __device__ __forceinline__ void touch_requests(const int* lengths, const int* num_splits, int b,
@@ -112,11 +152,13 @@ struct WorkItems {
     }
 
     __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
-                                         int num_slots, WorkItem& item) {
+                                         int num_slots, WorkItem& item, int uniform_splits = 0) {
         while (req <= row.end_req) {
             const int seqlen = tokens.main(req);
-            const int splits_before = load_global(num_splits + req);
-            const int splits = load_global(num_splits + req + 1) - splits_before;
+            const int splits_before =
+                uniform_splits > 0 ? req * uniform_splits : load_global(num_splits + req);
+            const int splits =
+                uniform_splits > 0 ? uniform_splits : load_global(num_splits + req + 1) - splits_before;
             const int blocks = ceil_div(seqlen, kBlockTokens) + ceil_div(tokens.extra(req), kBlockTokens);
             const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
             int end = req == row.end_req ? row.end_block : blocks;

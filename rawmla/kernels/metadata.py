@@ -10,10 +10,24 @@ from .. import jit
 from .common import ceil_div
 from .division import divisor
 
-__all__ = ["MAX_BATCH", "TokenCounts", "launch", "num_sm_parts", "num_sm_parts_sparse", "spec", "specs"]
+__all__ = [
+    "MAX_BATCH",
+    "NOT_UNIFORM",
+    "TokenCounts",
+    "UniformPlan",
+    "launch",
+    "num_sm_parts",
+    "num_sm_parts_sparse",
+    "spec",
+    "specs",
+    "uniform_plan",
+]
 
 MAX_BATCH = 16384
 _BLOCK_M = 64
+# Of the plan: see mla_metadata.cu
+_MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3
+_SHORT_PART_FACTOR, _MAX_SHORT_PART = 12, 16
 _PARAMS = struct.Struct("<2Q2i 2Q6i3I3i")  # Params of mla_metadata.cu
 
 
@@ -46,6 +60,38 @@ def num_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int) -> int:
 def num_sm_parts_sparse(sm_count: int, s_q: int, h_q: int) -> int:
     """The same where each query token attends keys of its own: each 64-head tile of each takes one CTA."""
     return max(sm_count // (max(s_q, 1) * ceil_div(h_q, _BLOCK_M)), 1)
+
+
+class UniformPlan(NamedTuple):
+    """A plan of requests of as many blocks each, without arrays: UniformPlan of cuda_src/sched/plan.cuh."""
+
+    splits: int
+    requests: int
+    part_blocks: int
+    blocks: int
+
+
+NOT_UNIFORM = UniformPlan(0, 0, 0, 0)
+"""The plan is in arrays."""
+
+
+def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan | None:
+    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, if cuts fall between them; None
+    if moving them apart would make a part longer.
+    """
+    fixed = min(_MAX_FIXED_COST, b * blocks // num_parts // _FIXED_COST_DIVISOR)
+    shortest = 1
+    while shortest * shortest * _SHORT_PART_FACTOR < blocks and shortest < _MAX_SHORT_PART:
+        shortest += 1
+    length = max(ceil_div(b * blocks + (b - 1) * fixed, num_parts), shortest)
+    requests = ceil_div(b, num_parts)
+    if requests > 1:
+        whole = requests * blocks + (requests - 1) * fixed
+        return UniformPlan(1, requests, blocks, blocks) if whole <= length else None
+    part_blocks = max(ceil_div(blocks, num_parts // b), shortest)
+    if part_blocks > length:
+        return None
+    return UniformPlan(ceil_div(blocks, part_blocks), 1, part_blocks, blocks)
 
 
 class TokenCounts(NamedTuple):

@@ -9,7 +9,7 @@ from math import log2
 from typing import NamedTuple
 
 from .. import jit
-from . import combine
+from . import combine, metadata
 from .common import BLOCK_TOKENS, ceil_div, num_slots
 from .division import divisor
 
@@ -28,7 +28,7 @@ __all__ = [
 # Params of attention/selection.cuh and its first members; by whether the call has max_logits
 _PARAMS = {
     False: struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x"),
-    True: struct.Struct("<17Q 14q 2i 2I 2i 2I 2i 6i 2f"),
+    True: struct.Struct("<17Q 14q 2i 2I 2i 2I 2i 6i 2f 4i"),
 }
 _POINTERS = {False: struct.Struct("<15Q"), True: struct.Struct("<17Q")}
 _SMEM_BYTES = 232_448  # all that a CTA can have
@@ -67,7 +67,8 @@ class SparseDecodeCall(NamedTuple):
     """What stays the same when a decode call is repeated on other queries; strides of q and out in elements.
 
     ``load_bytes``: what the addresses of cache rows are multiples of. ``lse_factor`` makes it a prefill call,
-    which also has max_logits: what both outputs are multiplied by, from base 2.
+    which also has max_logits: what both outputs are multiplied by, from base 2. Such a call may have a
+    ``uniform`` plan instead of arrays.
     """
 
     device: int
@@ -86,6 +87,7 @@ class SparseDecodeCall(NamedTuple):
     out_strides: tuple[int, ...]
     softmax_scale: float
     lse_factor: float | None = None
+    uniform: metadata.UniformPlan | None = None
 
 
 @cache
@@ -165,7 +167,8 @@ class PreparedSparseDecode:
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
-        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
+        uniform = call.uniform or metadata.NOT_UNIFORM
+        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if uniform.splits != 1 else 0
         slot_rows = slots * call.s_q * call.h_q
         self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
         self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
@@ -186,7 +189,7 @@ class PreparedSparseDecode:
             *(magic for magic, _ in divisions),
             *(shift for _, shift in divisions),
             call.b, call.s_q, call.h_q, head_tiles, slots, call.object_layout,
-            call.softmax_scale * _LOG2_E, *([call.lse_factor] if max_logits else []),
+            call.softmax_scale * _LOG2_E, *([call.lse_factor, *uniform] if max_logits else []),
         )  # fmt: skip
         self._main = kernel.prepare(
             (head_tiles * call.s_q, 1, call.num_parts), params, pointers, pdl=True
@@ -204,6 +207,7 @@ class PreparedSparseDecode:
             out_strides=call.out_strides,
             capturing=capturing,
             lse_factor=call.lse_factor,
+            uniform_splits=uniform.splits,
         )
 
     def launch(

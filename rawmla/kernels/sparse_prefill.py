@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import metadata, sparse_decode
-from .common import ceil_div
+from .common import BLOCK_TOKENS, ceil_div
 from .sparse_decode import NO_CACHE, Cache, SparseDecodeCall
 
 __all__ = ["PreparedSparsePrefill", "SparsePrefillCall"]
@@ -19,7 +19,7 @@ class SparsePrefillCall(NamedTuple):
     """What stays the same when a prefill call is repeated; strides of tokens and heads, in elements.
 
     ``cache``, its stride of requests being that of query tokens, ``load_bytes`` and ``lse_factor`` are as in
-    `SparseDecodeCall`.
+    `SparseDecodeCall`. ``limited``: there is a topk_length.
     """
 
     device: int
@@ -34,6 +34,7 @@ class SparsePrefillCall(NamedTuple):
     num_parts: int
     softmax_scale: float
     lse_factor: float
+    limited: bool
 
 
 class PreparedSparsePrefill:
@@ -52,6 +53,12 @@ class PreparedSparsePrefill:
         self._capturing = capturing
         self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, metadata.MAX_BATCH))  # all but the last are alike
         sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
+        # Tokens that select equally many need no plan where it would not cut between them.
+        blocks = ceil_div(call.cache.topk, BLOCK_TOKENS)
+        self._uniform = {
+            size: None if call.limited else metadata.uniform_plan(size, blocks, call.num_parts)
+            for size in sizes
+        }
         self._attention = {
             size: sparse_decode.PreparedSparseDecode(self._decode_call(size), capturing) for size in sizes
         }
@@ -81,6 +88,7 @@ class PreparedSparsePrefill:
             out_strides=(out_stride, 0, out_stride_h),
             softmax_scale=call.softmax_scale,
             lse_factor=call.lse_factor,
+            uniform=self._uniform[tokens],
         )
 
     def launch(
@@ -102,18 +110,19 @@ class PreparedSparsePrefill:
         for first in range(0, call.s_q, self._chunk):
             tokens = min(self._chunk, call.s_q - first)
             lengths = topk_length + 4 * first if topk_length else 0
-            metadata.launch(
-                device=call.device,
-                stream=stream,
-                capturing=self._capturing,
-                tokens=metadata.TokenCounts(lengths, most=call.cache.topk),
-                b=tokens,
-                num_parts=call.num_parts,
-                sched_meta=scratch,
-                num_splits=splits,
-                object_layout=True,
-                batch_invariant=False,
-            )
+            if self._uniform[tokens] is None:
+                metadata.launch(
+                    device=call.device,
+                    stream=stream,
+                    capturing=self._capturing,
+                    tokens=metadata.TokenCounts(lengths, most=call.cache.topk),
+                    b=tokens,
+                    num_parts=call.num_parts,
+                    sched_meta=scratch,
+                    num_splits=splits,
+                    object_layout=True,
+                    batch_invariant=False,
+                )
             self._attention[tokens].launch(
                 stream,
                 q + 2 * first * call.q_strides[0],
