@@ -7,6 +7,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rawmla.errors import KernelNotReadyError, LaunchError, MissingDependencyError, UnsupportedGPUError
@@ -39,10 +40,20 @@ class _Slot:
     """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
     at a time."""
 
-    __slots__ = ("_keep", "argument", "config", "config_ref", "context", "context_ref", "params", "stream")
+    __slots__ = (
+        "_keep",
+        "argument",
+        "config",
+        "config_ref",
+        "context",
+        "context_ref",
+        "fill",
+        "params",
+        "stream",
+    )
 
     def __init__(self, param_bytes: int, cluster: tuple[int, int, int] | None, pdl: bool) -> None:
-        config, config_address = aligned_buffer(_CONFIG_BYTES, 16)
+        config, _ = aligned_buffer(_CONFIG_BYTES, 16)
         attributes, attributes_address = aligned_buffer(2 * _ATTRIBUTE_BYTES, 16)
         count = 0
         if cluster is not None:
@@ -56,9 +67,11 @@ class _Slot:
         pointers = (ctypes.c_void_p * 1)(params_address)
         self._keep = (attributes, params, pointers)
         self.config = config
-        self.config_ref = ctypes.c_void_p(config_address)
+        # References, which ctypes passes on as they are: a c_void_p is converted at every call.
+        self.config_ref = ctypes.byref(config)
         self.params = memoryview(params).cast("B")
-        self.argument = ctypes.c_void_p(ctypes.addressof(pointers))
+        self.argument = ctypes.byref(pointers)
+        self.fill: Callable[..., None]  # packs the first members of `params`; set by `PreparedLaunch`
         self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses the slot
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
@@ -94,7 +107,7 @@ class Kernel:
         self._launch_ex = driver.library.cuLaunchKernelEx
         self._get_context = driver.library.cuCtxGetCurrent
         self._context = context
-        self._function = ctypes.c_void_p(function)
+        self._function = ctypes.byref(ctypes.c_char.from_address(function))  # as in `_Slot`; never followed
         self._param_bytes = param_bytes
         self._module = module  # unloads the code when it is collected
         self._threads = spec.threads
@@ -209,6 +222,7 @@ class PreparedLaunch:
     """See `Kernel.prepare`: less than half the host time of `Kernel.launch`."""
 
     __slots__ = (
+        "_changing",
         "_cluster",
         "_context",
         "_free",
@@ -217,7 +231,6 @@ class PreparedLaunch:
         "_grid",
         "_kernel",
         "_launch_ex",
-        "_pack_into",
         "_params",
         "_pdl",
     )
@@ -234,7 +247,7 @@ class PreparedLaunch:
         self._kernel = kernel
         self._grid = grid
         self._params = params
-        self._pack_into = changing.pack_into
+        self._changing = changing
         self._get_context = kernel._get_context
         self._context = kernel._context
         self._launch_ex = kernel._launch_ex
@@ -253,7 +266,7 @@ class PreparedLaunch:
             slot = self._free.pop()  # so that no other thread uses it
         except IndexError:
             slot = self._new_slot()
-        self._pack_into(slot.params, 0, *members)
+        slot.fill(*members)
         if stream != slot.stream:
             _STREAM.pack_into(slot.config, _STREAM_AT, stream)
             slot.stream = stream
@@ -274,6 +287,7 @@ class PreparedLaunch:
         slot = kernel._new_slot(self._params, self._cluster, self._pdl)
         try:
             slot.params[:] = self._params
+            slot.fill = partial(self._changing.pack_into, slot.params, 0)
             _CALL.pack_into(slot.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
         except (ValueError, TypeError, struct.error) as error:
             raise kernel._bad_arguments(self._grid, self._params, 0, error) from None
