@@ -229,10 +229,12 @@ def flash_mla_with_kvcache(
 
     q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
-    known = _known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)
-    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, _ = known
-    q_ptr, _, _, dtype, device, framework, q_array = q_view
-    k_ptr, _, _, _, _, k_framework, _ = k_view
+    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
+    k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
+    # One flat tuple: slices of the two views take twice as long to build and to look up.
+    kinds = (q_shape, q_steps, dtype, device, framework, k_shape, k_steps, k_dtype, k_device, k_framework)
+    known = _known.get(kinds) or _learn(q_view, k_view)
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, calls = known
     if k_ptr & 15:
         checks.k_cache_strides(k_view)
     if k_framework is not framework:
@@ -298,7 +300,8 @@ def flash_mla_with_kvcache(
     if q_ptr & 15 or q_strides is None:
         q_view = inspect(framework.contiguous_copy(q_array, "q"), "q")
         q_ptr = q_view[0]
-        known = _known.get((q_view[1:6], k_view[1:6])) or _learn(q_view, k_view)
+        known = _known.get(q_view[1:6] + k_view[1:6]) or _learn(q_view, k_view)
+        calls = known.calls
     if plan is not None and (tiles is None or not plan.have_initialized):
         config = SchedConfig(
             b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
@@ -319,7 +322,7 @@ def flash_mla_with_kvcache(
         softmax_scale,
         causal,
     )
-    allocate, launch = known.calls.get(key) or _prepare(known, key, q_view, k_view)
+    allocate, launch = calls.get(key) or _prepare(known, key, q_view, k_view)
     if out is None:
         out, lse, scratch = allocate()
         out_ptr = framework.pointer(out)
@@ -370,7 +373,7 @@ def _learn(q: Fields, k_cache: Fields) -> _Known:
     if len(_known) >= _MAX_KNOWN:
         _known.clear()
     known = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, {})
-    _known[q[1:6], k_cache[1:6]] = known
+    _known[q[1:6] + k_cache[1:6]] = known
     return known
 
 
