@@ -8,7 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import jit
-from .common import D_V, DTYPES, ceil_div
+from .common import D_V, DTYPES, addresses, ceil_div
 
 __all__ = [
     "MAPPINGS",
@@ -23,7 +23,7 @@ __all__ = [
 
 # Params of mla_combine.cu and its first members, which are _POINTERS; by whether the call has max_logits
 _PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6ifi")}
-_POINTERS = {False: struct.Struct("<8Q"), True: struct.Struct("<10Q")}
+_POINTERS = {False: addresses(8), True: addresses(10)}
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2; max_accum_log2 is another one
 _PARTIAL_BYTES = (D_V + 4) * 4  # Partial of mla_combine.cu

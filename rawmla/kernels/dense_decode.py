@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from . import combine
-from .common import BLOCK_TOKENS, DTYPES, ceil_div, num_slots
+from .common import BLOCK_TOKENS, DTYPES, addresses, ceil_div, num_slots
 
 __all__ = [
     "BOX_ROWS",
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI4if 4x")  # Params of attention/dense.cuh
-_POINTERS = struct.Struct("<256s 10Q")  # its first members: tensor maps and addresses
+_POINTERS = addresses(10, before="256s")  # its first members: tensor maps and addresses
 _MAX_MAPS = 1024  # caches with tensor maps of their own, one for each layer
 _LOG2_E = log2(2.718281828459045)
 _BLOCK_M = 64

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .. import jit
 from . import combine, metadata
-from .common import BLOCK_TOKENS, ceil_div, num_slots
+from .common import BLOCK_TOKENS, addresses, ceil_div, num_slots
 from .division import divisor
 
 __all__ = [
@@ -30,7 +30,7 @@ _PARAMS = {
     False: struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x"),
     True: struct.Struct("<17Q 14q 2i 2I 2i 2I 2i 6i 2f 4i"),
 }
-_POINTERS = {False: struct.Struct("<15Q"), True: struct.Struct("<17Q")}
+_POINTERS = {False: addresses(15), True: addresses(17)}
 _SMEM_BYTES = 232_448  # all that a CTA can have
 _BLOCK_M = 64
 FEW_HEADS = 16
