@@ -337,13 +337,17 @@ def test_parameter_structs_have_one_layout(kernel: str, prefill: bool, packed: s
 
 @pytest.mark.parametrize("prefill", (False, True))
 def test_pointers_come_first(prefill: bool) -> None:
-    """A prepared launch fills in the first members of Params alone."""
-    for kernel, pointers in (
-        ("mla_combine", combine._POINTERS),
-        *((kernel, sparse_decode._POINTERS) for kernel in SPARSE_DECODE),
+    """A prepared launch fills in the first members of Params alone: tensor maps and addresses."""
+    for kernel, maps, pointers in (
+        ("mla_combine", "", combine._POINTERS),
+        *((kernel, "128s", sparse_decode._POINTERS) for kernel in SPARSE_DECODE),
     ):
         codes = "".join(field.code for field in fields_of(kernel, prefill))
-        assert len(codes) - len(codes.lstrip("Q")) == pointers[prefill].size // 8 == codes.count("Q")
+        assert codes.startswith(f"{maps}Q")
+        codes = codes.removeprefix(maps)
+        count = codes.count("Q")
+        assert len(codes) - len(codes.lstrip("Q")) == count
+        assert pointers[prefill].size == struct.calcsize(f"<{maps}{count}Q")
 
 
 class Launch(NamedTuple):
@@ -548,6 +552,14 @@ SPARSE_ARRAYS: dict[str, Any] = dict(
 )  # fmt: skip
 
 
+def _queries_described(call: sparse_decode.SparseDecodeCall) -> Any:
+    """The tensor map of q: columns of a chunk, heads, chunks, tokens, requests. Strides are in bytes."""
+    stride_b, stride_s, stride_h = call.q_strides
+    dims = (64, call.h_q, call.d_qk // 64, call.s_q, call.b)
+    strides = (2 * stride_h, 128, 2 * stride_s, 2 * stride_b)
+    return SPARSE_ARRAYS["q"], "bfloat16", dims, strides, (64, 64, 1, 1, 1), "128b", "none"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -608,6 +620,7 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
         "num_slots": num_slots,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
+        "q_map": jit.tensor_map(*_queries_described(call)) if call.format == "bf16" else bytes(128),
     }
     if prefill:
         expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}

@@ -189,6 +189,28 @@ def test_q_registers_become_a_fragments() -> None:
                         assert fragment == [(row, column + col) for row, col in places]
 
 
+def test_staged_q_becomes_a_fragments() -> None:
+    """Lane l gives ldmatrix row l % 16 and unit l / 16 of a step; of matrix i, a thread gets register i."""
+    load = re.search(
+        r"swizzle128_offset\(warp_idx \* 16 \+ lane_idx % 16, lane_idx / 16\);\s+"
+        r"auto place = .*? return \(src \^ \(step % 4 \* 32\)\) \+ step / 4 \* kChunkBytes;",
+        source("kernels/sm90_sparse_bf16.cu"),
+        re.DOTALL,
+    )
+    assert load is not None
+    for warp in range(4):
+        for step in range(28):
+            for lane in range(32):
+                row = 16 * warp + lane % 16
+                src = hardware_swizzle(row * 128 + lane // 16 * 16)
+                address = (src ^ step % 4 * 32) + step // 4 * CHUNK_BYTES
+                assert address == tile_byte(row, 16 * step + lane // 16 * 8)
+            for thread in range(32 * warp, 32 * warp + 32):
+                for register in range(4):  # of lanes 8 register .. 8 register + 7
+                    row, col = accumulator_place(thread, 2 * register)
+                    assert (row - 16 * warp) // 8 == register % 2 and col // 8 == register // 2
+
+
 # Division by multiplication
 
 

@@ -28,9 +28,10 @@ __device__ __forceinline__ const uint4* q_units(const Params& params, int req, i
     return reinterpret_cast<const uint4*>(q_address<Row>(params, req, tile_row)) + lane_index() % 4;
 }
 
-// 16 bytes of each two steps of a row, to be turned into A fragments; of an odd last step what its fragment takes.
+// 16 bytes of each two steps of a row, to be turned into A fragments.
 template <int kSteps>
 __device__ __forceinline__ void load_q_row(const uint4* src, u32 (&q)[kSteps][4], int r) {
+    static_assert(kSteps % 2 == 0, "steps come in pairs");
 #pragma unroll
     for (int i = 0; i < kSteps / 2; ++i) {
         const uint4 value = src[4 * i];
@@ -38,12 +39,6 @@ __device__ __forceinline__ void load_q_row(const uint4* src, u32 (&q)[kSteps][4]
         q[2 * i + r][1] = value.y;
         q[2 * i + r][2] = value.z;
         q[2 * i + r][3] = value.w;
-    }
-    if constexpr (kSteps % 2 == 1) {
-        // Quads of lanes have pairs of columns where `src` has units of eight
-        const u32* pairs = reinterpret_cast<const u32*>(src - lane_index() % 4) + kSteps / 2 * 16;
-        q[kSteps - 1][r] = pairs[lane_index() % 4];
-        q[kSteps - 1][r + 2] = pairs[lane_index() % 4 + 4];
     }
 }
 

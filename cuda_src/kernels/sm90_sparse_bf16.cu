@@ -30,16 +30,22 @@
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
 // bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
+// bar_q_full          1         a producer lane, of the first item a QK lane: bytes QK: take Q's registers            0
+//                               of it announced
+// bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
+// bar_q_free          4         QK: lane 0 of each warp, has them                   producer: fill the stage         0
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: done with the item's Q / the next Q landed      QK: both                         -
+// NB_QK               128       QK: Q K^T of the item complete / the next Q in place QK: load the next Q / S = Q K^T   -
+//
+// An item's Q comes to QK's registers through K's ring: through the stage that the item's first block is to have (of the first item the
+// ring's last), before its rows are copied there.
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
 #define ITEM_SLOTS 4  // shared memory is full
 #include "attention/items.cuh"
 #include "attention/output.cuh"
 #include "attention/publisher.cuh"
-#include "attention/query.cuh"
 #include "attention/selection.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
@@ -48,6 +54,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "sched/pieces.cuh"
 #include "sched/plan.cuh"
@@ -64,6 +71,10 @@ constexpr bool kHasRope = D_QK > kDimV;
 constexpr int kQSteps = D_QK == 576 ? 27 : 24;
 constexpr int kQSharedChunks = 2;
 constexpr int kQSingleStep = D_QK == 576 ? kQSteps : -1;
+
+constexpr int kStageBytes = kVChunks * kChunkBytes;
+constexpr int kQStagedChunks = ceil_div(kQSteps, 4);
+static_assert(kQStagedChunks * kChunkBytes <= kStageBytes, "Q passes through a stage");
 
 constexpr int kQUnitBytes = kBlockM * 16;  // eight columns of the step
 constexpr int kQStepBytes = kQSingleStep < 0 ? 16 : 2 * kQUnitBytes;
@@ -82,14 +93,14 @@ static_assert(kRegistersQK + 2 * kRegistersPV + kRegistersProducer <=
 enum NamedBarrier : int { NB_QK = 1 };
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kVChunks * kChunkBytes];  // 196,608 B
-    unsigned char q[kQSharedChunks * kChunkBytes];  //  16,384 B (D_QK 576), the chunks not in registers
-    unsigned char q_step[kQStepBytes];              //   2,048 B or none: its two units, one after the other
-    unsigned char rope[kRopeBytes];                 //   8,192 B or none: chunk 8 of the block in hand
-    alignas(1024) unsigned char p[kChunkBytes];     //   8,192 B
-    unsigned char row_shrink[2][kBlockM];           // exponent of the factor on O before the block's PV
-    float row_sum[kBlockM];                         // of the item
-    float row_max[kBlockM];                         // m_ref at the item's end, base 2
+    alignas(1024) unsigned char k[kStages][kStageBytes];  // 196,608 B
+    unsigned char q[kQSharedChunks * kChunkBytes];        //  16,384 B (D_QK 576), the chunks not in registers
+    unsigned char q_step[kQStepBytes];           //   2,048 B or none: its two units, one after the other
+    unsigned char rope[kRopeBytes];              //   8,192 B or none: chunk 8 of the block in hand
+    alignas(1024) unsigned char p[kChunkBytes];  //   8,192 B
+    unsigned char row_shrink[2][kBlockM];        // exponent of the factor on O before the block's PV
+    float row_sum[kBlockM];                      // of the item
+    float row_max[kBlockM];                      // m_ref at the item's end, base 2
     alignas(8) unsigned short valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_k_full[kStages][2];
     u64 bar_k_free[kStages][2];
@@ -97,6 +108,9 @@ struct SharedMemoryPlan {
     u64 bar_rope_free;
     u64 bar_p_full;
     u64 bar_p_free;
+    u64 bar_q_full;
+    u64 bar_q_rest_full;
+    u64 bar_q_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
     u64 bar_item_full[kItemSlots];
@@ -108,6 +122,20 @@ static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the la
 static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kBlockM>;
+
+__device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages - 1 ? 0 : stage + 1; }
+
+// One thread: starts loading kCount chunks of an item's Q from chunk `first` on, counted on `bar` as one arrival. Heads past the last
+// are zeros.
+template <int kCount>
+__device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
+    const RowIndex row(params, 0);
+    mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
+#pragma unroll
+    for (int chunk = 0; chunk < kCount; ++chunk)
+        tma_load_5d(dst + chunk * kChunkBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
+                    req);
+}
 
 // ---- QK ----------------------------------------------------------------------------------------------------------------
 
@@ -134,27 +162,45 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_q_step = descriptor_unswizzled(smem_address(smem.q_step), kQUnitBytes);
     const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
-    // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
-    const u32 smem_p =
-        smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
-
     ItemReader reader;
-    u32 n = 0;  // running number of the block
-    u32 stage = 0, k_parity = 0;
+    // Running number of the block, modulo 6: stages and parities of barriers follow from it, and registers are short.
+    u32 n = 0;
     u32 q[kQSteps][4];
-    auto start_load = [&](int req) {
-        start_load_q<RowIndex, kQSharedChunks>(params, smem.q, req, q, warp_idx);
-        if constexpr (kQSingleStep >= 0) {
-            const int row = warp_idx * 16 + lane_index() / 2, unit = lane_index() % 2;
-            cp_async_16(smem_address(smem.q_step) + unit * kQUnitBytes + row * 16,
-                        q_address<RowIndex>(params, req, row) + kQSingleStep * 16 + unit * 8);
+    // The rest of Q to its own place, and what was staged to registers, when Q K^T of the item before is complete in all warps
+    auto load_q = [&](u32 in_stage, const ItemReader& item) {
+        const int lane_idx = lane_index();
+        if (warp_idx == 0 && lane_idx == 0) {
+            load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
+                                          item.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
         }
+        __syncwarp();
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full), item.count & 1);
+        const u32 src =
+            smem_k + in_stage * kStageBytes + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * kChunkBytes; };
+        if constexpr (kQSingleStep >= 0) {
+            u32 single[4];
+            ldmatrix_x4(single, place(kQSingleStep));
+            const u32 dst = smem_address(smem.q_step) + lane_idx / 16 * kQUnitBytes +
+                            (warp_idx * 16 + lane_idx % 16) * 16;
+            stmatrix_x4(dst, single[0], single[1], single[2], single[3]);
+            fence_proxy_async();
+        }
+#pragma unroll
+        for (int step = 0; step < kQSteps; ++step) ldmatrix_x4(q[step], place(step));
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_free));
     };
-    if (reader.next(smem)) start_load(reader.item(smem).req);
+    if (reader.next(smem)) {
+        if (warp_idx == 0 && lane_index() == 0) {
+            load_q_chunks<kQStagedChunks>(params, smem_k + (kStages - 1) * kStageBytes,
+                                          smem_address(&smem.bar_q_full), reader.item(smem).req, 0);
+        }
+        __syncwarp();
+        load_q(kStages - 1, reader);
+    }
     for (; reader.next(smem); reader.release(smem)) {
-        make_q_fragments(q);
-        cp_async_wait_all();
-        fence_proxy_async();
+        mbarrier_wait_parity(smem_address(&smem.bar_q_rest_full), reader.count & 1);
         named_barrier_sync(NB_QK, 128);
 
         MaximumFirstSoftmax softmax;
@@ -163,10 +209,12 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // of n - 2
         };
         auto store_p = [&]() {
+            // This lane's 16 bytes of the first 16 columns; 16 columns on, the unit's number has another bit 1.
+            const int lane_idx = lane_index();
+            const u32 dst =
+                smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
 #pragma unroll
             for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                u32 dst = smem_p;
-                asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
                 stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
                             p[4 * group + 3]);
             }
@@ -176,10 +224,11 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
         };
         bool p_pending = false;  // P of the block before is in registers
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left) {
             // S = Q K^T; the stores of P hide between the chunks
+            const u32 stage = n % kStages, k_parity = n / kStages;
             u64* full = smem.bar_k_full[stage];
-            const u64 desc_k = descriptor_k_major(smem_k + stage * (kVChunks * kChunkBytes));
+            const u64 desc_k = descriptor_k_major(smem_k + stage * kStageBytes);
             float s[32];
             wgmma_pin(s);
             if constexpr (kHasRope) {
@@ -243,12 +292,11 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                // The next item's Q, under the rest of this one
                 ItemReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
-                    start_load(after.item(smem).req);
+                    load_q(next_stage(stage), after);
                 }
             }
             if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
@@ -261,10 +309,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_shrink[8] = shrink[1];
             }
             p_pending = true;
-            if (++stage == kStages) {
-                stage = 0;
-                k_parity ^= 1;
-            }
+            n = n == 2 * kStages - 1 ? 0 : n + 1;
         }
         wait_p_free();
         store_p();
@@ -312,7 +357,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + stage * (kVChunks * kChunkBytes));
+            const u64 desc_v = descriptor_mn_major(smem_v + stage * kStageBytes);
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
@@ -386,6 +431,18 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
     };
     for (; reader.next(smem); reader.release(smem)) {
         const WorkItem& item = reader.item(smem);
+        if (reader.count > 0) {  // QK does it for the first
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice)
+                mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][slice]), parity);
+            if (warp_idx == 0 && lane_index() == 0) {
+                fence_proxy_async();  // what was in the stage was copied by cp.async
+                load_q_chunks<kQStagedChunks>(params, smem_address(smem.k[stage]),
+                                              smem_address(&smem.bar_q_full), item.req, 0);
+            }
+            __syncwarp();
+        }
+        auto wait_q_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_q_free), reader.count & 1); };
         Selection<Place> selection;
         selection.start(params, item);
 #pragma unroll 1
@@ -393,12 +450,18 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             const u64 found = reinterpret_cast<u64>(row_address(params, selection));
             selection.advance(params, item);
             if constexpr (kHasRope) {
-                // A block late, when Q K^T of the block before that has begun
-                if (n != 1) copy_rope(n == 0 ? 0 : n - 1, n == 0 ? found : before);
+                // A block late, when Q K^T of the block before that has begun, but not later than the item's end: the next Q has
+                // to wait for its last Q K^T
+                if (n == 0) {
+                    copy_rope(0, found);
+                } else if (n > 1 && left < item.num_blocks) {
+                    copy_rope(n - 1, before);
+                }
                 before = found;
             }
             const u32 valid = __ballot_sync(0xffffffff, found != 0);
             mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][Place().slice()]), parity);
+            if (reader.count == 0 ? n == kStages - 1 : left == item.num_blocks) wait_q_free();
             if (lane_index() == 0) {
                 smem.valid[stage][warp_idx] = valid;
                 mbarrier_arrive(smem_address(&smem.bar_k_full[stage][0]));
@@ -409,13 +472,12 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
                                half * (kDimV / 2));
                 cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[stage][half]));
             }
-            if (++stage == kStages) {
-                stage = 0;
-                parity ^= 1;
-            }
+            stage = next_stage(stage);
+            if (stage == 0) parity ^= 1;
         }
+        if (kHasRope && n > 1) copy_rope(n - 1, before);
+        if (n < kStages && reader.count == 0) wait_q_free();  // the first item has but one or two blocks
     }
-    if (kHasRope && n > 1) copy_rope(n - 1, before);
 }
 
 // ---- Kernel ------------------------------------------------------------------------------------------------------------
@@ -438,6 +500,10 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_rope_free), 4);
         mbarrier_init(smem_address(&smem.bar_p_full), 32);
         mbarrier_init(smem_address(&smem.bar_p_free), 64);
+        mbarrier_init(smem_address(&smem.bar_q_full), 1);
+        mbarrier_init(smem_address(&smem.bar_q_rest_full), 1);
+        mbarrier_init_fence();
+        mbarrier_init(smem_address(&smem.bar_q_free), 4);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
     }
@@ -450,6 +516,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
 
+    if (threadIdx.x == 96) tma_prefetch_descriptor(&params.q_map);
     init_barriers(smem);
     __syncthreads();
     griddepcontrol_wait();

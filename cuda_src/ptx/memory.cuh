@@ -1,4 +1,4 @@
-// Copies between global and shared memory that are not TMA, and stmatrix.
+// Copies between global and shared memory that are not the copy engine's, ldmatrix and stmatrix.
 #pragma once
 #include "common/types.cuh"
 
@@ -43,7 +43,15 @@ __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32
                  : "memory");
 }
 
-// The same matrices, transposed.
+// A warp loads four such matrices.
+__device__ __forceinline__ void ldmatrix_x4(u32 (&v)[4], u32 src) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(src)
+                 : "memory");
+}
+
+// What stmatrix_x4 stores, transposed.
 __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)

@@ -1,4 +1,4 @@
-"""Host side of cuda_src/kernels/sm90_sparse_decode*.cu, and of the combine that follows them."""
+"""Host side of cuda_src/kernels/sm90_sparse_*.cu, and of the combine that follows them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ __all__ = [
 
 # Params of attention/selection.cuh and its first members; by whether the call has max_logits
 _PARAMS = {
-    False: struct.Struct("<15Q 14q 2i 2I 2i 2I 2i 6i f 4x"),
-    True: struct.Struct("<17Q 14q 2i 2I 2i 2I 2i 6i 2f 4i"),
+    False: struct.Struct("<128s 15Q 14q 2i 2I 2i 2I 2i 6i f 20x"),
+    True: struct.Struct("<128s 17Q 14q 2i 2I 2i 2I 2i 6i 2f 4i 48x"),
 }
-_POINTERS = {False: addresses(15), True: addresses(17)}
+_POINTERS = {False: addresses(15, "128s"), True: addresses(17, "128s")}
+_NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
+_MAX_MAPS = 1024  # of queries, each at its own address
 _SMEM_BYTES = 232_448  # all that a CTA can have
 _BLOCK_M = 64
 FEW_HEADS = 16
@@ -173,10 +175,13 @@ class PreparedSparseDecode:
         self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
         self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
         self._max_logits = max_logits
+        self._call = call
+        self._has_map = call.format == "bf16"
+        self._maps: dict[int, bytes] = {}  # by the address of queries
         divisions = [divisor(cache.page_block_size) for cache in caches]
         pointers = _POINTERS[max_logits]
         params = _PARAMS[max_logits].pack(
-            *[0] * (pointers.size // 8),
+            b"", *[0] * (pointers.size // 8 - 16),
             *(cache.block_stride for cache in caches),
             *(cache.token_stride for cache in caches),
             *(cache.index_stride_b for cache in caches),
@@ -229,8 +234,9 @@ class PreparedSparseDecode:
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         maxima = (scratch + self._max_accum, max_logits) if self._max_logits else ()
+        q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
         current = self._main(
-            stream, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
+            stream, q_map, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
             scratch, lse_accum, o_scale, *maxima,
         )  # fmt: skip
         if self._merge is not None:
@@ -238,3 +244,21 @@ class PreparedSparseDecode:
                 stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink, *maxima,
                 context_is_current=current,
             )  # fmt: skip
+
+    def _encode(self, q: int) -> bytes:
+        """The tensor map of queries: a box is 64 columns of 64 heads."""
+        call = self._call
+        # Of a dimension of one element the stride may be 0, which a tensor map may not have.
+        stride_b, stride_s, stride_h = (2 * stride or 16 for stride in call.q_strides)
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps.clear()
+        found = self._maps[q] = jit.tensor_map(
+            q,
+            "bfloat16",
+            (64, call.h_q, call.d_qk // 64, call.s_q, call.b),
+            (stride_h, 128, stride_s, stride_b),
+            (64, _BLOCK_M, 1, 1, 1),
+            "128b",
+            "none",
+        )
+        return found
