@@ -6,12 +6,12 @@ addresses and numbers to `rawmla.kernels`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import checks, jit
 from .arrays import READERS, Fields
 from .kernels import metadata, sparse_prefill
+from .sparse import PreparedCall
 
 __all__ = ["flash_mla_sparse_fwd"]
 
@@ -182,7 +182,7 @@ def flash_mla_sparse_fwd(
         )
         results = [((s_q, h_q, _D_V), "bfloat16"), *[((s_q, h_q), "float32")] * 2][out is not None :]
         allocate = framework.allocator(results, prepared.scratch_bytes, device)
-        call = known.calls[key] = _PreparedCall(allocate, prepared.launch)
+        call = known.calls[key] = PreparedCall(allocate, prepared.launch)
     if out is None:
         out, max_logits, lse, scratch = call.allocate()
         pointers[5] = framework.pointer(out)
@@ -203,19 +203,12 @@ _MAX_KNOWN = 1024
 _known: dict[tuple[Any, ...], _Known] = {}
 
 
-class _PreparedCall(NamedTuple):
-    """What a kind of call does on its arrays."""
-
-    allocate: Callable[[], list[Any]]  # `out` unless given, max_logits, lse, scratch
-    launch: Callable[..., None]
-
-
 class _Known(NamedTuple):
     """What follows from the kinds of the arguments."""
 
     sizes: checks.PrefillSizes
     q_strides: tuple[int, int] | None  # None: a contiguous copy is needed
-    calls: dict[tuple[float, float], _PreparedCall]
+    calls: dict[tuple[float, float], PreparedCall]
 
 
 def _learn(is_fp8_kvcache: bool, kinds: tuple[Any, ...], views: list[Fields | None]) -> _Known:

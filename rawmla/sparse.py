@@ -36,9 +36,9 @@ _known: dict[tuple[Any, ...], _Known] = {}
 
 
 class PreparedCall(NamedTuple):
-    """What a kind of decode call does on its arrays."""
+    """What a kind of call does on its arrays, of decoding or of prefill."""
 
-    allocate: Callable[[], list[Any]]  # `out` unless given, the lse, scratch or None
+    allocate: Callable[[], list[Any]]  # `out` unless given, the other results, scratch or None
     launch: Callable[..., None]
 
 

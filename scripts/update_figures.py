@@ -54,7 +54,7 @@ def figures(record: dict[str, Any] | None) -> str:
         parts.append(report.markdown_results(run["rows"]))
     if record["bench"]:
         parts.extend(dict.fromkeys(run["method"] for run in record["bench"].values()))
-        parts.append("![Roofline of dense decoding](docs/roofline.png)")
+        parts.append("![Roofline of the benchmark](docs/roofline.png)")
     return "\n\n".join(parts)
 
 

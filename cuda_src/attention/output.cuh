@@ -15,10 +15,9 @@
 constexpr int kBlockM = 64;
 constexpr int kDimV = 512;
 
-// Of a row in lse and max_logits.
 template <class Params, class Row>
 __device__ __forceinline__ i64 lse_index(const Params& params, int req, const Row& row) {
-    return (static_cast<i64>(req) * params.h_q + row.head) * params.s_q + row.token;
+    return lse_index(params, req, row.token, row.head);
 }
 // Row of a piece.
 template <class Params, class Row>

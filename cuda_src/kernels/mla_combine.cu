@@ -132,11 +132,6 @@ struct Merged {
     }
 };
 
-// Of a row in lse and max_logits.
-__device__ __forceinline__ i64 lse_index(const Params& params, int req, int token, int head) {
-    return (static_cast<i64>(req) * params.h_q + head) * params.s_q + token;
-}
-
 // The largest of the maxima of a lane's share of the pieces of a row; all lanes have their own.
 template <class Params>
 __device__ __forceinline__ float load_top(const Params& params, i64 accum_row, int rows, int count,

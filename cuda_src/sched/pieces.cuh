@@ -24,6 +24,12 @@ constexpr int kGroupsPerUnit = kFloat16Pieces<kDtype> ? 4 : 2;
 template <Dtype kDtype>
 constexpr int kUnitsPerHalf = 256 / (2 * kGroupsPerUnit<kDtype>);
 
+// Of a row of a request in lse and max_logits.
+template <class Params>
+__device__ __forceinline__ i64 lse_index(const Params& params, int req, int token, int head) {
+    return (static_cast<i64>(req) * params.h_q + head) * params.s_q + token;
+}
+
 // From base 2 to the base of lse and max_logits: natural in decoding.
 template <class Params>
 __device__ __forceinline__ float lse_factor(const Params& params) {
