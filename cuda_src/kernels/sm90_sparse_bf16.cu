@@ -33,7 +33,7 @@
 // bar_q_full          1         a producer lane, of the first item a QK lane: bytes QK: take Q's registers            0
 //                               of it announced
 // bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
-// bar_q_free          4         QK: lane 0 of each warp, has them                   producer: fill the stage         0
+// bar_q_free          128       QK: has them                                        producer: fill the stage         0
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
 // NB_QK               128       QK: Q K^T of the item complete / the next Q in place QK: load the next Q / S = Q K^T   -
@@ -188,8 +188,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         }
 #pragma unroll
         for (int step = 0; step < kQSteps; ++step) ldmatrix_x4(q[step], place(step));
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_free));
+        mbarrier_arrive(smem_address(&smem.bar_q_free));
     };
     if (reader.next(smem)) {
         if (warp_idx == 0 && lane_index() == 0) {
@@ -503,7 +502,7 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_q_full), 1);
         mbarrier_init(smem_address(&smem.bar_q_rest_full), 1);
         mbarrier_init_fence();
-        mbarrier_init(smem_address(&smem.bar_q_free), 4);
+        mbarrier_init(smem_address(&smem.bar_q_free), 128);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
     }
