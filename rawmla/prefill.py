@@ -104,10 +104,11 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    Allocates the results and scratch (some kilobytes, and up to 18 MB where tokens can be
-    split) with the framework of `q`, and enqueues two or three kernels (plan, attention, combine) for every
-    16,384 query tokens on its current stream. Never synchronises. Nothing is launched for s_q == 0. The same
-    call twice gives the same bits. There is no autograd: results carry no graph.
+    Allocates the results and scratch (some kilobytes, and up to 18 MB where tokens can be split) with the
+    framework of `q`, and enqueues one to three kernels (plan, attention, combine) for every 16,384 query
+    tokens on its current stream: without `topk_length` the plan is often known beforehand. Never
+    synchronises. Nothing is launched for s_q == 0. The same call twice gives the same bits. There is no
+    autograd: results carry no graph.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that `rawmla.warmup(prefill_formats=[...])` has not loaded is a `KernelNotReadyError`. Replays
