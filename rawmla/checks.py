@@ -374,27 +374,32 @@ _FP8_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 _FP8_LAYOUTS = {layout.d_qk: layout for layout in QUANTIZED.values()}
 
 
-def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> SparseSizes:
-    """Check the arrays of a sparse decode call, by the names of the arguments, against each other."""
+def _check_sparse_q(views: dict[str, Fields | None], axes: tuple[str, ...], purpose: str = "") -> Fields:
+    """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is."""
     q = views["q"]
     assert q is not None
     _, shape, strides, dtype, device, framework, _ = q
     if dtype != "bfloat16":
-        raise TypeError(f"q: expected dtype bfloat16 with indices, got {dtype}")
-    if len(shape) != 4:
-        raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
-    b, s_q, h_q, d_qk = shape
-    if d_qk not in D_QK:
+        raise TypeError(f"q: expected dtype bfloat16{purpose}, got {dtype}")
+    if len(shape) != len(axes):
+        raise ValueError(f"q: expected shape [{', '.join(axes)}], got {list(shape)}")
+    if shape[-1] not in D_QK:
         raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
-    if not h_q:
+    if not shape[-2]:
         raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
-    if strides[3] != 1:
+    if strides[-1] != 1:
         raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    layout = _FP8_LAYOUTS[d_qk] if is_fp8_kvcache else None
     for name, view in views.items():
         if view is not None and name != "q":
             check_place(name, view, device, framework, "q")
+    return q
 
+
+def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> SparseSizes:
+    """Check the arrays of a sparse decode call, by the names of the arguments, against each other."""
+    q = _check_sparse_q(views, ("b", "s_q", "h_q", "d_qk"), " with indices")
+    b, s_q, h_q, d_qk = q[1]
+    layout = _FP8_LAYOUTS[d_qk] if is_fp8_kvcache else None
     extra_given = [views[name] is not None for name in ("extra_k_cache", "extra_indices_in_kvcache")]
     if any(extra_given) != all(extra_given):
         missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
@@ -500,24 +505,8 @@ class PrefillSizes(NamedTuple):
 
 def prefill_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> PrefillSizes:
     """Check the arrays of a prefill call, by the names of the arguments, against each other."""
-    q = views["q"]
-    assert q is not None
-    _, shape, strides, dtype, device, framework, _ = q
-    if dtype != "bfloat16":
-        raise TypeError(f"q: expected dtype bfloat16, got {dtype}")
-    if len(shape) != 3:
-        raise ValueError(f"q: expected shape [s_q, h_q, d_qk], got {list(shape)}")
-    s_q, h_q, d_qk = shape
-    if d_qk not in D_QK:
-        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
-    if not h_q:
-        raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
-    if strides[2] != 1:
-        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    for name, view in views.items():
-        if view is not None and name != "q":
-            check_place(name, view, device, framework, "q")
-
+    q = _check_sparse_q(views, ("s_q", "h_q", "d_qk"))
+    s_q, h_q, d_qk = q[1]
     if is_fp8_kvcache:
         layout = _FP8_LAYOUTS[d_qk]
         cache, align = _sparse_cache("kv", views["kv"], layout, d_qk)

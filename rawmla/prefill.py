@@ -104,9 +104,9 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    Allocates the results and scratch (some kilobytes, and up to 18 MB where tokens can be split) with the
-    framework of `q`, and enqueues one to three kernels (plan, attention, combine) for every 16,384 query
-    tokens on its current stream: without `topk_length` the plan is often known beforehand. Never
+    Allocates the results and scratch (some kilobytes for a plan, and up to 18 MB where tokens can be split)
+    with the framework of `q`, and enqueues one to three kernels (plan, attention, combine) for every 16,384
+    query tokens on its current stream: without `topk_length` the plan is often known beforehand. Never
     synchronises. Nothing is launched for s_q == 0. The same call twice gives the same bits. There is no
     autograd: results carry no graph.
 
@@ -191,7 +191,7 @@ def flash_mla_sparse_fwd(
         *pointers,
         framework.pointer(max_logits),
         framework.pointer(lse),
-        framework.pointer(scratch),
+        0 if scratch is None else framework.pointer(scratch),
     )
     return out, max_logits, lse
 

@@ -720,6 +720,7 @@ def test_sparse_prefill_without_a_plan(
     assert [launch.spec.name for launch in launches] == ["sm90_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
     assert launches[0].params["num_slots"] == (132 if split else 0)
+    assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
         assert launches[1].params["uniform_splits"] == uniform[0] and launches[1].params["by_request"]
 

@@ -377,9 +377,16 @@ class TestLaunch:
     def test_one_block_is_never_split(self, world: World) -> None:
         arguments = prefill_arguments()
         change("indices", shape=(S_Q, 1, 64))(arguments)
-        call(arguments)
+        call(arguments | {"topk_length": FakeArray((S_Q,), ptr=0x9000)})
         assert world.sparse[0].scratch_bytes == 0
         assert world.framework.allocated[-1].shape == (PLAN_BYTES,)
+
+    def test_no_scratch_without_plan_and_pieces(self, world: World) -> None:
+        arguments = prefill_arguments()
+        change("indices", shape=(S_Q, 1, 64))(arguments)
+        results = call(arguments)
+        assert world.framework.allocated == list(results) and not world.plans
+        assert world.sparse[0].scratch_bytes == world.sparse[0].scratch == 0
 
     def test_free_strides_of_q(self, world: World) -> None:
         arguments = prefill_arguments()

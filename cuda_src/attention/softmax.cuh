@@ -113,8 +113,6 @@ struct RowMaximum {
 // The softmax where registers have no room for scores beside their probabilities: the maxima are looked for first, which prefill needs
 // anyway, and the reference follows one that exceeds it by more than kLazyLog2. It begins as the row's first maximum, and follows by
 // whole numbers, so that factors on O are powers of two, of which a byte has the exponent.
-constexpr float kLazyLog2 = 8.0f;
-
 struct MaximumFirstSoftmax : OnlineSoftmax {
     RowMaximum maximum;
 

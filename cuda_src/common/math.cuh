@@ -15,6 +15,9 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
+// Where softmaxes look for maxima, the reference m_ref of a row follows a score (base 2) that exceeds it by more.
+constexpr float kLazyLog2 = 8.0f;
+
 // The larger of two, NaN if one of them is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
     float y;

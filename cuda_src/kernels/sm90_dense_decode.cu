@@ -49,7 +49,6 @@
 #include "attention/dense.cuh"
 #include "attention/items.cuh"
 #include "attention/output.cuh"
-#include "attention/query.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -303,6 +302,65 @@ __device__ __forceinline__ void refill_rope(const Params& params, SharedMemoryPl
     load_rope(params, smem, n + 1, lane_idx);
 }
 
+// Stands in for query rows past the last. Zeros, because a tensor core that multiplies zeros takes less power, and power
+// is what limits the clock.
+__device__ alignas(16) const u16 kZeroRow[D_QK] = {};
+
+__device__ __forceinline__ const u16* q_address(const Params& params, int req, int tile_row) {
+    const RowIndex row(params, tile_row);
+    if (!row.valid) return kZeroRow;
+    return params.q + req * params.q_stride_b + row.token * params.q_stride_s + row.head * params.q_stride_h;
+}
+
+// Starts loading the Q of an item: 16 bytes each of the first chunks to registers, where A operands cost no shared-memory reads, the rest
+// to shared memory. Rows past the last are zero.
+__device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
+                                             u32 (&q)[kQRegisterChunks * 4][4], int warp_idx) {
+    const int lane_idx = lane_index();
+    const int thread = warp_idx * 32 + lane_idx;
+#pragma unroll 1
+    for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
+        const u16* src = q_address(params, req, tile_row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
+        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+#pragma unroll
+        for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
+            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols);
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
+        const uint4* src =
+            reinterpret_cast<const uint4*>(q_address(params, req, tile_row)) + lane_index() % 4;
+#pragma unroll
+        for (int i = 0; i < kQRegisterChunks * 2; ++i) {
+            const uint4 value = src[4 * i];
+            q[2 * i + r][0] = value.x;
+            q[2 * i + r][1] = value.y;
+            q[2 * i + r][2] = value.z;
+            q[2 * i + r][3] = value.w;
+        }
+    }
+}
+// Waits for it and turns the registers into A fragments: of four 16-byte units in a quad, lane i takes the i-th pairs.
+__device__ __forceinline__ void finish_load_q(u32 (&q)[kQRegisterChunks * 4][4]) {
+#pragma unroll
+    for (int i = 0; i < kQRegisterChunks * 2; ++i) {
+        quad_transpose(q[2 * i]);
+        quad_transpose(q[2 * i + 1]);
+        const u32 first[4] = {q[2 * i][0], q[2 * i + 1][0], q[2 * i][1], q[2 * i + 1][1]};
+        const u32 second[4] = {q[2 * i][2], q[2 * i + 1][2], q[2 * i][3], q[2 * i + 1][3]};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            q[2 * i][j] = first[j];
+            q[2 * i + 1][j] = second[j];
+        }
+    }
+    cp_async_wait_all();
+    fence_proxy_async();
+    named_barrier_sync(NB_QK, 128);
+}
+
 // -inf where a token is past the row's limit or not in the tile at all ("Tail" above).
 __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32], int seqlen, int first_token,
                                             int warp_idx) {
@@ -345,16 +403,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     int req = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b).begin_req;
 #pragma unroll 1
     while (true) {
-        start_load_q<RowIndex, kQSharedChunks>(params, smem.q, req, q, warp_idx);
+        start_load_q(params, smem, req, q, warp_idx);
         if (!reader.next(smem) || reader.item(smem).req == req) break;
         req = reader.item(smem).req;
         cp_async_wait_all();  // before the same shared memory is copied to again
     }
     for (; reader.next(smem); reader.release(smem)) {
-        make_q_fragments(q);
-        cp_async_wait_all();
-        fence_proxy_async();
-        named_barrier_sync(NB_QK, 128);
+        finish_load_q(q);
 
         OnlineSoftmax softmax;
         u32 p[16] = {};  // P of the block before, packed as A fragments
@@ -433,7 +488,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
-                    start_load_q<RowIndex, kQSharedChunks>(params, smem.q, after.item(smem).req, q, warp_idx);
+                    start_load_q(params, smem, after.item(smem).req, q, warp_idx);
                 }
             }
             if (visible < kBlockTokens) {

@@ -190,8 +190,6 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
     }
 }
 
-constexpr float kLazyLog2 = 8.0f;  // m_ref follows a score that exceeds it by more: attention/softmax.cuh
-
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;

@@ -11,32 +11,34 @@
 // Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
 //   QK        warpgroup 0, 168 registers      S = Q K^T with most of Q in registers, online softmax, P
 //   PV0, PV1  warpgroups 1 and 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
-//   producer  warpgroup 3, 24                 copies rows into K's ring, each of the four warps 16 rows of a block
+//   producer  warpgroup 3, 24                 copies rows into K's ring, each of the four warps 16 rows of a block; loads the next Q there
 // ptxas wants 26 registers besides the operands of the wgmmas in flight: 128 accumulators in PV, 32 and what QK has of Q. All four come to
 // the 512 that there are.
 //
 // Schedule: that of sm90_dense_decode.cu, where the tensor core alternates between one Q K^T and one P V, and the softmax always has a
 // P V to run under. P(j - 1) is announced when all but the last chunk of Q K^T(j) is done.
-//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage
+//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage,
+//                 | or, if j + 2 begins an item, that item's Q, and the rows when QK has it
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
 // bar_item_full[4]    1         warp 0 of PV1: items[n] written                     all: read it                     0
 // bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
 // bar_k_full[s][h]    132, 128  producer: every thread's copies of half h landed    QK: S += Q K^T of the half       0
 //                               (half 0: and lane 0 of each warp, valid written)
-// bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them            1
-//                               of slice i is complete
+// bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them; of both   1
+//                               of slice i is complete                              slices: load the next Q
 // bar_rope_full       128       producer: every thread's copies of RoPE landed      QK: S = Q K^T of it              0
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
 // bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
-// bar_q_full          1         a producer lane, of the first item a QK lane: bytes QK: take Q's registers            0
-//                               of it announced
+// bar_q_full          1         a producer lane, of the first item a QK lane:       QK: read Q from the stage        0
+//                               its bytes announced
+// bar_q_free          128       QK: every thread has read Q from the stage          producer: copy rows there        0
 // bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
-// bar_q_free          128       QK: has them                                        producer: fill the stage         0
 // bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
 // bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: Q K^T of the item complete / the next Q in place QK: load the next Q / S = Q K^T   -
+// NB_QK               128       QK: the item's Q K^T is complete                    QK: overwrite Q in shared memory -
+//                               QK: the single step is stored                       QK: S = Q K^T                    -
 //
 // An item's Q comes to QK's registers through K's ring: through the stage that the item's first block is to have (of the first item the
 // ring's last), before its rows are copied there.
@@ -142,8 +144,8 @@ __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32
 // Writes the largest scores of an item's rows: shared memory has no room to hand them to the epilogue. (A template, since decoding
 // has no such arrays.)
 template <class Params>
-__device__ __forceinline__ void store_tops(const Params& params, const WorkItem& item, RowMaximum& maximum,
-                                           int warp_idx) {
+__device__ __forceinline__ void store_tops(const Params& params, const WorkItem& item,
+                                           const RowMaximum& maximum, int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float top = maximum.of_row(r) * params.sm_scale_log2;
@@ -167,14 +169,14 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     u32 n = 0;
     u32 q[kQSteps][4];
     // The rest of Q to its own place, and what was staged to registers, when Q K^T of the item before is complete in all warps
-    auto load_q = [&](u32 in_stage, const ItemReader& item) {
+    auto load_q = [&](u32 in_stage, const ItemReader& owner) {
         const int lane_idx = lane_index();
         if (warp_idx == 0 && lane_idx == 0) {
             load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
-                                          item.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
+                                          owner.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
         }
         __syncwarp();
-        mbarrier_wait_parity(smem_address(&smem.bar_q_full), item.count & 1);
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full), owner.count & 1);
         const u32 src =
             smem_k + in_stage * kStageBytes + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
         auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * kChunkBytes; };
@@ -501,10 +503,10 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_p_free), 64);
         mbarrier_init(smem_address(&smem.bar_q_full), 1);
         mbarrier_init(smem_address(&smem.bar_q_rest_full), 1);
-        mbarrier_init_fence();
         mbarrier_init(smem_address(&smem.bar_q_free), 128);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_free), 256);
+        mbarrier_init_fence();
     }
 }
 

@@ -182,7 +182,6 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
         make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
 }
 
-constexpr float kLazyLog2 = 8.0f;  // m_ref follows a score that exceeds it by more: attention/softmax.cuh
 constexpr float kLazyUnits =
     128.0f;  // a unit follows a scale that is more of them: 2^8 x 128 < 65504, float16's largest
 constexpr float kInverseOfLeast = 0x1p126f;  // of the least unit, which an item begins with

@@ -76,8 +76,8 @@ NOT_UNIFORM = UniformPlan(0, 0, 0, 0)
 
 
 def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan | None:
-    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, if cuts fall between them; None
-    if moving them apart would make a part longer.
+    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, but with all idle rows last; None
+    if requests have no parts of their own there, nor share them whole.
     """
     fixed = min(_MAX_FIXED_COST, b * blocks // num_parts // _FIXED_COST_DIVISOR)
     shortest = 1

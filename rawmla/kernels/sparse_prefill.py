@@ -43,8 +43,8 @@ class PreparedSparsePrefill:
     Attributes
     ----------
     scratch_bytes : int
-        Of the 16-byte aligned scratch that `launch` takes: a plan and the pieces of split tokens. The chunks
-        of tokens use it one after the other.
+        Of the 16-byte aligned scratch that `launch` takes: a plan, if one is needed, and the pieces of split
+        tokens. The chunks of tokens use it one after the other. 0: none.
     """
 
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class PreparedSparsePrefill:
             size: sparse_decode.PreparedSparseDecode(self._decode_call(size), capturing) for size in sizes
         }
         self._splits = call.num_parts * _PLAN_ROW_BYTES
-        plan_bytes = self._splits + 4 * (self._chunk + 1)
+        plan_bytes = self._splits + 4 * (self._chunk + 1) if None in self._uniform.values() else 0
         self._pieces = ceil_div(plan_bytes, _ALIGNMENT) * _ALIGNMENT
         self.scratch_bytes = self._pieces + max(one.scratch_bytes for one in self._attention.values())
 
