@@ -81,7 +81,9 @@ def flash_mla_sparse_fwd(
     is_fp8_kvcache : bool
         `kv` is a paged cache that holds FP8 values with scales, in the layout that d_qk decides (see
         `rawmla.quantize_k_cache`). A value is e4m3 * scale, rounded to bfloat16 once, and with up to 16 heads
-        over "v32" not rounded.
+        over "v32" not rounded. With more heads, or over "model1", a cache is copied to bf16 rows first, and
+        these are attended, where that takes less time: where the query tokens select at least eight times as
+        many rows as it has, and the copies take no more room than `q` and `out`.
 
     Returns
     -------
@@ -104,11 +106,11 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    Allocates the results and scratch (some kilobytes for a plan, and up to 18 MB where tokens can be split)
-    with the framework of `q`, and enqueues one to three kernels (plan, attention, combine) for every 16,384
-    query tokens on its current stream: without `topk_length` the plan is often known beforehand. Never
-    synchronises. Nothing is launched for s_q == 0. The same call twice gives the same bits. There is no
-    autograd: results carry no graph.
+    Allocates the results and scratch (some kilobytes for a plan, up to 18 MB where tokens can be split, and
+    the rows of an FP8 cache that is copied) with the framework of `q`, and enqueues the copies and one to
+    three kernels (plan, attention, combine) for every 16,384 query tokens on its current stream: without
+    `topk_length` the plan is often known beforehand. Never synchronises. Nothing is launched for s_q == 0.
+    The same call twice gives the same bits. There is no autograd: results carry no graph.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that `rawmla.warmup(prefill_formats=[...])` has not loaded is a `KernelNotReadyError`. Replays

@@ -16,6 +16,7 @@ from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import (
     all_specs,
+    cache_gather,
     cache_layout,
     combine,
     common,
@@ -99,6 +100,7 @@ def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         *combine.specs("bfloat16", max_logits=True),
         *sparse_decode.specs("v32", max_logits=True),
         *sparse_decode.specs("bf16", max_logits=True),
+        cache_gather.spec(cache_layout.V32, False),
     }
 
 
@@ -723,6 +725,49 @@ def test_sparse_prefill_without_a_plan(
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
         assert launches[1].params["uniform_splits"] == uniform[0] and launches[1].params["by_request"]
+
+
+@pytest.mark.parametrize("format", ("v32", "model1"))
+@pytest.mark.parametrize(
+    ("changes", "copied"),
+    [({}, True), ({"s_q": 31}, False), ({"h_q": 3}, False), ({"load_bytes": 8}, None), ({"h_q": 16}, None)],
+    ids=("often", "seldom", "no room", "unaligned", "few heads"),
+)
+def test_fp8_rows_that_are_selected_often_are_copied(
+    launches: list[Launch], format: str, changes: dict[str, Any], copied: bool | None
+) -> None:
+    layout = cache_layout.QUANTIZED[format]
+    copied = copied if copied is not None else format == "model1"
+    page = 53
+    call = sparse_prefill.SparsePrefillCall(
+        device=0, format=format, d_qk=layout.d_qk, load_bytes=16, s_q=32, h_q=64,
+        cache=sparse_decode.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0),
+        q_strides=(64 * layout.d_qk, layout.d_qk), out_strides=(64 * 512, 512), num_parts=132,
+        softmax_scale=0.3, lse_factor=0.5, limited=True,
+    )._replace(**changes)  # fmt: skip
+    if changes.get("s_q") == 31:
+        call = call._replace(cache=call.cache._replace(num_blocks=47))  # 2,491 rows, 19,840 selected
+    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared.launch(
+        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0, out=0x7000,
+        max_logits=0x8000, lse=0x9000, scratch=0x10000,
+    )  # fmt: skip
+    names = [launch.spec.name for launch in launches]
+    assert (names[0] == "mla_cache_gather") == copied
+    attention = next(launch for launch in launches if launch.spec.name.startswith("sm90_"))
+    if not copied:
+        assert attention.params["cache"] == (0x2000, 0)
+        return
+    assert all(launch.spec in SPECS for launch in launches) and names[2] == "sm90_sparse_bf16"
+    gather = launches[0].params
+    rows = gather["out"]
+    slots = page * 10
+    assert rows % 128 == 0 and rows + slots * 2 * layout.d_qk == 0x10000 + prepared.scratch_bytes
+    assert attention.params["cache"] == (rows, 0)
+    assert attention.params["page_block_size"][0] == 1 and attention.params["cache_slots"][0] == slots
+    assert attention.params["block_stride"][0] == 2 * layout.d_qk == 2 * gather["out_stride"]
+    assert (gather["cache"], gather["block_table"], gather["rows"]) == (0x2000, 0, slots)
+    assert (gather["block_stride"], gather["token_stride"]) == (60_000, layout.row_bytes)
 
 
 def _combine_launch(

@@ -18,6 +18,7 @@ from . import (
     merge_states,
     metadata,
     sparse_decode,
+    sparse_prefill,
 )
 from .common import DTYPES
 
@@ -102,5 +103,5 @@ def _specs(
         for layout in cache_layout.OF_FORMAT[format]:
             specs += cache_write.specs(layout) + cache_gather.specs(layout)
     for format in prefill_formats:
-        specs += sparse_decode.specs(format, max_logits=True) + combine.specs("bfloat16", max_logits=True)
+        specs += sparse_prefill.specs(format) + combine.specs("bfloat16", max_logits=True)
     return list(dict.fromkeys(specs))

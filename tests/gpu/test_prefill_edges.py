@@ -247,11 +247,29 @@ def test_natural_logarithms(kind: dict[str, Any]) -> None:
 
 @kinds
 def test_is_decoding_with_a_request_per_token(kind: dict[str, Any]) -> None:
-    inputs = make(kind, b=300, h_q=16, s_k=700, topk=200, lengths="random", sink=True)
+    inputs = make(kind, b=300, h_q=16, s_k=9000, topk=200, lengths="random", sink=True)
     out, _, lse = prefill(inputs, log_base="e")
     want_out, want_lse = sparse_decode(inputs)
     assert_same_bits("out", out, want_out[:, 0])
     assert_same_bits("lse", lse, want_lse[:, :, 0])
+
+
+@pytest.mark.parametrize(("layout", "h_q"), (("v32", 64), ("model1", 16), ("model1", 130)))
+def test_fp8_rows_that_are_selected_often(layout: str, h_q: int) -> None:
+    """They are attended as the bf16 rows that dequantising gives."""
+    kind = {"layout": layout, "page_block_size": 61, "block_gap": 1}
+    inputs = make(kind, b=300, h_q=h_q, s_k=700, topk=200, lengths="random", sink=True)
+    rows = rawmla.dequantize_k_cache(inputs.k_cache, layout).reshape(slots_of(inputs), 1, -1)
+    want = rawmla.flash_mla_sparse_fwd(
+        inputs.q[:, 0],
+        rows,
+        inputs.indices,
+        inputs.case.width**-0.5,
+        attn_sink=inputs.attn_sink,
+        topk_length=inputs.topk_length,
+    )
+    for name, one, wanted in zip(NAMES, prefill(inputs), want, strict=True):
+        assert_same_bits(name, one, wanted)
 
 
 @kinds

@@ -35,6 +35,7 @@ CASES = (
     SparseCase(
         b=2, h_q=64, s_k=100, topk=33, page_block_size=2, block_gap=1, shared=True, power_of_two_scales=True
     ),
+    SparseCase(b=30, h_q=33, s_k=50, topk=40, page_block_size=7, layout="model1", block_gap=1, shared=True),
 )
 
 
