@@ -80,10 +80,10 @@ def flash_mla_sparse_fwd(
         Of `max_logits` and `lse`: "2", or "e" for natural ones, which are those in base 2 times ln 2.
     is_fp8_kvcache : bool
         `kv` is a paged cache that holds FP8 values with scales, in the layout that d_qk decides (see
-        `rawmla.quantize_k_cache`). A value is e4m3 * scale, rounded to bfloat16 once, and with up to 16 heads
-        over "v32" not rounded. With more heads, or over "model1", a cache is copied to bf16 rows first, and
-        these are attended, where that takes less time: where the query tokens select at least eight times as
-        many rows as it has, and the copies take no more room than `q` and `out`.
+        `rawmla.quantize_k_cache`). A value is e4m3 * scale, rounded to bfloat16 once; few query tokens with
+        up to 16 heads over "v32" may read it unrounded. A cache is copied to bf16 rows first, and these are
+        attended, where that takes less time: where the query tokens select at least eight times as many rows
+        as it has, and the copies take no more room than `q` and `out`.
 
     Returns
     -------
@@ -106,11 +106,18 @@ def flash_mla_sparse_fwd(
 
     Notes
     -----
-    Allocates the results and scratch (some kilobytes for a plan, up to 18 MB where tokens can be split, and
-    the rows of an FP8 cache that is copied) with the framework of `q`, and enqueues the copies and one to
-    three kernels (plan, attention, combine) for every 16,384 query tokens on its current stream: without
-    `topk_length` the plan is often known beforehand. Never synchronises. Nothing is launched for s_q == 0.
-    The same call twice gives the same bits. There is no autograd: results carry no graph.
+    From 512 query tokens on with 8, 16 or 32 heads, eight, four or two neighbours share a tile of 64 rows:
+    what they select is united, so that a row that several select is read once for all. That needs rows that
+    are selected often (at most 32,768, and 16 * topk) and an `out` whose tokens and heads follow each other
+    evenly. Results of a token then depend on its neighbours in their last bits, but NaN and Inf in a row stay
+    with the tokens that select it; Inf in the first 512 columns of such a row gives them NaN.
+
+    Allocates the results and scratch (some kilobytes for a plan, up to 18 MB where tokens can be split, up to
+    64 MB for united selections, and the rows of an FP8 cache that is copied) with the framework of `q`, and
+    enqueues the copies, the uniting and one to three kernels (plan, attention, combine) for every 16,384
+    query tokens or less on its current stream: without `topk_length` the plan is often known beforehand.
+    Never synchronises. Nothing is launched for s_q == 0. The same call twice gives the same bits. There is no
+    autograd: results carry no graph.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that `rawmla.warmup(prefill_formats=[...])` has not loaded is a `KernelNotReadyError`. Replays
@@ -162,7 +169,7 @@ def flash_mla_sparse_fwd(
         if len(known.calls) >= _MAX_KNOWN:
             known.calls.clear()
         sm_count = jit.device_info(device).sm_count
-        prepared = sparse_prefill.PreparedSparsePrefill(
+        prepared = sparse_prefill.prepare(
             sparse_prefill.SparsePrefillCall(
                 device=device,
                 format=sizes.format,

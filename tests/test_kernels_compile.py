@@ -25,6 +25,7 @@ from rawmla.kernels import (
     metadata,
     sparse_decode,
     sparse_prefill,
+    unite_selections,
     warmup,
 )
 from rawmla.kernels.division import divisor
@@ -53,7 +54,8 @@ def test_variants() -> None:
     around = {"mla_cache_gather", "mla_cache_write", "mla_convert_indices", "mla_merge_states"}
     decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
     prefill = {"mla_combine", *SPARSE_DECODE}
-    assert set(BY_KERNEL) == {(name, False) for name in decoding | around} | {
+    uniting = {"mla_find_not_finite", "mla_unite_selections"}
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting} | {
         (name, True) for name in prefill
     }
     assert not any(max_logits(spec) for spec in default_specs())
@@ -68,8 +70,9 @@ def test_variants() -> None:
     formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16))
     assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_bf16")}
-    sparse = sorted((v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
-    assert sparse == [(d_qk, 16, prefill) for d_qk in (512, 576) for prefill in (0, 1)]
+    sparse = sorted((v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"], v["GROUP_TOKENS"]) for v in values.values())
+    groups = ((0, 1), (1, 1), (1, 2), (1, 4), (1, 8))
+    assert sparse == [(d_qk, 16, *group) for d_qk in (512, 576) for group in groups]
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode_few_heads")}
     few_heads = sorted((v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
     assert few_heads == [(8, 0), (8, 1), (16, 0), (16, 1)]
@@ -100,6 +103,8 @@ def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         *combine.specs("bfloat16", max_logits=True),
         *sparse_decode.specs("v32", max_logits=True),
         *sparse_decode.specs("bf16", max_logits=True),
+        *[sparse_decode.spec("bf16", d_qk, 16, True, n) for d_qk in (512, 576) for n in (2, 4, 8)],
+        *unite_selections.specs(),
         cache_gather.spec(cache_layout.V32, False),
     }
 
@@ -320,6 +325,8 @@ def fields_of(kernel: str, max_logits: bool) -> list[Field]:
     ("kernel", "prefill", "packed"),
     [
         ("mla_metadata", False, metadata._PARAMS),
+        ("mla_find_not_finite", False, unite_selections._FIND_PARAMS),
+        ("mla_unite_selections", False, unite_selections._UNITE_PARAMS),
         *(("mla_combine", prefill, packed) for prefill, packed in combine._PARAMS.items()),
         *((kernel, False, dense_decode._PARAMS) for kernel in DENSE_DECODE),
         *(
@@ -627,7 +634,7 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
     if prefill:
         expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}
         expected["lse_factor"] = call.lse_factor
-        expected |= {"uniform": (0, 0, 0, 0), "uniform_splits": 0}
+        expected |= {"uniform": (0, 0, 0, 0), "uniform_splits": 0, "selected": 0}
     main, merge = launches
     assert set(main.params) == set(expected) - {"by_request", "uniform_splits"}
     for launch in launches:
@@ -654,7 +661,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         q_strides=(45_000, 584), out_strides=(40_000, 528), num_parts=parts, softmax_scale=0.3,
         lse_factor=0.5, limited=True,
     )  # fmt: skip
-    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(
         0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0x4F00, out=0x7000,
         max_logits=0x8000, lse=0x9000, scratch=0x10000,
@@ -713,7 +720,7 @@ def test_sparse_prefill_without_a_plan(
         q_strides=(128 * 576, 576), out_strides=(128 * 512, 512), num_parts=66, softmax_scale=0.3,
         lse_factor=0.5, limited=False,
     )  # fmt: skip
-    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(
         0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0, attn_sink=0, out=0x7000,
         max_logits=0x8000, lse=0x9000, scratch=0x10000,
@@ -725,6 +732,102 @@ def test_sparse_prefill_without_a_plan(
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
         assert launches[1].params["uniform_splits"] == uniform[0] and launches[1].params["by_request"]
+
+
+def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:
+    return sparse_prefill.SparsePrefillCall(
+        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=1031, h_q=16,
+        cache=sparse_decode.Cache(1, 1000, 1280, 1280, 100, 120, 0),
+        q_strides=(45_000, 584), out_strides=(16 * 528, 528), num_parts=66, softmax_scale=0.3,
+        lse_factor=0.5, limited=True,
+    )._replace(**changes)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"h_q": 64},
+        {"h_q": 24, "out_strides": (24 * 528, 528)},
+        {"s_q": 511},
+        {"out_strides": (17 * 528, 528)},
+        {"cache": sparse_decode.Cache(1, 1601, 1280, 1280, 100, 120, 0)},
+        {"cache": sparse_decode.Cache(1, 32_769, 1280, 1280, 4096, 4096, 0)},
+        {"cache": sparse_decode.Cache(1, 1000, 1280, 1280, 4097, 4097, 0)},
+    ],
+    ids=("a tile of heads", "no divisor", "few", "slice of heads", "seldom", "many rows", "many indices"),
+)
+def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: dict[str, Any]) -> None:
+    prepared = sparse_prefill.prepare(_united_call(**changes), not_capturing)
+    prepared.launch(
+        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0, out=0x7000,
+        max_logits=0x8000, lse=0x9000, scratch=0x10000,
+    )  # fmt: skip
+    attention = next(launch for launch in launches if launch.spec.name == "sm90_sparse_bf16")
+    assert dict(attention.spec.defines)["GROUP_TOKENS"] == 1
+    assert "mla_unite_selections" not in [launch.spec.name for launch in launches]
+
+
+def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunk after chunk of groups of four tokens, then the three tokens that are left."""
+    capacity, words = 448, 448 // 64 * 8 * 8
+    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
+    prepared = sparse_prefill.prepare(_united_call(), not_capturing)
+    prepared.launch(
+        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0x4F00, out=0x7000,
+        max_logits=0x8000, lse=0x9000, scratch=0x10000,
+    )  # fmt: skip
+    group = ["mla_unite_selections", "mla_metadata", "sm90_sparse_bf16", "mla_combine"]
+    assert [launch.spec.name for launch in launches] == ["mla_find_not_finite", *group, *group, *group[1:]]
+    assert all(launch.spec in SPECS and launch.pdl for launch in launches)
+    find = launches[0].params
+    assert (find["rows"], find["row_stride"], find["num_rows"]) == (0x2000, 1280, 1000)
+    for chunk in range(2):
+        unite, plan, attention, merge = launches[1 + 4 * chunk : 5 + 4 * chunk]
+        first, groups = 516 * chunk, 129 - chunk
+        assert unite.grid == (groups, 1, 1) and attention.grid == (1, 1, 66)
+        assert dict(attention.spec.defines)["GROUP_TOKENS"] == 4
+        united = unite.params
+        given = ("indices", "topk_length", "attn_sink", "not_finite", "index_stride", "topk", "num_rows")
+        assert [united[name] for name in given] == [
+            0x3000 + 4 * 120 * first, 0x4000 + 4 * first, 0x4F00, find["not_finite"], 120, 100, 1000,
+        ]  # fmt: skip
+        assert (united["group_tokens"], united["capacity"]) == (4, capacity)
+        places = [united[name] for name in ("not_finite", "sinks", "counts", "rows", "selected")]
+        sizes = [128, 256, 4 * 129, 4 * capacity * 129, words * 129]
+        ends = [place + size for place, size in zip(places, sizes, strict=True)]
+        assert plan.params["num_splits"] + 4 * (groups + 1) <= places[0]
+        assert all(end <= place for end, place in zip(ends[:-1], places[1:], strict=True))
+        assert ends[-1] <= attention.params["o_accum"] and united["selected"] % 8 == 0
+        assert attention.params["o_accum"] < 0x10000 + prepared.scratch_bytes
+        assert plan.params["tokens"] == (united["counts"], 0, capacity, 0) and plan.params["b"] == groups
+        expected = {
+            "q": 0x1000 + 2 * 45_000 * first,
+            "cache": (0x2000, 0),
+            "indices": (united["rows"], 0),
+            "lengths": (united["counts"], 0),
+            "attn_sink": united["sinks"],
+            "selected": united["selected"],
+            "out": 0x7000 + 2 * 16 * 528 * first,
+            "max_logits": 0x8000 + 4 * 16 * first,
+            "lse": 0x9000 + 4 * 16 * first,
+            "topk": (capacity, 0),
+            "index_stride_b": (capacity, 0),
+            "out_stride_b": 4 * 16 * 528,
+            "b": groups,
+            "s_q": 1,
+            "h_q": 64,
+        }
+        for name, value in expected.items():
+            assert attention.params[name] == value, name
+        assert merge.params["out"] == expected["out"] and merge.params["h_q"] == 64
+        assert attention.params["q_map"] == jit.tensor_map(
+            expected["q"], "bfloat16", (64, 16, 9, 4, groups), (1168, 128, 90_000, 360_000),
+            (64, 16, 1, 4, 1), "128b", "none",
+        )  # fmt: skip
+    rest = launches[-2].params
+    assert (rest["b"], rest["h_q"], rest["q"]) == (3, 16, 0x1000 + 2 * 45_000 * 1028)
+    assert rest["indices"] == (0x3000 + 4 * 120 * 1028, 0) and rest["lengths"] == (0x4000 + 4 * 1028, 0)
+    assert rest["lse"] == 0x9000 + 4 * 16 * 1028 and rest["attn_sink"] == 0x4F00
 
 
 @pytest.mark.parametrize("format", ("v32", "model1"))
@@ -747,7 +850,7 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     )._replace(**changes)  # fmt: skip
     if changes.get("s_q") == 31:
         call = call._replace(cache=call.cache._replace(num_blocks=47))  # 2,491 rows, 19,840 selected
-    prepared = sparse_prefill.PreparedSparsePrefill(call, not_capturing)
+    prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(
         0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0, out=0x7000,
         max_logits=0x8000, lse=0x9000, scratch=0x10000,

@@ -29,7 +29,7 @@ from decode_fakes import PREFILL_S_Q as S_Q
 
 import rawmla
 from rawmla import prefill
-from rawmla.kernels import metadata
+from rawmla.kernels import metadata, sparse_prefill
 from rawmla.kernels.sparse_decode import NO_CACHE, Cache
 
 ARRAYS = ("q", "kv", "indices", "topk_length", "attn_sink")
@@ -283,6 +283,8 @@ class TestLaunch:
             "softmax_scale": 0.25,
             "lse_factor": 1.0,
             "uniform": None,
+            "group_tokens": 1,
+            "selected": 0,
         }
         assert not world.decodes and not world.framework.copied
 
@@ -463,7 +465,8 @@ class TestChunks:
             assert (args.caches, args.attn_sink) == ((0x2000, 0), 0xA000)
             first += args.b
 
-    def test_scratch_is_shared(self, world: World) -> None:
+    def test_scratch_is_shared(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sparse_prefill, "_UNITED_TOKENS", 1 << 30)
         arguments = prefill_arguments() | {"topk_length": FakeArray((40_000,), ptr=0x9000)}
         change("q", shape=(40_000, H_Q, 576))(arguments)
         change("indices", shape=(40_000, 1, TOPK))(arguments)

@@ -445,6 +445,8 @@ class TestLaunch:
             "softmax_scale": 0.25,
             "lse_factor": None,
             "uniform": None,
+            "group_tokens": 1,
+            "selected": 0,
         }
         assert not world.plans and not world.decodes and not world.framework.copied
 

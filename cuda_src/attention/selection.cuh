@@ -27,7 +27,8 @@ struct Params {
     float* o_scale_log2;
 #if MAX_LOGITS
     float* max_accum_log2;
-    float* max_logits;  // as lse
+    float* max_logits;    // as lse
+    const u64* selected;  // of united selections: mla_unite_selections.cu
 #endif
     i64 block_stride[2], token_stride[2];          // bytes
     i64 index_stride_b[2], index_stride_s[2];      // elements

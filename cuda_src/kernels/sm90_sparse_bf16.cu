@@ -63,6 +63,8 @@
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
 static_assert(LOAD_BYTES == 16, "LOAD_BYTES is what addresses of rows are multiples of");
+static_assert(GROUP_TOKENS == 1 || (GROUP_TOKENS <= 8 && MAX_LOGITS), "united selections are of prefill");
+constexpr int kGroupTokens = GROUP_TOKENS;
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 3;
@@ -138,6 +140,45 @@ __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32
         tma_load_5d(dst + chunk * kChunkBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
                     req);
 }
+
+// ---- United selections ---------------------------------------------------------------------------------------------------
+
+// Which rows of a block the two tile rows of a thread attend, in a tile of several tokens.
+struct BlockSelection {
+    u64 selected[2];  // a bit for each row that the token of tile row r has selected
+    u64 not_finite;   // a bit for each row that zeros stand for
+
+    // The words of the item's block that is followed by left - 1 others.
+    template <class Params>
+    __device__ __forceinline__ static const u64* words(const Params& params, const WorkItem& item, int left) {
+        const int block = item.first_block + item.num_blocks - left;
+        return params.selected +
+               (static_cast<i64>(item.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
+    }
+    // For the warp that has the tile's rows from warp_idx * 16 on.
+    __device__ __forceinline__ void load(const u64* words, int warp_idx) {
+        constexpr int kHeads = kBlockM / kGroupTokens;
+        selected[0] = load_global(words + warp_idx * 16 / kHeads);
+        selected[1] = kHeads > 8 ? selected[0] : load_global(words + warp_idx * 2 + 1);
+        not_finite = load_global(words + kGroupTokens);
+    }
+    // Scores of rows that are not the token's become -inf; of the others NaN, if the row is not finite.
+    __device__ __forceinline__ void apply(float (&s)[32]) const {
+        const int shift = 2 * (lane_index() % 4);
+        auto has = [&](u64 words, int j) {
+            const int bit = 8 * (j >> 2) + (j & 1);
+            return static_cast<u32>(words >> (bit & 32)) >> shift >> bit % 32 & 1;
+        };
+        if (not_finite != 0) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                if (has(not_finite, j)) s[j] = kNaN;
+        }
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+            if (!has(selected[j >> 1 & 1], j)) s[j] = -kInfinity;
+    }
+};
 
 // ---- QK ----------------------------------------------------------------------------------------------------------------
 
@@ -282,13 +323,21 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_wait_group<1>();
             if (p_pending) announce_p();
             u32 valid_low = 0, valid_high = 0;
-            if (has_row_scales()) {
-                const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
-                valid_low = valid[0];
-                valid_high = valid[1];
+            BlockSelection selection;
+            if constexpr (kGroupTokens > 1) {
+                // It was brought to L1 a block ago, and the last wgmmas hide what that takes.
+                const u64* words = BlockSelection::words(params, reader.item(smem), left);
+                selection.load(words, warp_idx);
+                if (left > 1) prefetch_l1(words + 2 * kGroupTokens);
+            } else {
+                if (has_row_scales()) {
+                    const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
+                    valid_low = valid[0];
+                    valid_high = valid[1];
+                }
+                valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
+                valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
             }
-            valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
-            valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
             wgmma_wait_group<0>();
             wgmma_pin(s);
 
@@ -300,7 +349,11 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     load_q(next_stage(stage), after);
                 }
             }
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if (kGroupTokens > 1) {
+                selection.apply(s);
+            } else if ((valid_low & valid_high) != 0xffffffff) {
+                mask_scores(s, valid_low, valid_high);
+            }
 
             u32 shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);

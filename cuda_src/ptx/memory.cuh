@@ -84,6 +84,11 @@ __device__ __forceinline__ float load_global(const float* ptr) {
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(ptr) : "memory");
     return value;
 }
+__device__ __forceinline__ u64 load_global(const u64* ptr) {
+    u64 value;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(ptr) : "memory");
+    return value;
+}
 __device__ __forceinline__ float4 load_global(const float4* ptr) {
     float4 value;
     asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -93,7 +98,10 @@ __device__ __forceinline__ float4 load_global(const float4* ptr) {
     return value;
 }
 
-// Brings the 128-byte line of an address to L2.
+// Brings the 128-byte line of an address to L1, or to L2.
+__device__ __forceinline__ void prefetch_l1(const void* ptr) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(ptr) : "memory");
+}
 __device__ __forceinline__ void prefetch_l2(const void* ptr) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(ptr) : "memory");
 }

@@ -28,9 +28,9 @@ __all__ = [
 # Params of attention/selection.cuh and its first members; by whether the call has max_logits
 _PARAMS = {
     False: struct.Struct("<128s 15Q 14q 2i 2I 2i 2I 2i 6i f 20x"),
-    True: struct.Struct("<128s 17Q 14q 2i 2I 2i 2I 2i 6i 2f 4i 48x"),
+    True: struct.Struct("<128s 18Q 14q 2i 2I 2i 2I 2i 6i 2f 4i 40x"),
 }
-_POINTERS = {False: addresses(15, "128s"), True: addresses(17, "128s")}
+_POINTERS = {False: addresses(15, "128s"), True: addresses(18, "128s")}
 _NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 _MAX_MAPS = 1024  # of queries, each at its own address
 _SMEM_BYTES = 232_448  # all that a CTA can have
@@ -70,7 +70,9 @@ class SparseDecodeCall(NamedTuple):
 
     ``load_bytes``: what the addresses of cache rows are multiples of. ``lse_factor`` makes it a prefill call,
     which also has max_logits: what both outputs are multiplied by, from base 2. Such a call may have a
-    ``uniform`` plan instead of arrays.
+    ``uniform`` plan instead of arrays. Over bf16 rows its requests may be groups of ``group_tokens`` query
+    tokens, with united selections (cuda_src/kernels/mla_unite_selections.cu): h_q counts the heads of a whole
+    group, s_q is 1, and q's stride for it that of the group's tokens.
     """
 
     device: int
@@ -90,6 +92,7 @@ class SparseDecodeCall(NamedTuple):
     softmax_scale: float
     lse_factor: float | None = None
     uniform: metadata.UniformPlan | None = None
+    group_tokens: int = 1
 
 
 @cache
@@ -104,7 +107,9 @@ def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
 
 
 @cache
-def spec(format: str, d_qk: int, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
+def spec(
+    format: str, d_qk: int, load_bytes: int, max_logits: bool = False, group_tokens: int = 1
+) -> jit.KernelSpec:
     """A variant for any number of heads; ValueError for a combination that no kernel exists for."""
     if d_qk not in _D_QK.get(format, ()) or load_bytes not in _LOAD_BYTES[format]:
         raise ValueError(
@@ -116,6 +121,7 @@ def spec(format: str, d_qk: int, load_bytes: int, max_logits: bool = False) -> j
             "sm90_sparse_bf16",
             (
                 ("D_QK", d_qk),
+                ("GROUP_TOKENS", group_tokens),
                 ("LOAD_BYTES", load_bytes),
                 ("MAX_LOGITS", max_logits),
                 ("SMEM_BYTES", _SMEM_BYTES),
@@ -164,7 +170,7 @@ class PreparedSparseDecode:
         if few_heads:
             variant = few_heads_spec(call.load_bytes, max_logits)
         else:
-            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits)
+            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(variant, call.device, capturing=capturing)
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
         caches = (call.cache, call.extra)
@@ -229,6 +235,7 @@ class PreparedSparseDecode:
         lse: int,
         scratch: int,
         max_logits: int = 0,
+        selected: int = 0,
     ) -> None:
         """Enqueue the kernels on arrays given as device addresses, pairs of the cache and the extra one."""
         lse_accum = scratch + self._lse_accum
@@ -237,7 +244,7 @@ class PreparedSparseDecode:
         q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
         current = self._main(
             stream, q_map, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
-            scratch, lse_accum, o_scale, *maxima,
+            scratch, lse_accum, o_scale, *maxima, *([selected] if maxima else []),
         )  # fmt: skip
         if self._merge is not None:
             self._merge(
@@ -246,8 +253,9 @@ class PreparedSparseDecode:
             )  # fmt: skip
 
     def _encode(self, q: int) -> bytes:
-        """The tensor map of queries: a box is 64 columns of 64 heads."""
+        """The tensor map of queries: a box is 64 columns of 64 heads, or of a group's tokens and heads."""
         call = self._call
+        tokens = call.group_tokens
         # Of a dimension of one element the stride may be 0, which a tensor map may not have.
         stride_b, stride_s, stride_h = (2 * stride or 16 for stride in call.q_strides)
         if len(self._maps) >= _MAX_MAPS:
@@ -255,9 +263,9 @@ class PreparedSparseDecode:
         found = self._maps[q] = jit.tensor_map(
             q,
             "bfloat16",
-            (64, call.h_q, call.d_qk // 64, call.s_q, call.b),
+            (64, call.h_q // tokens, call.d_qk // 64, call.s_q * tokens, call.b),
             (stride_h, 128, stride_s, stride_b),
-            (64, _BLOCK_M, 1, 1, 1),
+            (64, _BLOCK_M // tokens, 1, tokens, 1),
             "128b",
             "none",
         )

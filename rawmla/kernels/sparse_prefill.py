@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from .. import jit
-from . import cache_gather, metadata, sparse_decode
-from .cache_layout import QUANTIZED, CacheLayout
+from . import cache_gather, metadata, sparse_decode, unite_selections
+from .cache_layout import OF_FORMAT, QUANTIZED
 from .common import BLOCK_TOKENS, D_V, ceil_div
 from .sparse_decode import NO_CACHE, Cache, SparseDecodeCall
 
-__all__ = ["PreparedSparsePrefill", "SparsePrefillCall", "specs"]
+__all__ = ["Prepared", "SparsePrefillCall", "prepare", "specs"]
 
 _PLAN_ROW_BYTES = 32
 _ALIGNMENT = 16  # bytes, of what lies in scratch
 _ROWS_ALIGNMENT = 128  # of copied rows: their 128-byte pieces must not straddle lines
+_TILE_ROWS = 64
 # Attended by 128 heads, a row of an FP8 cache costs 0.13 ns more than one of bf16, and 0.67 ns to be copied.
 _COPIED_WHEN_SELECTED = 8
+# Uniting selections takes three launches more, and all rows are read to find those that are not finite. Four
+# tokens that each select one of 16 rows at random have 9 % of them in common, which pays for that; neighbours
+# in a model select much the same.
+_UNITED_TOKENS = 512
+_UNITED_WHEN_SELECTED = 16
+_UNITED_ROWS = 16
+_UNITED_SCRATCH = 64 << 20  # bytes, of united selections at a time
 
 
 class SparsePrefillCall(NamedTuple):
@@ -45,50 +53,114 @@ class SparsePrefillCall(NamedTuple):
 def specs(format: str) -> list[jit.KernelSpec]:
     """The variants that prefill over a cache format needs besides plan and combine."""
     found = sparse_decode.specs(format, max_logits=True)
+    widths = {layout.d_qk for layout in OF_FORMAT[format]}
     if format in QUANTIZED:
-        layout = QUANTIZED[format]
-        found += [cache_gather.spec(layout, False), sparse_decode.spec("bf16", layout.d_qk, 16, True)]
-    return found
+        found.append(cache_gather.spec(QUANTIZED[format], False))
+        found += [sparse_decode.spec("bf16", d_qk, 16, True) for d_qk in widths]
+    found += [
+        sparse_decode.spec("bf16", d_qk, 16, True, group_tokens)
+        for d_qk in sorted(widths)
+        for group_tokens in unite_selections.GROUP_TOKENS
+    ]
+    return found + unite_selections.specs()
 
 
-def _copied_layout(call: SparsePrefillCall) -> CacheLayout | None:
-    """The layout of a cache that is better copied to bf16 rows first: its rows are selected many times, and
-    the copies take no more room than q and the results.
-    """
-    layout = QUANTIZED.get(call.format)
-    few_heads = call.format == "v32" and call.h_q <= sparse_decode.FEW_HEADS  # read FP8 rows in less time
-    if layout is None or few_heads or call.load_bytes < layout.alignment:
-        return None
+def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
+    """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`."""
+    if call.format in QUANTIZED:
+        copies = _PreparedCopies(call, capturing) if _is_copied(call) else None
+        return copies or _PreparedTokens(call, capturing)
+    return _PreparedGroups(call, capturing) if _is_united(call) else _PreparedTokens(call, capturing)
+
+
+def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
+    """The call on bf16 rows of the cache."""
     rows = call.cache.num_blocks * call.cache.page_block_size
+    row_bytes = 2 * call.d_qk
+    cache = call.cache._replace(
+        page_block_size=1, num_blocks=rows, block_stride=row_bytes, token_stride=row_bytes
+    )
+    return call._replace(format="bf16", load_bytes=16, cache=cache)
+
+
+def _is_copied(call: SparsePrefillCall) -> bool:
+    """Whether an FP8 cache is better copied to bf16 rows first: its rows are selected many times, and the
+    copies take no more room than q and the results.
+    """
+    layout = QUANTIZED[call.format]
+    copies = _of_copies(call)
+    if call.load_bytes < layout.alignment:
+        return False
+    if call.format == "v32" and call.h_q <= sparse_decode.FEW_HEADS and not _is_united(copies):
+        return False  # these have a kernel that reads FP8 rows in less time
+    rows = copies.cache.num_blocks
     often = call.s_q * call.cache.topk >= _COPIED_WHEN_SELECTED * rows
-    fits = rows * call.d_qk <= call.s_q * call.h_q * (call.d_qk + D_V)
-    return layout if often and fits else None
+    return often and rows * call.d_qk <= call.s_q * call.h_q * (call.d_qk + D_V)
 
 
-class PreparedSparsePrefill:
-    """The launches of a prefill call: for as many query tokens as a plan takes at a time, plan and attention.
+def _is_united(call: SparsePrefillCall) -> bool:
+    """Whether query tokens are better attended in groups that fill a tile's rows: there are heads for a
+    fraction of them, enough tokens, and a row is selected many times.
+    """
+    group_tokens = _TILE_ROWS // call.h_q
+    rows, topk = call.cache.num_blocks, call.cache.topk
+    out_stride, out_stride_h = call.out_strides
+    return (
+        group_tokens in unite_selections.GROUP_TOKENS
+        and group_tokens * call.h_q == _TILE_ROWS
+        and call.s_q >= _UNITED_TOKENS
+        and out_stride == call.h_q * out_stride_h
+        and rows <= unite_selections.MAX_ROWS
+        and group_tokens * topk <= unite_selections.MAX_CAPACITY
+        and call.s_q * topk >= _UNITED_WHEN_SELECTED * rows
+        and rows <= _UNITED_ROWS * topk
+    )
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Of the 16-byte aligned scratch that `launch` takes: a plan, if one is needed, and the pieces of split
-        tokens, which the chunks of tokens use one after the other, and the rows of an FP8 cache if they are
-        copied. 0: none.
+
+class Prepared(Protocol):
+    """The launches of a prefill call."""
+
+    scratch_bytes: int
+    """Of the 16-byte aligned scratch that `launch` takes; 0: none."""
+
+    def launch(
+        self,
+        stream: int,
+        q: int,
+        kv: int,
+        indices: int,
+        topk_length: int,
+        attn_sink: int,
+        out: int,
+        max_logits: int,
+        lse: int,
+        scratch: int,
+    ) -> None:
+        """Enqueue the kernels on arrays given as device addresses; ``topk_length`` and ``attn_sink`` or 0."""
+
+
+class _Room:
+    """Hands out places in scratch, one behind the other."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def take(self, size: int, alignment: int = _ALIGNMENT) -> int:
+        """Where the next `size` bytes begin."""
+        begin = ceil_div(self.bytes, alignment) * alignment
+        self.bytes = begin + size
+        return begin
+
+
+class _PreparedTokens:
+    """For as many query tokens as a plan takes at a time: plan, if it is not known, and attention.
+
+    In scratch are the plan and the pieces of split tokens. The chunks of tokens use it one after the other.
     """
 
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
-        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        self._capturing = capturing
-        self._copied = _copied_layout(call)
-        self._source = call.cache
-        if self._copied is not None:
-            rows = call.cache.num_blocks * call.cache.page_block_size
-            row_bytes = 2 * call.d_qk
-            cache = call.cache._replace(
-                page_block_size=1, num_blocks=rows, block_stride=row_bytes, token_stride=row_bytes
-            )
-            call = call._replace(format="bf16", load_bytes=16, cache=cache)
         self._call = call
+        self._capturing = capturing
         self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, metadata.MAX_BATCH))  # all but the last are alike
         sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
         # Tokens that select equally many need no plan where it would not cut between them.
@@ -102,12 +174,10 @@ class PreparedSparsePrefill:
         }
         self._splits = call.num_parts * _PLAN_ROW_BYTES
         plan_bytes = self._splits + 4 * (self._chunk + 1) if None in self._uniform.values() else 0
-        self._pieces = ceil_div(plan_bytes, _ALIGNMENT) * _ALIGNMENT
-        pieces = max(one.scratch_bytes for one in self._attention.values())
-        self._rows = ceil_div(self._pieces + pieces, _ROWS_ALIGNMENT) * _ROWS_ALIGNMENT
-        self.scratch_bytes = self._pieces + pieces
-        if self._copied is not None:
-            self.scratch_bytes = self._rows + call.cache.num_blocks * call.cache.block_stride
+        room = _Room()
+        room.take(plan_bytes)
+        self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
+        self.scratch_bytes = room.bytes
 
     def _decode_call(self, tokens: int) -> SparseDecodeCall:
         call = self._call
@@ -146,12 +216,9 @@ class PreparedSparsePrefill:
         lse: int,
         scratch: int,
     ) -> None:
-        """Enqueue the kernels on arrays given as device addresses; ``topk_length`` and ``attn_sink`` or 0."""
+        """As in `Prepared`."""
         call = self._call
         splits = scratch + self._splits
-        if self._copied is not None:
-            self._copy_rows(stream, kv, scratch + self._rows)
-            kv = scratch + self._rows
         for first in range(0, call.s_q, self._chunk):
             tokens = min(self._chunk, call.s_q - first)
             lengths = topk_length + 4 * first if topk_length else 0
@@ -183,27 +250,205 @@ class PreparedSparsePrefill:
                 max_logits + 4 * first * call.h_q,
             )
 
-    def _copy_rows(self, stream: int, cache: int, rows: int) -> None:
-        source = self._source
-        assert self._copied is not None
-        cache_gather.launch(
-            self._copied,
-            device=self._call.device,
+
+class _PreparedGroups:
+    """For as many groups of query tokens as there is room for at a time: uniting of what a group's tokens
+    select, plan and attention, with the heads of a group's tokens as those of one; then the tokens that no
+    group has.
+
+    In scratch are what is not finite, the plan, the united selections of a chunk of groups and the pieces.
+    """
+
+    def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+        self._call = call
+        self._capturing = capturing
+        self._tokens = _TILE_ROWS // call.h_q
+        self._groups, rest = divmod(call.s_q, self._tokens)
+        self._rest = _PreparedTokens(call._replace(s_q=rest), capturing) if rest else None
+        self._capacity = unite_selections.capacity(self._tokens, call.cache.topk)
+        words = unite_selections.selected_bytes(self._tokens, self._capacity)
+        most = min(_UNITED_SCRATCH // (4 * self._capacity + words), metadata.MAX_BATCH)
+        self._chunk = ceil_div(self._groups, ceil_div(self._groups, most))
+        sizes = {self._chunk, self._groups - (ceil_div(self._groups, self._chunk) - 1) * self._chunk}
+        self._attention = {
+            size: sparse_decode.PreparedSparseDecode(self._decode_call(size), capturing) for size in sizes
+        }
+        room = _Room()
+        self._plan = room.take(call.num_parts * _PLAN_ROW_BYTES)
+        self._splits = room.take(4 * (self._chunk + 1))
+        self._not_finite = room.take(unite_selections.not_finite_bytes(call.cache.num_blocks))
+        self._sinks = room.take(4 * _TILE_ROWS)
+        self._counts = room.take(4 * self._chunk)
+        self._rows = room.take(4 * self._capacity * self._chunk)
+        self._selected = room.take(words * self._chunk)
+        self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
+        self.scratch_bytes = max(room.bytes, self._rest.scratch_bytes if self._rest else 0)
+
+    def _decode_call(self, groups: int) -> SparseDecodeCall:
+        call = self._call
+        q_stride, q_stride_h = call.q_strides
+        out_stride, out_stride_h = call.out_strides
+        return SparseDecodeCall(
+            device=call.device,
+            format=call.format,
+            d_qk=call.d_qk,
+            load_bytes=call.load_bytes,
+            b=groups,
+            s_q=1,
+            h_q=_TILE_ROWS,
+            cache=call.cache._replace(topk=self._capacity, index_stride_b=self._capacity),
+            extra=NO_CACHE,
+            q_strides=(self._tokens * q_stride, q_stride, q_stride_h),
+            num_parts=call.num_parts,
+            object_layout=True,
+            batch_invariant=False,
+            out_strides=(self._tokens * out_stride, 0, out_stride_h),
+            softmax_scale=call.softmax_scale,
+            lse_factor=call.lse_factor,
+            group_tokens=self._tokens,
+        )
+
+    def launch(
+        self,
+        stream: int,
+        q: int,
+        kv: int,
+        indices: int,
+        topk_length: int,
+        attn_sink: int,
+        out: int,
+        max_logits: int,
+        lse: int,
+        scratch: int,
+    ) -> None:
+        """As in `Prepared`."""
+        call = self._call
+        q_bytes, out_bytes = 2 * call.q_strides[0], 2 * call.out_strides[0]  # of a token
+        index_bytes = 4 * call.cache.index_stride_b
+        unite_selections.find_not_finite(
+            device=call.device,
             stream=stream,
             capturing=self._capturing,
-            cache=cache,
+            rows=kv,
+            not_finite=scratch + self._not_finite,
+            row_stride=call.cache.block_stride,
+            num_rows=call.cache.num_blocks,
+        )
+        for first_group in range(0, self._groups, self._chunk):
+            groups = min(self._chunk, self._groups - first_group)
+            first = first_group * self._tokens
+            unite_selections.unite(
+                device=call.device,
+                stream=stream,
+                capturing=self._capturing,
+                indices=indices + index_bytes * first,
+                topk_length=topk_length + 4 * first if topk_length else 0,
+                not_finite=scratch + self._not_finite,
+                attn_sink=attn_sink,
+                rows=scratch + self._rows,
+                counts=scratch + self._counts,
+                selected=scratch + self._selected,
+                sinks=scratch + self._sinks,
+                index_stride=call.cache.index_stride_b,
+                topk=call.cache.topk,
+                num_rows=call.cache.num_blocks,
+                group_tokens=self._tokens,
+                groups=groups,
+            )
+            metadata.launch(
+                device=call.device,
+                stream=stream,
+                capturing=self._capturing,
+                tokens=metadata.TokenCounts(scratch + self._counts, most=self._capacity),
+                b=groups,
+                num_parts=call.num_parts,
+                sched_meta=scratch + self._plan,
+                num_splits=scratch + self._splits,
+                object_layout=True,
+                batch_invariant=False,
+            )
+            self._attention[groups].launch(
+                stream,
+                q + q_bytes * first,
+                (kv, 0),
+                (scratch + self._rows, 0),
+                (scratch + self._counts, 0),
+                scratch + self._sinks if attn_sink else 0,
+                scratch + self._plan,
+                scratch + self._splits,
+                out + out_bytes * first,
+                lse + 4 * first * call.h_q,
+                scratch + self._pieces,
+                max_logits + 4 * first * call.h_q,
+                scratch + self._selected,
+            )
+        if self._rest is not None:
+            first = self._groups * self._tokens
+            self._rest.launch(
+                stream,
+                q + q_bytes * first,
+                kv,
+                indices + index_bytes * first,
+                topk_length + 4 * first if topk_length else 0,
+                attn_sink,
+                out + out_bytes * first,
+                max_logits + 4 * first * call.h_q,
+                lse + 4 * first * call.h_q,
+                scratch,
+            )
+
+
+class _PreparedCopies:
+    """The copying of an FP8 cache to bf16 rows, which lie in scratch, and what attends those."""
+
+    def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+        self._call = call
+        self._capturing = capturing
+        copies = _of_copies(call)
+        self._num_rows = copies.cache.num_blocks
+        self._attention = prepare(copies, capturing)
+        room = _Room()
+        room.take(self._attention.scratch_bytes)
+        self._rows = room.take(self._num_rows * copies.cache.block_stride, _ROWS_ALIGNMENT)
+        self.scratch_bytes = room.bytes
+
+    def launch(
+        self,
+        stream: int,
+        q: int,
+        kv: int,
+        indices: int,
+        topk_length: int,
+        attn_sink: int,
+        out: int,
+        max_logits: int,
+        lse: int,
+        scratch: int,
+    ) -> None:
+        """As in `Prepared`."""
+        call = self._call
+        rows = scratch + self._rows
+        cache_gather.launch(
+            QUANTIZED[call.format],
+            device=call.device,
+            stream=stream,
+            capturing=self._capturing,
+            cache=kv,
             block_table=0,
             cache_seqlens=0,
             workspace_starts=0,
             seq_starts=0,
             out=rows,
             table_stride=0,
-            out_stride=self._call.d_qk,
-            block_stride=source.block_stride,
-            token_stride=source.token_stride,
+            out_stride=call.d_qk,
+            block_stride=call.cache.block_stride,
+            token_stride=call.cache.token_stride,
             b=0,
             table_width=0,
-            num_blocks=source.num_blocks,
-            rows=self._call.cache.num_blocks,
-            page_block_size=source.page_block_size,
+            num_blocks=call.cache.num_blocks,
+            rows=self._num_rows,
+            page_block_size=call.cache.page_block_size,
+        )
+        self._attention.launch(
+            stream, q, rows, indices, topk_length, attn_sink, out, max_logits, lse, scratch
         )

@@ -22,6 +22,7 @@ from gpu_support import (
 import rawmla
 from rawmla import reference
 from rawmla.jit import launch
+from rawmla.kernels import sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,
@@ -130,12 +131,12 @@ def test_poison_is_never_read(poison: str, kind: dict[str, Any]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("h_q", (16, 64))
-@pytest.mark.parametrize("b", (3, 200))
+@pytest.mark.parametrize("h_q", (8, 16, 64))
+@pytest.mark.parametrize("b", (3, 200, 600))
 def test_nan_in_a_selected_row_stays_with_those_who_selected_it(
     b: int, h_q: int, kind: dict[str, Any]
 ) -> None:
-    inputs = make(kind, b=b, h_q=h_q, s_k=2000, topk=90)
+    inputs = make(kind, b=b, h_q=h_q, s_k=1400, topk=90)
     want = prefill(inputs)
     slot = int(inputs.indices[1, 0][inputs.indices[1, 0] >= 0].min())
     page = inputs.case.page_block_size
@@ -207,6 +208,43 @@ def test_duplicates(kind: dict[str, Any]) -> None:
     got = prefill(same)
     prefill_check(same, got)
     assert float((got[2] - got[1] - 7.0).abs().max()) < 1e-5
+
+
+# ---- tokens that share the rows of a tile
+
+
+@pytest.mark.parametrize("h_q", (8, 16, 32))
+@pytest.mark.parametrize(("s_q", "s_k", "topk"), ((512, 300, 100), (1025, 4700, 300), (2047, 19000, 1200)))
+@pytest.mark.parametrize("d_qk", (576, 512))
+def test_united_selections(d_qk: int, s_q: int, s_k: int, topk: int, h_q: int) -> None:
+    inputs = make(
+        {"layout": "bf16", "d_qk": d_qk, "page_block_size": 1},
+        b=s_q, h_q=h_q, s_k=s_k, topk=topk, lengths="random", sink=True, empty_rows=0.1, index_gap=3,
+    )  # fmt: skip
+    got = prefill(inputs)
+    prefill_check(inputs, got)
+    for name, one, again in zip(NAMES, got, prefill(inputs), strict=True):
+        assert_same_bits(name, one, again)
+
+
+@pytest.mark.parametrize("h_q", (8, 32))
+def test_united_duplicates(h_q: int) -> None:
+    """Rows that a token selects many times, and others of its group once or not at all."""
+    inputs = make(KINDS[0], b=515, h_q=h_q, s_k=500, topk=150, invalid=0.0)
+    token = torch.arange(515, device="cuda")
+    inputs.indices[token % 3 == 0] = inputs.indices[token % 3 == 0][..., :1]
+    inputs.indices[token % 3 == 1, :, 70:] = inputs.indices[token % 3 == 1, :, :80]
+    got = prefill(inputs)
+    prefill_check(inputs, got)
+    for name, one, again in zip(NAMES, got, prefill(inputs), strict=True):
+        assert_same_bits(name, one, again)
+
+
+def test_united_selections_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that scratch has no room for at once are attended one chunk after the other."""
+    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 1 << 20)
+    inputs = make(KINDS[0], b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
+    prefill_check(inputs, prefill(inputs))
 
 
 # ---- sinks and scales

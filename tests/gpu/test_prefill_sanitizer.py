@@ -12,7 +12,7 @@ from test_sparse_sanitizer import on_gpu
 
 import rawmla
 from rawmla import reference
-from rawmla.kernels import metadata
+from rawmla.kernels import metadata, sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,
@@ -83,3 +83,16 @@ def test_prefill_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     got = rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device))
     check_prefill_on_host(host, got)
     assert not any(np.isnan(x.cpu().numpy()).any() for x in got[1:])
+
+
+@pytest.mark.parametrize(("h_q", "layout"), ((8, "bf16"), (16, "v32"), (32, "model1")))
+def test_united_selections(monkeypatch: pytest.MonkeyPatch, h_q: int, layout: str) -> None:
+    """Query tokens that share the rows of a tile, rows that are selected twice, and chunks."""
+    monkeypatch.setattr(sparse_prefill, "_UNITED_TOKENS", 1)
+    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 1 << 15)
+    case = SparseCase(
+        b=37, h_q=h_q, s_k=41, topk=70, duplicates=0.3, layout=layout, page_block_size=1, lengths="random",
+        shared=True, sink=True, power_of_two_scales=layout == "v32",
+    )  # fmt: skip
+    host, device = on_gpu(case)
+    check_prefill_on_host(host, rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device)))

@@ -1,0 +1,56 @@
+// Which rows hold NaN or Inf among their first 512 bf16 values.
+//
+//   rows [num_rows, >= 512] -> not_finite [ceil(num_rows / 8)] bytes, a bit for each row
+//
+// A warp takes eight rows; every lane has all its loads in flight before the first use.
+#include "common/types.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/vector.cuh"
+
+constexpr int kThreads = 128;
+constexpr int kWarpRows = 8;
+constexpr int kRowVectors = 2;  // of 16 bytes, of a lane
+static_assert(kRowVectors * 32 * 16 == 512 * 2, "a warp reads a row's values");
+
+struct Params {
+    const unsigned char* rows;
+    unsigned char* not_finite;
+    i64 row_stride;  // bytes
+    int num_rows;
+};
+
+// Either of two bf16 values has all bits of its exponent set.
+__device__ __forceinline__ bool either_not_finite(u32 pair) {
+    return (pair & 0x7f80) == 0x7f80 || (pair & 0x7f800000) == 0x7f800000;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mla_find_not_finite(const __grid_constant__ Params params) {
+    const int lane_idx = threadIdx.x % 32;
+    const int byte = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const int first = byte * kWarpRows;
+    if (first >= params.num_rows) return;
+    uint4 values[kWarpRows][kRowVectors];
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+        const int row = first + i < params.num_rows ? first + i : first;
+        const unsigned char* src = params.rows + row * params.row_stride + lane_idx * 16;
+#pragma unroll
+        for (int v = 0; v < kRowVectors; ++v) values[i][v] = load_global_16(src + v * 512);
+    }
+    u32 bits = 0;
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+        bool found = false;
+#pragma unroll
+        for (int v = 0; v < kRowVectors; ++v) {
+            const uint4 x = values[i][v];
+            found |= either_not_finite(x.x) || either_not_finite(x.y) || either_not_finite(x.z) ||
+                     either_not_finite(x.w);
+        }
+        if (__any_sync(0xffffffff, found)) bits |= 1u << i;
+    }
+    if (lane_idx == 0) params.not_finite[byte] = bits;
+}
