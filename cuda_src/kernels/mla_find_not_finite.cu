@@ -1,6 +1,6 @@
 // Which rows hold NaN or Inf among their first 512 bf16 values.
 //
-//   rows [num_rows, >= 512] -> not_finite [ceil(num_rows / 8)] bytes, a bit for each row
+//   rows [num_rows, >= 512] -> not_finite [4 * ceil(num_rows / 32)] bytes, a bit for each row
 //
 // A warp takes eight rows; every lane has all its loads in flight before the first use.
 #include "common/types.cuh"
@@ -31,11 +31,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const int first = byte * kWarpRows;
-    if (first >= params.num_rows) return;
+    if (byte >= ceil_div(params.num_rows, 32) * 4) return;
     uint4 values[kWarpRows][kRowVectors];
 #pragma unroll
     for (int i = 0; i < kWarpRows; ++i) {
-        const int row = first + i < params.num_rows ? first + i : first;
+        const int row = min_int(first + i, params.num_rows - 1);
         const unsigned char* src = params.rows + row * params.row_stride + lane_idx * 16;
 #pragma unroll
         for (int v = 0; v < kRowVectors; ++v) values[i][v] = load_global_16(src + v * 512);
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             found |= either_not_finite(x.x) || either_not_finite(x.y) || either_not_finite(x.z) ||
                      either_not_finite(x.w);
         }
-        if (__any_sync(0xffffffff, found)) bits |= 1u << i;
+        if (__any_sync(0xffffffff, found) && first + i < params.num_rows) bits |= 1u << i;
     }
     if (lane_idx == 0) params.not_finite[byte] = bits;
 }

@@ -32,7 +32,6 @@ MAX_ROWS = 32_768
 _UNITE_PARAMS = struct.Struct("<8Qq4i")  # Params of mla_unite_selections.cu
 _FIND_PARAMS = struct.Struct("<2Qqi4x")  # Params of mla_find_not_finite.cu
 _FIND_THREADS = 128
-_FIND_ROWS = 8 * _FIND_THREADS // 32  # of a CTA
 _SMEM_BYTES = (MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256
 
 _FIND = jit.KernelSpec("mla_find_not_finite", (), threads=_FIND_THREADS, smem_bytes=0)
@@ -77,7 +76,8 @@ def find_not_finite(
     """Enqueue the search for NaN and Inf; arrays are given as device addresses, the stride in bytes."""
     kernel = jit.get_kernel(_FIND, device, capturing=capturing)
     params = _FIND_PARAMS.pack(rows, not_finite, row_stride, num_rows)
-    kernel.launch((ceil_div(num_rows, _FIND_ROWS), 1, 1), params, stream, pdl=True)
+    warps = not_finite_bytes(num_rows)  # a byte each
+    kernel.launch((ceil_div(warps, _FIND_THREADS // 32), 1, 1), params, stream, pdl=True)
 
 
 def unite(
