@@ -41,7 +41,8 @@ SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {(spec.name, max_logits(spec)): spec for spec in reversed(SPECS)}
 DENSE_DECODE = ("sm90_dense_decode", "sm90_dense_decode_few_rows")
-SPARSE_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_few_heads", "sm90_sparse_bf16")
+FP8_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_cluster")
+SPARSE_DECODE = (*FP8_DECODE, "sm90_sparse_decode_few_heads", "sm90_sparse_bf16")
 REGISTERS_PER_SM = 65536
 
 
@@ -65,10 +66,11 @@ def test_variants() -> None:
     assert found == {(dtype, d_qk, *box) for dtype in (0, 1) for d_qk in (576, 512) for box in boxes}
     few_rows = [dict(spec.defines) for spec in of("sm90_dense_decode_few_rows")]
     assert {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"]) for v in few_rows} == {variant[:3] for variant in found}
-    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode")}
-    sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
     formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16))
-    assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
+    for name in FP8_DECODE:
+        values = {spec: dict(spec.defines) for spec in of(name)}
+        sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
+        assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
     values = {spec: dict(spec.defines) for spec in of("sm90_sparse_bf16")}
     sparse = sorted((v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"], v["GROUP_TOKENS"]) for v in values.values())
     groups = ((0, 1), (1, 1), (1, 2), (1, 4), (1, 8))
@@ -133,7 +135,11 @@ def test_setmaxnreg_moves_what_the_launch_gives() -> None:
 
     Warpgroups of one role share an instruction.
     """
-    sharing = {"sm90_sparse_decode": (1, 1, 1, 2), "sm90_sparse_decode_few_heads": (1, 4, 1)}
+    sharing = {
+        "sm90_sparse_decode": (1, 1, 1, 2),
+        "sm90_sparse_decode_cluster": (1, 1, 2),
+        "sm90_sparse_decode_few_heads": (1, 4, 1),
+    }
     for spec in (*default_specs(), *(spec for name in SPARSE_DECODE for spec in of(name))):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
         if not spec.name.startswith("sm90_") or spec.name == "sm90_dense_decode_few_rows":
@@ -226,14 +232,16 @@ def test_constants_of_the_kernels_agree() -> None:
         assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
     formats = {"v32": "kV32", "model1": "kModel1"}
     row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
-    for spec in of("sm90_sparse_decode"):
+    for spec in (spec for name in FP8_DECODE for spec in of(name)):
         values = dict(spec.defines)
         format = {code: name for name, code in sparse_decode.FP8_FORMATS.items()}[values["FORMAT"]]
         conditions = [
             f"kFormat == Format::{formats[format]}",
             f"kDimV == {common.D_V}",
             f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
-            f"kChunks * 64 == {values['D_QK']}",
+            f"kChunks * 64 == {values['D_QK']}"
+            if spec.name == "sm90_sparse_decode"
+            else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
         ]
         if format == "model1":
             conditions.append(f"kModel1RowBytes == {row_bytes[format]}")
@@ -570,20 +578,28 @@ def _queries_described(call: sparse_decode.SparseDecodeCall) -> Any:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "cluster"),
     [
-        {},
-        {"format": "model1", "d_qk": 512, "load_bytes": 8, "object_layout": False},
-        {"format": "bf16", "b": 200, "h_q": 64, "s_q": 1},
-        {"h_q": 16, "load_bytes": 8},
-        {"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True},
-        {"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)},  # more than 2^31 slots
-        {"format": "bf16", "extra": sparse_decode.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0},
-        {"h_q": 16, "extra": sparse_decode.NO_CACHE, "s_q": 1, "lse_factor": 0.5},
+        ({}, (2, 1, 1)),
+        ({"format": "model1", "d_qk": 512, "load_bytes": 8, "object_layout": False}, (2, 1, 1)),
+        ({"h_q": 64}, None),
+        ({"b": 2}, None),
+        ({"b": 2, "format": "model1", "d_qk": 512, "batch_invariant": True}, (2, 1, 1)),
+        ({"b": 900, "s_q": 1, "extra": sparse_decode.NO_CACHE, "lse_factor": 1.0}, (2, 1, 1)),
+        ({"format": "bf16", "b": 200, "h_q": 64, "s_q": 1}, None),
+        ({"h_q": 16, "load_bytes": 8}, None),
+        ({"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True}, None),
+        ({"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)}, None),  # > 2^31 slots
+        ({"format": "bf16", "extra": sparse_decode.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0}, None),
+        ({"h_q": 16, "extra": sparse_decode.NO_CACHE, "s_q": 1, "lse_factor": 0.5}, None),
     ],
     ids=(
         "v32",
         "model1",
+        "an odd number of tiles",
+        "short parts",
+        "short parts, batch invariant",
+        "clusters prefill",
         "bf16",
         "few heads",
         "no extra cache",
@@ -592,7 +608,9 @@ def _queries_described(call: sparse_decode.SparseDecodeCall) -> Any:
         "few heads prefill",
     ),
 )
-def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -> None:
+def test_sparse_decode_launch(
+    launches: list[Launch], changes: dict[str, Any], cluster: tuple[int, int, int] | None
+) -> None:
     call = sparse_call(**changes)
     prepared = sparse_decode.PreparedSparseDecode(call, not_capturing)
     prefill = call.lse_factor is not None
@@ -642,9 +660,11 @@ def test_sparse_decode_launch(launches: list[Launch], changes: dict[str, Any]) -
             assert value == expected[name], f"{launch.spec.label}: {name}"
     if few_heads:
         assert main.spec == sparse_decode.few_heads_spec(call.load_bytes, prefill)
+    elif cluster:
+        assert main.spec == sparse_decode.cluster_spec(call.format, call.load_bytes, prefill)
     else:
         assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes, prefill)
-    assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster is None
+    assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster == cluster
     assert merge.pdl and merge.cluster is None and dict(merge.spec.defines)["DTYPE"] == 0
     assert (merge.grid, merge.spec) == _combine_launch(call)
     assert main.spec in SPECS and merge.spec in SPECS

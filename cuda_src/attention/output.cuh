@@ -42,10 +42,10 @@ __device__ __forceinline__ void store_top(const Params& params, const Smem& smem
         params.max_logits[index] = smem.row_top[tile_row] * lse_factor(params);
 }
 
-// Stores 256 columns of two rows a thread, from the accumulators of the columns' product.
-template <int kHalf, Dtype kDtype, class Row, class Params, class Smem>
+// Stores 256 columns, the first or the second half, of two rows a thread, from the accumulators of the columns' product.
+template <Dtype kDtype, class Row, class Params, class Smem>
 __device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkItem& item,
-                                           float (&o)[128], int warp_idx) {
+                                           float (&o)[128], int warp_idx, int half) {
     const bool is_piece = item.slot >= 0;
     PieceScale scales[2];
     if (kFloat16Pieces<kDtype> && is_piece) {
@@ -71,15 +71,15 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
         if (is_piece) {
             const i64 accum_row = piece_row(params, item.slot, row);
             if (writes_scalars) {
-                if (kHalf == 0) {
+                if (half == 0) {
                     params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
                     store_piece_top(params, smem, accum_row, tile_row);
                 }
-                params.o_scale_log2[accum_row * kScaleHalves + kHalf] = smem.row_max[tile_row] + scale.log2();
+                params.o_scale_log2[accum_row * kScaleHalves + half] = smem.row_max[tile_row] + scale.log2();
             }
             if (row.valid) {
                 uint4* units = static_cast<uint4*>(params.o_accum) +
-                               (accum_row * 2 + kHalf) * kUnitsPerHalf<kDtype> + quad_lane;
+                               (accum_row * 2 + half) * kUnitsPerHalf<kDtype> + quad_lane;
 #pragma unroll
                 for (int unit = 0; unit < kUnitsPerHalf<kDtype>; unit += 4) {
                     const float* pairs = &o[kGroupsPerUnit<kDtype> * unit + 2 * r];
@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
                 }
             }
         } else {
-            if (kHalf == 0 && writes_scalars) {
+            if (half == 0 && writes_scalars) {
                 const i64 index = lse_index(params, item.req, row);
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, tile_row);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
             if constexpr (requires { params.attn_sink; }) {
                 if (row.valid && sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
             }
-            u16* out = out_address(params, item.req, row) + kHalf * (kDimV / 2) + 8 * quad_lane;
+            u16* out = out_address(params, item.req, row) + half * (kDimV / 2) + 8 * quad_lane;
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
                 const float* pair = &o[4 * j + 2 * r];

@@ -12,7 +12,7 @@ static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decodin
 constexpr bool kMaxLogits = MAX_LOGITS;
 
 struct Params {
-    TensorMap q_map;  // of sm90_sparse_bf16 alone; box 64 columns x 64 heads
+    TensorMap q_map;  // of sm90_sparse_bf16 alone; a box is 64 columns of a tile's rows, tokens x heads
     const u16* q;
     const unsigned char* cache[2];  // the cache, the extra cache
     const int* indices[2];

@@ -434,7 +434,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kHalf, kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx);
+        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, kHalf);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }

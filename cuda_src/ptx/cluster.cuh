@@ -1,4 +1,4 @@
-// Thread-block clusters: ranks, barriers, and arrivals on another CTA's mbarrier.
+// Thread-block clusters: ranks, barriers, and what a CTA does in another one's shared memory.
 #pragma once
 #include "common/types.cuh"
 
@@ -25,4 +25,32 @@ __device__ __forceinline__ void mbarrier_arrive_remote(u32 bar, u32 rank) {
         "}\n" ::"r"(bar),
         "r"(rank)
         : "memory");
+}
+
+// The same shared-memory address in CTA `rank`.
+__device__ __forceinline__ u32 remote_address(u32 smem, u32 rank) {
+    u32 remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(smem), "r"(rank));
+    return remote;
+}
+
+// 16, 8 or 4 bytes to another CTA's shared memory, counted there on mbarrier `bar` like those of the copy engine. Both addresses are
+// remote ones.
+__device__ __forceinline__ void store_async_16(u32 dst, u32 bar, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "
+        "[%1];" ::"r"(dst),
+        "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+__device__ __forceinline__ void store_async_8(u32 dst, u32 bar, u32 x, u32 y) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%2, %3}, [%1];" ::"r"(dst),
+        "r"(bar), "r"(x), "r"(y)
+        : "memory");
+}
+__device__ __forceinline__ void store_async_4(u32 dst, u32 bar, u32 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %2, [%1];" ::"r"(dst),
+                 "r"(bar), "r"(x)
+                 : "memory");
 }

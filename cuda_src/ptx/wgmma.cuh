@@ -210,3 +210,39 @@ __device__ __forceinline__ void wgmma_m64n128k16_ss_bt(float (&d)[128], u64 desc
     }
 #undef RAWMLA_WGMMA
 }
+
+// The same, A in registers, which must not change before the wait.
+template <Dtype kDtype, int kFirst>
+__device__ __forceinline__ void wgmma_m64n128k16_rs_bt(float (&d)[128], const u32 (&a)[4], u64 desc_b,
+                                                       bool accumulate) {
+    float* o = d + kFirst;
+#define RAWMLA_WGMMA(TYPE)                                                                                \
+    asm volatile(                                                                                         \
+        "{\n"                                                                                             \
+        ".reg .pred p;\n"                                                                                 \
+        "setp.ne.b32 p, %69, 0;\n"                                                                        \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                      \
+        " {"                                                                                              \
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                \
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                  \
+        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"                                                     \
+        "}\n"                                                                                             \
+        : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3]), "+f"(o[4]), "+f"(o[5]), "+f"(o[6]), "+f"(o[7]), \
+          "+f"(o[8]), "+f"(o[9]), "+f"(o[10]), "+f"(o[11]), "+f"(o[12]), "+f"(o[13]), "+f"(o[14]),        \
+          "+f"(o[15]), "+f"(o[16]), "+f"(o[17]), "+f"(o[18]), "+f"(o[19]), "+f"(o[20]), "+f"(o[21]),      \
+          "+f"(o[22]), "+f"(o[23]), "+f"(o[24]), "+f"(o[25]), "+f"(o[26]), "+f"(o[27]), "+f"(o[28]),      \
+          "+f"(o[29]), "+f"(o[30]), "+f"(o[31]), "+f"(o[32]), "+f"(o[33]), "+f"(o[34]), "+f"(o[35]),      \
+          "+f"(o[36]), "+f"(o[37]), "+f"(o[38]), "+f"(o[39]), "+f"(o[40]), "+f"(o[41]), "+f"(o[42]),      \
+          "+f"(o[43]), "+f"(o[44]), "+f"(o[45]), "+f"(o[46]), "+f"(o[47]), "+f"(o[48]), "+f"(o[49]),      \
+          "+f"(o[50]), "+f"(o[51]), "+f"(o[52]), "+f"(o[53]), "+f"(o[54]), "+f"(o[55]), "+f"(o[56]),      \
+          "+f"(o[57]), "+f"(o[58]), "+f"(o[59]), "+f"(o[60]), "+f"(o[61]), "+f"(o[62]), "+f"(o[63])       \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(static_cast<int>(accumulate)))
+    if constexpr (kDtype == Dtype::kBf16) {
+        RAWMLA_WGMMA("bf16");
+    } else {
+        RAWMLA_WGMMA("f16");
+    }
+#undef RAWMLA_WGMMA
+}

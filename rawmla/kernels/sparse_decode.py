@@ -20,6 +20,7 @@ __all__ = [
     "Cache",
     "PreparedSparseDecode",
     "SparseDecodeCall",
+    "cluster_spec",
     "few_heads_spec",
     "spec",
     "specs",
@@ -37,13 +38,14 @@ _SMEM_BYTES = 232_448  # all that a CTA can have
 _BLOCK_M = 64
 FEW_HEADS = 16
 """Up to so many, "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
+_CLUSTER_MIN_BLOCKS = 4  # of a part on average: with fewer, what two CTAs send each other is not hidden
 _LOG2_E = log2(2.718281828459045)
 
 FORMATS = ("v32", "model1", "bf16")
 """Kinds of cache rows."""
 
 FP8_FORMATS = {"v32": 0, "model1": 1}
-"""Values of the define FORMAT of sm90_sparse_decode.cu."""
+"""Values of the define FORMAT of sm90_sparse_decode.cu and sm90_sparse_decode_cluster.cu."""
 
 _D_QK = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}
 _LOAD_BYTES = {"v32": (16, 8), "model1": (16, 8), "bf16": (16,)}
@@ -131,15 +133,31 @@ def spec(
         )
     return jit.KernelSpec(
         "sm90_sparse_decode",
-        (
-            ("D_QK", d_qk),
-            ("FORMAT", FP8_FORMATS[format]),
-            ("LOAD_BYTES", load_bytes),
-            ("MAX_LOGITS", max_logits),
-            ("SMEM_BYTES", _SMEM_BYTES),
-        ),
+        _fp8_defines(format, d_qk, load_bytes, max_logits),
         threads=640,
         smem_bytes=_SMEM_BYTES,
+    )
+
+
+@cache
+def cluster_spec(format: str, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
+    """A variant for pairs of tiles of 64 heads over FP8 caches; launched in clusters of two CTAs."""
+    (d_qk,) = _D_QK[format]
+    return jit.KernelSpec(
+        "sm90_sparse_decode_cluster",
+        _fp8_defines(format, d_qk, load_bytes, max_logits),
+        threads=512,
+        smem_bytes=_SMEM_BYTES,
+    )
+
+
+def _fp8_defines(format: str, d_qk: int, load_bytes: int, max_logits: bool) -> tuple[tuple[str, int], ...]:
+    return (
+        ("D_QK", d_qk),
+        ("FORMAT", FP8_FORMATS[format]),
+        ("LOAD_BYTES", load_bytes),
+        ("MAX_LOGITS", max_logits),
+        ("SMEM_BYTES", _SMEM_BYTES),
     )
 
 
@@ -149,6 +167,8 @@ def specs(format: str, max_logits: bool = False) -> list[jit.KernelSpec]:
         raise ValueError(f"sparse formats: expected one of {list(FORMATS)}, got {format!r}")
     aligns = _LOAD_BYTES[format]
     found = [spec(format, d_qk, align, max_logits) for d_qk in _D_QK[format] for align in aligns]
+    if format in FP8_FORMATS:
+        found += [cluster_spec(format, align, max_logits) for align in aligns]
     if format == "v32":
         found += [few_heads_spec(align, max_logits) for align in aligns]
     return found
@@ -167,14 +187,19 @@ class PreparedSparseDecode:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
         max_logits = call.lse_factor is not None
-        if few_heads:
-            variant = few_heads_spec(call.load_bytes, max_logits)
-        else:
-            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
-        kernel = jit.get_kernel(variant, call.device, capturing=capturing)
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
+        # A batch-invariant result depends on its request alone, so the choice may not depend on their number.
+        long_parts = call.batch_invariant or call.b * blocks >= _CLUSTER_MIN_BLOCKS * call.num_parts
+        clusters = call.format in FP8_FORMATS and not few_heads and head_tiles % 2 == 0 and long_parts
+        if few_heads:
+            variant = few_heads_spec(call.load_bytes, max_logits)
+        elif clusters:
+            variant = cluster_spec(call.format, call.load_bytes, max_logits)
+        else:
+            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
+        kernel = jit.get_kernel(variant, call.device, capturing=capturing)
         uniform = call.uniform or metadata.NOT_UNIFORM
         slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if uniform.splits != 1 else 0
         slot_rows = slots * call.s_q * call.h_q
@@ -203,8 +228,9 @@ class PreparedSparseDecode:
             call.softmax_scale * _LOG2_E, *([call.lse_factor, *uniform] if max_logits else []),
         )  # fmt: skip
         self._main = kernel.prepare(
-            (head_tiles * call.s_q, 1, call.num_parts), params, pointers, pdl=True
-        ).launch
+            (head_tiles * call.s_q, 1, call.num_parts), params, pointers,
+            cluster=(2, 1, 1) if clusters else None, pdl=True,
+        ).launch  # fmt: skip
         self._merge = combine.prepare(
             device=call.device,
             dtype="bfloat16",

@@ -36,6 +36,8 @@ CASES = (
         b=2, h_q=64, s_k=100, topk=33, page_block_size=2, block_gap=1, shared=True, power_of_two_scales=True
     ),
     SparseCase(b=30, h_q=33, s_k=50, topk=40, page_block_size=7, layout="model1", block_gap=1, shared=True),
+    SparseCase(b=3, h_q=80, s_k=200, topk=150, shared=True, sink=True, power_of_two_scales=True),
+    SparseCase(b=3, h_q=128, s_k=200, topk=150, layout="model1", lengths=(0, 150, 60), shared=True),
 )
 
 

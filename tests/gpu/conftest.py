@@ -1,0 +1,31 @@
+"""GPU tests of sparse calls run twice: small as they are, they would not reach the kernel for clusters."""
+
+import pytest
+
+from rawmla import prefill, sparse
+from rawmla.kernels import sparse_decode
+
+TWICE = {
+    "test_prefill_edges",
+    "test_prefill_sanitizer",
+    "test_sparse_bits",
+    "test_sparse_edges",
+    "test_sparse_matrix",
+    "test_sparse_plans",
+    "test_sparse_sanitizer",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in TWICE:
+        metafunc.parametrize("clusters", (False, True), ids=("chosen", "clusters"), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether sm90_sparse_decode_cluster.cu takes every call that it can, also those with short parts."""
+    if getattr(request, "param", False):
+        monkeypatch.setattr(sparse_decode, "_CLUSTER_MIN_BLOCKS", 0)
+        # What is prepared is kept from call to call
+        monkeypatch.setattr(sparse, "_known", {})
+        monkeypatch.setattr(prefill, "_known", {})
