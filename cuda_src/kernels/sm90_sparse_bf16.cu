@@ -3,7 +3,8 @@
 //   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the rows that the token's indices name, V = their first 512 columns
 //
 // sm90_sparse_decode.cu's operation, arrays, plan and pieces, for rows that need no conversion. MAX_LOGITS as there: in prefill every
-// query token is a request of its own, and a page is one row.
+// query token is a request of its own, and a page is one row. With GROUP_TOKENS above 1 it is so many neighbouring query tokens, whose
+// heads share a tile over the union of what they select (mla_unite_selections.cu).
 //
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
 // z = parts of the plan (sched/plan.cuh).

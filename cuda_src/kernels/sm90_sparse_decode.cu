@@ -9,8 +9,8 @@
 // Cache rows by FORMAT
 //   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
 //   1 MODEL1  576 bytes: 448 e4m3, 64 bf16 (RoPE); behind a block's rows 8 bytes a token: 7 e8m0 (one per 64)      D_QK 512
-// Values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu, caches of bf16
-// rows sm90_sparse_bf16.cu.
+// Values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have sm90_sparse_decode_few_heads.cu, pairs of tiles with
+// enough blocks sm90_sparse_decode_cluster.cu, caches of bf16 rows sm90_sparse_bf16.cu.
 //
 // With MAX_LOGITS it is a prefill kernel: every query token is a request, lse is in the base that a factor gives, and the largest
 // score of each row is an output too, -inf for a row with nothing to attend.

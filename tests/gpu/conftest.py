@@ -1,19 +1,12 @@
-"""GPU tests of sparse calls run twice: small as they are, they would not reach the kernel for clusters."""
+"""Small as the sparse calls of these tests are, few would reach the kernel for clusters by themselves."""
 
 import pytest
 
 from rawmla import prefill, sparse
 from rawmla.kernels import sparse_decode
 
-TWICE = {
-    "test_prefill_edges",
-    "test_prefill_sanitizer",
-    "test_sparse_bits",
-    "test_sparse_edges",
-    "test_sparse_matrix",
-    "test_sparse_plans",
-    "test_sparse_sanitizer",
-}
+FORCED = {"test_prefill_edges", "test_prefill_sanitizer", "test_sparse_sanitizer"}
+TWICE = {"test_sparse_bits", "test_sparse_edges", "test_sparse_matrix", "test_sparse_plans"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -24,7 +17,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether sm90_sparse_decode_cluster.cu takes every call that it can, also those with short parts."""
-    if getattr(request, "param", False):
+    if getattr(request, "param", request.module.__name__ in FORCED):
         monkeypatch.setattr(sparse_decode, "_CLUSTER_MIN_BLOCKS", 0)
         # What is prepared is kept from call to call
         monkeypatch.setattr(sparse, "_known", {})
