@@ -197,9 +197,9 @@ def flash_mla_sparse_fwd(
         max_logits, lse, scratch = call.allocate()
     call.launch(
         framework.current_stream(device),
-        *pointers,
-        framework.pointer(max_logits),
-        framework.pointer(lse),
+        sparse_prefill.PrefillArrays._make(
+            (*pointers, framework.pointer(max_logits), framework.pointer(lse))
+        ),
         0 if scratch is None else framework.pointer(scratch),
     )
     return out, max_logits, lse

@@ -670,6 +670,13 @@ def test_sparse_decode_launch(
     assert main.spec in SPECS and merge.spec in SPECS
 
 
+def prefill_arrays(topk_length: int, attn_sink: int) -> sparse_prefill.PrefillArrays:
+    return sparse_prefill.PrefillArrays(
+        q=0x1000, kv=0x2000, indices=0x3000, topk_length=topk_length, attn_sink=attn_sink, out=0x7000,
+        max_logits=0x8000, lse=0x9000,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("topk", (64, 200))
 def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     """Chunk after chunk: plan, attention, and the combine where a token has more than one block."""
@@ -682,10 +689,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         lse_factor=0.5, limited=True,
     )  # fmt: skip
     prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(
-        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0x4F00, out=0x7000,
-        max_logits=0x8000, lse=0x9000, scratch=0x10000,
-    )  # fmt: skip
+    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
     split = topk > 64
     names = ["mla_metadata", "sm90_sparse_bf16", "mla_combine"][: 2 + split]
     assert [launch.spec.name for launch in launches] == names * 3
@@ -741,10 +745,7 @@ def test_sparse_prefill_without_a_plan(
         lse_factor=0.5, limited=False,
     )  # fmt: skip
     prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(
-        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0, attn_sink=0, out=0x7000,
-        max_logits=0x8000, lse=0x9000, scratch=0x10000,
-    )  # fmt: skip
+    prepared.launch(0x51, prefill_arrays(topk_length=0, attn_sink=0), 0x10000)
     split = uniform[0] > 1
     assert [launch.spec.name for launch in launches] == ["sm90_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
@@ -778,10 +779,7 @@ def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:
 )
 def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: dict[str, Any]) -> None:
     prepared = sparse_prefill.prepare(_united_call(**changes), not_capturing)
-    prepared.launch(
-        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0, out=0x7000,
-        max_logits=0x8000, lse=0x9000, scratch=0x10000,
-    )  # fmt: skip
+    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
     attention = next(launch for launch in launches if launch.spec.name == "sm90_sparse_bf16")
     assert dict(attention.spec.defines)["GROUP_TOKENS"] == 1
     assert "mla_unite_selections" not in [launch.spec.name for launch in launches]
@@ -792,10 +790,7 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     capacity, words = 448, 448 // 64 * 8 * 8
     monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
     prepared = sparse_prefill.prepare(_united_call(), not_capturing)
-    prepared.launch(
-        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0x4F00, out=0x7000,
-        max_logits=0x8000, lse=0x9000, scratch=0x10000,
-    )  # fmt: skip
+    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
     group = ["mla_unite_selections", "mla_metadata", "sm90_sparse_bf16", "mla_combine"]
     assert [launch.spec.name for launch in launches] == ["mla_find_not_finite", *group, *group, *group[1:]]
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
@@ -871,10 +866,7 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     if changes.get("s_q") == 31:
         call = call._replace(cache=call.cache._replace(num_blocks=47))  # 2,491 rows, 19,840 selected
     prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(
-        0x51, q=0x1000, kv=0x2000, indices=0x3000, topk_length=0x4000, attn_sink=0, out=0x7000,
-        max_logits=0x8000, lse=0x9000, scratch=0x10000,
-    )  # fmt: skip
+    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
     names = [launch.spec.name for launch in launches]
     assert (names[0] == "mla_cache_gather") == copied
     attention = next(launch for launch in launches if launch.spec.name.startswith("sm90_"))

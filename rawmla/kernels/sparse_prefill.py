@@ -11,7 +11,7 @@ from .cache_layout import OF_FORMAT, QUANTIZED
 from .common import BLOCK_TOKENS, D_V, ceil_div
 from .sparse_decode import NO_CACHE, Cache, SparseDecodeCall
 
-__all__ = ["Prepared", "SparsePrefillCall", "prepare", "specs"]
+__all__ = ["Prepared", "PrefillArrays", "SparsePrefillCall", "prepare", "specs"]
 
 _PLAN_ROW_BYTES = 32
 _ALIGNMENT = 16  # bytes, of what lies in scratch
@@ -50,6 +50,32 @@ class SparsePrefillCall(NamedTuple):
     limited: bool
 
 
+class PrefillArrays(NamedTuple):
+    """The arrays of a call as device addresses; ``topk_length`` and ``attn_sink`` or 0."""
+
+    q: int
+    kv: int
+    indices: int
+    topk_length: int
+    attn_sink: int
+    out: int
+    max_logits: int
+    lse: int
+
+    def from_token(self, call: SparsePrefillCall, first: int) -> PrefillArrays:
+        """Those of the query tokens from number `first` on."""
+        if first == 0:
+            return self
+        return self._replace(
+            q=self.q + 2 * first * call.q_strides[0],
+            indices=self.indices + 4 * first * call.cache.index_stride_b,
+            topk_length=self.topk_length + 4 * first if self.topk_length else 0,
+            out=self.out + 2 * first * call.out_strides[0],
+            max_logits=self.max_logits + 4 * first * call.h_q,
+            lse=self.lse + 4 * first * call.h_q,
+        )
+
+
 def specs(format: str) -> list[jit.KernelSpec]:
     """The variants that prefill over a cache format needs besides plan and combine."""
     found = sparse_decode.specs(format, max_logits=True)
@@ -67,10 +93,11 @@ def specs(format: str) -> list[jit.KernelSpec]:
 
 def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
     """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`."""
-    if call.format in QUANTIZED:
-        copies = _PreparedCopies(call, capturing) if _is_copied(call) else None
-        return copies or _PreparedTokens(call, capturing)
-    return _PreparedGroups(call, capturing) if _is_united(call) else _PreparedTokens(call, capturing)
+    if call.format in QUANTIZED and _is_copied(call):
+        return _PreparedCopies(call, capturing)
+    if call.format not in QUANTIZED and _is_united(call):
+        return _PreparedGroups(call, capturing)
+    return _PreparedTokens(call, capturing)
 
 
 def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
@@ -123,20 +150,8 @@ class Prepared(Protocol):
     scratch_bytes: int
     """Of the 16-byte aligned scratch that `launch` takes; 0: none."""
 
-    def launch(
-        self,
-        stream: int,
-        q: int,
-        kv: int,
-        indices: int,
-        topk_length: int,
-        attn_sink: int,
-        out: int,
-        max_logits: int,
-        lse: int,
-        scratch: int,
-    ) -> None:
-        """Enqueue the kernels on arrays given as device addresses; ``topk_length`` and ``attn_sink`` or 0."""
+    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
+        """Enqueue the kernels."""
 
 
 class _Room:
@@ -203,31 +218,19 @@ class _PreparedTokens:
             uniform=self._uniform[tokens],
         )
 
-    def launch(
-        self,
-        stream: int,
-        q: int,
-        kv: int,
-        indices: int,
-        topk_length: int,
-        attn_sink: int,
-        out: int,
-        max_logits: int,
-        lse: int,
-        scratch: int,
-    ) -> None:
+    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
         splits = scratch + self._splits
         for first in range(0, call.s_q, self._chunk):
             tokens = min(self._chunk, call.s_q - first)
-            lengths = topk_length + 4 * first if topk_length else 0
+            chunk = arrays.from_token(call, first)
             if self._uniform[tokens] is None:
                 metadata.launch(
                     device=call.device,
                     stream=stream,
                     capturing=self._capturing,
-                    tokens=metadata.TokenCounts(lengths, most=call.cache.topk),
+                    tokens=metadata.TokenCounts(chunk.topk_length, most=call.cache.topk),
                     b=tokens,
                     num_parts=call.num_parts,
                     sched_meta=scratch,
@@ -237,17 +240,17 @@ class _PreparedTokens:
                 )
             self._attention[tokens].launch(
                 stream,
-                q + 2 * first * call.q_strides[0],
-                (kv, 0),
-                (indices + 4 * first * call.cache.index_stride_b, 0),
-                (lengths, 0),
-                attn_sink,
+                chunk.q,
+                (chunk.kv, 0),
+                (chunk.indices, 0),
+                (chunk.topk_length, 0),
+                chunk.attn_sink,
                 scratch,
                 splits,
-                out + 2 * first * call.out_strides[0],
-                lse + 4 * first * call.h_q,
+                chunk.out,
+                chunk.lse,
                 scratch + self._pieces,
-                max_logits + 4 * first * call.h_q,
+                chunk.max_logits,
             )
 
 
@@ -308,43 +311,29 @@ class _PreparedGroups:
             group_tokens=self._tokens,
         )
 
-    def launch(
-        self,
-        stream: int,
-        q: int,
-        kv: int,
-        indices: int,
-        topk_length: int,
-        attn_sink: int,
-        out: int,
-        max_logits: int,
-        lse: int,
-        scratch: int,
-    ) -> None:
+    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
-        q_bytes, out_bytes = 2 * call.q_strides[0], 2 * call.out_strides[0]  # of a token
-        index_bytes = 4 * call.cache.index_stride_b
         unite_selections.find_not_finite(
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            rows=kv,
+            rows=arrays.kv,
             not_finite=scratch + self._not_finite,
             row_stride=call.cache.block_stride,
             num_rows=call.cache.num_blocks,
         )
         for first_group in range(0, self._groups, self._chunk):
             groups = min(self._chunk, self._groups - first_group)
-            first = first_group * self._tokens
+            chunk = arrays.from_token(call, first_group * self._tokens)
             unite_selections.unite(
                 device=call.device,
                 stream=stream,
                 capturing=self._capturing,
-                indices=indices + index_bytes * first,
-                topk_length=topk_length + 4 * first if topk_length else 0,
+                indices=chunk.indices,
+                topk_length=chunk.topk_length,
                 not_finite=scratch + self._not_finite,
-                attn_sink=attn_sink,
+                attn_sink=chunk.attn_sink,
                 rows=scratch + self._rows,
                 counts=scratch + self._counts,
                 selected=scratch + self._selected,
@@ -369,33 +358,21 @@ class _PreparedGroups:
             )
             self._attention[groups].launch(
                 stream,
-                q + q_bytes * first,
-                (kv, 0),
+                chunk.q,
+                (chunk.kv, 0),
                 (scratch + self._rows, 0),
                 (scratch + self._counts, 0),
-                scratch + self._sinks if attn_sink else 0,
+                scratch + self._sinks if chunk.attn_sink else 0,
                 scratch + self._plan,
                 scratch + self._splits,
-                out + out_bytes * first,
-                lse + 4 * first * call.h_q,
+                chunk.out,
+                chunk.lse,
                 scratch + self._pieces,
-                max_logits + 4 * first * call.h_q,
+                chunk.max_logits,
                 scratch + self._selected,
             )
         if self._rest is not None:
-            first = self._groups * self._tokens
-            self._rest.launch(
-                stream,
-                q + q_bytes * first,
-                kv,
-                indices + index_bytes * first,
-                topk_length + 4 * first if topk_length else 0,
-                attn_sink,
-                out + out_bytes * first,
-                max_logits + 4 * first * call.h_q,
-                lse + 4 * first * call.h_q,
-                scratch,
-            )
+            self._rest.launch(stream, arrays.from_token(call, self._groups * self._tokens), scratch)
 
 
 class _PreparedCopies:
@@ -412,19 +389,7 @@ class _PreparedCopies:
         self._rows = room.take(self._num_rows * copies.cache.block_stride, _ROWS_ALIGNMENT)
         self.scratch_bytes = room.bytes
 
-    def launch(
-        self,
-        stream: int,
-        q: int,
-        kv: int,
-        indices: int,
-        topk_length: int,
-        attn_sink: int,
-        out: int,
-        max_logits: int,
-        lse: int,
-        scratch: int,
-    ) -> None:
+    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
         rows = scratch + self._rows
@@ -433,7 +398,7 @@ class _PreparedCopies:
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            cache=kv,
+            cache=arrays.kv,
             block_table=0,
             cache_seqlens=0,
             workspace_starts=0,
@@ -449,6 +414,4 @@ class _PreparedCopies:
             rows=self._num_rows,
             page_block_size=call.cache.page_block_size,
         )
-        self._attention.launch(
-            stream, q, rows, indices, topk_length, attn_sink, out, max_logits, lse, scratch
-        )
+        self._attention.launch(stream, arrays._replace(kv=rows), scratch)
