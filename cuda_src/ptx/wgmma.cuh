@@ -174,34 +174,40 @@ __device__ __forceinline__ void wgmma_m64n256k16_ss_bt(float (&d)[128], u64 desc
 #undef RAWMLA_WGMMA
 }
 
+// The operands of products with 64 accumulators, `o`: in the text, and behind it.
+#define RAWMLA_ACCUMULATORS_64                                                         \
+    "{"                                                                                \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"   \
+    "}"
+#define RAWMLA_OPERANDS_64(O)                                                                       \
+    "+f"(O[0]), "+f"(O[1]), "+f"(O[2]), "+f"(O[3]), "+f"(O[4]), "+f"(O[5]), "+f"(O[6]), "+f"(O[7]), \
+        "+f"(O[8]), "+f"(O[9]), "+f"(O[10]), "+f"(O[11]), "+f"(O[12]), "+f"(O[13]), "+f"(O[14]),    \
+        "+f"(O[15]), "+f"(O[16]), "+f"(O[17]), "+f"(O[18]), "+f"(O[19]), "+f"(O[20]), "+f"(O[21]),  \
+        "+f"(O[22]), "+f"(O[23]), "+f"(O[24]), "+f"(O[25]), "+f"(O[26]), "+f"(O[27]), "+f"(O[28]),  \
+        "+f"(O[29]), "+f"(O[30]), "+f"(O[31]), "+f"(O[32]), "+f"(O[33]), "+f"(O[34]), "+f"(O[35]),  \
+        "+f"(O[36]), "+f"(O[37]), "+f"(O[38]), "+f"(O[39]), "+f"(O[40]), "+f"(O[41]), "+f"(O[42]),  \
+        "+f"(O[43]), "+f"(O[44]), "+f"(O[45]), "+f"(O[46]), "+f"(O[47]), "+f"(O[48]), "+f"(O[49]),  \
+        "+f"(O[50]), "+f"(O[51]), "+f"(O[52]), "+f"(O[53]), "+f"(O[54]), "+f"(O[55]), "+f"(O[56]),  \
+        "+f"(O[57]), "+f"(O[58]), "+f"(O[59]), "+f"(O[60]), "+f"(O[61]), "+f"(O[62]), "+f"(O[63])
+
 // Columns kFirst to kFirst + 63 of d (accumulators; 128 columns of the product) += A B, as above with B 16 x 128: for kernels
 // whose launch gives fewer than the 154 registers that n256 needs.
 template <Dtype kDtype, int kFirst>
 __device__ __forceinline__ void wgmma_m64n128k16_ss_bt(float (&d)[128], u64 desc_a, u64 desc_b,
                                                        bool accumulate) {
     float* o = d + kFirst;
-#define RAWMLA_WGMMA(TYPE)                                                                                \
-    asm volatile(                                                                                         \
-        "{\n"                                                                                             \
-        ".reg .pred p;\n"                                                                                 \
-        "setp.ne.b32 p, %66, 0;\n"                                                                        \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                      \
-        " {"                                                                                              \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                  \
-        "}, %64, %65, p, 1, 1, 0, 1;\n"                                                                   \
-        "}\n"                                                                                             \
-        : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3]), "+f"(o[4]), "+f"(o[5]), "+f"(o[6]), "+f"(o[7]), \
-          "+f"(o[8]), "+f"(o[9]), "+f"(o[10]), "+f"(o[11]), "+f"(o[12]), "+f"(o[13]), "+f"(o[14]),        \
-          "+f"(o[15]), "+f"(o[16]), "+f"(o[17]), "+f"(o[18]), "+f"(o[19]), "+f"(o[20]), "+f"(o[21]),      \
-          "+f"(o[22]), "+f"(o[23]), "+f"(o[24]), "+f"(o[25]), "+f"(o[26]), "+f"(o[27]), "+f"(o[28]),      \
-          "+f"(o[29]), "+f"(o[30]), "+f"(o[31]), "+f"(o[32]), "+f"(o[33]), "+f"(o[34]), "+f"(o[35]),      \
-          "+f"(o[36]), "+f"(o[37]), "+f"(o[38]), "+f"(o[39]), "+f"(o[40]), "+f"(o[41]), "+f"(o[42]),      \
-          "+f"(o[43]), "+f"(o[44]), "+f"(o[45]), "+f"(o[46]), "+f"(o[47]), "+f"(o[48]), "+f"(o[49]),      \
-          "+f"(o[50]), "+f"(o[51]), "+f"(o[52]), "+f"(o[53]), "+f"(o[54]), "+f"(o[55]), "+f"(o[56]),      \
-          "+f"(o[57]), "+f"(o[58]), "+f"(o[59]), "+f"(o[60]), "+f"(o[61]), "+f"(o[62]), "+f"(o[63])       \
+#define RAWMLA_WGMMA(TYPE)                                                                      \
+    asm volatile(                                                                               \
+        "{\n"                                                                                   \
+        ".reg .pred p;\n"                                                                       \
+        "setp.ne.b32 p, %66, 0;\n"                                                              \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " RAWMLA_ACCUMULATORS_64 \
+        ", %64, %65, p, 1, 1, 0, 1;\n"                                                          \
+        "}\n"                                                                                   \
+        : RAWMLA_OPERANDS_64(o)                                                                 \
         : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)))
     if constexpr (kDtype == Dtype::kBf16) {
         RAWMLA_WGMMA("bf16");
@@ -216,28 +222,15 @@ template <Dtype kDtype, int kFirst>
 __device__ __forceinline__ void wgmma_m64n128k16_rs_bt(float (&d)[128], const u32 (&a)[4], u64 desc_b,
                                                        bool accumulate) {
     float* o = d + kFirst;
-#define RAWMLA_WGMMA(TYPE)                                                                                \
-    asm volatile(                                                                                         \
-        "{\n"                                                                                             \
-        ".reg .pred p;\n"                                                                                 \
-        "setp.ne.b32 p, %69, 0;\n"                                                                        \
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                      \
-        " {"                                                                                              \
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                          \
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                \
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                \
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"                  \
-        "}, {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"                                                     \
-        "}\n"                                                                                             \
-        : "+f"(o[0]), "+f"(o[1]), "+f"(o[2]), "+f"(o[3]), "+f"(o[4]), "+f"(o[5]), "+f"(o[6]), "+f"(o[7]), \
-          "+f"(o[8]), "+f"(o[9]), "+f"(o[10]), "+f"(o[11]), "+f"(o[12]), "+f"(o[13]), "+f"(o[14]),        \
-          "+f"(o[15]), "+f"(o[16]), "+f"(o[17]), "+f"(o[18]), "+f"(o[19]), "+f"(o[20]), "+f"(o[21]),      \
-          "+f"(o[22]), "+f"(o[23]), "+f"(o[24]), "+f"(o[25]), "+f"(o[26]), "+f"(o[27]), "+f"(o[28]),      \
-          "+f"(o[29]), "+f"(o[30]), "+f"(o[31]), "+f"(o[32]), "+f"(o[33]), "+f"(o[34]), "+f"(o[35]),      \
-          "+f"(o[36]), "+f"(o[37]), "+f"(o[38]), "+f"(o[39]), "+f"(o[40]), "+f"(o[41]), "+f"(o[42]),      \
-          "+f"(o[43]), "+f"(o[44]), "+f"(o[45]), "+f"(o[46]), "+f"(o[47]), "+f"(o[48]), "+f"(o[49]),      \
-          "+f"(o[50]), "+f"(o[51]), "+f"(o[52]), "+f"(o[53]), "+f"(o[54]), "+f"(o[55]), "+f"(o[56]),      \
-          "+f"(o[57]), "+f"(o[58]), "+f"(o[59]), "+f"(o[60]), "+f"(o[61]), "+f"(o[62]), "+f"(o[63])       \
+#define RAWMLA_WGMMA(TYPE)                                                                      \
+    asm volatile(                                                                               \
+        "{\n"                                                                                   \
+        ".reg .pred p;\n"                                                                       \
+        "setp.ne.b32 p, %69, 0;\n"                                                              \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " RAWMLA_ACCUMULATORS_64 \
+        ", {%64, %65, %66, %67}, %68, p, 1, 1, 1;\n"                                            \
+        "}\n"                                                                                   \
+        : RAWMLA_OPERANDS_64(o)                                                                 \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b), "r"(static_cast<int>(accumulate)))
     if constexpr (kDtype == Dtype::kBf16) {
         RAWMLA_WGMMA("bf16");
@@ -246,3 +239,5 @@ __device__ __forceinline__ void wgmma_m64n128k16_rs_bt(float (&d)[128], const u3
     }
 #undef RAWMLA_WGMMA
 }
+#undef RAWMLA_ACCUMULATORS_64
+#undef RAWMLA_OPERANDS_64
