@@ -6,7 +6,13 @@ from rawmla import prefill, sparse
 from rawmla.kernels import sparse_decode
 
 FORCED = {"test_prefill_edges", "test_prefill_sanitizer", "test_sparse_sanitizer"}
-TWICE = {"test_sparse_bits", "test_sparse_edges", "test_sparse_matrix", "test_sparse_plans"}
+TWICE = {
+    "test_sparse_bits",
+    "test_sparse_edges",
+    "test_sparse_graphs",
+    "test_sparse_matrix",
+    "test_sparse_plans",
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
