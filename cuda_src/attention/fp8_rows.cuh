@@ -1,9 +1,9 @@
 // The producer warps of the kernels over FP8 caches: they find rows, load them and dequantise them into K's ring.
 //
 // FORMAT is the kernel's, see sm90_sparse_decode.cu. `Share` is what a thread has of a row on its way to a stage:
-//   Share::prefetch(row)                         has the row brought to L2, together with the three other lanes of it
-//   start(row)                                   asks for its values; `src` is null if there is no row, and zeros are stored
-//   store(params, smem, stage, group)            converts them and stores them to the warp's group of the stage
+//   Share::prefetch(row)               has the row brought to L2, together with the three other lanes of it
+//   start(row)                         asks for its values; `src` is null if there is no row, and zeros are stored
+//   store(params, smem, stage, group)  converts them and stores them to the warp's group of the stage
 // Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
 #include "attention/items.cuh"
@@ -29,6 +29,7 @@ constexpr int kFp8Values = kFormat == Format::kV32 ? 512 : 448;
 constexpr int kRopeOffset = kFormat == Format::kV32 ? 528 : 448;  // bytes into an FP8 row
 constexpr int kScaleOffset = 512;                                 // of V3.2
 constexpr int kModel1RowBytes = 576, kModel1ScaleBytes = 8;
+constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
 
 constexpr int kProducerWarps = 8;  // each has a group of a block's rows
 static_assert(kProducerWarps * kGroupRows == kBlockTokens);
@@ -118,8 +119,8 @@ constexpr u32 kStagesOf = sizeof(Smem::k) / sizeof(Smem::k[0]);
 // Waits for the stage of block n, notes which of the warp's rows there are, and returns where their group begins.
 template <class Smem>
 __device__ __forceinline__ u32 open_stage(Smem& smem, u32 n, bool valid) {
-    const u32 stage = n % kStagesOf<Smem>;
-    mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~(n / kStagesOf<Smem>)&1);
+    const u32 stage = n % kStagesOf<Smem>, round = n / kStagesOf<Smem>;
+    mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~round & 1);
     const Place place;
     const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << place.row);
     if (lane_index() == 0) smem.valid[stage][place.warp_idx] = bits;

@@ -16,10 +16,10 @@
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
+#include "sched/plan.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlockRows = 64;
 constexpr int kTileRows = 64;
 constexpr int kListTokenShift = 24;
 static_assert(MAX_ROWS <= 1 << kListTokenShift, "row and token share an int");
@@ -174,12 +174,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 
     const int words = 2 * params.group_tokens;
-    u64* selected = params.selected + static_cast<i64>(group) * (params.capacity / kBlockRows) * words;
-    for (int block = warp_idx; block * kBlockRows < count; block += kWarps) {
+    u64* selected = params.selected + static_cast<i64>(group) * (params.capacity / kBlockTokens) * words;
+    for (int block = warp_idx; block * kBlockTokens < count; block += kWarps) {
         u32 tokens[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int k = block * kBlockRows + half * 32 + lane_idx;
+            const int k = block * kBlockTokens + half * 32 + lane_idx;
             tokens[half] = k < count ? smem.united[k] : 0;
         }
         u64 word = smem.united_not_finite[block];

@@ -271,7 +271,6 @@ struct Share {
 
     __device__ __forceinline__ static void prefetch(const Row& row) {
         const Place place;
-        constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
         constexpr int kLines = ceil_div(kRowBytes + 127, 128);  // wherever it begins
         if (row.data == nullptr) return;
 #pragma unroll

@@ -16,7 +16,7 @@
 //   producer  warpgroups 2, 3, 48           gather and dequantise rows into K's ring, each of the eight warps a group of a block
 //
 // Schedule, per 64-token block j: each of owner and helper has 18 x 32 cycles of Q K^T (MODEL1 16 x 32) and 8 x 64 of P V
-//   producer  | rows of block j + 3 as both P V(j) have left their stage
+//   producer  | rows of block j + 3 (MODEL1: j + 4) when both P V(j) have left their stage
 //   owner     | softmax(j), send P(j) | P V(j), S(j + 1) from the partial scores on | softmax(j + 1) ...
 //   helper    | S(j + 2) | P V(j), send the partial scores of S(j + 2) | S(j + 3) ...
 // Q K^T goes on across items, so that an epilogue has partial scores on their way under it. A warp exchanges with the same warp of
@@ -37,7 +37,7 @@
 // bar_ends_free       1      the other helper: the item's rows are stored            owner: send the next item's      1
 // NB_OWNER, NB_HELPER 128    an item's last Q K^T is complete; the next Q landed     that warpgroup: both             -
 //
-// An arrival in the other CTA overtakes loads from shared memory that were issued before it (docs/kernels/sparse_decode_cluster.md).
+// An arrival in the other CTA can overtake loads from shared memory that were issued before it (docs/kernels/sparse_decode_cluster.md).
 // "Read" therefore means that a product has the values.
 #include "attention/fp8_rows.cuh"
 #include "attention/items.cuh"
@@ -444,9 +444,8 @@ struct Share {
         const Place place;
         if (row.data == nullptr) return;
         const int rank = cluster_ctarank();
-        constexpr int kLastByte = kV32 ? 655 : kModel1RowBytes - 1;
         const int value = rank * kColumns + min_int(place.quarter * 128, kColumns - 1);
-        prefetch_l2(row.data + (place.quarter < 3 ? value : kLastByte - (rank == 0 ? 64 : 0)));
+        prefetch_l2(row.data + (place.quarter < 3 ? value : kRowBytes - 1 - (rank == 0 ? 64 : 0)));
     }
     // MODEL1: the second CTA's last chunk is RoPE.
     __device__ __forceinline__ static bool has_values(int chunk) {

@@ -17,7 +17,8 @@ _PLAN_ROW_BYTES = 32
 _ALIGNMENT = 16  # bytes, of what lies in scratch
 _ROWS_ALIGNMENT = 128  # of copied rows: their 128-byte pieces must not straddle lines
 _TILE_ROWS = 64
-# Attended by 128 heads, a row of an FP8 cache costs 0.13 ns more than one of bf16, and 0.67 ns to be copied.
+# Attended by 128 heads, a row of an FP8 cache costs 0.13 ns more than one of bf16 where each tile of 64 reads
+# it for itself (0.05 in clusters), and 0.67 ns to be copied.
 _COPIED_WHEN_SELECTED = 8
 # Uniting selections takes three launches more, and all rows are read to find those that are not finite. Four
 # tokens that each select one of 16 rows at random have 9 % of them in common, which pays for that; neighbours
@@ -98,6 +99,30 @@ def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
     if call.format not in QUANTIZED and _is_united(call):
         return _PreparedGroups(call, capturing)
     return _PreparedTokens(call, capturing)
+
+
+def _as_decoding(call: SparsePrefillCall, b: int) -> SparseDecodeCall:
+    """The decode call whose requests are `b` query tokens."""
+    q_stride, q_stride_h = call.q_strides
+    out_stride, out_stride_h = call.out_strides
+    return SparseDecodeCall(
+        device=call.device,
+        format=call.format,
+        d_qk=call.d_qk,
+        load_bytes=call.load_bytes,
+        b=b,
+        s_q=1,
+        h_q=call.h_q,
+        cache=call.cache,
+        extra=NO_CACHE,
+        q_strides=(q_stride, 0, q_stride_h),
+        num_parts=call.num_parts,
+        object_layout=True,
+        batch_invariant=False,
+        out_strides=(out_stride, 0, out_stride_h),
+        softmax_scale=call.softmax_scale,
+        lse_factor=call.lse_factor,
+    )
 
 
 def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
@@ -185,7 +210,10 @@ class _PreparedTokens:
             for size in sizes
         }
         self._attention = {
-            size: sparse_decode.PreparedSparseDecode(self._decode_call(size), capturing) for size in sizes
+            size: sparse_decode.PreparedSparseDecode(
+                _as_decoding(call, size)._replace(uniform=self._uniform[size]), capturing
+            )
+            for size in sizes
         }
         self._splits = call.num_parts * _PLAN_ROW_BYTES
         plan_bytes = self._splits + 4 * (self._chunk + 1) if None in self._uniform.values() else 0
@@ -193,30 +221,6 @@ class _PreparedTokens:
         room.take(plan_bytes)
         self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
         self.scratch_bytes = room.bytes
-
-    def _decode_call(self, tokens: int) -> SparseDecodeCall:
-        call = self._call
-        q_stride, q_stride_h = call.q_strides
-        out_stride, out_stride_h = call.out_strides
-        return SparseDecodeCall(
-            device=call.device,
-            format=call.format,
-            d_qk=call.d_qk,
-            load_bytes=call.load_bytes,
-            b=tokens,
-            s_q=1,
-            h_q=call.h_q,
-            cache=call.cache,
-            extra=NO_CACHE,
-            q_strides=(q_stride, 0, q_stride_h),
-            num_parts=call.num_parts,
-            object_layout=True,
-            batch_invariant=False,
-            out_strides=(out_stride, 0, out_stride_h),
-            softmax_scale=call.softmax_scale,
-            lse_factor=call.lse_factor,
-            uniform=self._uniform[tokens],
-        )
 
     def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
         """As in `Prepared`."""
@@ -291,23 +295,11 @@ class _PreparedGroups:
         call = self._call
         q_stride, q_stride_h = call.q_strides
         out_stride, out_stride_h = call.out_strides
-        return SparseDecodeCall(
-            device=call.device,
-            format=call.format,
-            d_qk=call.d_qk,
-            load_bytes=call.load_bytes,
-            b=groups,
-            s_q=1,
+        return _as_decoding(call, groups)._replace(
             h_q=_TILE_ROWS,
             cache=call.cache._replace(topk=self._capacity, index_stride_b=self._capacity),
-            extra=NO_CACHE,
             q_strides=(self._tokens * q_stride, q_stride, q_stride_h),
-            num_parts=call.num_parts,
-            object_layout=True,
-            batch_invariant=False,
             out_strides=(self._tokens * out_stride, 0, out_stride_h),
-            softmax_scale=call.softmax_scale,
-            lse_factor=call.lse_factor,
             group_tokens=self._tokens,
         )
 
