@@ -732,7 +732,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("s_q", "topk", "uniform"),
-    [(1, 2048, (16, 1, 2, 32)), (64, 2048, (1, 1, 32, 32)), (132, 640, (1, 2, 10, 10))],
+    [(1, 2048, (32, 1, 1, 32)), (64, 2048, (1, 1, 32, 32)), (132, 640, (1, 2, 10, 10))],
 )
 def test_sparse_prefill_without_a_plan(
     launches: list[Launch], s_q: int, topk: int, uniform: tuple[int, ...]

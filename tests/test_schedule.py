@@ -369,10 +369,10 @@ def test_any_tuning(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int, sh
 
 
 def test_part_length_of_small_batches() -> None:
-    """8,192 tokens are 128 blocks: sqrt(128 / 12) is 3.3, so parts of 4, and 32 of them."""
-    rows = check([8192], 132, False).object_rows
+    """10,240 tokens are 160 blocks: sqrt(160 / 32) is 2.2, so parts of 3, and 54 of them."""
+    rows = check([10240], 132, False).object_rows
     busy = rows[rows[:, 0] <= rows[:, 1]]
-    assert (busy[:, 3] - busy[:, 2]).tolist() == [4] * 32
+    assert (busy[:, 3] - busy[:, 2]).tolist() == [3] * 53 + [1]
 
 
 def test_parts_without_work_are_idle() -> None:

@@ -31,39 +31,19 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void block(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
                                           float (&scale)[2]) {
         float sum[2];
-        auto exponentials = [&]() {
-            const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
-            sum[0] = sum[1] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 32; j += 2) {
-                const int r = (j >> 1) & 1;
-                const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
-                const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
-                sum[r] += p0 + p1;
-                p[j / 2] = pack_16bit<kDtype>(p0, p1);
-            }
-        };
-        exponentials();  // by the reference so far, which nearly always stands
         scale[0] = scale[1] = 1.0f;
-        const bool outgrown[2] = {m[0] == -kInfinity || !(sum[0] <= kLazySum),
-                                  m[1] == -kInfinity || !(sum[1] <= kLazySum)};
-        if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
-            float row_max[2] = {-kInfinity, -kInfinity};
+        // Without references, as in an item's first block, the maxima come first; else the references so far nearly always stand.
+        bool outgrown[2] = {true, true};
+        bool looks = __all_sync(0xffffffff, m[0] == -kInfinity && m[1] == -kInfinity);
+#pragma unroll 1
+        while (true) {  // once or twice: two copies of the exponentials would spill registers
+            if (looks) follow_maxima(s, sm_scale_log2, outgrown, scale);
+            exponentials<kDtype>(s, sm_scale_log2, p, sum);
+            if (looks) break;
 #pragma unroll
-            for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
-                row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * sm_scale_log2;
-                // In any of the row's four threads. Other rows of the warp stay as they are: a row depends on itself alone.
-                const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
-                const float m_new = follows ? fmaxf(row_max[r], m[r]) : m[r];
-                // O is still zero while m_ref is -inf
-                scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
-                l[r] *= scale[r];
-                m[r] = m_new;
-            }
-            exponentials();
+            for (int r = 0; r < 2; ++r) outgrown[r] = m[r] == -kInfinity || !(sum[r] <= kLazySum);
+            looks = __any_sync(0xffffffff, outgrown[0] || outgrown[1]);
+            if (!looks) break;
         }
         l[0] += sum[0];
         l[1] += sum[1];
@@ -81,6 +61,43 @@ struct OnlineSoftmax {
                 row_sum[row] = l[r];
                 row_max[row] = m[r];
             }
+        }
+    }
+
+  private:
+    // Raises the references of rows that have outgrown theirs, in any of a row's four threads.
+    __device__ __forceinline__ void follow_maxima(const float (&s)[32], float sm_scale_log2,
+                                                  const bool (&outgrown)[2], float (&scale)[2]) {
+        float row_max[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+        for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
+            row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * sm_scale_log2;
+            // Other rows of the warp stay as they are: a row depends on itself alone.
+            const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
+            const float m_new = follows ? fmaxf(row_max[r], m[r]) : m[r];
+            // O is still zero while m_ref is -inf
+            scale[r] = m_new == m[r] || m[r] == -kInfinity ? 1.0f : exp2_approx(m[r] - m_new);
+            l[r] *= scale[r];
+            m[r] = m_new;
+        }
+    }
+
+    // P by the references, packed, and its sums of this thread.
+    template <Dtype kDtype>
+    __device__ __forceinline__ void exponentials(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
+                                                 float (&sum)[2]) const {
+        const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
+        sum[0] = sum[1] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 32; j += 2) {
+            const int r = (j >> 1) & 1;
+            const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
+            const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
+            sum[r] += p0 + p1;
+            p[j / 2] = pack_16bit<kDtype>(p0, p1);
         }
     }
 };

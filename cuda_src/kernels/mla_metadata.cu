@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                  [&] { equal = __syncthreads_and(equal); });
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
-    // may parts become so short that merging the pieces of a request costs more than it saves: T blocks take about
-    // 1.3 T us and the pieces of n blocks 0.1 n / T us, which is least for T = sqrt(n / 12); n is the mean length here.
+    // may parts become so short that merging the pieces of a request costs more than it saves. T blocks take about
+    // 1.3 T us and the pieces of n blocks 0.04 n / T us, which is least for T = sqrt(n / 32); n is the mean length here.
     Line line;
     const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (!params.batch_invariant) {
         const int mean = divide(units_total, params.b_magic, params.b_shift);
         int shortest = 1;
-        while (shortest * shortest * 12 < mean && shortest < kMaxShortPart) ++shortest;
+        while (shortest * shortest * 32 < mean && shortest < kMaxShortPart) ++shortest;
         line.length = max_int(line.length, shortest);
         if (equal) {
             const int apart = divide(blocks_of_first + params.parts_per_request - 1, params.share_magic,

@@ -27,7 +27,7 @@ MAX_BATCH = 16384
 _BLOCK_M = 64
 # Of the plan: see mla_metadata.cu
 _MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3
-_SHORT_PART_FACTOR, _MAX_SHORT_PART = 12, 16
+_SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
 _PARAMS = struct.Struct("<2Q2i 2Q6i3I3i")  # Params of mla_metadata.cu
 
 
