@@ -265,23 +265,28 @@ def test_constants_of_the_kernels_agree() -> None:
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
+        mapping = combine.Mapping(
+            *(values[name] for name in ("PIECE_GROUPS", "PIECES_AT_ONCE", "ROWS_AT_ONCE"))
+        )
         row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
         assert_in_kernel(
             spec,
             [
-                f"kRows == {combine.Mapping(values['PIECE_GROUPS'], 0).rows_per_cta}",
+                f"kRows == {mapping.rows_per_cta} && kThreads == {mapping.threads}",
                 f"{row_bytes} == {combine.slot_row_bytes(dtype, max_logits(spec))}",
             ],
         )
     for rows, batch_invariant, grid_x, mapping in (
-        (1000, False, 250, (1, 4)),
-        (176, False, 176, (4, 6)),
-        (88, False, 88, (8, 4)),
-        (21, False, 21, (8, 8)),
-        (21, True, 6, (1, 4)),
+        (1000, False, 125, (1, 2, 2)),
+        (704, False, 176, (1, 4, 1)),
+        (176, False, 176, (4, 6, 1)),
+        (88, False, 88, (8, 4, 1)),
+        (21, False, 21, (8, 8, 1)),
+        (21, True, 6, (1, 4, 1)),
+        (1000, True, 250, (1, 4, 1)),
     ):
         assert combine.launch_shape(rows, 3, 9, True, batch_invariant) == ((grid_x, 3, 1), mapping)
-    assert combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (8, 8))
+    assert combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (8, 8, 1))
 
 
 # What a launch hands over, read by the names that the kernel has for it

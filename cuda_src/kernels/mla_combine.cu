@@ -15,7 +15,8 @@
 //
 // A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
 // PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece, and their sums
-// meet in shared memory in fixed order, all warps adding.
+// meet in shared memory in fixed order, all warps adding. With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a
+// pair of warps has n rows at the same time.
 // Time is latency: plan, then num_splits, then scalars and data together; the data do not wait for their weights.
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -29,8 +30,10 @@ constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
 constexpr int kDimV = 512;
 constexpr int kGroups = PIECE_GROUPS;
-constexpr int kRows = kGroups == 1 ? 4 : 1;  // per CTA
-constexpr int kThreads = 64 * kGroups * kRows;
+constexpr int kRowsAtOnce = ROWS_AT_ONCE;
+static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of pieces share one row");
+constexpr int kRows = kGroups == 1 ? 4 * kRowsAtOnce : 1;  // per CTA
+constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
 constexpr int kResidentThreads =
     PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
 constexpr int kColumns = kDimV / 64;  // per thread
@@ -113,6 +116,29 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     }
 }
 
+// Some pieces of a half row on their way to registers.
+struct Pieces {
+    float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
+    float4 value[kPiecesAtOnce][kVectors];
+
+    // The first at `accum_row` of o_accum, each kGroups * `rows` rows behind the one before; `count`: with those of other groups.
+    __device__ __forceinline__ void load(const Params& params, i64 accum_row, int rows, int count, int half,
+                                         int lane_idx) {
+#pragma unroll
+        for (int j = 0; j < kPiecesAtOnce; ++j) {
+            lse_log2[j] = -kInfinity;
+            if (j * kGroups >= count) continue;
+            const i64 row = accum_row + static_cast<i64>(j * kGroups) * rows;
+            lse_log2[j] = load_global(params.lse_accum_log2 + row);
+            scale_log2[j] = load_global(params.o_scale_log2 + row * kScaleHalves + half);
+            const float4* vectors = static_cast<const float4*>(params.o_accum) +
+                                    (row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx;
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) value[j][v] = load_global(vectors + v * 32);
+        }
+    }
+};
+
 // The merge of some pieces of a row: numerator and denominator, divided by 2^max_log2.
 struct Merged {
     float max_log2 = -kInfinity;
@@ -129,6 +155,22 @@ struct Merged {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) sum[i] *= rescale;
         return offset;
+    }
+
+    __device__ __forceinline__ void add(const Pieces& pieces) {
+        float top = -kInfinity;
+#pragma unroll
+        for (int j = 0; j < kPiecesAtOnce; ++j) top = fmaxf(top, pieces.lse_log2[j]);
+        const float offset = raise_max(top);
+#pragma unroll
+        for (int j = 0; j < kPiecesAtOnce; ++j) {
+            if (pieces.lse_log2[j] == -kInfinity) continue;  // no such piece, or one without any key
+            weight_sum += exp2_approx(pieces.lse_log2[j] - offset);
+            const float weight = exp2_approx(pieces.scale_log2[j] - offset);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v)
+                accumulate(sum + v * kVectorColumns, weight, pieces.value[j][v]);
+        }
     }
 };
 
@@ -170,103 +212,54 @@ __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&word
     *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThreads)
-    mla_combine(const __grid_constant__ Params params) {
-    extern __shared__ __align__(16) unsigned char smem_bytes[];
-    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups
-    const int lane_idx = threadIdx.x % 32;
-    const int half = threadIdx.x / 32 % 2;
-    const int group = threadIdx.x / 64 % kGroups;
-    const int row = blockIdx.x * kRows + threadIdx.x / 64 / kGroups;
-    const int rows = params.s_q * params.h_q;
-    // The plan is older than the kernel ahead, which waited for it before it let this one start.
-    const int req = candidate_request(params);
-    griddepcontrol_launch_dependents();
-    const Splits of_request(params, req);
-    const int splits = of_request.count;
-    const bool merges = splits > 1;
-    if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
-    if (!merges || row >= rows) return;
-    const int slot = first_slot(of_request.before, req, of_request.batch_invariant);
-    const bool fits = slot >= 0 && slot + splits <= params.num_slots;
-    const int count = fits ? splits : 0;
+// Adds up what the groups of a row have merged; the first group has it then. All threads of the CTA call; true for that group's.
+__device__ __forceinline__ bool merge_groups(Partial* partial, Merged& merged, int half, int group,
+                                             int lane_idx) {
+    const int column = threadIdx.x % 64;
+    Partial& own = partial[group];
+    if (lane_idx == 0) {
+        own.max_log2[half] = merged.max_log2;
+        own.weight_sum[half] = merged.weight_sum;
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
+    __syncthreads();
+    // All warps add up, each one column of its threads'; lane g knows the scalars of group g.
+    const bool has_group = lane_idx < kGroups;
+    const float group_max = has_group ? partial[lane_idx % kGroups].max_log2[half] : -kInfinity;
+    merged.max_log2 = group_max;
+#pragma unroll
+    for (int lanes = 1; lanes < kGroups; lanes *= 2) {
+        merged.max_log2 = fmaxf(merged.max_log2, __shfl_xor_sync(0xffffffff, merged.max_log2, lanes));
+    }
+    merged.max_log2 = __shfl_sync(0xffffffff, merged.max_log2, 0);
+    const float offset = merged.max_log2 == -kInfinity ? 0.0f : merged.max_log2;
+    const float group_weight = exp2_approx(group_max - offset);
+    merged.weight_sum = has_group ? group_weight * partial[lane_idx % kGroups].weight_sum[half] : 0.0f;
+#pragma unroll
+    for (int lanes = 1; lanes < kGroups; lanes *= 2) {
+        merged.weight_sum += __shfl_xor_sync(0xffffffff, merged.weight_sum, lanes);
+    }
+    merged.weight_sum = __shfl_sync(0xffffffff, merged.weight_sum, 0);
+    for (int i = group; i < kColumns; i += kGroups) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+            sum = fmaf(__shfl_sync(0xffffffff, group_weight, g), partial[g].sum[i][column], sum);
+        }
+        partial[0].sum[i][column] = sum;  // only this thread has read it
+    }
+    __syncthreads();
+    if (group > 0) return false;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) merged.sum[i] = partial[0].sum[i][column];
+    return true;
+}
 
-    // Asked for before the pieces, looked at after them
-    const float top_of_lane =
-        half == 0 ? load_top(params, static_cast<i64>(slot) * rows + row, rows, count, lane_idx) : 0.0f;
-    Merged merged;
-    for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
-        float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
-        float4 value[kPiecesAtOnce][kVectors];
-#pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
-            lse_log2[j] = -kInfinity;
-            if (piece + j * kGroups < count) {
-                const i64 accum_row = static_cast<i64>(slot + piece + j * kGroups) * rows + row;
-                lse_log2[j] = load_global(params.lse_accum_log2 + accum_row);
-                scale_log2[j] = load_global(params.o_scale_log2 + accum_row * kScaleHalves + half);
-                const float4* vectors = static_cast<const float4*>(params.o_accum) +
-                                        (accum_row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx;
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) value[j][v] = load_global(vectors + v * 32);
-            }
-        }
-        float top = -kInfinity;
-#pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) top = fmaxf(top, lse_log2[j]);
-        const float offset = merged.raise_max(top);
-#pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
-            if (lse_log2[j] == -kInfinity) continue;  // no such piece, or one without any key
-            merged.weight_sum += exp2_approx(lse_log2[j] - offset);
-            const float weight = exp2_approx(scale_log2[j] - offset);
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-                accumulate(merged.sum + v * kVectorColumns, weight, value[j][v]);
-            }
-        }
-    }
-    if constexpr (kGroups > 1) {
-        const int column = threadIdx.x % 64;
-        Partial& own = partial[group];
-        if (lane_idx == 0) {
-            own.max_log2[half] = merged.max_log2;
-            own.weight_sum[half] = merged.weight_sum;
-        }
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
-        __syncthreads();
-        // All warps add up, each one column of its threads'; lane g knows the scalars of group g.
-        const bool has_group = lane_idx < kGroups;
-        const float group_max = has_group ? partial[lane_idx % kGroups].max_log2[half] : -kInfinity;
-        merged.max_log2 = group_max;
-#pragma unroll
-        for (int lanes = 1; lanes < kGroups; lanes *= 2) {
-            merged.max_log2 = fmaxf(merged.max_log2, __shfl_xor_sync(0xffffffff, merged.max_log2, lanes));
-        }
-        merged.max_log2 = __shfl_sync(0xffffffff, merged.max_log2, 0);
-        const float offset = merged.max_log2 == -kInfinity ? 0.0f : merged.max_log2;
-        const float group_weight = exp2_approx(group_max - offset);
-        merged.weight_sum = has_group ? group_weight * partial[lane_idx % kGroups].weight_sum[half] : 0.0f;
-#pragma unroll
-        for (int lanes = 1; lanes < kGroups; lanes *= 2) {
-            merged.weight_sum += __shfl_xor_sync(0xffffffff, merged.weight_sum, lanes);
-        }
-        merged.weight_sum = __shfl_sync(0xffffffff, merged.weight_sum, 0);
-        for (int i = group; i < kColumns; i += kGroups) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                sum = fmaf(__shfl_sync(0xffffffff, group_weight, g), partial[g].sum[i][column], sum);
-            }
-            partial[0].sum[i][column] = sum;  // only this thread has read it
-        }
-        __syncthreads();
-        if (group > 0) return;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) merged.sum[i] = partial[0].sum[i][column];
-    }
-    // A plan that its scratch was not made for: NaN, not nonsense.
+// Writes half a row, and with the first half its scalars. Without `fits`, a plan that its scratch was not made for: NaN, not nonsense.
+// All lanes of the warp call.
+__device__ __forceinline__ void store_row(const Params& params, int req, int row, int half,
+                                          const Merged& merged, bool fits, float top_of_lane, int lane_idx) {
     const float weight_sum = fits ? merged.weight_sum : kNaN;
     const int token = row / params.h_q;
     const int head = row - token * params.h_q;
@@ -290,4 +283,55 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
             weight_sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
     }
     if (half == 0) store_top(params, req, token, head, fits ? top_of_lane : kNaN, lane_idx);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThreads)
+    mla_combine(const __grid_constant__ Params params) {
+    extern __shared__ __align__(16) unsigned char smem_bytes[];
+    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups
+    const int lane_idx = threadIdx.x % 32;
+    const int half = threadIdx.x / 32 % 2;
+    const int group = threadIdx.x / 64 % kGroups;
+    const int first_row = blockIdx.x * kRows + threadIdx.x / 64 / kGroups * kRowsAtOnce;
+    const int rows = params.s_q * params.h_q;
+    // The plan is older than the kernel ahead, which waited for it before it let this one start.
+    const int req = candidate_request(params);
+    griddepcontrol_launch_dependents();
+    const Splits of_request(params, req);
+    const int splits = of_request.count;
+    const bool merges = splits > 1;
+    if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
+    if (!merges || first_row >= rows) return;
+    const int slot = first_slot(of_request.before, req, of_request.batch_invariant);
+    const bool fits = slot >= 0 && slot + splits <= params.num_slots;
+    const int count = fits ? splits : 0;
+    const i64 accum_row = static_cast<i64>(slot) * rows + first_row;
+
+    // Maxima are asked for before the pieces, looked at after them
+    float top_of_lane[kRowsAtOnce];
+    Merged merged[kRowsAtOnce];
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+        top_of_lane[r] = 0.0f;
+        if (half == 0 && first_row + r < rows)
+            top_of_lane[r] = load_top(params, accum_row + r, rows, count, lane_idx);
+    }
+    for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
+        Pieces pieces[kRowsAtOnce];
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+            pieces[r].load(params, accum_row + r + static_cast<i64>(piece) * rows, rows,
+                           first_row + r < rows ? count - piece : 0, half, lane_idx);
+        }
+#pragma unroll
+        for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(pieces[r]);
+    }
+    if constexpr (kGroups > 1) {
+        if (!merge_groups(partial, merged[0], half, group, lane_idx)) return;
+    }
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+        if (first_row + r < rows)
+            store_row(params, req, first_row + r, half, merged[r], fits, top_of_lane[r], lane_idx);
+    }
 }

@@ -34,20 +34,28 @@ class Mapping(NamedTuple):
 
     piece_groups: int
     pieces_at_once: int
+    rows_at_once: int = 1
 
     @property
     def rows_per_cta(self) -> int:
         """Query rows that one CTA merges."""
-        return 4 if self.piece_groups == 1 else 1
+        return 4 * self.rows_at_once if self.piece_groups == 1 else 1
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA."""
+        return 64 * self.piece_groups * self.rows_per_cta // self.rows_at_once
 
 
-_MANY_ROWS = Mapping(1, 4)
-_FEW_ROWS = {
+_BATCH_INVARIANT = Mapping(1, 4)
+_UP_TO_ROWS = {
     Mapping(8, 8): 132,
     Mapping(8, 4): 264,
     Mapping(4, 6): 528,
-}  # up to so many rows of split requests
-MAPPINGS = (*_FEW_ROWS, _MANY_ROWS)
+    _BATCH_INVARIANT: 2112,
+}  # so many rows of split requests, which then all run at once
+_MORE_ROWS = Mapping(1, 2, 2)
+MAPPINGS = (*_UP_TO_ROWS, _MORE_ROWS)
 
 
 def slot_row_bytes(dtype: str, max_logits: bool = False) -> int:
@@ -73,8 +81,9 @@ def spec(dtype: str, mapping: Mapping, max_logits: bool = False) -> jit.KernelSp
             ("MAX_LOGITS", max_logits),
             ("PIECES_AT_ONCE", mapping.pieces_at_once),
             ("PIECE_GROUPS", mapping.piece_groups),
+            ("ROWS_AT_ONCE", mapping.rows_at_once),
         ),
-        threads=64 * mapping.piece_groups * mapping.rows_per_cta,
+        threads=mapping.threads,
         smem_bytes=mapping.piece_groups * _PARTIAL_BYTES if mapping.piece_groups > 1 else 0,
     )
 
@@ -91,12 +100,11 @@ def launch_shape(
 
     A batch-invariant sum must not be grouped by the batch: always one mapping.
     """
-    mapping = _MANY_ROWS
+    mapping = _BATCH_INVARIANT
     if not batch_invariant:
-        for candidate, most in _FEW_ROWS.items():
-            if min(b, num_parts) * rows <= most:
-                mapping = candidate
-                break
+        split_rows = min(b, num_parts) * rows
+        fitting = (mapping for mapping, most in _UP_TO_ROWS.items() if split_rows <= most)
+        mapping = next(fitting, _MORE_ROWS)
     candidates = b if by_request else num_parts
     return (ceil_div(rows, mapping.rows_per_cta), candidates, 1), mapping
 

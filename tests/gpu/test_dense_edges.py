@@ -25,6 +25,8 @@ EDGE_CASES = (
     DenseCase(b=1, h_q=128, s_k=131072, sharp=True),
     DenseCase(b=1, h_q=16, s_k=131072, d_qk=512, dtype="float16", sharp=True),
     DenseCase(b=300, h_q=16, s_k=200, varlen=True, zero_lengths=True),
+    DenseCase(b=70, h_q=33, s_k=2000, varlen=True, zero_lengths=True, sharp=True),
+    DenseCase(b=20, s_q=4, h_q=33, s_k=3000, varlen=True, causal=True, dtype="float16"),
 )
 
 
