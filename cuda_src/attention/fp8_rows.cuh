@@ -164,6 +164,8 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     const PlanRow plan = plan_row(params);
+    griddepcontrol_wait();  // before indices are read
+    griddepcontrol_launch_dependents();
     if (plan.begin_req > plan.end_req) return;
     WorkItem item;
     item.req = plan.begin_req;

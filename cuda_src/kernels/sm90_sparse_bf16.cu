@@ -234,6 +234,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         for (int step = 0; step < kQSteps; ++step) ldmatrix_x4(q[step], place(step));
         mbarrier_arrive(smem_address(&smem.bar_q_free));
     };
+    griddepcontrol_wait();  // before Q is read
     if (reader.next(smem)) {
         if (warp_idx == 0 && lane_index() == 0) {
             load_q_chunks<kQStagedChunks>(params, smem_k + (kStages - 1) * kStageBytes,
@@ -475,6 +476,8 @@ __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 f
 }
 
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    griddepcontrol_wait();  // before indices are read
+    griddepcontrol_launch_dependents();
     ItemReader reader;
     u32 n = 0;  // running number of the block
     u64 before = 0;
@@ -574,8 +577,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 96) tma_prefetch_descriptor(&params.q_map);
     init_barriers(smem);
     __syncthreads();
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
 
     if (wg_idx == 0) {
         setmaxnreg_inc<kRegistersQK>();

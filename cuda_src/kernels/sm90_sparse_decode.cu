@@ -130,6 +130,7 @@ __device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    griddepcontrol_wait();  // before Q is read
     ItemReader reader;
     u32 n = 0;  // running number of the block
     if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req);
@@ -359,8 +360,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     init_barriers(smem);
     __syncthreads();
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
 
     if (wg_idx == 0) {
         setmaxnreg_dec<kRegistersQK>();

@@ -264,6 +264,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
         }
         return true;
     };
+    griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
     if (start_scores_of(0)) {
         wgmma_wait_group<0>();
@@ -377,6 +378,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
         walk.done(params, smem);
     };
     if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, kItemsPublished);
+    griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
 #pragma unroll 1
     for (int block = 0; block < 2; ++block) {
@@ -539,8 +541,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     init_barriers(smem);
     cluster_arrive();
     cluster_wait();
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
 
     if (wg_idx == 0) {
         setmaxnreg_inc<kRegistersConsumer>();

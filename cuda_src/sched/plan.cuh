@@ -11,6 +11,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
 
 constexpr int kPlanRowInts = 8;
 constexpr int kBlockTokens = 64;
@@ -104,12 +105,14 @@ struct UniformPlan {
     }
 };
 
-// Of the CTA's part. `Params` has `uniform` where a plan may do without arrays.
+// Of the CTA's part. `Params` has `uniform` where a plan may do without arrays. Arrays are read when the kernel ahead is complete; a
+// uniform plan is known before, and items are published under that kernel's end. Roles wait for it themselves.
 template <class Params>
 __device__ __forceinline__ PlanRow plan_row(const Params& params) {
     if constexpr (requires { params.uniform; }) {
         if (params.uniform.splits > 0) return params.uniform.row(blockIdx.z, params.b);
     }
+    griddepcontrol_wait();
     return read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
 }
 // Pieces of every request of a uniform plan; 0: num_splits has them.
