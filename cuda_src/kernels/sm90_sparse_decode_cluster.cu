@@ -4,7 +4,7 @@
 // converts whole rows. Here a cluster of two CTAs has both tiles, and CTA r only columns 256 r to 256 r + 255 of V and half r of RoPE
 // (MODEL1, whose RoPE is part of V: 256 of the 512 columns), so that every value is loaded, converted and stored once:
 //
-//   S = Q K^T     each CTA over its columns, for both tiles; a tile's CTA (r = tile) adds what the other one sends, in three bytes each
+//   S = Q K^T     each CTA over its columns, for both tiles; a tile's CTA (r = tile) adds what the other one sends
 //   P             by the tile's CTA, which sends it to the other one
 //   O = P V       each CTA its 256 columns, for both tiles
 //
@@ -49,7 +49,6 @@
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
 #include "layout/swizzle64.cuh"
-#include "layout/three_bytes.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -83,7 +82,7 @@ constexpr u32 kItemsPublished = 5;
 
 // What a warp sends at a time.
 constexpr int kVectors = 32 * 16;                       // bytes of one vector a lane
-constexpr int kPartialBytes = 6 * kVectors;             // partial scores, 32 a lane, of three bytes
+constexpr int kPartialBytes = 8 * kVectors;             // partial scores, 32 a lane
 constexpr int kPBytes = 4 * kVectors + 32 * 8;          // P, packed, and two factors a lane
 constexpr int kEndsBytes = 16 * (kMaxLogits ? 12 : 8);  // of 16 rows
 
@@ -99,7 +98,7 @@ struct SharedMemoryPlan {
     unsigned char q[kTiles][kStageBytes];                 // 65,536 B
     unsigned char k_rope[kStages][kRopeBytes];            // 12,288 B or none
     unsigned char q_rope[kTiles][kRopeBytes];             //  8,192 B or none
-    unsigned char partial[4][kPartialBytes];              // 12,288 B, for the owner
+    unsigned char partial[4][kPartialBytes];              // 16,384 B, for the owner
     unsigned char p[4][4 * kVectors];                     //  8,192 B, for the helper
     float2 factors[4][32];                                // on O before P V, with P
     RowEnds ends;
@@ -256,7 +255,13 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
         mbarrier_wait_parity(bar_partial_full, block & 1);
         const u32 src = smem_address(smem.partial[warp_idx]) + lane_index() * 16;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) load_three_bytes<kVectors>(s + 16 * j, src + 3 * j * kVectors);
+        for (int j = 0; j < 8; ++j) {
+            const uint4 x = load_shared_16(src + j * kVectors);
+            s[4 * j] = __uint_as_float(x.x);
+            s[4 * j + 1] = __uint_as_float(x.y);
+            s[4 * j + 2] = __uint_as_float(x.z);
+            s[4 * j + 3] = __uint_as_float(x.w);
+        }
         start_scores(smem, tile, block, s, true);
         if (lane_index() == 0) {
             mbarrier_arrive_expect_tx(bar_partial_full, kPartialBytes);
@@ -366,14 +371,9 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
         const u32 bar = remote_address(smem_address(&smem.bar_partial_full[warp_idx]), peer);
         const u32 dst = remote_address(smem_address(smem.partial[warp_idx]), peer) + lane_index() * 16;
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            u32 words[12];
-            pack_three_bytes(s + 16 * j, words);
-#pragma unroll
-            for (int v = 0; v < 3; ++v) {
-                store_async_16(dst + (3 * j + v) * kVectors, bar, words[4 * v], words[4 * v + 1],
-                               words[4 * v + 2], words[4 * v + 3]);
-            }
+        for (int j = 0; j < 8; ++j) {
+            store_async_16(dst + j * kVectors, bar, __float_as_uint(s[4 * j]), __float_as_uint(s[4 * j + 1]),
+                           __float_as_uint(s[4 * j + 2]), __float_as_uint(s[4 * j + 3]));
         }
         walk.done(params, smem);
     };
