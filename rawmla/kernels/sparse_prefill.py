@@ -17,8 +17,8 @@ _PLAN_ROW_BYTES = 32
 _ALIGNMENT = 16  # bytes, of what lies in scratch
 _ROWS_ALIGNMENT = 128  # of copied rows: their 128-byte pieces must not straddle lines
 _TILE_ROWS = 64
-# Where that is worth it: 1,024 tokens with 128 heads over rows that are selected 8, 12 and 16 times took 1,193,
-# 1,134 and 1,132 us from the FP8 rows, 1,186, 1,069 and 1,041 with copies.
+# Where that is worth it: 1,024 tokens with 128 heads over rows that are selected 8, 12 and 16 times took
+# 1,193, 1,134 and 1,132 us from the FP8 rows, 1,186, 1,069 and 1,041 with copies.
 _COPIED_WHEN_SELECTED = 8
 # Uniting selections takes three launches more, and all rows are read to find those that are not finite. Four
 # tokens that each select one of 16 rows at random have 9 % of them in common, which pays for that; neighbours
