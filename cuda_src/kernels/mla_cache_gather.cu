@@ -23,7 +23,8 @@ using Row = CacheRow<kLayout>;
 constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
-constexpr int kRequestsAtOnce = 16;  // of a thread: 1,024 of a CTA
+constexpr int kResidentCtas = kPaged ? 20 : 32;  // of an SM
+constexpr int kRequestsAtOnce = 8;               // of a thread
 constexpr int kLineBytes = 128;
 constexpr i64 kPrefetchedTable = 16 << 10;  // elements
 
@@ -244,10 +245,12 @@ __device__ __forceinline__ void prefetch_token(const Params& params, Token token
     const Source own(params, token);
     if (own.row == nullptr) return;
     const int line = lane_idx % kTailPieces * kLineBytes;
+    constexpr int kLanesBytes = kTailPieces * kLineBytes;
     prefetch_l2(line < Row::kRowBytes ? own.row + line : own.scales);
+    if (line + kLanesBytes < Row::kRowBytes) prefetch_l2(own.row + line + kLanesBytes);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, kResidentCtas)
     mla_cache_gather(const __grid_constant__ Params params) {
     const int lane_idx = threadIdx.x % 32;
     const int first_row = blockIdx.x * kRows;
@@ -263,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         griddepcontrol_launch_dependents();
         tokens.fill(params, first_row, rows);
         token = Token::unpacked(tokens.words[own_row]);
+        prefetch_token(params, token, lane_idx);  // whole lines, where loads ask for parts of them
     } else {
         if (own_row < rows) token = {0, first_row + own_row};
         prefetch_token(params, token, lane_idx);

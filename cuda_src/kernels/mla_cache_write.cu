@@ -14,14 +14,16 @@
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 #include "layout/cache_rows.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
 constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
 constexpr bool kSlots = SLOTS;
 using Row = CacheRow<kLayout>;
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 constexpr int kWarps = kThreads / 32;
+constexpr int kPrefetchingCtas = 528;            // 4 of an SM
 constexpr float kV32MinScale = 1.17549435e-38f;  // 2^-126
 constexpr float kModel1MinAmax = 1e-4f;
 // Below it, values and scale are multiplied by a power of two first: a remainder of the division would not be exact.
@@ -291,10 +293,23 @@ __device__ __forceinline__ void store_wide_rope(const Params& params, const Unit
     store_global_16(Target(params, slot).row + Row::kRopeOffset + Row::rope_vector(lane_idx) * 16, unit.rope);
 }
 
+// Before griddepcontrol_wait nothing may be read, but it may be on its way: the first CTAs bring their sources to L2 while they wait for
+// the kernel ahead. All that wait would bring too much at once.
+__device__ __forceinline__ void prefetch_sources(const Params& params, int first, int lane_idx) {
+    constexpr int kLineColumns = 64;
+    const int token = min_int(first + lane_idx / 8, params.tokens - 1);
+    const u16* kv_c = params.kv_c + source_offset(params, token, params.kv_c_stride);
+    const u16* k_pe = params.k_pe + source_offset(params, token, params.k_pe_stride);
+    const int column = lane_idx % 8 * kLineColumns;
+    prefetch_l2(column < Row::kDimNope ? kv_c + column : k_pe);
+    if (Row::kWide && column == 0) prefetch_l2(k_pe);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     mla_cache_write(const __grid_constant__ Params params) {
     const int lane_idx = threadIdx.x % 32;
     const int first = (blockIdx.x * kWarps + threadIdx.x / 32) * kUnitTokens;
+    if (blockIdx.x < kPrefetchingCtas) prefetch_sources(params, first, lane_idx);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (first >= params.tokens) return;

@@ -14,7 +14,7 @@ from .division import divisor
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
 PARAMS = struct.Struct("<4Q8iI3i")  # Params of mla_cache_write.cu
-_THREADS = 128
+_THREADS = 64
 _TOKENS_PER_CTA = _THREADS // 32 * UNIT_TOKENS
 
 
