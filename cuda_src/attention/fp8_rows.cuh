@@ -164,8 +164,6 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     const PlanRow plan = plan_row(params);
-    griddepcontrol_wait();  // before indices are read
-    griddepcontrol_launch_dependents();
     if (plan.begin_req > plan.end_req) return;
     WorkItem item;
     item.req = plan.begin_req;
@@ -179,6 +177,8 @@ __device__ __forceinline__ void prefetch_first_block(const Params& params) {
 
 template <class Share, class Smem>
 __device__ __forceinline__ void producer_warp(const Params& params, Smem& smem) {
+    griddepcontrol_wait();  // before indices are read
+    griddepcontrol_launch_dependents();
     prefetch_first_block<Share>(params);
     ItemReader reader;
     u32 n = 0;  // running number of the block

@@ -7,8 +7,8 @@
 //
 // Grid: x = groups of kRows rows, four per warp. Which token goes to a row is asked from the row's side: the threads of a CTA
 // share out the requests, and each notes its request at the rows that it reaches. Memory-bound: 656 bytes in, 1,152 out at
-// V3.2; all loads of a lane, ten at most, are on their way before the first is used. CTAs are small, short-lived and many, so that their
-// waits overlap and no SM is left with work when the others are done.
+// V3.2. Lines of a row are asked for before the parts of them that lanes load, ten loads at most, all on their way before the first is used.
+// CTAs are small, short-lived and many, so that their waits overlap and no SM is left with work when the others are done.
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"

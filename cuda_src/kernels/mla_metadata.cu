@@ -166,8 +166,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                  [&] { equal = __syncthreads_and(equal); });
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
-    // may parts become so short that merging the pieces of a request costs more than it saves. T blocks take about
-    // 1.3 T us and the pieces of n blocks 0.04 n / T us, which is least for T = sqrt(n / 32); n is the mean length here.
+    // may parts become so short that merging the pieces of a request costs more than it saves. If merging n / T pieces takes
+    // as long as n / (32 T) blocks, parts of T = sqrt(n / 32) blocks are best; n is the mean length here, and of the factors
+    // that were measured 32 was the fastest (docs/kernels/dense_decode.md).
     Line line;
     const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);
