@@ -216,7 +216,7 @@ def test_write_launch(launches: list[Launch], layout: cache_layout.CacheLayout, 
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
-    assert launch.grid == (3, 1, 1)  # 16 tokens each
+    assert launch.grid == (5, 1, 1)  # eight tokens each
     assert dict(launch.spec.defines) == {"LAYOUT": layout.code, "SLOTS": int(slots != 0)}
 
 

@@ -303,7 +303,7 @@ class Field(NamedTuple):
 _CODES = {
     "TensorMap": "128s",
     "TokenCounts": "QQii",
-    "UniformPlan": "iiii",
+    "UniformPlan": "iii",
     "i64": "q",
     "int": "i",
     "u32": "I",
@@ -657,9 +657,9 @@ def test_sparse_decode_launch(
     if prefill:
         expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}
         expected["lse_factor"] = call.lse_factor
-        expected |= {"uniform": (0, 0, 0, 0), "uniform_splits": 0, "selected": 0}
+        expected |= {"uniform": (0, 0, 0), "selected": 0}
     main, merge = launches
-    assert set(main.params) == set(expected) - {"by_request", "uniform_splits"}
+    assert set(main.params) == set(expected) - {"by_request"}
     for launch in launches:
         for name, value in launch.params.items():
             assert value == expected[name], f"{launch.spec.label}: {name}"
@@ -737,12 +737,17 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("s_q", "topk", "uniform"),
-    [(1, 2048, (32, 1, 1, 32)), (64, 2048, (1, 1, 32, 32)), (132, 640, (1, 2, 10, 10))],
+    [
+        (1, 2048, (32, 32, 1)),
+        (64, 2048, (32, 32, 32)),
+        (132, 640, (10, 13, 26)),
+        (4096, 512, (8, 11, 683)),
+    ],
 )
 def test_sparse_prefill_without_a_plan(
     launches: list[Launch], s_q: int, topk: int, uniform: tuple[int, ...]
 ) -> None:
-    """Tokens that select equally many, cuts between them: attention, and the combine if they are cut."""
+    """Tokens that select equally many: attention, and the combine if they are cut."""
     call = sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=s_q, h_q=128,
         cache=sparse_decode.Cache(1, 8192, 1152, 1152, topk, topk, 0),
@@ -751,13 +756,14 @@ def test_sparse_prefill_without_a_plan(
     )  # fmt: skip
     prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_arrays(topk_length=0, attn_sink=0), 0x10000)
-    split = uniform[0] > 1
+    split = s_q in (1, 4096)
     assert [launch.spec.name for launch in launches] == ["sm90_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
     assert launches[0].params["num_slots"] == (132 if split else 0)
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
-        assert launches[1].params["uniform_splits"] == uniform[0] and launches[1].params["by_request"]
+        assert launches[1].params["uniform"] == uniform
+        assert launches[1].params["by_request"] == (s_q == 1)
 
 
 def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:

@@ -162,29 +162,40 @@ def shortest_part(units: int) -> int:
 
 @pytest.mark.parametrize("num_parts", (1, 7, 66, 132))
 def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
-    """Row for row, but for where idle rows lie."""
-    found = 0
-    for b in (1, 2, 3, 5, 31, 64, 66, 67, 132, 200, 512):
+    """Row for row, but for where idle rows lie; slots hold the pieces of one request each."""
+    cut = 0
+    for b in (1, 2, 3, 5, 31, 64, 66, 67, 132, 200, 512, 4096):
         for blocks in (1, 2, 3, 8, 10, 32, 33, 257):
             uniform = metadata.uniform_plan(b, blocks, num_parts)
             plan = reference.plan([64 * blocks] * b, num_parts)
-            rows = [row for row in plan.object_rows.tolist() if row[0] <= row[1]]
-            pieces = np.diff(plan.num_splits)
-            if uniform is None:
-                continue
-            found += 1
-            splits, requests, part_blocks, of_request = uniform
-            assert of_request == blocks and (pieces == splits).all(), (b, blocks)
-            if splits > 1:
-                want = [
-                    (req, req, piece * part_blocks, min((piece + 1) * part_blocks, blocks), piece)
-                    for req in range(b)
-                    for piece in range(splits)
-                ]
-            else:
-                want = [(req, min(req + requests, b) - 1, 0, blocks, 0) for req in range(0, b, requests)]
-            assert [tuple(row[:5]) for row in rows] == want and len(want) <= num_parts, (b, blocks)
-    assert found > 20
+            rows = [tuple(row[:5]) for row in plan.object_rows.tolist() if row[0] <= row[1]]
+            found = [uniform_row(uniform, part, b) for part in range(num_parts)]
+            assert [row for row in found if row[0] <= row[1]] == rows, (b, blocks)
+            slots: set[int] = set()
+            for req, pieces in enumerate(np.diff(plan.num_splits).tolist()):
+                first = req * uniform.pitch // uniform.length
+                assert (req * uniform.pitch + blocks - 1) // uniform.length - first + 1 == pieces
+                assert pieces == 1 or uniform.cuts
+                if pieces > 1:
+                    of_request = set(range(2 * first, 2 * first + pieces))
+                    assert not of_request & slots and max(of_request) < 2 * num_parts
+                    slots |= of_request
+                    cut += 1
+    assert cut > 20 or num_parts == 1
+
+
+def uniform_row(plan: metadata.UniformPlan, part: int, b: int) -> tuple[int, int, int, int, int]:
+    """UniformPlan::row of cuda_src/sched/plan.cuh."""
+    begin, end = part * plan.length, (part + 1) * plan.length
+    begin_req, begin_block = divmod(begin, plan.pitch)
+    begin_split = part - begin_req * plan.pitch // plan.length
+    if begin_block >= plan.blocks:
+        begin_req, begin_block, begin_split = begin_req + 1, 0, 0
+    end_req = (end - 1) // plan.pitch
+    end_block = min(end - end_req * plan.pitch, plan.blocks)
+    if end_req >= b:
+        end_req, end_block = b - 1, plan.blocks
+    return begin_req, end_req, begin_block, end_block, begin_split
 
 
 def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> list[tuple[int, int]]:

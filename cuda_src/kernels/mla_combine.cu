@@ -60,8 +60,8 @@ struct Params {
     int object_layout;
     int by_request;  // grid y is requests, else parts
 #if MAX_LOGITS
-    float lse_factor;    // on lse and max_logits, from base 2
-    int uniform_splits;  // of every request; 0: the plan is in sched_meta and num_splits
+    float lse_factor;  // on lse and max_logits, from base 2
+    UniformPlan uniform;
 #endif
 };
 
@@ -74,30 +74,30 @@ struct Partial {
 // The request this CTA merges, or -1.
 __device__ __forceinline__ int candidate_request(const Params& params) {
     if (params.by_request) return blockIdx.y;
-    const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.y, params.object_layout, params.b);
+    const PlanRow plan = part_row(params, blockIdx.y);
     if (plan.begin_req > plan.end_req) return -1;
     const bool begun_before = plan.begin_req == plan.end_req && plan.begin_split > 0;
     return begun_before ? -1 : plan.end_req;
 }
 
-// The pieces of a request, and those of the requests before it.
+// The pieces of a request, and the slot of the first; of no request, none.
 struct Splits {
-    int before, count;
-    bool batch_invariant;
+    int count, first;
 
     template <class Params>
     __device__ __forceinline__ Splits(const Params& params, int req) {
-        if constexpr (requires { params.uniform_splits; }) {
-            if (params.uniform_splits > 0) {
-                before = req * params.uniform_splits;
-                count = params.uniform_splits;
-                batch_invariant = false;
+        if constexpr (requires { params.uniform; }) {
+            if (params.uniform.length > 0) {
+                const int first_part = params.uniform.first_part(req);
+                count = req < 0 ? 0 : params.uniform.last_part(req) - first_part + 1;
+                first = first_slot_uniform(first_part);
                 return;
             }
         }
-        before = req < 0 ? 0 : load_global(params.num_splits + req);
+        const int before = req < 0 ? 0 : load_global(params.num_splits + req);
         count = req < 0 ? 0 : load_global(params.num_splits + req + 1) - before;
-        batch_invariant = load_global(params.sched_meta + kPlanRowInts - 1) == kBatchInvariantMark;
+        const int mark = load_global(params.sched_meta + kPlanRowInts - 1);
+        first = first_slot(before, req, mark == kBatchInvariantMark);
     }
 };
 
@@ -297,12 +297,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
-    const Splits of_request(params, req);
-    const int splits = of_request.count;
+    const Splits pieces_of(params, req);
+    const int splits = pieces_of.count, slot = pieces_of.first;
     const bool merges = splits > 1;
     if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
     if (!merges || first_row >= rows) return;
-    const int slot = first_slot(of_request.before, req, of_request.batch_invariant);
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
     const int count = fits ? splits : 0;
     const i64 accum_row = static_cast<i64>(slot) * rows + first_row;

@@ -26,6 +26,8 @@ constexpr int kBatchInvariantMark = 0x62690001;
 __device__ __forceinline__ int first_slot(int splits_before, int req, bool batch_invariant) {
     return batch_invariant ? splits_before : 2 * (splits_before - req);
 }
+// The same in a uniform plan: no request cut in that part or a later one has an earlier slot.
+__device__ __forceinline__ int first_slot_uniform(int first_part) { return 2 * first_part; }
 
 // How many tokens a request attends: all of its own in dense decoding; in sparse decoding those it selected from a cache and
 // from an extra cache, each padded to whole blocks.
@@ -83,46 +85,56 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     return plan;
 }
 
-// A plan that needs no arrays: all requests have `blocks` blocks, and each has `splits` parts of its own, of `part_blocks` blocks but for
-// the last, or a part has `requests` whole ones. No splits: the plan is in arrays.
+// A plan that needs no arrays: all requests have `blocks` blocks, request i those at i * pitch and following on a line, of which
+// every part has `length`. Length 0: the plan is in arrays.
 struct UniformPlan {
-    int splits, requests, part_blocks, blocks;
+    int blocks, pitch, length;
 
     __device__ __forceinline__ PlanRow row(int part, int b) const {
+        const int begin = part * length, end = begin + length;
         PlanRow plan;
-        const int piece = splits > 1 ? part % splits : 0;
-        plan.begin_req = splits > 1 ? part / splits : part * requests;
-        plan.end_req = splits > 1 ? plan.begin_req : min_int(plan.begin_req + requests, b) - 1;
-        plan.begin_block = piece * part_blocks;
-        plan.end_block = splits > 1 ? min_int(plan.begin_block + part_blocks, blocks) : blocks;
-        plan.begin_split = piece;
+        plan.begin_req = begin / pitch;
+        plan.end_req = (end - 1) / pitch;
+        plan.begin_block = begin - plan.begin_req * pitch;
+        plan.end_block = min_int(end - plan.end_req * pitch, blocks);
+        plan.begin_split = part - first_part(plan.begin_req);
         plan.mark = 0;
-        if (plan.begin_req >= b) {  // idle: begin > end
-            plan.begin_req = 0;
-            plan.end_req = -1;
+        if (plan.begin_block >= blocks) {
+            ++plan.begin_req;
+            plan.begin_block = plan.begin_split = 0;
+        }
+        if (plan.end_req >= b) {  // idle if begin > end
+            plan.end_req = b - 1;
+            plan.end_block = blocks;
         }
         return plan;
     }
+    __device__ __forceinline__ int first_part(int req) const { return req * pitch / length; }
+    __device__ __forceinline__ int last_part(int req) const { return (req * pitch + blocks - 1) / length; }
 };
 
-// Of the CTA's part. `Params` has `uniform` where a plan may do without arrays. Arrays are read when the kernel ahead is complete; a
-// uniform plan is known before, and items are published under that kernel's end. Roles wait for it themselves.
+// `Params` has `uniform` where a plan may do without arrays.
+template <class Params>
+__device__ __forceinline__ bool is_uniform(const Params& params) {
+    if constexpr (requires { params.uniform; }) {
+        return params.uniform.length > 0;
+    } else {
+        return false;
+    }
+}
+template <class Params>
+__device__ __forceinline__ PlanRow part_row(const Params& params, int part) {
+    if constexpr (requires { params.uniform; }) {
+        if (params.uniform.length > 0) return params.uniform.row(part, params.b);
+    }
+    return read_plan_row(params.sched_meta, part, params.object_layout, params.b);
+}
+// Of the CTA's part. Arrays are read when the kernel ahead is complete; a uniform plan is known before, and items are published under
+// that kernel's end. Roles wait for it themselves.
 template <class Params>
 __device__ __forceinline__ PlanRow plan_row(const Params& params) {
-    if constexpr (requires { params.uniform; }) {
-        if (params.uniform.splits > 0) return params.uniform.row(blockIdx.z, params.b);
-    }
-    griddepcontrol_wait();
-    return read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-}
-// Pieces of every request of a uniform plan; 0: num_splits has them.
-template <class Params>
-__device__ __forceinline__ int uniform_splits(const Params& params) {
-    if constexpr (requires { params.uniform; }) {
-        return params.uniform.splits;
-    } else {
-        return 0;
-    }
+    if (!is_uniform(params)) griddepcontrol_wait();
+    return part_row(params, blockIdx.z);
 }
 
 // Brings to L1 what is known of the requests around the one that a part begins with if all are alike: its first item then waits
@@ -155,13 +167,11 @@ struct WorkItems {
     }
 
     __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
-                                         int num_slots, WorkItem& item, int uniform_splits = 0) {
+                                         int num_slots, WorkItem& item, bool uniform = false) {
         while (req <= row.end_req) {
             const int seqlen = tokens.main(req);
-            const int splits_before =
-                uniform_splits > 0 ? req * uniform_splits : load_global(num_splits + req);
-            const int splits =
-                uniform_splits > 0 ? uniform_splits : load_global(num_splits + req + 1) - splits_before;
+            const int splits_before = uniform ? 0 : load_global(num_splits + req);
+            const int splits = uniform ? 0 : load_global(num_splits + req + 1) - splits_before;
             const int blocks = ceil_div(seqlen, kBlockTokens) + ceil_div(tokens.extra(req), kBlockTokens);
             const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
             int end = req == row.end_req ? row.end_block : blocks;
@@ -175,13 +185,16 @@ struct WorkItems {
                 split = first / piece;
                 stop = min_int(end, (split + 1) * piece);
             }
+            const bool is_piece = uniform ? begin > 0 || end < blocks : splits > 1;
+            const int slot = uniform ? first_slot_uniform(blockIdx.z - split)
+                                     : first_slot(splits_before, req, row.batch_invariant());
             item.req = req;
             item.seqlen = seqlen;
             item.first_block = first;
             item.num_blocks = max_int(min_int(stop, blocks) - first, 0);
-            item.slot = splits > 1 ? first_slot(splits_before, req, row.batch_invariant()) + split : -1;
+            item.slot = is_piece ? slot + split : -1;
             // A plan that its scratch was not made for must not write outside; mla_combine then writes NaN.
-            const bool fits = splits <= 1 || (item.slot >= 0 && item.slot < num_slots);
+            const bool fits = !is_piece || (item.slot >= 0 && item.slot < num_slots);
             block = stop;
             if (stop >= end) {
                 ++req;

@@ -8,6 +8,7 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import jit
+from . import metadata
 from .common import D_V, DTYPES, addresses, ceil_div
 
 __all__ = [
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 # Params of mla_combine.cu and its first members, which are _POINTERS; by whether the call has max_logits
-_PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6ifi")}
+_PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6if3i")}
 _POINTERS = {False: addresses(8), True: addresses(10)}
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2; max_accum_log2 is another one
@@ -123,12 +124,12 @@ def prepare(
     out_strides: tuple[int, ...],
     capturing: Callable[[], bool],
     lse_factor: float | None = None,
-    uniform_splits: int = 0,
+    uniform: metadata.UniformPlan = metadata.NOT_UNIFORM,
 ) -> Callable[..., bool] | None:
     """A launch of the combine on pointers (those of Params in mla_combine.cu), or None without slots.
 
-    ``capturing`` is as in `rawmla.jit.get_kernel`. ``lse_factor`` and ``uniform_splits``, of a prefill call,
-    are those of Params.
+    ``capturing`` is as in `rawmla.jit.get_kernel`. ``lse_factor`` and ``uniform``, of a prefill
+    call, are those of Params.
     """
     if not slots:
         return None
@@ -139,6 +140,6 @@ def prepare(
     pointers = _POINTERS[max_logits]
     params = _PARAMS[max_logits].pack(
         *[0] * (pointers.size // 8), *out_strides, b, s_q, h_q, slots, object_layout, by_request,
-        *([lse_factor, uniform_splits] if max_logits else []),
+        *([lse_factor, *uniform] if max_logits else []),
     )  # fmt: skip
     return kernel.prepare(grid, params, pointers, pdl=True).launch

@@ -65,20 +65,22 @@ def num_sm_parts_sparse(sm_count: int, s_q: int, h_q: int) -> int:
 class UniformPlan(NamedTuple):
     """A plan of requests of as many blocks each, without arrays: UniformPlan of cuda_src/sched/plan.cuh."""
 
-    splits: int
-    requests: int
-    part_blocks: int
     blocks: int
+    pitch: int
+    length: int
+
+    @property
+    def cuts(self) -> bool:
+        """Whether a request may be in several parts."""
+        return self.length % self.pitch != 0
 
 
-NOT_UNIFORM = UniformPlan(0, 0, 0, 0)
+NOT_UNIFORM = UniformPlan(0, 0, 0)
 """The plan is in arrays."""
 
 
-def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan | None:
-    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, but with all idle rows last; None
-    if requests have no parts of their own there, nor share them whole.
-    """
+def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
+    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, but with all idle rows last."""
     fixed = min(_MAX_FIXED_COST, b * blocks // num_parts // _FIXED_COST_DIVISOR)
     shortest = 1
     while shortest * shortest * _SHORT_PART_FACTOR < blocks and shortest < _MAX_SHORT_PART:
@@ -86,12 +88,13 @@ def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan | None:
     length = max(ceil_div(b * blocks + (b - 1) * fixed, num_parts), shortest)
     requests = ceil_div(b, num_parts)
     if requests > 1:
-        whole = requests * blocks + (requests - 1) * fixed
-        return UniformPlan(1, requests, blocks, blocks) if whole <= length else None
-    part_blocks = max(ceil_div(blocks, num_parts // b), shortest)
-    if part_blocks > length:
-        return None
-    return UniformPlan(ceil_div(blocks, part_blocks), 1, part_blocks, blocks)
+        if requests * (blocks + fixed) - fixed <= length:
+            return UniformPlan(blocks, blocks + fixed, requests * (blocks + fixed))
+    else:
+        part_blocks = max(ceil_div(blocks, num_parts // b), shortest)
+        if part_blocks <= length:
+            return UniformPlan(blocks, ceil_div(blocks, part_blocks) * part_blocks, part_blocks)
+    return UniformPlan(blocks, blocks + fixed, length)
 
 
 class TokenCounts(NamedTuple):

@@ -29,7 +29,7 @@ __all__ = [
 # Params of attention/selection.cuh and its first members; by whether the call has max_logits
 _PARAMS = {
     False: struct.Struct("<128s 15Q 14q 2i 2I 2i 2I 2i 6i f 20x"),
-    True: struct.Struct("<128s 18Q 14q 2i 2I 2i 2I 2i 6i 2f 4i 40x"),
+    True: struct.Struct("<128s 18Q 14q 2i 2I 2i 2I 2i 6i 2f 3i 44x"),
 }
 _POINTERS = {False: addresses(15, "128s"), True: addresses(18, "128s")}
 _NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
@@ -201,7 +201,8 @@ class PreparedSparseDecode:
             variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(variant, call.device, capturing=capturing)
         uniform = call.uniform or metadata.NOT_UNIFORM
-        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if uniform.splits != 1 else 0
+        is_cut = call.uniform is None or uniform.cuts
+        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if is_cut else 0
         slot_rows = slots * call.s_q * call.h_q
         self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
         self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
@@ -244,7 +245,7 @@ class PreparedSparseDecode:
             out_strides=call.out_strides,
             capturing=capturing,
             lse_factor=call.lse_factor,
-            uniform_splits=uniform.splits,
+            uniform=uniform,
         )
 
     def launch(

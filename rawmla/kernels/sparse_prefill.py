@@ -203,20 +203,19 @@ class _PreparedTokens:
         self._capturing = capturing
         self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, metadata.MAX_BATCH))  # all but the last are alike
         sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
-        # Tokens that select equally many need no plan where it would not cut between them.
+        # The plan of tokens that select equally many needs no kernel.
         blocks = ceil_div(call.cache.topk, BLOCK_TOKENS)
-        self._uniform = {
-            size: None if call.limited else metadata.uniform_plan(size, blocks, call.num_parts)
-            for size in sizes
-        }
         self._attention = {
             size: sparse_decode.PreparedSparseDecode(
-                _as_decoding(call, size)._replace(uniform=self._uniform[size]), capturing
+                _as_decoding(call, size)._replace(
+                    uniform=None if call.limited else metadata.uniform_plan(size, blocks, call.num_parts)
+                ),
+                capturing,
             )
             for size in sizes
         }
         self._splits = call.num_parts * _PLAN_ROW_BYTES
-        plan_bytes = self._splits + 4 * (self._chunk + 1) if None in self._uniform.values() else 0
+        plan_bytes = self._splits + 4 * (self._chunk + 1) if call.limited else 0
         room = _Room()
         room.take(plan_bytes)
         self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
@@ -229,7 +228,7 @@ class _PreparedTokens:
         for first in range(0, call.s_q, self._chunk):
             tokens = min(self._chunk, call.s_q - first)
             chunk = arrays.from_token(call, first)
-            if self._uniform[tokens] is None:
+            if call.limited:
                 metadata.launch(
                     device=call.device,
                     stream=stream,
