@@ -129,7 +129,7 @@ class PreparedDecode:
         self.call = call
         self.capturing = capturing
         slots = common.num_slots(call.num_parts, call.b, self.max_blocks, call.batch_invariant)
-        if getattr(call, "uniform", None) is not None and not call.uniform.cuts:
+        if hasattr(call, "uniform") and not call.uniform.cuts:
             slots = 0
         row_bytes = combine.slot_row_bytes(self.dtype, getattr(call, "lse_factor", None) is not None)
         self.scratch_bytes = slots * call.s_q * call.h_q * row_bytes

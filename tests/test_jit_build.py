@@ -182,7 +182,7 @@ def test_ptxas_report_is_read() -> None:
     assert ptxas.problems(GOOD_LOG) == []
 
 
-@pytest.mark.parametrize("code", [7504, 7505, 7507, 7510, 7511, 7512, 7513, 7514])
+@pytest.mark.parametrize("code", [7504, 7505, 7507, 7510, 7511, 7512, 7513, 7514, 7515, 7518])
 def test_serialised_wgmma_and_ignored_setmaxnreg_are_problems(code: int) -> None:
     line = f"ptxas info    : (C{code}) Potential Performance Loss: something is wrong"
     (problem,) = ptxas.problems(GOOD_LOG + line + "\n")

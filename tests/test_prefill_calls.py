@@ -282,7 +282,7 @@ class TestLaunch:
             "scratch_bytes": PIECE_BYTES,
             "softmax_scale": 0.25,
             "lse_factor": 1.0,
-            "uniform": None,
+            "uniform": metadata.NOT_UNIFORM,
             "group_tokens": 1,
             "selected": 0,
         }
@@ -293,7 +293,7 @@ class TestLaunch:
         call(prefill_arguments(layout))
         (args,) = world.sparse
         assert (args.cache, args.lengths, args.attn_sink) == (CACHE[layout], (0, 0), 0)
-        assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT) is not None
+        assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT)
         assert not world.plans
 
     def test_positional(self, world: World) -> None:

@@ -444,7 +444,7 @@ class TestLaunch:
             "scratch_bytes": scratch_bytes,
             "softmax_scale": 0.25,
             "lse_factor": None,
-            "uniform": None,
+            "uniform": metadata.NOT_UNIFORM,
             "group_tokens": 1,
             "selected": 0,
         }

@@ -10,14 +10,15 @@
 //
 // Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
 // the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
-// split leaves at once; of many rows, where most may have nothing to do, without waiting for the kernel ahead, so that the CTAs of the
-// kernel behind find their SMs free. Only the first CTA always waits: this kernel must not be complete before that one is.
+// split leaves at once, without waiting for the kernel ahead, so that the CTAs of the kernel behind find their SMs free. Only the first
+// CTA always waits: this kernel must not be complete before that one is.
 //
 // A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
-// PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece, and their sums
-// meet in shared memory in fixed order, all warps adding. With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a
-// pair of warps has n rows at the same time.
-// Time is latency: plan, then num_splits, then scalars and data together; the data do not wait for their weights.
+// PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece; their sums meet in
+// shared memory, where each of the first four pairs of warps adds up a pair of every thread's columns, in fixed order, and stores it.
+// With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a pair of warps has n rows at the same time.
+// Time is latency (plan, then num_splits, then scalars and data together, which do not wait for their weights) and then instructions:
+// a warp has but a few vectors of data.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -37,6 +38,8 @@ constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
 constexpr int kResidentThreads =
     PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
 constexpr int kColumns = kDimV / 64;  // per thread
+constexpr int kPairs = kColumns / 2;
+static_assert(kGroups == 1 || kGroups >= kPairs, "a pair is added up and stored by the group of its number");
 constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
 constexpr int kPiecesAtOnce = PIECES_AT_ONCE / kVectors;
@@ -65,10 +68,10 @@ struct Params {
 #endif
 };
 
-// What a group hands over: the sums of its 64 threads, and for each half the scalars that go with them.
-struct Partial {
-    float sum[kColumns][64];
-    float max_log2[2], weight_sum[2];
+// What the groups hand over: the sums of their 64 threads, pair by pair of columns, and for each half row the scalars that go with them.
+struct Partials {
+    float2 sum[kPairs][kGroups][64];
+    float max_log2[2][kGroups], weight_sum[2][kGroups];
 };
 
 // The request this CTA merges, or -1.
@@ -84,15 +87,13 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
 struct Splits {
     int count, first;
 
-    template <class Params>
     __device__ __forceinline__ Splits(const Params& params, int req) {
-        if constexpr (requires { params.uniform; }) {
-            if (params.uniform.length > 0) {
-                const int first_part = params.uniform.first_part(req);
-                count = req < 0 ? 0 : params.uniform.last_part(req) - first_part + 1;
-                first = first_slot_uniform(first_part);
-                return;
-            }
+        if (is_uniform(params)) {
+            const UniformPlan plan = uniform_plan(params);
+            const int first_part = plan.first_part(req);
+            count = req < 0 ? 0 : plan.last_part(req) - first_part + 1;
+            first = first_slot_uniform(first_part);
+            return;
         }
         const int before = req < 0 ? 0 : load_global(params.num_splits + req);
         count = req < 0 ? 0 : load_global(params.num_splits + req + 1) - before;
@@ -116,25 +117,40 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     }
 }
 
+// A lane's place in a piece of a half row.
+struct Place {
+    const float* lse_log2;
+    const float* scale_log2;
+    const float4* vectors;
+
+    __device__ __forceinline__ Place(const Params& params, i64 accum_row, int half, int lane_idx)
+        : lse_log2(params.lse_accum_log2 + accum_row),
+          scale_log2(params.o_scale_log2 + accum_row * kScaleHalves + half),
+          vectors(static_cast<const float4*>(params.o_accum) +
+                  (accum_row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx) {}
+    __device__ __forceinline__ void advance(int rows) {
+        lse_log2 += rows;
+        scale_log2 += static_cast<i64>(rows) * kScaleHalves;
+        vectors += static_cast<i64>(rows) * (kDimV / kVectorColumns);
+    }
+};
+
 // Some pieces of a half row on their way to registers.
 struct Pieces {
     float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
     float4 value[kPiecesAtOnce][kVectors];
 
-    // The first at `accum_row` of o_accum, each kGroups * `rows` rows behind the one before; `count`: with those of other groups.
-    __device__ __forceinline__ void load(const Params& params, i64 accum_row, int rows, int count, int half,
-                                         int lane_idx) {
+    // The first at `place`, each `step` rows of o_accum behind the one before; `count`: with those of other groups.
+    __device__ __forceinline__ void load(Place place, int step, int count) {
 #pragma unroll
         for (int j = 0; j < kPiecesAtOnce; ++j) {
+            const bool exists = j * kGroups < count;
             lse_log2[j] = -kInfinity;
-            if (j * kGroups >= count) continue;
-            const i64 row = accum_row + static_cast<i64>(j * kGroups) * rows;
-            lse_log2[j] = load_global(params.lse_accum_log2 + row);
-            scale_log2[j] = load_global(params.o_scale_log2 + row * kScaleHalves + half);
-            const float4* vectors = static_cast<const float4*>(params.o_accum) +
-                                    (row * kDimV + half * (kDimV / 2)) / kVectorColumns + lane_idx;
+            load_global_if(lse_log2[j], place.lse_log2, exists);
+            load_global_if(scale_log2[j], place.scale_log2, exists);
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) value[j][v] = load_global(vectors + v * 32);
+            for (int v = 0; v < kVectors; ++v) load_global_if(value[j][v], place.vectors + v * 32, exists);
+            place.advance(step);
         }
     }
 };
@@ -149,11 +165,13 @@ struct Merged {
     __device__ __forceinline__ float raise_max(float lse_log2) {
         const float max_new = fmaxf(max_log2, lse_log2);
         const float offset = max_new == -kInfinity ? 0.0f : max_new;
-        const float rescale = exp2_approx(max_log2 - offset);
-        max_log2 = max_new;
-        weight_sum *= rescale;
+        if (max_log2 != -kInfinity) {
+            const float rescale = exp2_approx(max_log2 - offset);
+            weight_sum *= rescale;
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) sum[i] *= rescale;
+            for (int i = 0; i < kColumns; ++i) sum[i] *= rescale;
+        }
+        max_log2 = max_new;
         return offset;
     }
 
@@ -190,13 +208,12 @@ __device__ __forceinline__ float load_top(const Params& params, i64 accum_row, i
 }
 // Writes the largest of what the lanes have. All lanes of the warp call.
 template <class Params>
-__device__ __forceinline__ void store_top(const Params& params, int req, int token, int head, float top,
-                                          int lane_idx) {
+__device__ __forceinline__ void store_top(const Params& params, i64 at, float top, int lane_idx) {
     if constexpr (requires { params.max_logits; }) {
 #pragma unroll
         for (int lanes = 1; lanes < 32; lanes *= 2)
             top = max_or_nan(top, __shfl_xor_sync(0xffffffff, top, lanes));
-        if (lane_idx == 0) params.max_logits[lse_index(params, req, token, head)] = top * lse_factor(params);
+        if (lane_idx == 0) params.max_logits[at] = top * lse_factor(params);
     }
 }
 
@@ -212,83 +229,88 @@ __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&word
     *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
 }
 
-// Adds up what the groups of a row have merged; the first group has it then. All threads of the CTA call; true for that group's.
-__device__ __forceinline__ bool merge_groups(Partial* partial, Merged& merged, int half, int group,
-                                             int lane_idx) {
-    const int column = threadIdx.x % 64;
-    Partial& own = partial[group];
+// Hands a group's merge over and adds up those of all groups: their scalars, and of the sums the pair of columns of the group's number.
+// All threads of the CTA call; groups without a pair return nonsense.
+__device__ __forceinline__ float2 merge_groups(Partials& partials, Merged& merged, int half, int group,
+                                               int lane_idx) {
+    const int column = half * 32 + lane_idx;
     if (lane_idx == 0) {
-        own.max_log2[half] = merged.max_log2;
-        own.weight_sum[half] = merged.weight_sum;
+        partials.max_log2[half][group] = merged.max_log2;
+        partials.weight_sum[half][group] = merged.weight_sum;
     }
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) own.sum[i][column] = merged.sum[i];
+    for (int pair = 0; pair < kPairs; ++pair)
+        partials.sum[pair][group][column] = make_float2(merged.sum[2 * pair], merged.sum[2 * pair + 1]);
     __syncthreads();
-    // All warps add up, each one column of its threads'; lane g knows the scalars of group g.
-    const bool has_group = lane_idx < kGroups;
-    const float group_max = has_group ? partial[lane_idx % kGroups].max_log2[half] : -kInfinity;
-    merged.max_log2 = group_max;
+    float2 sum = make_float2(0.0f, 0.0f);
+    if (group >= kPairs) return sum;
+    merged.max_log2 = -kInfinity;
 #pragma unroll
-    for (int lanes = 1; lanes < kGroups; lanes *= 2) {
-        merged.max_log2 = fmaxf(merged.max_log2, __shfl_xor_sync(0xffffffff, merged.max_log2, lanes));
-    }
-    merged.max_log2 = __shfl_sync(0xffffffff, merged.max_log2, 0);
+    for (int g = 0; g < kGroups; ++g) merged.max_log2 = fmaxf(merged.max_log2, partials.max_log2[half][g]);
     const float offset = merged.max_log2 == -kInfinity ? 0.0f : merged.max_log2;
-    const float group_weight = exp2_approx(group_max - offset);
-    merged.weight_sum = has_group ? group_weight * partial[lane_idx % kGroups].weight_sum[half] : 0.0f;
+    merged.weight_sum = 0.0f;
 #pragma unroll
-    for (int lanes = 1; lanes < kGroups; lanes *= 2) {
-        merged.weight_sum += __shfl_xor_sync(0xffffffff, merged.weight_sum, lanes);
+    for (int g = 0; g < kGroups; ++g) {
+        const float weight = exp2_approx(partials.max_log2[half][g] - offset);
+        merged.weight_sum = fmaf(weight, partials.weight_sum[half][g], merged.weight_sum);
+        const float2 part = partials.sum[group][g][column];
+        sum.x = fmaf(weight, part.x, sum.x);
+        sum.y = fmaf(weight, part.y, sum.y);
     }
-    merged.weight_sum = __shfl_sync(0xffffffff, merged.weight_sum, 0);
-    for (int i = group; i < kColumns; i += kGroups) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-            sum = fmaf(__shfl_sync(0xffffffff, group_weight, g), partial[g].sum[i][column], sum);
-        }
-        partial[0].sum[i][column] = sum;  // only this thread has read it
-    }
-    __syncthreads();
-    if (group > 0) return false;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) merged.sum[i] = partial[0].sum[i][column];
-    return true;
+    return sum;
 }
 
-// Writes half a row, and with the first half its scalars. Without `fits`, a plan that its scratch was not made for: NaN, not nonsense.
-// All lanes of the warp call.
-__device__ __forceinline__ void store_row(const Params& params, int req, int row, int half,
-                                          const Merged& merged, bool fits, float top_of_lane, int lane_idx) {
+// Where half a row of the result goes.
+struct Target {
+    u16* half_row;
+    i64 lse_at;  // in lse and max_logits
+    int head;
+
+    __device__ __forceinline__ Target(const Params& params, int req, int row, int half) {
+        const int token = row / params.h_q;
+        head = row - token * params.h_q;
+        half_row = params.out + req * params.out_stride_b + token * params.out_stride_s +
+                   head * params.out_stride_h + half * (kDimV / 2);
+        lse_at = lse_index(params, req, token, head);
+    }
+};
+
+// What a row's sums are multiplied by. Without `fits`, a plan that its scratch was not made for: NaN, not nonsense. One lane of a row
+// stores the row's scalars.
+__device__ __forceinline__ float finish(const Params& params, const Target& target, const Merged& merged,
+                                        bool fits, bool stores_scalars) {
     const float weight_sum = fits ? merged.weight_sum : kNaN;
-    const int token = row / params.h_q;
-    const int head = row - token * params.h_q;
     const float lse_log2 = merged.max_log2 + log2_approx(weight_sum);
-    const float factor =
-        weight_sum == 0.0f ? 0.0f : sink_factor(params.attn_sink, head, lse_log2) / weight_sum;
-    u16* out = params.out + req * params.out_stride_b + token * params.out_stride_s +
-               head * params.out_stride_h + half * (kDimV / 2);
+    if (stores_scalars)
+        params.lse[target.lse_at] = weight_sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
+    return weight_sum == 0.0f ? 0.0f : sink_factor(params.attn_sink, target.head, lse_log2) / weight_sum;
+}
+
+// Stores a lane's columns of a half row. All lanes of the warp call.
+__device__ __forceinline__ void store_columns(u16* half_row, const float (&sum)[kColumns], float factor,
+                                              int lane_idx) {
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
         u32 words[kVectorColumns / 2];
 #pragma unroll
         for (int i = 0; i < kVectorColumns / 2; ++i) {
-            const float* pair = merged.sum + v * kVectorColumns + 2 * i;
+            const float* pair = sum + v * kVectorColumns + 2 * i;
             words[i] = pack_16bit<kDtype>(pair[0] * factor, pair[1] * factor);
         }
-        store_merged(out, v * 32 + lane_idx, words);
+        store_merged(half_row, v * 32 + lane_idx, words);
     }
-    if (half == 0 && lane_idx == 0) {
-        params.lse[lse_index(params, req, token, head)] =
-            weight_sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
-    }
-    if (half == 0) store_top(params, req, token, head, fits ? top_of_lane : kNaN, lane_idx);
+}
+// One pair of them; where it belongs follows from the order of columns in a piece.
+__device__ __forceinline__ void store_pair(u16* half_row, int pair, float2 sum, float factor, int lane_idx) {
+    constexpr int kUnitPairs = kGroupsPerUnit<kDtype>;
+    const int unit = pair / kUnitPairs * 32 + lane_idx;
+    const int column = 8 * (kUnitPairs * (unit / 4) + pair % kUnitPairs) + 2 * (unit % 4);
+    *reinterpret_cast<u32*>(half_row + column) = pack_16bit<kDtype>(sum.x * factor, sum.y * factor);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThreads)
     mla_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(16) unsigned char smem_bytes[];
-    Partial* partial = reinterpret_cast<Partial*>(smem_bytes);  // kGroups
     const int lane_idx = threadIdx.x % 32;
     const int half = threadIdx.x / 32 % 2;
     const int group = threadIdx.x / 64 % kGroups;
@@ -300,11 +322,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const Splits pieces_of(params, req);
     const int splits = pieces_of.count, slot = pieces_of.first;
     const bool merges = splits > 1;
-    if (kGroups > 1 || merges || (blockIdx.x == 0 && blockIdx.y == 0)) griddepcontrol_wait();
-    if (!merges || first_row >= rows) return;
     const bool fits = slot >= 0 && slot + splits <= params.num_slots;
     const int count = fits ? splits : 0;
     const i64 accum_row = static_cast<i64>(slot) * rows + first_row;
+    Place place(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);
+    if (!merges || first_row >= rows) {
+        if (blockIdx.x == 0 && blockIdx.y == 0) griddepcontrol_wait();
+        return;
+    }
+    griddepcontrol_wait();
 
     // Maxima are asked for before the pieces, looked at after them
     float top_of_lane[kRowsAtOnce];
@@ -312,25 +338,38 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
         top_of_lane[r] = 0.0f;
-        if (half == 0 && first_row + r < rows)
+        if (half == 0 && group == 0 && first_row + r < rows)
             top_of_lane[r] = load_top(params, accum_row + r, rows, count, lane_idx);
     }
     for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
         Pieces pieces[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            pieces[r].load(params, accum_row + r + static_cast<i64>(piece) * rows, rows,
-                           first_row + r < rows ? count - piece : 0, half, lane_idx);
+            Place of_row = place;
+            of_row.advance(r);
+            pieces[r].load(of_row, kGroups * rows, first_row + r < rows ? count - piece : 0);
         }
+        place.advance(kPiecesAtOnce * kGroups * rows);
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(pieces[r]);
     }
     if constexpr (kGroups > 1) {
-        if (!merge_groups(partial, merged[0], half, group, lane_idx)) return;
-    }
+        Partials& partials = *reinterpret_cast<Partials*>(smem_bytes);
+        const float2 sum = merge_groups(partials, merged[0], half, group, lane_idx);
+        if (group >= kPairs) return;
+        const Target target(params, req, first_row, half);
+        const float factor =
+            finish(params, target, merged[0], fits, half == 0 && group == 0 && lane_idx == 0);
+        store_pair(target.half_row, group, sum, factor, lane_idx);
+        if (half == 0 && group == 0) store_top(params, target.lse_at, fits ? top_of_lane[0] : kNaN, lane_idx);
+    } else {
 #pragma unroll
-    for (int r = 0; r < kRowsAtOnce; ++r) {
-        if (first_row + r < rows)
-            store_row(params, req, first_row + r, half, merged[r], fits, top_of_lane[r], lane_idx);
+        for (int r = 0; r < kRowsAtOnce; ++r) {
+            if (first_row + r >= rows) return;
+            const Target target(params, req, first_row + r, half);
+            const float factor = finish(params, target, merged[r], fits, half == 0 && lane_idx == 0);
+            store_columns(target.half_row, merged[r].sum, factor, lane_idx);
+            if (half == 0) store_top(params, target.lse_at, fits ? top_of_lane[r] : kNaN, lane_idx);
+        }
     }
 }

@@ -209,10 +209,11 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 // ---- PV ----------------------------------------------------------------------------------------------------------------
 
-template <int kHalf>
-__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kGroupBytes;
-    const bool publishes = kHalf == 1 && warp_idx == 0;
+// One code for both halves of the columns: a small call fetches it once.
+__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int half,
+                                             int warp_idx) {
+    const u32 smem_v = smem_address(smem.k) + half * 4 * kGroupBytes;
+    const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
     ItemReader reader;
@@ -220,8 +221,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     while (true) {
         if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
         if (!reader.next(smem)) break;
-#pragma unroll
-        for (int j = 0; j < 128; ++j) o[j] = 0.0f;
+        bool begun = false;  // the first product of an item, which has a block, overwrites O
         for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
@@ -244,16 +244,17 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
                 const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
+                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, begun || k > 0);
+                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, begun || k > 0);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
             wgmma_pin(o);
+            begun = true;
             if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, kHalf);
+        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, half);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
@@ -364,12 +365,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (wg_idx == 0) {
         setmaxnreg_dec<kRegistersQK>();
         qk_warpgroup(params, smem, warp_idx);
-    } else if (wg_idx == 1) {
+    } else if (wg_idx <= 2) {
         setmaxnreg_inc<kRegistersPV>();
-        pv_warpgroup<0>(params, smem, warp_idx);
-    } else if (wg_idx == 2) {
-        setmaxnreg_inc<kRegistersPV>();
-        pv_warpgroup<1>(params, smem, warp_idx);
+        pv_warpgroup(params, smem, wg_idx - 1, warp_idx);
     } else {
         setmaxnreg_dec<kRegistersProducer>();
         producer_warp<Share>(params, smem);

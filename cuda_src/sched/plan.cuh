@@ -115,18 +115,20 @@ struct UniformPlan {
 
 // `Params` has `uniform` where a plan may do without arrays.
 template <class Params>
-__device__ __forceinline__ bool is_uniform(const Params& params) {
+__device__ __forceinline__ UniformPlan uniform_plan(const Params& params) {
     if constexpr (requires { params.uniform; }) {
-        return params.uniform.length > 0;
+        return params.uniform;
     } else {
-        return false;
+        return {0, 0, 0};
     }
 }
 template <class Params>
+__device__ __forceinline__ bool is_uniform(const Params& params) {
+    return uniform_plan(params).length > 0;
+}
+template <class Params>
 __device__ __forceinline__ PlanRow part_row(const Params& params, int part) {
-    if constexpr (requires { params.uniform; }) {
-        if (params.uniform.length > 0) return params.uniform.row(part, params.b);
-    }
+    if (is_uniform(params)) return uniform_plan(params).row(part, params.b);
     return read_plan_row(params.sched_meta, part, params.object_layout, params.b);
 }
 // Of the CTA's part. Arrays are read when the kernel ahead is complete; a uniform plan is known before, and items are published under

@@ -11,8 +11,8 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 _BARRIERS = re.compile(r"used (\d+) barriers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _LOCAL = re.compile(r"(\d+) bytes (?:lmem|cumulative stack size)")
-# C7504 to C7507: setmaxnreg ignored. C7510 to C7514: wgmma instructions serialised.
-_ADVISORY = re.compile(r"^.*\(C75(?:0[4-9]|1[0-4])\).*$", re.MULTILINE)
+# C7504 to C7507: setmaxnreg ignored. C7510 to C7515 and C7518: wgmma instructions serialised.
+_ADVISORY = re.compile(r"^.*\(C75(?:0[4-9]|1[0-58])\).*$", re.MULTILINE)
 
 
 def _largest(pattern: re.Pattern[str], log: str) -> int:

@@ -27,7 +27,7 @@ _PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6if3i")}
 _POINTERS = {False: addresses(8), True: addresses(10)}
 _PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
 _SCALARS = 3  # lse_accum_log2 and two o_scale_log2; max_accum_log2 is another one
-_PARTIAL_BYTES = (D_V + 4) * 4  # Partial of mla_combine.cu
+_PARTIAL_BYTES = (D_V + 4) * 4  # of a group, in Partials of mla_combine.cu
 
 
 class Mapping(NamedTuple):

@@ -71,8 +71,8 @@ class UniformPlan(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """Whether a request may be in several parts."""
-        return self.length % self.pitch != 0
+        """Whether a request may be in several parts, as in any plan in arrays, which nobody has looked at."""
+        return not self.length or self.length % self.pitch != 0
 
 
 NOT_UNIFORM = UniformPlan(0, 0, 0)

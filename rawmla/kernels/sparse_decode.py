@@ -93,7 +93,7 @@ class SparseDecodeCall(NamedTuple):
     out_strides: tuple[int, ...]
     softmax_scale: float
     lse_factor: float | None = None
-    uniform: metadata.UniformPlan | None = None
+    uniform: metadata.UniformPlan = metadata.NOT_UNIFORM
     group_tokens: int = 1
 
 
@@ -200,9 +200,8 @@ class PreparedSparseDecode:
         else:
             variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(variant, call.device, capturing=capturing)
-        uniform = call.uniform or metadata.NOT_UNIFORM
-        is_cut = call.uniform is None or uniform.cuts
-        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if is_cut else 0
+        cuts = call.uniform.cuts
+        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if cuts else 0
         slot_rows = slots * call.s_q * call.h_q
         self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
         self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
@@ -226,7 +225,7 @@ class PreparedSparseDecode:
             *(magic for magic, _ in divisions),
             *(shift for _, shift in divisions),
             call.b, call.s_q, call.h_q, head_tiles, slots, call.object_layout,
-            call.softmax_scale * _LOG2_E, *([call.lse_factor, *uniform] if max_logits else []),
+            call.softmax_scale * _LOG2_E, *([call.lse_factor, *call.uniform] if max_logits else []),
         )  # fmt: skip
         self._main = kernel.prepare(
             (head_tiles * call.s_q, 1, call.num_parts), params, pointers,
@@ -245,7 +244,7 @@ class PreparedSparseDecode:
             out_strides=call.out_strides,
             capturing=capturing,
             lse_factor=call.lse_factor,
-            uniform=uniform,
+            uniform=call.uniform,
         )
 
     def launch(

@@ -208,7 +208,9 @@ class _PreparedTokens:
         self._attention = {
             size: sparse_decode.PreparedSparseDecode(
                 _as_decoding(call, size)._replace(
-                    uniform=None if call.limited else metadata.uniform_plan(size, blocks, call.num_parts)
+                    uniform=metadata.NOT_UNIFORM
+                    if call.limited
+                    else metadata.uniform_plan(size, blocks, call.num_parts)
                 ),
                 capturing,
             )

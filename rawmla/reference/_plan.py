@@ -21,7 +21,7 @@ a part's share."""
 
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 32
-"""Parts have at least sqrt(n / 12) blocks for requests of n blocks on average, or 16 if that is less: merging
+"""Parts have at least sqrt(n / 32) blocks for requests of n blocks on average, or 16 if that is less: merging
 the pieces of a request costs time too."""
 
 ROWS_PER_IDLE = 8
