@@ -5,10 +5,11 @@
 // PAGED: tokens seq_starts[i] .. cache_seqlens[i] - 1 of request i go to rows workspace_starts[i] and following, if these are
 // rows of `out`. A token whose page is not in the table, or not in the cache, becomes zeros. Otherwise slot r goes to row r.
 //
-// Grid: x = groups of kRows rows, four per warp. Which token goes to a row is asked from the row's side: the threads of a CTA
-// share out the requests, and each notes its request at the rows that it reaches. Memory-bound: 656 bytes in, 1,152 out at
-// V3.2. Lines of a row are asked for before the parts of them that lanes load, ten loads at most, all on their way before the first is used.
-// CTAs are small, short-lived and many, so that their waits overlap and no SM is left with work when the others are done.
+// Grid: x = groups of kRows rows, four per warp. Which token goes to a row is asked from the row's side: the lanes of a warp look at
+// the requests that are likely to have its rows; if that leaves a row of the CTA without a token, the threads share out all of them,
+// and each notes its request at the rows that it reaches. Memory-bound: 656 bytes in, 1,152 out at V3.2. Lines of a row are asked for
+// before the parts of them that lanes load, ten loads at most, all on their way before the first is used. CTAs are small, short-lived and
+// many, so that their waits overlap and no SM is left with work when the others are done.
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
@@ -23,8 +24,10 @@ using Row = CacheRow<kLayout>;
 constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
+constexpr int kRowLanes = 32 / kUnitTokens;      // look a row up together
 constexpr int kResidentCtas = kPaged ? 20 : 32;  // of an SM, at least: 21 fit
-constexpr int kRequestsAtOnce = 8;               // of a thread
+constexpr int kNearbyRequests = 32;              // a lane each
+constexpr int kRequestsAtOnce = 8;               // of a thread that looks at all
 constexpr int kLineBytes = 128;
 constexpr i64 kPrefetchedTable = 16 << 10;  // elements
 
@@ -61,6 +64,19 @@ struct Token {
     }
 };
 
+// Of a request: its tokens begin .. end - 1 go to rows `place` and following.
+struct Request {
+    int begin, end, place;
+
+    // Past the last request: none.
+    __device__ __forceinline__ void load(const Params& params, i64 number) {
+        const bool exists = number < params.b;
+        end = load_global_4(params.cache_seqlens + number, exists);
+        place = load_global_4(params.workspace_starts + number, exists);
+        begin = load_global_4(params.seq_starts + number, exists && params.seq_starts != nullptr);
+    }
+};
+
 // The tokens that go to the CTA's rows.
 struct Tokens {
     // Written whole: where two requests meet, the token of either stays, not a mixture.
@@ -74,31 +90,76 @@ struct Tokens {
     // All threads. Rows first_row .. first_row + rows - 1 are looked at.
     __device__ __forceinline__ void fill(const Params& params, int first_row, int rows) {
         for (i64 first = threadIdx.x; first < params.b; first += kThreads * kRequestsAtOnce) {
-            u32 length[kRequestsAtOnce], place[kRequestsAtOnce], start[kRequestsAtOnce];
+            Request requests[kRequestsAtOnce];
 #pragma unroll
-            for (int i = 0; i < kRequestsAtOnce; ++i) {
-                const i64 request = first + i * kThreads;
-                const bool exists = request < params.b;
-                length[i] = load_global_4(params.cache_seqlens + request, exists);
-                place[i] = load_global_4(params.workspace_starts + request, exists);
-                start[i] = load_global_4(params.seq_starts + request, exists && params.seq_starts != nullptr);
-            }
+            for (int i = 0; i < kRequestsAtOnce; ++i) requests[i].load(params, first + i * kThreads);
 #pragma unroll
-            for (int i = 0; i < kRequestsAtOnce; ++i) {
-                const i64 from = static_cast<int>(start[i]), to = static_cast<int>(length[i]);
-                const i64 begin = static_cast<i64>(static_cast<int>(place[i])) - first_row;
-                const i64 end = begin + to - from;  // no request: not above 0
-#pragma unroll 1
-                for (i64 row = begin > 0 ? begin : 0; row < end && row < rows; ++row) {
-                    const Token token{static_cast<int>(first + i * kThreads),
-                                      static_cast<int>(from + row - begin)};
-                    words[row] = token.packed();
-                }
-            }
+            for (int i = 0; i < kRequestsAtOnce; ++i)
+                note(requests[i], first + i * kThreads, first_row, rows);
         }
         __syncthreads();
     }
+
+  private:
+    __device__ __forceinline__ void note(const Request& request, i64 number, int first_row, int rows) {
+        const i64 begin = static_cast<i64>(request.place) - first_row;
+        const i64 end = begin + request.end - request.begin;  // no request: not above 0
+#pragma unroll 1
+        for (i64 row = begin > 0 ? begin : 0; row < end && row < rows; ++row)
+            words[row] =
+                Token{static_cast<int>(number), static_cast<int>(request.begin + row - begin)}.packed();
+    }
 };
+
+// The rows that requests fill if they follow each other.
+__device__ __forceinline__ i64 rows_of_requests(const Params& params) {
+    Request last;
+    last.load(params, params.b - 1);
+    return static_cast<i64>(last.place) + last.end - last.begin;
+}
+
+// The token of the lane's row by 32 requests: all that there are, or those that have it if requests are of about one length and fill
+// `filled` rows one after another. One that reaches the row is enough. A converged warp.
+__device__ __forceinline__ Token find_nearby(const Params& params, i64 filled, int row, int lane_idx) {
+    const float b = static_cast<float>(params.b);
+    const float likely = static_cast<float>(row) / static_cast<float>(filled) * b;
+    const int middle = warp_uniform(static_cast<int>(fminf(fmaxf(likely, 0.0f), b)));
+    const int first = max_int(min_int(middle - kNearbyRequests / 2, params.b - kNearbyRequests), 0);
+    Request request;
+    request.load(params, first + lane_idx);
+    const i64 length = static_cast<i64>(request.end) - request.begin;
+    u32 reaching = 0;  // a bit for each request that reaches the lane's row
+#pragma unroll
+    for (int j = 0; j < kUnitTokens; ++j) {
+        const i64 distance = static_cast<i64>(__shfl_sync(0xffffffff, row, j * kRowLanes)) - request.place;
+        const u32 found = __ballot_sync(0xffffffff, distance >= 0 && distance < length);
+        if (lane_idx / kRowLanes == j) reaching = found;
+    }
+    const int source = __ffs(reaching) - 1;
+    // Modulo 2^32, as differences of any two numbers here
+    const u32 shift = static_cast<u32>(request.begin) - static_cast<u32>(request.place);
+    const u32 index = static_cast<u32>(row) + __shfl_sync(0xffffffff, shift, source & 31);
+    return source < 0 ? Token{-1, 0} : Token{first + source, static_cast<int>(index)};
+}
+
+// The token of the lane's row, row `own_row` of the CTA's `rows`. All threads of the CTA call.
+__device__ __forceinline__ Token find_token(const Params& params, int first_row, int rows, int own_row,
+                                            int lane_idx) {
+    __shared__ Tokens tokens;
+    const int row = first_row + own_row;
+    Token token = find_nearby(params, params.rows, row, lane_idx);
+    auto is_found = [&]() { return token.request >= 0 || own_row >= rows; };
+    if (params.b > kNearbyRequests) {
+        if (!__all_sync(0xffffffff, is_found()))
+            token = find_nearby(params, rows_of_requests(params), row, lane_idx);
+        if (!__syncthreads_and(is_found())) {
+            tokens.clear();
+            tokens.fill(params, first_row, rows);
+            token = Token::unpacked(tokens.words[own_row]);
+        }
+    }
+    return own_row < rows ? token : Token{-1, 0};
+}
 
 // Where a token is read; row is null if it is not in the cache.
 struct Source {
@@ -138,14 +199,14 @@ struct PieceOf<16> {
 constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
 constexpr int kTailBytes = kLayout == CacheLayout::kModel1 ? 8 : 16;  // of a piece
 constexpr int kTailColumns = kTailBytes / 2;
-constexpr int kTailPieces = 8;
+constexpr int kTailPieces = kRowLanes;
 constexpr bool kHasTail = kLayout != CacheLayout::kBf16Narrow;
 constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
 constexpr int kScaleBytes = kLayout == CacheLayout::kV32 ? 4 : 1;
 constexpr int kScales = Row::kScalesBytes / kScaleBytes;
 using Piece = PieceOf<kPieceBytes>::Type;
 using TailPiece = PieceOf<kTailBytes>::Type;
-static_assert(kUnitTokens * kTailPieces == 32 && kScales <= kTailPieces);
+static_assert(kScales <= kTailPieces);
 
 __device__ __forceinline__ void load_piece(uint4& piece, const unsigned char* src, bool enabled) {
     piece = load_global_16(src, enabled);
@@ -259,13 +320,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentCtas)
     const int own_row = unit_row + lane_idx / kTailPieces;
     Token token{-1, 0};
     if constexpr (kPaged) {
-        __shared__ Tokens tokens;
-        tokens.clear();
         prefetch_requests(params);
         griddepcontrol_wait();
         griddepcontrol_launch_dependents();
-        tokens.fill(params, first_row, rows);
-        token = Token::unpacked(tokens.words[own_row]);
+        token = find_token(params, first_row, rows, own_row, lane_idx);
         prefetch_token(params, token, lane_idx);  // whole lines, where loads ask for parts of them
     } else {
         if (own_row < rows) token = {0, first_row + own_row};

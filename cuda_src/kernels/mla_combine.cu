@@ -24,6 +24,7 @@
 #include "layout/fragments.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
+#include "ptx/vector.cuh"
 #include "sched/pieces.cuh"
 #include "sched/plan.cuh"
 
@@ -229,10 +230,9 @@ __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&word
     *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
 }
 
-// Hands a group's merge over and adds up those of all groups: their scalars, and of the sums the pair of columns of the group's number.
-// All threads of the CTA call; groups without a pair return nonsense.
-__device__ __forceinline__ float2 merge_groups(Partials& partials, Merged& merged, int half, int group,
-                                               int lane_idx) {
+// Hands a group's merge over. All threads of the CTA call.
+__device__ __forceinline__ void hand_over(Partials& partials, const Merged& merged, int half, int group,
+                                          int lane_idx) {
     const int column = half * 32 + lane_idx;
     if (lane_idx == 0) {
         partials.max_log2[half][group] = merged.max_log2;
@@ -242,8 +242,11 @@ __device__ __forceinline__ float2 merge_groups(Partials& partials, Merged& merge
     for (int pair = 0; pair < kPairs; ++pair)
         partials.sum[pair][group][column] = make_float2(merged.sum[2 * pair], merged.sum[2 * pair + 1]);
     __syncthreads();
+}
+// Adds up what all groups have handed over: their scalars, and of the sums a pair of columns, which is returned.
+__device__ __forceinline__ float2 merge_groups(const Partials& partials, Merged& merged, int half, int pair,
+                                               int lane_idx) {
     float2 sum = make_float2(0.0f, 0.0f);
-    if (group >= kPairs) return sum;
     merged.max_log2 = -kInfinity;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) merged.max_log2 = fmaxf(merged.max_log2, partials.max_log2[half][g]);
@@ -253,7 +256,7 @@ __device__ __forceinline__ float2 merge_groups(Partials& partials, Merged& merge
     for (int g = 0; g < kGroups; ++g) {
         const float weight = exp2_approx(partials.max_log2[half][g] - offset);
         merged.weight_sum = fmaf(weight, partials.weight_sum[half][g], merged.weight_sum);
-        const float2 part = partials.sum[group][g][column];
+        const float2 part = partials.sum[pair][g][half * 32 + lane_idx];
         sum.x = fmaf(weight, part.x, sum.x);
         sum.y = fmaf(weight, part.y, sum.y);
     }
@@ -355,8 +358,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     }
     if constexpr (kGroups > 1) {
         Partials& partials = *reinterpret_cast<Partials*>(smem_bytes);
-        const float2 sum = merge_groups(partials, merged[0], half, group, lane_idx);
+        hand_over(partials, merged[0], half, group, lane_idx);
         if (group >= kPairs) return;
+        const float2 sum = merge_groups(partials, merged[0], half, group, lane_idx);
         const Target target(params, req, first_row, half);
         const float factor =
             finish(params, target, merged[0], fits, half == 0 && group == 0 && lane_idx == 0);

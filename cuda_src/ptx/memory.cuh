@@ -89,29 +89,6 @@ __device__ __forceinline__ u64 load_global(const u64* ptr) {
     asm volatile("ld.global.b64 %0, [%1];" : "=l"(value) : "l"(ptr) : "memory");
     return value;
 }
-// The same; without `enabled` nothing is read and the value stays what it is.
-__device__ __forceinline__ void load_global_if(float& value, const float* ptr, bool enabled) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %2, 0;\n"
-        "@p ld.global.f32 %0, [%1];\n"
-        "}\n"
-        : "+f"(value)
-        : "l"(ptr), "r"(static_cast<u32>(enabled))
-        : "memory");
-}
-__device__ __forceinline__ void load_global_if(float4& value, const float4* ptr, bool enabled) {
-    asm volatile(
-        "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.u32 p, %5, 0;\n"
-        "@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-        "}\n"
-        : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
-        : "l"(ptr), "r"(static_cast<u32>(enabled))
-        : "memory");
-}
 
 // Brings the 128-byte line of an address to L1, or to L2.
 __device__ __forceinline__ void prefetch_l1(const void* ptr) {

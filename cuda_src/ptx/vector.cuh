@@ -73,6 +73,30 @@ __device__ __forceinline__ i64 load_global(const i64* ptr) {
     return value;
 }
 
+// Where the value stays what it is when nothing is read.
+__device__ __forceinline__ void load_global_if(float& value, const float* ptr, bool enabled) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "@p ld.global.f32 %0, [%1];\n"
+        "}\n"
+        : "+f"(value)
+        : "l"(ptr), "r"(static_cast<u32>(enabled))
+        : "memory");
+}
+__device__ __forceinline__ void load_global_if(float4& value, const float4* ptr, bool enabled) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.u32 p, %5, 0;\n"
+        "@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+        : "l"(ptr), "r"(static_cast<u32>(enabled))
+        : "memory");
+}
+
 __device__ __forceinline__ void store_global_16(void* ptr, const uint4& value) {
     *reinterpret_cast<uint4*>(ptr) = value;
 }

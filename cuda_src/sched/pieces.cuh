@@ -8,7 +8,7 @@
 //
 // rows = s_q * h_q, row = token * h_q + head. A row's columns lie in the order in which a quad of lanes holds them: 16-byte unit
 // 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1, with n = 4 groups of eight columns in float16, 2 in float32.
-// They are exchanged once, in the merged row, and not in every piece.
+// They come to their own order once, in the merged row, and not in every piece.
 //
 // Float16 halves what a piece costs to store and to merge. With a power of two per half row it has 11 bits where bf16, to which the
 // result is rounded, has 8; fp16 calls need more than that.
