@@ -24,7 +24,6 @@ using Row = CacheRow<kLayout>;
 constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
-constexpr int kRowLanes = 32 / kUnitTokens;      // look a row up together
 constexpr int kResidentCtas = kPaged ? 20 : 32;  // of an SM, at least: 21 fit
 constexpr int kNearbyRequests = 32;              // a lane each
 constexpr int kRequestsAtOnce = 8;               // of a thread that looks at all
@@ -131,9 +130,9 @@ __device__ __forceinline__ Token find_nearby(const Params& params, i64 filled, i
     u32 reaching = 0;  // a bit for each request that reaches the lane's row
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
-        const i64 distance = static_cast<i64>(__shfl_sync(0xffffffff, row, j * kRowLanes)) - request.place;
+        const i64 distance = static_cast<i64>(__shfl_sync(0xffffffff, row, j * kTokenLanes)) - request.place;
         const u32 found = __ballot_sync(0xffffffff, distance >= 0 && distance < length);
-        if (lane_idx / kRowLanes == j) reaching = found;
+        if (lane_idx / kTokenLanes == j) reaching = found;
     }
     const int source = __ffs(reaching) - 1;
     // Modulo 2^32, as differences of any two numbers here
@@ -199,14 +198,14 @@ struct PieceOf<16> {
 constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
 constexpr int kTailBytes = kLayout == CacheLayout::kModel1 ? 8 : 16;  // of a piece
 constexpr int kTailColumns = kTailBytes / 2;
-constexpr int kTailPieces = kRowLanes;
+constexpr int kTailPieces = 8;
 constexpr bool kHasTail = kLayout != CacheLayout::kBf16Narrow;
 constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
 constexpr int kScaleBytes = kLayout == CacheLayout::kV32 ? 4 : 1;
 constexpr int kScales = Row::kScalesBytes / kScaleBytes;
 using Piece = PieceOf<kPieceBytes>::Type;
 using TailPiece = PieceOf<kTailBytes>::Type;
-static_assert(kScales <= kTailPieces);
+static_assert(kTailPieces == kTokenLanes && kScales <= kTokenLanes);
 
 __device__ __forceinline__ void load_piece(uint4& piece, const unsigned char* src, bool enabled) {
     piece = load_global_16(src, enabled);
@@ -317,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentCtas)
     const int first_row = blockIdx.x * kRows;
     const int rows = min_int(params.rows - first_row, kRows);
     const int unit_row = threadIdx.x / 32 * kUnitTokens;
-    const int own_row = unit_row + lane_idx / kTailPieces;
+    const int own_row = unit_row + lane_idx / kTokenLanes;
     Token token{-1, 0};
     if constexpr (kPaged) {
         prefetch_requests(params);

@@ -87,25 +87,18 @@ __device__ __forceinline__ uint4 load_vector(const u16* src) {
 
 // A lane's part of a unit. Everything is loaded before anything is looked at; tokens past the last repeat it.
 struct Unit {
-    uint2 slots[kUnitTokens];  // low and high word
+    uint2 slot;  // of the own token, lane / 8: low and high word
     uint4 vectors[kUnitTokens][kLaneVectors];
     uint4 rope;  // wide layouts: of token lane / 8
 
-    __device__ __forceinline__ void load_slots(const Params& params, int first) {
-        const int last = params.tokens - 1;
+    __device__ __forceinline__ void load_slot(const Params& params, int first, int lane_idx) {
+        const int token = first + lane_idx / kTokenLanes, loaded = min_int(token, params.tokens - 1);
         if (!kSlots) {
-#pragma unroll
-            for (int j = 0; j < kUnitTokens; ++j) slots[j] = make_uint2(first + j, 0);
+            slot = make_uint2(token, 0);
         } else if (params.slots_are_64bit) {
-            const i64* src = static_cast<const i64*>(params.slots);
-#pragma unroll
-            for (int j = 0; j < kUnitTokens; ++j) slots[j] = load_global_8(src + min_int(first + j, last));
+            slot = load_global_8(static_cast<const i64*>(params.slots) + loaded);
         } else {
-            const int* src = static_cast<const int*>(params.slots);
-#pragma unroll
-            for (int j = 0; j < kUnitTokens; ++j) {
-                slots[j] = make_uint2(load_global_4(src + min_int(first + j, last)), 0);
-            }
+            slot = make_uint2(load_global_4(static_cast<const int*>(params.slots) + loaded), 0);
         }
     }
 
@@ -130,20 +123,11 @@ struct Unit {
         }
     }
 
-    // The slot of a token, or -1. A negative one is a large number here, in one word or two.
-    __device__ __forceinline__ int slot(const Params& params, int first, int j) const {
-        const bool valid =
-            first + j < params.tokens && slots[j].y == 0 && slots[j].x < static_cast<u32>(params.num_slots);
-        return valid ? static_cast<int>(slots[j].x) : -1;
-    }
-    // Of token lane / 8.
+    // Where the own token goes, or -1. A negative slot is a large number here, in one word or two.
     __device__ __forceinline__ int own_slot(const Params& params, int first, int lane_idx) const {
-        int own = slot(params, first, 0);
-#pragma unroll
-        for (int j = 1; j < kUnitTokens; ++j) {
-            if (lane_idx / kRopeVectors == j) own = slot(params, first, j);
-        }
-        return own;
+        const bool valid = first + lane_idx / kTokenLanes < params.tokens && slot.y == 0 &&
+                           slot.x < static_cast<u32>(params.num_slots);
+        return valid ? static_cast<int>(slot.x) : -1;
     }
 };
 
@@ -206,6 +190,7 @@ __device__ __forceinline__ uint2 quantize_v32(const uint4& vector, V32Divisor di
 // Lane l computes the scale of tile l % 4 of token l / 8 for the whole warp.
 __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit& unit, int first,
                                                int lane_idx) {
+    const int own_slot = unit.own_slot(params, first, lane_idx);
     const int tile = lane_idx % 4;
     u32 own_maxima = 0;  // of tiles tile % 2 and tile % 2 + 2
 #pragma unroll
@@ -220,15 +205,14 @@ __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit&
     for (int j = 0; j < kUnitTokens; ++j) {
         const int source = j * kRopeVectors + lane_idx / Row::kTileLanes;
         const V32Divisor low = divisor.of_lane(source), high = divisor.of_lane(source + Row::kTilesPerPass);
-        const int slot = unit.slot(params, first, j);
+        const int slot = __shfl_sync(0xffffffff, own_slot, j * kTokenLanes);
         if (slot < 0) continue;
         unsigned char* row = Target(params, slot).row + lane_idx * 8;
         store_global_8(row, quantize_v32(unit.vectors[j][0], low));
         store_global_8(row + 256, quantize_v32(unit.vectors[j][1], high));
     }
-    const int slot = unit.own_slot(params, first, lane_idx);
-    if (slot < 0 || lane_idx % kRopeVectors >= 4) return;
-    *reinterpret_cast<float*>(Target(params, slot).scales + tile * 4) = scale;
+    if (own_slot < 0 || lane_idx % kRopeVectors >= 4) return;
+    *reinterpret_cast<float*>(Target(params, own_slot).scales + tile * 4) = scale;
 }
 
 // A power of two is undone by an exact product.
@@ -249,6 +233,7 @@ __device__ __forceinline__ u32 model1_scale(float amax) {
 
 __device__ __forceinline__ void store_model1_unit(const Params& params, const Unit& unit, int first,
                                                   int lane_idx) {
+    const int own_slot = unit.own_slot(params, first, lane_idx);
     const int tile_shift = lane_idx / Row::kTileLanes * 8;
     const bool has_rope = Row::is_rope(lane_idx, 1);
 #pragma unroll
@@ -258,7 +243,7 @@ __device__ __forceinline__ void store_model1_unit(const Params& params, const Un
         const u32 high_scale = has_rope ? 0 : model1_scale(bf16_high(maxima));
         const uint2 scales = make_uint2(__reduce_or_sync(0xffffffff, low_scale << tile_shift),
                                         __reduce_or_sync(0xffffffff, high_scale << tile_shift));
-        const int slot = unit.slot(params, first, j);
+        const int slot = __shfl_sync(0xffffffff, own_slot, j * kTokenLanes);
         if (slot < 0) continue;
         const Target target(params, slot);
         const uint4& high = unit.vectors[j][1];
@@ -276,9 +261,10 @@ __device__ __forceinline__ void store_model1_unit(const Params& params, const Un
 
 __device__ __forceinline__ void store_bf16_unit(const Params& params, const Unit& unit, int first,
                                                 int lane_idx) {
+    const int own_slot = unit.own_slot(params, first, lane_idx);
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
-        const int slot = unit.slot(params, first, j);
+        const int slot = __shfl_sync(0xffffffff, own_slot, j * kTokenLanes);
         if (slot < 0) continue;
         unsigned char* row = Target(params, slot).row + lane_idx * 16;
 #pragma unroll
@@ -288,9 +274,10 @@ __device__ __forceinline__ void store_bf16_unit(const Params& params, const Unit
 
 __device__ __forceinline__ void store_wide_rope(const Params& params, const Unit& unit, int first,
                                                 int lane_idx) {
-    const int slot = unit.own_slot(params, first, lane_idx);
-    if (slot < 0) return;
-    store_global_16(Target(params, slot).row + Row::kRopeOffset + Row::rope_vector(lane_idx) * 16, unit.rope);
+    const int own_slot = unit.own_slot(params, first, lane_idx);
+    if (own_slot < 0) return;
+    store_global_16(Target(params, own_slot).row + Row::kRopeOffset + Row::rope_vector(lane_idx) * 16,
+                    unit.rope);
 }
 
 // Before griddepcontrol_wait nothing may be read, but it may be on its way: the first CTAs bring their sources to L2 while they wait for
@@ -314,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_launch_dependents();
     if (first >= params.tokens) return;
     Unit unit;
-    unit.load_slots(params, first);
+    unit.load_slot(params, first, lane_idx);
     if (params.sources_are_aligned) {
         unit.load_rows<true>(params, first, lane_idx);
     } else {

@@ -15,7 +15,8 @@
 
 enum class CacheLayout : int { kV32 = 0, kModel1 = 1, kBf16Wide = 2, kBf16Narrow = 3 };
 
-constexpr int kUnitTokens = 4;  // of a warp at a time
+constexpr int kUnitTokens = 4;                 // of a warp at a time
+constexpr int kTokenLanes = 32 / kUnitTokens;  // the own token of lane l is number l / kTokenLanes of them
 constexpr int kVectorColumns = 8;
 constexpr int kLaneVectors = 2;  // per token
 constexpr int kDimRope = 64;

@@ -312,19 +312,22 @@ class TestGathering:
         same_values(room[:, : COLUMNS[kind]], want)
         assert bool((room[:, COLUMNS[kind] :] == -7).all())
 
-    def test_many_requests(self, kind: str) -> None:
-        """More than are looked at in one go, in an order of rows that is not theirs."""
+    @pytest.mark.parametrize("order", ("as numbered", "shuffled", "with gaps", "in a third"))
+    def test_many_requests(self, kind: str, order: str) -> None:
+        """More than are looked at in one go, by guesses at who has a row that are right, nearly, or not."""
         b, page = 2500, 4
         draw = np.random.default_rng(0)
         lengths = draw.integers(0, 7, b).astype(np.int32)
         table = draw.integers(0, 32, (b, 2)).astype(np.int32)
         host = filled(kind, values((32, page, 1, COLUMNS[kind])))
-        order = draw.permutation(b)
+        numbers = draw.permutation(b) if order == "shuffled" else np.arange(b)
+        steps = lengths[numbers] + (order == "with gaps")
         places = np.zeros(b, np.int32)
-        places[order] = np.cumsum(lengths[order]) - lengths[order]
-        want = np.zeros((int(lengths.sum()), COLUMNS[kind]), np.float32)
+        places[numbers] = np.cumsum(steps) - steps
+        rows = int(steps.sum()) * (3 if order == "in a third" else 1)
+        want = np.full((rows, COLUMNS[kind]), -7, np.float32)
         reference.gather_kv_cache(host, table, lengths, want, workspace_starts=places)
-        out = torch.full(want.shape, float("nan"), dtype=torch.bfloat16, device="cuda")
+        out = torch.full(want.shape, -7.0, dtype=torch.bfloat16, device="cuda")
         arrays = [torch.from_numpy(x).cuda() for x in (table, lengths)]
         rawmla.gather_kv_cache(to_gpu(host), *arrays, out, workspace_starts=torch.from_numpy(places).cuda())
         same_values(out, want)
