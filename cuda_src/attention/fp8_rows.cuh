@@ -132,11 +132,11 @@ __device__ __forceinline__ void announce_rows(Smem& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStagesOf<Smem>]));
 }
 
-// `count` blocks of a request, of which the first is number n. While a block is stored the next one's rows are on their way to L2;
+// Blocks n to end - 1, all of one item. While a block is stored the next one's rows are on their way to L2;
 // its first values are asked for right after, while its stage may still be in use.
 template <class Share, class Smem>
 __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSelection& selection,
-                                        const WorkItem& item, int count, u32 n) {
+                                        const WorkItem& item, u32 n, u32 end) {
     Row next = find_row(params, selection);
     selection.advance(params, item);
     Share share;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
     };
     step();
 #pragma unroll 1
-    for (; count > 0; --count, ++n) {
+    for (; n != end; ++n) {
         const u32 group = open_stage(smem, n, share.src != nullptr);
         share.store(params, smem, n % kStagesOf<Smem>, group);
         cp_async_wait_all();
@@ -184,10 +184,10 @@ __device__ __forceinline__ void producer_warp(const Params& params, Smem& smem) 
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
         const WorkItem& item = reader.item(smem);
-        const int count = warp_uniform(item.num_blocks);
+        const u32 end = n + warp_uniform(item.num_blocks);
         RowSelection selection;
         selection.start(params, item);
-        produce<Share>(params, smem, selection, item, count, n);
-        n += count;
+        produce<Share>(params, smem, selection, item, n, end);
+        n = end;
     }
 }

@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, tile_row);
             }
-            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
             if constexpr (requires { params.attn_sink; }) {
                 if (row.valid && sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
             }

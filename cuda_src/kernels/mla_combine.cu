@@ -286,7 +286,8 @@ __device__ __forceinline__ float finish(const Params& params, const Target& targ
     const float lse_log2 = merged.max_log2 + log2_approx(weight_sum);
     if (stores_scalars)
         params.lse[target.lse_at] = weight_sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
-    return weight_sum == 0.0f ? 0.0f : sink_factor(params.attn_sink, target.head, lse_log2) / weight_sum;
+    if (weight_sum == 0.0f) return 0.0f;
+    return sink_factor(params.attn_sink, target.head, lse_log2) * reciprocal_approx(weight_sum);
 }
 
 // Stores a lane's columns of a half row. All lanes of the warp call.

@@ -178,7 +178,7 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
     }
     if (!row.valid) return;
     if (part == 0) params.lse[lse_index(params, item.req, row)] = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
-    const float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
     u16* out = out_address(params, item.req, row) + 8 * part;
 #pragma unroll
     for (int i = 0; i < kDimV / 64; ++i) {

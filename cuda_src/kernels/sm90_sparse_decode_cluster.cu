@@ -271,8 +271,9 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
     };
     griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
-    if (start_scores_of(0)) {
-        wgmma_wait_group<0>();
+    const bool attends = start_scores_of(0);
+    wgmma_wait_group<0>();  // in a branch, some compilers would serialise all wgmmas
+    if (attends) {
         wgmma_pin(s);
         walk.done(params, smem);
     }

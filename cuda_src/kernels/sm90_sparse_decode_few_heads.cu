@@ -461,7 +461,7 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, head);
             }
-            float factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
             if (sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
             store_global_8(out_address(params, item.req, row) + group * kGroupCols + 32 * warp_idx + 4 * quad,
                            make_uint2(pack_16bit<kDtype>(o[0][j] * factor, o[0][j + 2] * factor),
