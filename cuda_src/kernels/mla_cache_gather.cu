@@ -12,6 +12,7 @@
 // many, so that their waits overlap and no SM is left with work when the others are done.
 #include "common/division.cuh"
 #include "common/fp8.cuh"
+#include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/cache_rows.cuh"
 #include "ptx/memory.cuh"
@@ -121,7 +122,7 @@ __device__ __forceinline__ i64 rows_of_requests(const Params& params) {
 // `filled` rows one after another. One that reaches the row is enough. A converged warp.
 __device__ __forceinline__ Token find_nearby(const Params& params, i64 filled, int row, int lane_idx) {
     const float b = static_cast<float>(params.b);
-    const float likely = static_cast<float>(row) / static_cast<float>(filled) * b;
+    const float likely = static_cast<float>(row) * b * reciprocal_approx(static_cast<float>(filled));
     const int middle = warp_uniform(static_cast<int>(fminf(fmaxf(likely, 0.0f), b)));
     const int first = max_int(min_int(middle - kNearbyRequests / 2, params.b - kNearbyRequests), 0);
     Request request;

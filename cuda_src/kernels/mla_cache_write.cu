@@ -87,9 +87,9 @@ __device__ __forceinline__ uint4 load_vector(const u16* src) {
 
 // A lane's part of a unit. Everything is loaded before anything is looked at; tokens past the last repeat it.
 struct Unit {
-    uint2 slot;  // of the own token, lane / 8: low and high word
+    uint2 slot;  // of the own token: low and high word
     uint4 vectors[kUnitTokens][kLaneVectors];
-    uint4 rope;  // wide layouts: of token lane / 8
+    uint4 rope;  // wide layouts: of the own token
 
     __device__ __forceinline__ void load_slot(const Params& params, int first, int lane_idx) {
         const int token = first + lane_idx / kTokenLanes, loaded = min_int(token, params.tokens - 1);
@@ -117,7 +117,7 @@ struct Unit {
             }
         }
         if constexpr (Row::kWide) {
-            const int token = min_int(first + lane_idx / kRopeVectors, params.tokens - 1);
+            const int token = min_int(first + lane_idx / kTokenLanes, params.tokens - 1);
             const u16* k_pe = params.k_pe + source_offset(params, token, params.k_pe_stride);
             rope = load_vector<kAligned>(k_pe + Row::rope_vector(lane_idx) * kVectorColumns);
         }
@@ -196,14 +196,14 @@ __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit&
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
         const u32 maxima = __shfl_sync(0xffffffff, tile_maxima(unit.vectors[j]), tile % 2 * Row::kTileLanes);
-        if (lane_idx / kRopeVectors == j) own_maxima = maxima;
+        if (lane_idx / kTokenLanes == j) own_maxima = maxima;
     }
     const float amax = tile < 2 ? bf16_low(own_maxima) : bf16_high(own_maxima);
     const float scale = fmaxf(amax / kE4m3Max, kV32MinScale);
     const V32Divisor divisor(scale);
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
-        const int source = j * kRopeVectors + lane_idx / Row::kTileLanes;
+        const int source = j * kTokenLanes + lane_idx / Row::kTileLanes;
         const V32Divisor low = divisor.of_lane(source), high = divisor.of_lane(source + Row::kTilesPerPass);
         const int slot = __shfl_sync(0xffffffff, own_slot, j * kTokenLanes);
         if (slot < 0) continue;
@@ -211,7 +211,7 @@ __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit&
         store_global_8(row, quantize_v32(unit.vectors[j][0], low));
         store_global_8(row + 256, quantize_v32(unit.vectors[j][1], high));
     }
-    if (own_slot < 0 || lane_idx % kRopeVectors >= 4) return;
+    if (own_slot < 0 || lane_idx % kTokenLanes >= 4) return;
     *reinterpret_cast<float*>(Target(params, own_slot).scales + tile * 4) = scale;
 }
 
@@ -247,15 +247,15 @@ __device__ __forceinline__ void store_model1_unit(const Params& params, const Un
         if (slot < 0) continue;
         const Target target(params, slot);
         const uint4& high = unit.vectors[j][1];
-        store_global_8(target.row + lane_idx * 8, quantize_model1(unit.vectors[j][0], low_scale));
+        stream_global_8(target.row + lane_idx * 8, quantize_model1(unit.vectors[j][0], low_scale));
         if (has_rope) {
             unsigned char* rope = target.row + Row::kRopeOffset + Row::rope_vector(lane_idx) * 16;
-            store_global_8(rope, make_uint2(high.x, high.y));
-            store_global_8(rope + 8, make_uint2(high.z, high.w));
+            stream_global_8(rope, make_uint2(high.x, high.y));
+            stream_global_8(rope + 8, make_uint2(high.z, high.w));
         } else {
-            store_global_8(target.row + 256 + lane_idx * 8, quantize_model1(high, high_scale));
+            stream_global_8(target.row + 256 + lane_idx * 8, quantize_model1(high, high_scale));
         }
-        if (lane_idx == 0) store_global_8(target.scales, scales);
+        if (lane_idx == 0) stream_global_8(target.scales, scales);
     }
 }
 
@@ -284,10 +284,10 @@ __device__ __forceinline__ void store_wide_rope(const Params& params, const Unit
 // the kernel ahead. All that wait would bring too much at once.
 __device__ __forceinline__ void prefetch_sources(const Params& params, int first, int lane_idx) {
     constexpr int kLineColumns = 64;
-    const int token = min_int(first + lane_idx / 8, params.tokens - 1);
+    const int token = min_int(first + lane_idx / kTokenLanes, params.tokens - 1);
     const u16* kv_c = params.kv_c + source_offset(params, token, params.kv_c_stride);
     const u16* k_pe = params.k_pe + source_offset(params, token, params.k_pe_stride);
-    const int column = lane_idx % 8 * kLineColumns;
+    const int column = lane_idx % kTokenLanes * kLineColumns;
     prefetch_l2(column < Row::kDimNope ? kv_c + column : k_pe);
     if (Row::kWide && column == 0) prefetch_l2(k_pe);
 }

@@ -103,3 +103,7 @@ __device__ __forceinline__ void store_global_16(void* ptr, const uint4& value) {
 __device__ __forceinline__ void store_global_8(void* ptr, const uint2& value) {
     *reinterpret_cast<uint2*>(ptr) = value;
 }
+// The same for what need not stay in L2.
+__device__ __forceinline__ void stream_global_8(void* ptr, const uint2& value) {
+    __stcs(reinterpret_cast<uint2*>(ptr), value);
+}

@@ -109,12 +109,13 @@ class Builder:
         result = nvrtc.compile_source(sources, options)
         seconds = time.perf_counter() - start
         if result.cubin is None:
-            reasons = [f"NVRTC {nvrtc.version()} could not compile it ({result.status})"]
+            reasons = [f"could not be compiled ({result.status})"]
         else:
             reasons = ptxas.problems(result.log)
         if result.cubin is None or reasons:
             raise CompileError(
-                f"{spec.label}: {'; '.join(reasons)}",
+                f"{spec.label}: {'; '.join(reasons)}; by NVRTC {nvrtc.version()} (rawmla's own kernels "
+                f"compile by {nvrtc.CHECKED_VERSIONS})",
                 log=result.log,
                 options=options,
                 source_path=self._save_failure(spec, sources, options, result.log, key),

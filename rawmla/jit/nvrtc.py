@@ -12,7 +12,7 @@ from rawmla.errors import MissingDependencyError, NVRTCNotFoundError, RawMLAErro
 from rawmla.jit.sources import SourceSet
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["NVRTCResult", "compile_source", "compiler_options", "library_path", "version"]
+__all__ = ["CHECKED_VERSIONS", "NVRTCResult", "compile_source", "compiler_options", "library_path", "version"]
 
 # Every numeric or code-generating flag is here and nowhere else. ptxas takes one option per flag.
 _BASE_OPTIONS = (
@@ -22,6 +22,9 @@ _BASE_OPTIONS = (
     "-no-cache",  # NVRTC's own cache answers without the log that the checks for spills read
     "--ptxas-options=-v",
 )
+CHECKED_VERSIONS = "12.9 to 13.5"
+"""Every kernel compiles by these without spills or serialised WGMMA."""
+
 _RELEASE = re.compile(rb"release [\d.]+, V([\d.]+)")
 _version_lock = threading.Lock()
 

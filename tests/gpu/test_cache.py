@@ -332,6 +332,7 @@ class TestGathering:
         rawmla.gather_kv_cache(to_gpu(host), *arrays, out, workspace_starts=torch.from_numpy(places).cuda())
         same_values(out, want)
 
+    @pytest.mark.parametrize("others", (0, 100))
     @pytest.mark.parametrize(
         ("pages", "length", "place", "start"),
         [
@@ -344,9 +345,11 @@ class TestGathering:
         ],
     )
     def test_nothing_outside(
-        self, kind: str, pages: tuple[int, int], length: int, place: int, start: int
+        self, kind: str, pages: tuple[int, int], length: int, place: int, start: int, others: int
     ) -> None:
-        """Zeros where there is a row but no token, and no write outside."""
+        """Zeros where there is a row but no token, and no write outside. With as many requests without tokens
+        before it and behind it, where all requests are looked at.
+        """
         host = filled(kind, values((4, 8, 1, COLUMNS[kind])))
         want = np.full((60, COLUMNS[kind]), -7, np.float32)
         room = torch.full(want.shape, -7.0, dtype=torch.bfloat16, device="cuda")
@@ -354,8 +357,10 @@ class TestGathering:
         reference.gather_kv_cache(
             host, [pages], [last], want[10:-10], workspace_starts=[place + first - start], seq_starts=[first]
         )
+        none, no_pages = [0] * others, [(0, 0)] * others
         table, lengths, places, starts = (
-            torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([pages], [length], [place], [start])
+            torch.tensor(before + [own] + before, dtype=torch.int32, device="cuda")
+            for own, before in ((pages, no_pages), (length, none), (place, none), (start, none))
         )
         rawmla.gather_kv_cache(
             to_gpu(host), table, lengths, room[10:-10], workspace_starts=places, seq_starts=starts
