@@ -30,11 +30,11 @@
 // bar_k_free[s]       64     owner, helper: P V of the warp is complete              producer: refill                 1
 // and for each of four warps
 // bar_partial_full    1      owner: bytes announced; the other helper's are there    owner: S on top of them          0
-// bar_partial_free    1      the other owner: they are read                          helper: send the next            1
+// bar_partial_free    1      the other owner: they are read                          helper: send the next, leave     1
 // bar_p_full          1      helper: bytes announced; the other owner's are there    helper: rescale, O += P V        0
-// bar_p_free          1      the other helper: they are read                         owner: send the next             1
+// bar_p_free          1      the other helper: they are read                         owner: send the next, leave      1
 // bar_ends_full       1      helper: bytes announced; the other owner's are there    helper: epilogue                 0
-// bar_ends_free       1      the other helper: the item's rows are stored            owner: send the next item's      1
+// bar_ends_free       1      the other helper: the item's rows are stored            owner: send the next, leave      1
 // NB_OWNER, NB_HELPER 128    an item's last Q K^T is complete; the next Q landed     that warpgroup: both             -
 //
 // An arrival in the other CTA can overtake loads from shared memory that were issued before it (docs/kernels/sparse_decode_cluster.md).
@@ -341,6 +341,8 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
         }
         store_rows<kDtype, PairRow>(params, smem.ends, reader.item(smem), o, warp_of_pair, tile);
     }
+    mbarrier_wait_parity(smem_address(&smem.bar_p_free[warp_idx]), ~n & 1);
+    mbarrier_wait_parity(smem_address(&smem.bar_ends_free[warp_idx]), ~reader.count & 1);
 }
 
 // ---- Helper ------------------------------------------------------------------------------------------------------------
@@ -432,6 +434,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
         reader.release(smem);
         if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, reader.count + kItemsPublished);
     }
+    mbarrier_wait_parity(smem_address(&smem.bar_partial_free[warp_idx]), ~n & 1);
 }
 
 // ---- Producer ----------------------------------------------------------------------------------------------------------
@@ -553,7 +556,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         setmaxnreg_dec<kRegistersProducer>();
         producer_warp<Share>(params, smem);
     }
-    // Neither may be gone while the other still sends
-    cluster_arrive();
-    cluster_wait();
+    // A CTA may leave before the other: it has waited for all that is sent to its memory and every arrival on its barriers.
 }

@@ -8,10 +8,10 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     return rank;
 }
 
-// Every thread of every CTA of the cluster arrives, then waits, some time later: the others' shared-memory writes from
-// before their arrival are visible then.
+// Every thread of every CTA of the cluster arrives, then waits: mbarriers are visible to all that were initialised and fenced
+// (mbarrier_init_fence) before. Other writes are not: a release here would wait for every store of the thread.
 __device__ __forceinline__ void cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 
