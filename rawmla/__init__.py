@@ -11,8 +11,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import reference
-    from .cache import dequantize_k_cache, gather_kv_cache, quantize_k_cache, write_kv_cache
-    from .decode import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
     from .errors import (
         CompileError,
         KernelNotReadyError,
@@ -23,10 +21,12 @@ if TYPE_CHECKING:
         RawMLAError,
         UnsupportedGPUError,
     )
-    from .indices import convert_indices
     from .kernels import warmup
-    from .merge import merge_attn_states
-    from .prefill import flash_mla_sparse_fwd
+    from .mla.cache import dequantize_k_cache, gather_kv_cache, quantize_k_cache, write_kv_cache
+    from .mla.decode import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
+    from .mla.indices import convert_indices
+    from .mla.merge import merge_attn_states
+    from .mla.sparse_prefill import flash_mla_sparse_fwd
 
 __all__ = [
     "CompileError",
@@ -55,7 +55,7 @@ __all__ = [
 # Public name -> module that defines it. `reference` is itself a module.
 _MODULE_OF = {
     "CompileError": ".errors",
-    "FlashMLASchedMeta": ".decode",
+    "FlashMLASchedMeta": ".mla.decode",
     "KernelNotReadyError": ".errors",
     "LaunchError": ".errors",
     "MissingDependencyError": ".errors",
@@ -63,16 +63,16 @@ _MODULE_OF = {
     "NoGPUError": ".errors",
     "RawMLAError": ".errors",
     "UnsupportedGPUError": ".errors",
-    "convert_indices": ".indices",
-    "dequantize_k_cache": ".cache",
-    "flash_mla_sparse_fwd": ".prefill",
-    "flash_mla_with_kvcache": ".decode",
-    "gather_kv_cache": ".cache",
-    "get_mla_metadata": ".decode",
-    "merge_attn_states": ".merge",
-    "quantize_k_cache": ".cache",
+    "convert_indices": ".mla.indices",
+    "dequantize_k_cache": ".mla.cache",
+    "flash_mla_sparse_fwd": ".mla.sparse_prefill",
+    "flash_mla_with_kvcache": ".mla.decode",
+    "gather_kv_cache": ".mla.cache",
+    "get_mla_metadata": ".mla.decode",
+    "merge_attn_states": ".mla.merge",
+    "quantize_k_cache": ".mla.cache",
     "warmup": ".kernels",
-    "write_kv_cache": ".cache",
+    "write_kv_cache": ".mla.cache",
 }
 
 

@@ -12,8 +12,16 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla import arrays, decode, jit, prefill, sparse
-from rawmla.kernels import combine, common, dense_decode, metadata, sparse_decode
+from rawmla import jit
+from rawmla.call import arrays
+from rawmla.kernels import common
+from rawmla.kernels import mla_combine as combine
+from rawmla.kernels import mla_dense_decode as dense_decode
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels import mla_sparse as sparse_decode
+from rawmla.mla import decode
+from rawmla.mla import sparse_decode as sparse
+from rawmla.mla import sparse_prefill as prefill
 
 SM_COUNT = 132
 LAUNCH = dense_decode.PreparedDecode.launch

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawmla import arrays
-from rawmla.arrays import CupyFramework, TorchFramework, inspect
+from rawmla.call import arrays
+from rawmla.call.arrays import CupyFramework, TorchFramework, inspect
 from rawmla.errors import MissingDependencyError
 
 cupy = pytest.importorskip("cupy")
@@ -37,12 +37,12 @@ class Producer:
 
 
 def test_import_loads_no_framework() -> None:
-    program = "import sys, rawmla.arrays; print(sorted({'torch', 'cupy'} & set(sys.modules)))"
+    program = "import sys, rawmla.call.arrays; print(sorted({'torch', 'cupy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("value", (None, 3, 1.5, "q", [1, 2], (), {}, object()), ids=repr)
+@pytest.mark.parametrize("value", (None, 3, 1.5, "q", [1, 2], (), {}, object()), ids=lambda value: type(value).__name__)
 def test_not_an_array(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^num_splits: expected .*, got ") as caught:
         inspect(value, "num_splits")

@@ -10,8 +10,11 @@ import pytest
 from decode_fakes import FakeArray, FakeFramework, contiguous
 
 import rawmla
-from rawmla import arrays
-from rawmla.kernels import cache_gather, cache_write, convert_indices, merge_states
+from rawmla.call import arrays
+from rawmla.kernels import mla_cache_gather as cache_gather
+from rawmla.kernels import mla_cache_write as cache_write
+from rawmla.kernels import mla_convert_indices as convert_indices
+from rawmla.kernels import mla_merge_states as merge_states
 
 Arguments = dict[str, Any]
 

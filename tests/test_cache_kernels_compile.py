@@ -16,15 +16,12 @@ from cuda_probe import assert_in_header, assert_in_kernel, source
 
 from rawmla import jit, reference
 from rawmla.jit import KernelSpec
-from rawmla.kernels import (
-    all_specs,
-    cache_gather,
-    cache_layout,
-    cache_write,
-    common,
-    convert_indices,
-    merge_states,
-)
+from rawmla.kernels import all_specs, common
+from rawmla.kernels import mla_cache_gather as cache_gather
+from rawmla.kernels import mla_cache_rows as cache_layout
+from rawmla.kernels import mla_cache_write as cache_write
+from rawmla.kernels import mla_convert_indices as convert_indices
+from rawmla.kernels import mla_merge_states as merge_states
 from rawmla.kernels.division import divisor
 
 CODES = {

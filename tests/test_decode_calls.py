@@ -37,8 +37,9 @@ from decode_fakes import (
 )
 
 import rawmla
-from rawmla import arrays, decode
-from rawmla.kernels import dense_decode
+from rawmla.call import arrays
+from rawmla.kernels import mla_dense_decode as dense_decode
+from rawmla.mla import decode
 
 
 @pytest.fixture

@@ -11,23 +11,19 @@ from typing import Any, NamedTuple
 import pytest
 from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
 
-from rawmla import checks, jit, reference
+from rawmla import jit, reference
+from rawmla.call import checks
 from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
-from rawmla.kernels import (
-    all_specs,
-    cache_gather,
-    cache_layout,
-    combine,
-    common,
-    default_specs,
-    dense_decode,
-    metadata,
-    sparse_decode,
-    sparse_prefill,
-    unite_selections,
-    warmup,
-)
+from rawmla.kernels import all_specs, common, default_specs, warmup
+from rawmla.kernels import mla_cache_gather as cache_gather
+from rawmla.kernels import mla_cache_rows as cache_layout
+from rawmla.kernels import mla_combine as combine
+from rawmla.kernels import mla_dense_decode as dense_decode
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels import mla_sparse as sparse_decode
+from rawmla.kernels import mla_sparse_prefill as sparse_prefill
+from rawmla.kernels import mla_unite_selections as unite_selections
 from rawmla.kernels.division import divisor
 from rawmla.testing import plans
 
@@ -40,9 +36,9 @@ def max_logits(spec: KernelSpec) -> bool:
 SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {(spec.name, max_logits(spec)): spec for spec in reversed(SPECS)}
-DENSE_DECODE = ("sm90_dense_decode", "sm90_dense_decode_few_rows")
-FP8_DECODE = ("sm90_sparse_decode", "sm90_sparse_decode_cluster")
-SPARSE_DECODE = (*FP8_DECODE, "sm90_sparse_decode_few_heads", "sm90_sparse_bf16")
+DENSE_DECODE = ("mla_dense_decode", "mla_dense_decode_few_rows")
+FP8_DECODE = ("mla_sparse_fp8", "mla_sparse_fp8_cluster")
+SPARSE_DECODE = (*FP8_DECODE, "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
 REGISTERS_PER_SM = 65536
 
 
@@ -60,22 +56,22 @@ def test_variants() -> None:
         (name, True) for name in prefill
     }
     assert not any(max_logits(spec) for spec in default_specs())
-    values = {spec: dict(spec.defines) for spec in of("sm90_dense_decode")}
+    values = {spec: dict(spec.defines) for spec in of("mla_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
     boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
     assert found == {(dtype, d_qk, *box) for dtype in (0, 1) for d_qk in (576, 512) for box in boxes}
-    few_rows = [dict(spec.defines) for spec in of("sm90_dense_decode_few_rows")]
+    few_rows = [dict(spec.defines) for spec in of("mla_dense_decode_few_rows")]
     assert {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"]) for v in few_rows} == {variant[:3] for variant in found}
     formats = ((0, 576, 8), (0, 576, 16), (1, 512, 8), (1, 512, 16))
     for name in FP8_DECODE:
         values = {spec: dict(spec.defines) for spec in of(name)}
         sparse = sorted((v["FORMAT"], v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
         assert sparse == [(*format, prefill) for format in formats for prefill in (0, 1)]
-    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_bf16")}
+    values = {spec: dict(spec.defines) for spec in of("mla_sparse_bf16")}
     sparse = sorted((v["D_QK"], v["LOAD_BYTES"], v["MAX_LOGITS"], v["GROUP_TOKENS"]) for v in values.values())
     groups = ((0, 1), (1, 1), (1, 2), (1, 4), (1, 8))
     assert sparse == [(d_qk, 16, *group) for d_qk in (512, 576) for group in groups]
-    values = {spec: dict(spec.defines) for spec in of("sm90_sparse_decode_few_heads")}
+    values = {spec: dict(spec.defines) for spec in of("mla_sparse_fp8_few_heads")}
     few_heads = sorted((v["LOAD_BYTES"], v["MAX_LOGITS"]) for v in values.values())
     assert few_heads == [(8, 0), (8, 1), (16, 0), (16, 1)]
     values = {spec: dict(spec.defines) for spec in of("mla_combine")}
@@ -136,13 +132,13 @@ def test_setmaxnreg_moves_what_the_launch_gives() -> None:
     Warpgroups of one role share an instruction.
     """
     sharing = {
-        "sm90_sparse_decode": (2, 1, 2),
-        "sm90_sparse_decode_cluster": (1, 1, 2),
-        "sm90_sparse_decode_few_heads": (1, 4, 1),
+        "mla_sparse_fp8": (2, 1, 2),
+        "mla_sparse_fp8_cluster": (1, 1, 2),
+        "mla_sparse_fp8_few_heads": (1, 4, 1),
     }
     for spec in (*default_specs(), *(spec for name in SPARSE_DECODE for spec in of(name))):
         moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
-        if not spec.name.startswith("sm90_") or spec.name == "sm90_dense_decode_few_rows":
+        if spec.name not in ("mla_dense_decode", *SPARSE_DECODE):
             assert not moves
             continue
         launched = jit.build(spec).meta["registers"]
@@ -192,7 +188,7 @@ def test_constants_of_the_plan_agree() -> None:
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
         conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
         conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
-    assert_in_header("sched/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
+    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
@@ -217,7 +213,7 @@ def test_constants_of_the_kernels_agree() -> None:
     short = re.findall(r"shortest \* shortest \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]
     names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
-    for spec in (*of("sm90_dense_decode"), *of("sm90_dense_decode_few_rows")):
+    for spec in (*of("mla_dense_decode"), *of("mla_dense_decode_few_rows")):
         values = dict(spec.defines)
         dtype = names[{code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]]
         conditions = [
@@ -228,7 +224,7 @@ def test_constants_of_the_kernels_agree() -> None:
             f"kQChunks * 64 == {values['D_QK']}",
         ]
         assert_in_kernel(spec, conditions)
-    for spec in of("sm90_dense_decode_few_rows"):
+    for spec in of("mla_dense_decode_few_rows"):
         assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
     formats = {"v32": "kV32", "model1": "kModel1"}
     row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
@@ -240,7 +236,7 @@ def test_constants_of_the_kernels_agree() -> None:
             f"kDimV == {common.D_V}",
             f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
             f"kChunks * 64 == {values['D_QK']}"
-            if spec.name == "sm90_sparse_decode"
+            if spec.name == "mla_sparse_fp8"
             else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
         ]
         if format == "model1":
@@ -248,7 +244,7 @@ def test_constants_of_the_kernels_agree() -> None:
         if format == "v32":
             conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
         assert_in_kernel(spec, conditions)
-    for spec in of("sm90_sparse_bf16"):
+    for spec in of("mla_sparse_bf16"):
         values = dict(spec.defines)
         conditions = [
             f"kDimV == {common.D_V}",
@@ -256,7 +252,7 @@ def test_constants_of_the_kernels_agree() -> None:
             f"16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks == {values['D_QK']}",
         ]
         assert_in_kernel(spec, conditions)
-    for spec in of("sm90_sparse_decode_few_heads"):
+    for spec in of("mla_sparse_fp8_few_heads"):
         conditions = [
             f"kHeads == {sparse_decode.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
             f"kRopeOffset + 2 * (576 - kDimV) == {row_bytes['v32']}",
@@ -315,8 +311,8 @@ def fields_of(kernel: str, max_logits: bool) -> list[Field]:
     """The members of `struct Params` in order, one right after another, as the source declares them, for
     decoding or for prefill.
     """
-    shared = dict.fromkeys(SPARSE_DECODE, "attention/selection.cuh")
-    shared |= dict.fromkeys(DENSE_DECODE, "attention/dense.cuh")
+    shared = dict.fromkeys(SPARSE_DECODE, "mla/selection.cuh")
+    shared |= dict.fromkeys(DENSE_DECODE, "mla/dense.cuh")
     text = source(shared.get(kernel, f"kernels/{kernel}.cu"))
     body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
     assert body
@@ -542,7 +538,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
     assert main.grid == (tiles, call.h_kv, call.num_parts) and main.pdl
     assert main.cluster == (None if cluster == 1 else (2, 1, 1))
     few_rows = rows <= 16
-    assert main.spec.name == ("sm90_dense_decode_few_rows" if few_rows else "sm90_dense_decode")
+    assert main.spec.name == ("mla_dense_decode_few_rows" if few_rows else "mla_dense_decode")
     assert (values["BOX_ROWS"], values["D_QK"]) == (box, call.d_qk)
     assert few_rows or values["CLUSTER"] == cluster
     assert values["DTYPE"] == dict(merge.spec.defines)["DTYPE"] == common.DTYPES[call.dtype]
@@ -696,7 +692,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
     split = topk > 64
-    names = ["mla_metadata", "sm90_sparse_bf16", "mla_combine"][: 2 + split]
+    names = ["mla_metadata", "mla_sparse_bf16", "mla_combine"][: 2 + split]
     assert [launch.spec.name for launch in launches] == names * 3
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
     splits = 0x10000 + parts * 32
@@ -730,7 +726,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         }
         for name in expected.keys() & launch.params.keys():
             assert launch.params[name] == expected[name], f"{launch.spec.label}: {name}"
-        if launch.spec.name == "sm90_sparse_bf16":
+        if launch.spec.name == "mla_sparse_bf16":
             assert launch.grid == (2, 1, parts)
             assert dict(launch.spec.defines)["MAX_LOGITS"] == 1
 
@@ -757,7 +753,7 @@ def test_sparse_prefill_without_a_plan(
     prepared = sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_arrays(topk_length=0, attn_sink=0), 0x10000)
     split = s_q in (1, 4096)
-    assert [launch.spec.name for launch in launches] == ["sm90_sparse_bf16", "mla_combine"][: 1 + split]
+    assert [launch.spec.name for launch in launches] == ["mla_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
     assert launches[0].params["num_slots"] == (132 if split else 0)
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
@@ -791,7 +787,7 @@ def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:
 def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: dict[str, Any]) -> None:
     prepared = sparse_prefill.prepare(_united_call(**changes), not_capturing)
     prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
-    attention = next(launch for launch in launches if launch.spec.name == "sm90_sparse_bf16")
+    attention = next(launch for launch in launches if launch.spec.name == "mla_sparse_bf16")
     assert dict(attention.spec.defines)["GROUP_TOKENS"] == 1
     assert "mla_unite_selections" not in [launch.spec.name for launch in launches]
 
@@ -802,7 +798,7 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
     prepared = sparse_prefill.prepare(_united_call(), not_capturing)
     prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
-    group = ["mla_unite_selections", "mla_metadata", "sm90_sparse_bf16", "mla_combine"]
+    group = ["mla_unite_selections", "mla_metadata", "mla_sparse_bf16", "mla_combine"]
     assert [launch.spec.name for launch in launches] == ["mla_find_not_finite", *group, *group, *group[1:]]
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
     find = launches[0].params
@@ -880,11 +876,11 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
     names = [launch.spec.name for launch in launches]
     assert (names[0] == "mla_cache_gather") == copied
-    attention = next(launch for launch in launches if launch.spec.name.startswith("sm90_"))
+    attention = next(launch for launch in launches if launch.spec.name in SPARSE_DECODE)
     if not copied:
         assert attention.params["cache"] == (0x2000, 0)
         return
-    assert all(launch.spec in SPECS for launch in launches) and names[2] == "sm90_sparse_bf16"
+    assert all(launch.spec in SPECS for launch in launches) and names[2] == "mla_sparse_bf16"
     gather = launches[0].params
     rows = gather["out"]
     slots = page * 10

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda_probe import assert_in_header, source
 
-from rawmla.kernels.dense_decode import box_rows
+from rawmla.kernels.mla_dense_decode import box_rows
 
 SWIZZLE = "layout/swizzle128.cuh"
 CHUNK_BYTES = 64 * 128
@@ -194,7 +194,7 @@ def test_staged_q_becomes_a_fragments() -> None:
     load = re.search(
         r"swizzle128_offset\(warp_idx \* 16 \+ lane_idx % 16, lane_idx / 16\);\s+"
         r"auto place = .*? return \(src \^ \(step % 4 \* 32\)\) \+ step / 4 \* kChunkBytes;",
-        source("kernels/sm90_sparse_bf16.cu"),
+        source("kernels/mla_sparse_bf16.cu"),
         re.DOTALL,
     )
     assert load is not None
@@ -280,7 +280,7 @@ def test_token_of_a_query_row() -> None:
 def block_in_shared_memory(length: int, first_token: int, page_block_size: int) -> list[int | None]:
     """The token in each of the 64 rows of a K block after TMA has written it; None is a row of zeros.
 
-    Restates Walker::look_up of sm90_dense_decode.cu and the out-of-range rule of TMA. Tokens are numbered
+    Restates Walker::look_up of mla_dense_decode.cu and the out-of-range rule of TMA. Tokens are numbered
     within the request; rows of a page are tokens of it, whether they belong to this block or not.
     """
     box = box_rows(page_block_size)
@@ -296,7 +296,7 @@ def block_in_shared_memory(length: int, first_token: int, page_block_size: int) 
 
 
 def attended_rows(length: int, first_token: int, limit: int, box: int) -> list[int]:
-    """The rows that mask_scores of sm90_dense_decode.cu leaves to a query that sees `limit` keys."""
+    """The rows that mask_scores of mla_dense_decode.cu leaves to a query that sees `limit` keys."""
     tokens = min(length - first_token, 64)
     tail_box = tokens // box
     tail_shift = box - tokens % box

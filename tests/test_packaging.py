@@ -57,7 +57,7 @@ def test_wheel_contents(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert CUDA_SOURCES
     assert {f"rawmla/{source}" for source in CUDA_SOURCES} <= names
-    assert {"rawmla/py.typed", "rawmla/decode.py", "rawmla/__main__.py"} <= names
+    assert {"rawmla/py.typed", "rawmla/mla/decode.py", "rawmla/__main__.py"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.startswith(("rawmla/", "rawmla-")) for name in names)
     assert not any("__pycache__" in name for name in names)
@@ -110,7 +110,7 @@ def test_import_is_quick_and_light(tmp_path: Path) -> None:
 
 def test_using_the_api_module_is_light(tmp_path: Path) -> None:
     code = (
-        f"import sys, rawmla.decode, rawmla.kernels; print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
+        f"import sys, rawmla.mla.decode, rawmla.kernels; print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
     )
     loaded = run_python(code, path=ROOT, cwd=tmp_path)
     assert "torch" not in loaded

@@ -25,8 +25,8 @@ from decode_fakes import (
 )
 
 import rawmla
-from rawmla.decode import SchedConfig
-from rawmla.kernels import metadata
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.mla.decode import SchedConfig
 
 
 @pytest.fixture

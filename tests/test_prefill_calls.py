@@ -28,9 +28,10 @@ from decode_fakes import (
 from decode_fakes import PREFILL_S_Q as S_Q
 
 import rawmla
-from rawmla import prefill
-from rawmla.kernels import metadata, sparse_prefill
-from rawmla.kernels.sparse_decode import NO_CACHE, Cache
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels import mla_sparse_prefill as sparse_prefill
+from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+from rawmla.mla import sparse_prefill as prefill
 
 ARRAYS = ("q", "kv", "indices", "topk_length", "attn_sink")
 LAYOUTS = ("bf16 576", "bf16 512", "v32", "model1")

@@ -1,6 +1,6 @@
 """The scheduling plan, on the NumPy model of the kernel that makes it: complete, balanced, and safe to merge.
 
-`work_items` and `combine_candidates` restate what the kernels do with a plan (cuda_src/sched/plan.cuh and
+`work_items` and `combine_candidates` restate what the kernels do with a plan (cuda_src/mla/plan.cuh and
 cuda_src/kernels/mla_combine.cu); that the device makes the same plan is tested in tests/gpu/test_metadata.py.
 """
 
@@ -17,8 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 from rawmla import reference
-from rawmla.kernels import combine, common, metadata
-from rawmla.kernels.metadata import MAX_BATCH
+from rawmla.kernels import common
+from rawmla.kernels import mla_combine as combine
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels.mla_metadata import MAX_BATCH
 from rawmla.reference import _plan
 from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
 
@@ -185,7 +187,7 @@ def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
 
 
 def uniform_row(plan: metadata.UniformPlan, part: int, b: int) -> tuple[int, int, int, int, int]:
-    """UniformPlan::row of cuda_src/sched/plan.cuh."""
+    """UniformPlan::row of cuda_src/mla/plan.cuh."""
     begin, end = part * plan.length, (part + 1) * plan.length
     begin_req, begin_block = divmod(begin, plan.pitch)
     begin_split = part - begin_req * plan.pitch // plan.length

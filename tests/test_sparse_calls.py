@@ -39,10 +39,10 @@ from decode_fakes import (
 )
 
 import rawmla
-from rawmla import sparse
-from rawmla.decode import SchedConfig
-from rawmla.kernels import metadata
-from rawmla.kernels.sparse_decode import NO_CACHE, Cache
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+from rawmla.mla import sparse_decode as sparse
+from rawmla.mla.decode import SchedConfig
 
 OPTIONAL = (
     "topk_length",

@@ -1,4 +1,4 @@
-// Reads tokens from a paged cache into rows of bf16, dequantised if its layout is quantised (layout/cache_rows.cuh).
+// Reads tokens from a paged cache into rows of bf16, dequantised if its layout is quantised (mla/cache_rows.cuh).
 //
 //   cache [num_blocks, page_block_size, token] -> out [rows, 576 or 512] bf16; a value is bf16(float(e4m3 * scale))
 //
@@ -14,7 +14,7 @@
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/cache_rows.cuh"
+#include "mla/cache_rows.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"

@@ -1,4 +1,4 @@
-// Writes tokens into a paged cache, quantised if its layout is (layout/cache_rows.cuh).
+// Writes tokens into a paged cache, quantised if its layout is (mla/cache_rows.cuh).
 //
 //   kv_c [tokens, 512 or 448], k_pe [tokens, 64] bf16 -> cache [num_blocks, page_block_size, token]
 //
@@ -13,7 +13,7 @@
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
-#include "layout/cache_rows.cuh"
+#include "mla/cache_rows.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"

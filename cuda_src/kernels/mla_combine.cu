@@ -1,4 +1,4 @@
-// Merges the pieces of split requests (sched/pieces.cuh):
+// Merges the pieces of split requests (mla/pieces.cuh):
 //   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j,
 // with an attention sink out exp(lse) / (exp(lse) + exp(sink)).
 // In float32, with all powers of two relative to the largest lse_j.
@@ -25,8 +25,8 @@
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
-#include "sched/pieces.cuh"
-#include "sched/plan.cuh"
+#include "mla/pieces.cuh"
+#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
@@ -218,7 +218,7 @@ __device__ __forceinline__ void store_top(const Params& params, i64 at, float to
     }
 }
 
-// Stores a lane's columns of a half row, rounded: the quad exchanges its units (sched/pieces.cuh) so that each lane has
+// Stores a lane's columns of a half row, rounded: the quad exchanges its units (mla/pieces.cuh) so that each lane has
 // neighbours. All lanes of the warp call.
 __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[4]) {
     quad_transpose(words);

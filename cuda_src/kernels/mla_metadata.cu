@@ -1,6 +1,6 @@
 // Scheduling metadata of split-KV decoding: shares all 64-token blocks of a batch among the parts.
 //
-//   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [b + 1] int32 (all in sched/plan.cuh)
+//   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [b + 1] int32 (all in mla/plan.cuh)
 //
 // One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), its n_i blocks (at least 1) behind
 // F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut
@@ -20,7 +20,7 @@
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "sched/plan.cuh"
+#include "mla/plan.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
     // may parts become so short that merging the pieces of a request costs more than it saves. If merging n / T pieces takes
     // as long as n / (32 T) blocks, parts of T = sqrt(n / 32) blocks are best; n is the mean length here, and of the factors
-    // that were measured 32 was the fastest (docs/kernels/dense_decode.md).
+    // that were measured 32 was the fastest (docs/kernels/mla_dense_decode.md).
     Line line;
     const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);

@@ -1,4 +1,4 @@
-// Unites what the query tokens of a group select, so that sm90_sparse_bf16.cu reads a row once for all of them.
+// Unites what the query tokens of a group select, so that mla_sparse_bf16.cu reads a row once for all of them.
 //
 //   indices [s_q, topk] int32 -> rows [groups, capacity] int32, ascending, each row once; what a token selects twice comes again behind
 //                                counts [groups] int32, how many there are
@@ -16,7 +16,7 @@
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "sched/plan.cuh"
+#include "mla/plan.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;

@@ -59,7 +59,7 @@ class KernelSpec:
 
     @property
     def label(self) -> str:
-        """Name and defines for people: ``sm90_dense_decode[DTYPE=0,D_QK=576]``."""
+        """Name and defines for people: ``mla_dense_decode[DTYPE=0,D_QK=576]``."""
         if not self.defines:
             return self.name
         return f"{self.name}[{','.join(f'{key}={value}' for key, value in self.defines)}]"

@@ -8,18 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .. import jit
-from . import (
-    cache_gather,
-    cache_layout,
-    cache_write,
-    combine,
-    convert_indices,
-    dense_decode,
-    merge_states,
-    metadata,
-    sparse_decode,
-    sparse_prefill,
-)
+from . import mla_cache_gather as cache_gather
+from . import mla_cache_rows as cache_layout
+from . import mla_cache_write as cache_write
+from . import mla_combine as combine
+from . import mla_convert_indices as convert_indices
+from . import mla_dense_decode as dense_decode
+from . import mla_merge_states as merge_states
+from . import mla_metadata as metadata
+from . import mla_sparse as sparse_decode
+from . import mla_sparse_prefill as sparse_prefill
 from .common import DTYPES
 
 __all__ = ["all_specs", "default_specs", "warmup"]

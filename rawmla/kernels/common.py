@@ -1,4 +1,4 @@
-"""What the kernels' host sides share: type codes, and the constants of cuda_src/sched/plan.cuh."""
+"""What the kernels' host sides share: type codes, and the constants of cuda_src/mla/plan.cuh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCH_INVARIANT_MAX_PIECES = 32
 
 def num_slots(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -> int:
     """Scratch slots for pieces of requests of up to `max_blocks` blocks: see ``first_slot`` in
-    cuda_src/sched/plan.cuh. 0: nothing can be split.
+    cuda_src/mla/plan.cuh. 0: nothing can be split.
     """
     if max_blocks <= 1:
         return 0

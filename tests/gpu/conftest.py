@@ -2,8 +2,9 @@
 
 import pytest
 
-from rawmla import prefill, sparse
-from rawmla.kernels import sparse_decode
+from rawmla.kernels import mla_sparse as sparse_decode
+from rawmla.mla import sparse_decode as sparse
+from rawmla.mla import sparse_prefill as prefill
 
 FORCED = {"test_prefill_edges", "test_prefill_sanitizer", "test_sparse_sanitizer"}
 TWICE = {
@@ -22,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether sm90_sparse_decode_cluster.cu takes every call that it can, also those with short parts."""
+    """Whether mla_sparse_fp8_cluster.cu takes every call that it can, also those with short parts."""
     if getattr(request, "param", request.module.__name__ in FORCED):
         monkeypatch.setattr(sparse_decode, "_CLUSTER_MIN_BLOCKS", 0)
         # What is prepared is kept from call to call

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import rawmla
-from rawmla.kernels.sparse_decode import FEW_HEADS
+from rawmla.kernels.mla_sparse import FEW_HEADS
 from rawmla.testing import (
     DenseInputs,
     SparseCase,

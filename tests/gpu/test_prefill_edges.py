@@ -22,7 +22,7 @@ from gpu_support import (
 import rawmla
 from rawmla import reference
 from rawmla.jit import launch
-from rawmla.kernels import sparse_prefill
+from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,
@@ -501,7 +501,7 @@ def test_kernel_missing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     want = prefill(inputs)
     with monkeypatch.context() as patched:
         patched.setattr(launch, "_kernels", {})
-        patched.setattr(sys.modules["rawmla.prefill"], "_known", {})
+        patched.setattr(sys.modules["rawmla.mla.sparse_prefill"], "_known", {})
         with pytest.raises(rawmla.KernelNotReadyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             prefill(inputs)
     assert_all_same_bits("afterwards", prefill(inputs), want)

@@ -12,7 +12,8 @@ from test_sparse_sanitizer import on_gpu
 
 import rawmla
 from rawmla import reference
-from rawmla.kernels import metadata, sparse_prefill
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,

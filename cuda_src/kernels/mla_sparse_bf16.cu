@@ -1,0 +1,594 @@
+// Sparse MLA attention over bf16 rows: decoding from a paged cache, and prefill (Hopper, sm_90a).
+//
+//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the rows that the token's indices name, V = their first 512 columns
+//
+// mla_sparse_fp8.cu's operation, arrays, plan and pieces, for rows that need no conversion. MAX_LOGITS as there: in prefill every
+// query token is a request of its own, and a page is one row. With GROUP_TOKENS above 1 it is so many neighbouring query tokens, whose
+// heads share a tile over the union of what they select (mla_unite_selections.cu).
+//
+// Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
+// z = parts of the plan (mla/plan.cuh).
+//
+// Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
+//   QK        warpgroup 0, 168 registers      S = Q K^T with most of Q in registers, online softmax, P
+//   PV0, PV1  warpgroups 1 and 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
+//   producer  warpgroup 3, 24                 copies rows into K's ring, each of the four warps 16 rows of a block; loads the next Q there
+// ptxas wants 26 registers besides the operands of the wgmmas in flight: 128 accumulators in PV, 32 and what QK has of Q. All four come to
+// the 512 that there are.
+//
+// Schedule: that of mla_dense_decode.cu, where the tensor core alternates between one Q K^T and one P V, and the softmax always has a
+// P V to run under. P(j - 1) is announced when all but the last chunk of Q K^T(j) is done.
+//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage,
+//                 | or, if j + 2 begins an item, that item's Q, and the rows when QK has it
+//
+// Barrier             count     arrives, after what                                 waits, before what               parity
+// bar_item_full[4]    1         warp 0 of PV1: items[n] written                     all: read it                     0
+// bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
+// bar_k_full[s][h]    132, 128  producer: every thread's copies of half h landed    QK: S += Q K^T of the half       0
+//                               (half 0: and lane 0 of each warp, valid written)
+// bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them; of both   1
+//                               of slice i is complete                              slices: load the next Q
+// bar_rope_full       128       producer: every thread's copies of RoPE landed      QK: S = Q K^T of it              0
+// bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
+// bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
+// bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
+// bar_q_full          1         a producer lane, of the first item a QK lane:       QK: read Q from the stage        0
+//                               its bytes announced
+// bar_q_free          128       QK: every thread has read Q from the stage          producer: copy rows there        0
+// bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
+// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
+// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
+// NB_QK               128       QK: the item's Q K^T is complete                    QK: overwrite Q in shared memory -
+//                               QK: the single step is stored                       QK: S = Q K^T                    -
+//
+// An item's Q comes to QK's registers through K's ring: through the stage that the item's first block is to have (of the first item the
+// ring's last), before its rows are copied there.
+//
+// A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
+#define ITEM_SLOTS 4  // shared memory is full
+#include "mla/items.cuh"
+#include "mla/output.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "attention/softmax.cuh"
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "layout/swizzle128.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "mla/pieces.cuh"
+#include "mla/plan.cuh"
+
+static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
+static_assert(LOAD_BYTES == 16, "LOAD_BYTES is what addresses of rows are multiples of");
+static_assert(GROUP_TOKENS == 1 || (GROUP_TOKENS <= 8 && MAX_LOGITS), "united selections are of prefill");
+constexpr int kGroupTokens = GROUP_TOKENS;
+
+constexpr Dtype kDtype = Dtype::kBf16;
+constexpr int kStages = 3;
+constexpr int kVChunks = kDimV / kChunkCols;
+constexpr bool kHasRope = D_QK > kDimV;
+// Of Q's steps of 16 columns the first kQSteps live in registers. In shared memory are the last two chunks and, at D_QK 576, a step by
+// itself before them.
+constexpr int kQSteps = D_QK == 576 ? 27 : 24;
+constexpr int kQSharedChunks = 2;
+constexpr int kQSingleStep = D_QK == 576 ? kQSteps : -1;
+
+constexpr int kStageBytes = kVChunks * kChunkBytes;
+constexpr int kQStagedChunks = ceil_div(kQSteps, 4);
+static_assert(kQStagedChunks * kChunkBytes <= kStageBytes, "Q passes through a stage");
+
+constexpr int kQUnitBytes = kBlockM * 16;  // eight columns of the step
+constexpr int kQStepBytes = kQSingleStep < 0 ? 16 : 2 * kQUnitBytes;
+constexpr int kRopeBytes = kHasRope ? kChunkBytes : 16;
+
+constexpr int kThreads = 512;
+constexpr int kProducerWarps = 4;
+constexpr int kWarpRows = kBlockTokens / kProducerWarps;  // of a block
+constexpr int kRegistersQK = 168;
+constexpr int kRegistersPV = 160;
+constexpr int kRegistersProducer = 24;
+static_assert(kRegistersQK + 2 * kRegistersPV + kRegistersProducer <=
+                  65536 / kThreads / 8 * 8 * (kThreads / 128),
+              "more registers than the launch gives");
+
+enum NamedBarrier : int { NB_QK = 1 };
+
+struct SharedMemoryPlan {
+    alignas(1024) unsigned char k[kStages][kStageBytes];  // 196,608 B
+    unsigned char q[kQSharedChunks * kChunkBytes];        //  16,384 B (D_QK 576), the chunks not in registers
+    unsigned char q_step[kQStepBytes];           //   2,048 B or none: its two units, one after the other
+    unsigned char rope[kRopeBytes];              //   8,192 B or none: chunk 8 of the block in hand
+    alignas(1024) unsigned char p[kChunkBytes];  //   8,192 B
+    unsigned char row_shrink[2][kBlockM];        // exponent of the factor on O before the block's PV
+    float row_sum[kBlockM];                      // of the item
+    float row_max[kBlockM];                      // m_ref at the item's end, base 2
+    alignas(8) unsigned short valid[kStages][kProducerWarps];  // a bit for each row of the stage
+    u64 bar_k_full[kStages][2];
+    u64 bar_k_free[kStages][2];
+    u64 bar_rope_full;
+    u64 bar_rope_free;
+    u64 bar_p_full;
+    u64 bar_p_free;
+    u64 bar_q_full;
+    u64 bar_q_rest_full;
+    u64 bar_q_free;
+    u64 bar_sum_full;
+    u64 bar_sum_free;
+    u64 bar_item_full[kItemSlots];
+    u64 bar_item_free[kItemSlots];
+    WorkItem items[kItemSlots];
+    PublisherState publisher;
+};
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
+static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+
+using RowIndex = TileRow<kBlockM>;
+
+__device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages - 1 ? 0 : stage + 1; }
+
+// One thread: starts loading kCount chunks of an item's Q from chunk `first` on, counted on `bar` as one arrival. Heads past the last
+// are zeros.
+template <int kCount>
+__device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
+    const RowIndex row(params, 0);
+    mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
+#pragma unroll
+    for (int chunk = 0; chunk < kCount; ++chunk)
+        tma_load_5d(dst + chunk * kChunkBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
+                    req);
+}
+
+// ---- United selections ---------------------------------------------------------------------------------------------------
+
+// Which rows of a block the two tile rows of a thread attend, in a tile of several tokens.
+struct BlockSelection {
+    u64 selected[2];  // a bit for each row that the token of tile row r has selected
+    u64 not_finite;   // a bit for each row that zeros stand for
+
+    // The words of the item's block that is followed by left - 1 others.
+    template <class Params>
+    __device__ __forceinline__ static const u64* words(const Params& params, const WorkItem& item, int left) {
+        const int block = item.first_block + item.num_blocks - left;
+        return params.selected +
+               (static_cast<i64>(item.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
+    }
+    // For the warp that has the tile's rows from warp_idx * 16 on.
+    __device__ __forceinline__ void load(const u64* words, int warp_idx) {
+        constexpr int kHeads = kBlockM / kGroupTokens;
+        selected[0] = load_global(words + warp_idx * 16 / kHeads);
+        selected[1] = kHeads > 8 ? selected[0] : load_global(words + warp_idx * 2 + 1);
+        not_finite = load_global(words + kGroupTokens);
+    }
+    // Scores of rows that are not the token's become -inf; of the others NaN, if the row is not finite.
+    __device__ __forceinline__ void apply(float (&s)[32]) const {
+        const int shift = 2 * (lane_index() % 4);
+        auto has = [&](u64 words, int j) {
+            const int bit = 8 * (j >> 2) + (j & 1);
+            return static_cast<u32>(words >> (bit & 32)) >> shift >> bit % 32 & 1;
+        };
+        if (not_finite != 0) {
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+                if (has(not_finite, j)) s[j] = kNaN;
+        }
+#pragma unroll
+        for (int j = 0; j < 32; ++j)
+            if (!has(selected[j >> 1 & 1], j)) s[j] = -kInfinity;
+    }
+};
+
+// ---- QK ----------------------------------------------------------------------------------------------------------------
+
+// Writes the largest scores of an item's rows: shared memory has no room to hand them to the epilogue. (A template, since decoding
+// has no such arrays.)
+template <class Params>
+__device__ __forceinline__ void store_tops(const Params& params, const WorkItem& item,
+                                           const RowMaximum& maximum, int warp_idx) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float top = maximum.of_row(r) * params.sm_scale_log2;
+        const RowIndex row(params, warp_idx * 16 + lane_index() / 4 + 8 * r);
+        if (!row.valid || lane_index() % 4 != 0) continue;
+        if (item.slot >= 0) {
+            params.max_accum_log2[piece_row(params, item.slot, row)] = top;
+        } else {
+            params.max_logits[lse_index(params, item.req, row)] = top * lse_factor(params);
+        }
+    }
+}
+
+__device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_q_step = descriptor_unswizzled(smem_address(smem.q_step), kQUnitBytes);
+    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u32 smem_k = smem_address(smem.k);
+    ItemReader reader;
+    // Running number of the block, modulo 6: stages and parities of barriers follow from it, and registers are short.
+    u32 n = 0;
+    u32 q[kQSteps][4];
+    // The rest of Q to its own place, and what was staged to registers, when Q K^T of the item before is complete in all warps
+    auto load_q = [&](u32 in_stage, const ItemReader& owner) {
+        const int lane_idx = lane_index();
+        if (warp_idx == 0 && lane_idx == 0) {
+            load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
+                                          owner.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
+        }
+        __syncwarp();
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full), owner.count & 1);
+        const u32 src =
+            smem_k + in_stage * kStageBytes + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * kChunkBytes; };
+        if constexpr (kQSingleStep >= 0) {
+            u32 single[4];
+            ldmatrix_x4(single, place(kQSingleStep));
+            const u32 dst = smem_address(smem.q_step) + lane_idx / 16 * kQUnitBytes +
+                            (warp_idx * 16 + lane_idx % 16) * 16;
+            stmatrix_x4(dst, single[0], single[1], single[2], single[3]);
+            fence_proxy_async();
+        }
+#pragma unroll
+        for (int step = 0; step < kQSteps; ++step) ldmatrix_x4(q[step], place(step));
+        mbarrier_arrive(smem_address(&smem.bar_q_free));
+    };
+    griddepcontrol_wait();  // before Q is read
+    if (reader.next(smem)) {
+        if (warp_idx == 0 && lane_index() == 0) {
+            load_q_chunks<kQStagedChunks>(params, smem_k + (kStages - 1) * kStageBytes,
+                                          smem_address(&smem.bar_q_full), reader.item(smem).req, 0);
+        }
+        __syncwarp();
+        load_q(kStages - 1, reader);
+    }
+    for (; reader.next(smem); reader.release(smem)) {
+        mbarrier_wait_parity(smem_address(&smem.bar_q_rest_full), reader.count & 1);
+        named_barrier_sync(NB_QK, 128);
+
+        MaximumFirstSoftmax softmax;
+        u32 p[16] = {};  // P of the block before, packed as A fragments
+        auto wait_p_free = [&]() {
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // of n - 2
+        };
+        auto store_p = [&]() {
+            // This lane's 16 bytes of the first 16 columns; 16 columns on, the unit's number has another bit 1.
+            const int lane_idx = lane_index();
+            const u32 dst =
+                smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+#pragma unroll
+            for (int group = 0; group < 4; ++group) {  // of 16 tokens
+                stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
+                            p[4 * group + 3]);
+            }
+        };
+        auto announce_p = [&]() {
+            __syncwarp();
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
+        };
+        bool p_pending = false;  // P of the block before is in registers
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left) {
+            // S = Q K^T; the stores of P hide between the chunks
+            const u32 stage = n % kStages, k_parity = n / kStages;
+            u64* full = smem.bar_k_full[stage];
+            const u64 desc_k = descriptor_k_major(smem_k + stage * kStageBytes);
+            float s[32];
+            wgmma_pin(s);
+            if constexpr (kHasRope) {
+                mbarrier_wait_parity(smem_address(&smem.bar_rope_full), n & 1);
+                fence_proxy_async();  // the rows were copied by cp.async
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    wgmma_m64n64k16_ss<kDtype>(s,
+                                               desc_q + (kQSharedChunks - 1) * kStepChunk + k * kStepKMajor,
+                                               desc_rope + k * kStepKMajor, k > 0);
+                }
+                wgmma_commit_group();
+            }
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk) {
+                if (chunk % 4 == 0) {
+                    mbarrier_wait_parity(smem_address(full + chunk / 4), k_parity);
+                    fence_proxy_async();
+                }
+                if (chunk == kVChunks - 1) wgmma_commit_group();
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    const int step = 4 * chunk + k;
+                    if (step < kQSteps) {
+                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
+                    } else if (step == kQSingleStep) {
+                        wgmma_m64n64k16_ss<kDtype>(s, desc_q_step, b, true);
+                    } else {
+                        const int first = kVChunks - kQSharedChunks + kHasRope;  // of the shared ones
+                        const u64 a = desc_q + (chunk - first) * kStepChunk + k * kStepKMajor;
+                        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
+                    }
+                }
+                if (p_pending) {
+                    if (chunk == 3) wait_p_free();
+                    if (chunk == 4) store_p();
+                    if (chunk == 5) fence_proxy_async();
+                }
+                if (kHasRope && chunk == 3) {
+                    wgmma_commit_group();
+                    wgmma_wait_group<1>();
+                    __syncwarp();
+                    if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_rope_free));
+                }
+            }
+            wgmma_commit_group();
+            wgmma_wait_group<1>();
+            if (p_pending) announce_p();
+            u32 valid_low = 0, valid_high = 0;
+            BlockSelection selection;
+            if constexpr (kGroupTokens > 1) {
+                // It was brought to L1 a block ago, and the last wgmmas hide what that takes.
+                const u64* words = BlockSelection::words(params, reader.item(smem), left);
+                selection.load(words, warp_idx);
+                if (left > 1) prefetch_l1(words + 2 * kGroupTokens);
+            } else {
+                if (has_row_scales()) {
+                    const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
+                    valid_low = valid[0];
+                    valid_high = valid[1];
+                }
+                valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
+                valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
+            }
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+
+            if (left == 1) {
+                ItemReader after = reader;
+                ++after.count;
+                if (after.next(smem)) {
+                    named_barrier_sync(NB_QK, 128);
+                    load_q(next_stage(stage), after);
+                }
+            }
+            if (kGroupTokens > 1) {
+                selection.apply(s);
+            } else if ((valid_low & valid_high) != 0xffffffff) {
+                mask_scores(s, valid_low, valid_high);
+            }
+
+            u32 shrink[2];
+            softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
+            if (has_row_scales()) {
+                unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+                row_shrink[0] = shrink[0];
+                row_shrink[8] = shrink[1];
+            }
+            p_pending = true;
+            n = n == 2 * kStages - 1 ? 0 : n + 1;
+        }
+        wait_p_free();
+        store_p();
+        fence_proxy_async();
+        announce_p();
+
+        if constexpr (kMaxLogits) store_tops(params, reader.item(smem), softmax.maximum, warp_idx);
+        mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
+        softmax.store(smem.row_sum, smem.row_max, warp_idx);
+        mbarrier_arrive(smem_address(&smem.bar_sum_full));
+    }
+}
+
+// ---- PV ----------------------------------------------------------------------------------------------------------------
+
+template <int kHalf>
+__device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const bool publishes = kHalf == 1 && warp_idx == 0;
+    if (publishes) start_publishing(params, smem);
+    float o[128];
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    while (true) {
+        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (!reader.next(smem)) break;
+#pragma unroll
+        for (int j = 0; j < 128; ++j) o[j] = 0.0f;
+        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages;
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
+            fence_proxy_async();  // the rows were copied by cp.async
+            u32 shrink0 = 0, shrink1 = 0;
+            if (has_row_scales()) {
+                const unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+                shrink0 = row_shrink[0];
+                shrink1 = row_shrink[8];
+            }
+            if (__any_sync(0xffffffff, (shrink0 | shrink1) != 0)) {
+                const float scale0 =
+                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink0, 0, 4));
+                const float scale1 =
+                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink1, 0, 4));
+#pragma unroll
+                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
+            }
+            const u64 desc_v = descriptor_mn_major(smem_v + stage * kStageBytes);
+            wgmma_pin(o);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kBlockTokens / 16; ++k) {
+                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajor;
+                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
+                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunk, true);
+                if (k == 1) wgmma_commit_group();
+            }
+            wgmma_commit_group();
+            auto leave = [&](int slice) {
+                __syncwarp();
+                if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_free[stage][slice]));
+            };
+            wgmma_wait_group<1>();
+            leave(0);
+            wgmma_wait_group<0>();
+            wgmma_pin(o);
+            leave(1);
+            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
+        }
+        mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
+        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, kHalf);
+        mbarrier_arrive(smem_address(&smem.bar_sum_free));
+        reader.release(smem);
+    }
+}
+
+// ---- Producer ----------------------------------------------------------------------------------------------------------
+
+// Lanes i and i + 16 of a warp find the i-th of its rows.
+struct Place {
+    __device__ __forceinline__ int block_row() const {
+        int thread;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+        return (thread - (kThreads - 32 * kProducerWarps)) / 32 * kWarpRows + thread % kWarpRows;
+    }
+    // Which half of a stage's rows the warp's are in. Worked out where it is needed, like the row: registers are short.
+    __device__ __forceinline__ int slice() const { return warp_uniform(block_row() / (kBlockTokens / 2)); }
+};
+
+// Copies kCount chunks of the warp's rows from column `first_col` on, eight lanes a row. `dst`: the first chunk of the tile.
+template <int kCount>
+__device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 found, int first_col) {
+    const int lane_idx = lane_index();
+    dst += swizzle128_offset(Place().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
+#pragma unroll
+    for (int i = 0; i < kWarpRows / 4; ++i) {  // rows 4 i + lane / 8 of the warp's
+        const u64 address = __shfl_sync(0xffffffff, found, 4 * i + lane_idx / 8);
+        const bool reads = address != 0;
+        const unsigned char* src =
+            (reads ? reinterpret_cast<const unsigned char*>(address) : params.cache[0]) + first_col * 2 +
+            lane_idx % 8 * 16;
+#pragma unroll
+        for (int chunk = 0; chunk < kCount; ++chunk) {
+            cp_async_16_or_zeros((dst ^ (i % 2 * 64)) + i * (4 * kChunkRowBytes) + chunk * kChunkBytes,
+                                 src + chunk * kChunkRowBytes, reads);
+        }
+    }
+}
+
+__device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
+    griddepcontrol_wait();  // before indices are read
+    griddepcontrol_launch_dependents();
+    ItemReader reader;
+    u32 n = 0;  // running number of the block
+    u64 before = 0;
+    u32 stage = 0, parity = 1;
+    auto copy_rope = [&](u32 block, u64 found) {
+        mbarrier_wait_parity(smem_address(&smem.bar_rope_free), ~block & 1);
+        copy_chunks<1>(params, smem_address(smem.rope), found, kDimV);
+        cp_async_mbarrier_arrive(smem_address(&smem.bar_rope_full));
+    };
+    for (; reader.next(smem); reader.release(smem)) {
+        const WorkItem& item = reader.item(smem);
+        if (reader.count > 0) {  // QK does it for the first
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice)
+                mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][slice]), parity);
+            if (warp_idx == 0 && lane_index() == 0) {
+                fence_proxy_async();  // what was in the stage was copied by cp.async
+                load_q_chunks<kQStagedChunks>(params, smem_address(smem.k[stage]),
+                                              smem_address(&smem.bar_q_full), item.req, 0);
+            }
+            __syncwarp();
+        }
+        auto wait_q_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_q_free), reader.count & 1); };
+        Selection<Place> selection;
+        selection.start(params, item);
+#pragma unroll 1
+        for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
+            const u64 found = reinterpret_cast<u64>(row_address(params, selection));
+            selection.advance(params, item);
+            if constexpr (kHasRope) {
+                // A block late, when Q K^T of the block before that has begun, but not later than the item's end: the next Q has
+                // to wait for its last Q K^T
+                if (n == 0) {
+                    copy_rope(0, found);
+                } else if (n > 1 && left < item.num_blocks) {
+                    copy_rope(n - 1, before);
+                }
+                before = found;
+            }
+            const u32 valid = __ballot_sync(0xffffffff, found != 0);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][Place().slice()]), parity);
+            if (reader.count == 0 ? n == kStages - 1 : left == item.num_blocks) wait_q_free();
+            if (lane_index() == 0) {
+                smem.valid[stage][warp_idx] = valid;
+                mbarrier_arrive(smem_address(&smem.bar_k_full[stage][0]));
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * kChunkBytes, found,
+                               half * (kDimV / 2));
+                cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[stage][half]));
+            }
+            stage = next_stage(stage);
+            if (stage == 0) parity ^= 1;
+        }
+        if (kHasRope && n > 1) copy_rope(n - 1, before);
+        if (n < kStages && reader.count == 0) wait_q_free();  // the first item has but one or two blocks
+    }
+}
+
+// ---- Kernel ------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
+    const int thread = threadIdx.x;
+    if (thread == 0) {
+        init_item_barriers(smem, kThreads / 32);
+    } else if (thread == 32) {
+#pragma unroll
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][0]), 32 * kProducerWarps + kProducerWarps);
+            mbarrier_init(smem_address(&smem.bar_k_full[stage][1]), 32 * kProducerWarps);
+#pragma unroll
+            for (int slice = 0; slice < 2; ++slice)
+                mbarrier_init(smem_address(&smem.bar_k_free[stage][slice]), 8);
+        }
+    } else if (thread == 64) {
+        mbarrier_init(smem_address(&smem.bar_rope_full), 32 * kProducerWarps);
+        mbarrier_init(smem_address(&smem.bar_rope_free), 4);
+        mbarrier_init(smem_address(&smem.bar_p_full), 32);
+        mbarrier_init(smem_address(&smem.bar_p_free), 64);
+        mbarrier_init(smem_address(&smem.bar_q_full), 1);
+        mbarrier_init(smem_address(&smem.bar_q_rest_full), 1);
+        mbarrier_init(smem_address(&smem.bar_q_free), 128);
+        mbarrier_init(smem_address(&smem.bar_sum_full), 128);
+        mbarrier_init(smem_address(&smem.bar_sum_free), 256);
+        mbarrier_init_fence();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    mla_sparse_bf16(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
+    const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
+
+    if (threadIdx.x == 96) tma_prefetch_descriptor(&params.q_map);
+    init_barriers(smem);
+    __syncthreads();
+
+    if (wg_idx == 0) {
+        setmaxnreg_inc<kRegistersQK>();
+        qk_warpgroup(params, smem, warp_idx);
+    } else if (wg_idx == 1) {
+        setmaxnreg_inc<kRegistersPV>();
+        pv_warpgroup<0>(params, smem, warp_idx);
+    } else if (wg_idx == 2) {
+        setmaxnreg_inc<kRegistersPV>();
+        pv_warpgroup<1>(params, smem, warp_idx);
+    } else {
+        setmaxnreg_dec<kRegistersProducer>();
+        producer_warp(params, smem, warp_idx);
+    }
+}

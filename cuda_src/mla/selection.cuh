@@ -1,0 +1,136 @@
+// What the sparse decode kernels share: their parameters, the rows of a tile, and the walk through what a query token selects.
+// LOAD_BYTES and MAX_LOGITS are the kernel's.
+#pragma once
+#include "mla/output.cuh"
+#include "common/division.cuh"
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "ptx/memory.cuh"
+#include "mla/plan.cuh"
+
+static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
+constexpr bool kMaxLogits = MAX_LOGITS;
+
+struct Params {
+    TensorMap q_map;  // of mla_sparse_bf16 alone; a box is 64 columns of a tile's rows, tokens x heads
+    const u16* q;
+    const unsigned char* cache[2];  // the cache, the extra cache
+    const int* indices[2];
+    const int* lengths[2];  // topk_length, extra_topk_length or null
+    const float* attn_sink;
+    const int* sched_meta;
+    const int* num_splits;
+    u16* out;
+    float* lse;     // [b, h_q, s_q]
+    void* o_accum;  // pieces: mla/pieces.cuh
+    float* lse_accum_log2;
+    float* o_scale_log2;
+#if MAX_LOGITS
+    float* max_accum_log2;
+    float* max_logits;    // as lse
+    const u64* selected;  // of united selections: mla_unite_selections.cu
+#endif
+    i64 block_stride[2], token_stride[2];          // bytes
+    i64 index_stride_b[2], index_stride_s[2];      // elements
+    i64 q_stride_b, q_stride_s, q_stride_h;        // elements
+    i64 out_stride_b, out_stride_s, out_stride_h;  // elements
+    int topk[2];
+    u32 cache_slots[2];  // at most 2^31
+    int page_block_size[2];
+    u32 page_magic[2];  // division by page_block_size: common/division.cuh
+    int page_shift[2];
+    int b, s_q, h_q;
+    int head_tiles;
+    int num_slots;
+    int object_layout;
+    float sm_scale_log2;
+#if MAX_LOGITS
+    float lse_factor;  // on lse and max_logits, from base 2
+    UniformPlan uniform;
+#endif
+
+    __device__ __forceinline__ TokenCounts tokens() const {
+        return {lengths[0], lengths[1], topk[0], topk[1]};
+    }
+};
+
+// A row of the CTA's tile of kTileRows heads as (token, head) of the request. What writes outputs asks for kBlockM rows.
+template <int kTileRows>
+struct TileRow {
+    int token, head;
+    bool valid;
+
+    __device__ __forceinline__ TileRow(const Params& params, int tile_row) {
+        token = blockIdx.x / params.head_tiles;
+        head = (blockIdx.x - token * params.head_tiles) * kTileRows + tile_row;
+        valid = (kTileRows == kBlockM || tile_row < kTileRows) && head < params.h_q;
+    }
+};
+
+// Walks what one query token of a request selects, block by block: from the cache, then from the extra one.
+//
+// `Place` is constructed by a thread and tells which row of a block is the thread's.
+template <class Place>
+struct Selection {
+    const int* src;     // of the thread's row in the block that is next
+    int left;           // indices of the same cache from there on
+    int blocks_before;  // blocks up to the extra cache's first; 0 in that one
+    int index;          // of the block that is next, loaded; -1 past the last
+
+    __device__ __forceinline__ void enter_cache(const Params& params, const WorkItem& item, int c, int block,
+                                                int end_block) {
+        const Place place;
+        const int req = item.req;
+        const int first = block * kBlockTokens + place.block_row();
+        const i64 token = blockIdx.x / params.head_tiles;
+        src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
+        left = min_int(c ? params.tokens().extra(req) : item.seqlen, end_block * kBlockTokens) - first;
+    }
+    __device__ __forceinline__ void load() {
+        index = -1;
+        if (left > 0) index = load_global(src);
+    }
+    // From an item's first block on.
+    __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
+        const int blocks = ceil_div(item.seqlen, kBlockTokens);
+        const bool extra = item.first_block >= blocks;
+        const int skipped = extra ? blocks : 0;
+        blocks_before = extra ? 0 : blocks - item.first_block;
+        enter_cache(params, item, extra, item.first_block - skipped,
+                    item.first_block + item.num_blocks - skipped);
+        load();
+    }
+    // To the block after it.
+    __device__ __forceinline__ void advance(const Params& params, const WorkItem& item) {
+        src += kBlockTokens;
+        left -= kBlockTokens;
+        if (blocks_before > 0 && --blocks_before == 0) {
+            enter_cache(params, item, 1, 0,
+                        item.first_block + item.num_blocks - ceil_div(item.seqlen, kBlockTokens));
+        }
+        load();
+    }
+};
+
+// Where the row of the block that is next lies, or null.
+template <class Place>
+__device__ __forceinline__ const unsigned char* row_address(const Params& params,
+                                                            const Selection<Place>& selection) {
+    const int c = selection.blocks_before == 0;
+    const u32 slot = selection.index;
+    if (slot >= params.cache_slots[c]) return nullptr;
+    const u32 page = divide(slot, params.page_magic[c], params.page_shift[c]);
+    const u32 row_in_page = slot - page * static_cast<u32>(params.page_block_size[c]);
+    return params.cache[c] + page * params.block_stride[c] +
+           static_cast<u64>(row_in_page) * static_cast<u32>(params.token_stride[c]);
+}
+
+// 16 bytes of the cache to shared memory, or 16 zeros.
+__device__ __forceinline__ void copy_16_or_zeros(u32 dst, const unsigned char* src, bool reads) {
+    if constexpr (LOAD_BYTES == 16) {
+        cp_async_16_or_zeros(dst, src, reads);
+    } else {
+        cp_async_8_or_zeros(dst, src, reads);
+        cp_async_8_or_zeros(dst + 8, src + 8, reads);
+    }
+}

@@ -1,0 +1,1 @@
+"""What every call shares: arrays, checks, and what is kept from call to call."""

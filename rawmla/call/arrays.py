@@ -1,0 +1,386 @@
+"""Arrays of the caller's framework, seen as pointers, shapes and strides.
+
+This is the only module that knows torch, CuPy or DLPack. Neither framework is imported for somebody who
+does not use it: torch and CuPy are looked up in `sys.modules`, where the module of any array that reaches
+us already is. A DLPack array of another library is taken over by CuPy without a copy, so results computed
+from such a `q` are CuPy arrays.
+
+Reading an array is on the path of every call (about half a microsecond each for torch), hence a table from
+the array's class to a reader function, plain tuples, and no work that only a failure needs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+from ..errors import MissingDependencyError
+
+_DLPACK_CPU = 1  # kDLCPU
+_DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_ALLOCATION_ALIGNMENT = 256  # bytes; what every CUDA allocator gives
+
+
+class Framework(Protocol):
+    """What a call needs of the framework of its arrays.
+
+    `device` is a CUDA ordinal, `dtype` a name such as "bfloat16".
+    """
+
+    name: str
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """A new contiguous array from the framework's allocator on its current stream, not filled."""
+
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """A function that makes `empty` arrays of these shapes and dtypes, and scratch after the last.
+
+        The scratch, an array of `scratch_bytes` bytes, stays valid for as long as a graph captured then may
+        run. It is None when there are none. Calls that repeat keep the function: it is faster than `empty`.
+        """
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """A contiguous copy of the argument `name`, made on the framework's current stream."""
+
+    def fill(self, array: Any, value: int) -> None:
+        """Set every element, on the framework's current stream."""
+
+    def pointer(self, array: Any) -> int:
+        """Device address of the first element."""
+
+    def current_stream(self, device: int) -> int:
+        """Handle of the framework's current stream on `device`."""
+
+    def is_capturing(self, device: int) -> bool:
+        """Whether that stream is being captured into a CUDA graph."""
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
+
+
+class ArrayView(NamedTuple):
+    """One array argument: strides in elements, dtype by name, CUDA ordinal, and the array that owns it."""
+
+    ptr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: int
+    framework: Framework
+    array: Any
+
+
+Fields = tuple[int, tuple[int, ...], tuple[int, ...], str, int, Framework, Any]
+"""The fields of an `ArrayView` without the names: what readers return, at four fifths of the time."""
+
+Reader = Callable[[Any, str], Fields]
+
+
+@lru_cache
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements."""
+    return tuple(prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class TorchFramework:
+    """torch: its caching allocator, its current stream per device, its graph-private pools."""
+
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._name_of_dtype: dict[Any, str] = {
+            dtype: str(dtype).removeprefix("torch.")
+            for dtype in vars(torch).values()
+            if isinstance(dtype, torch.dtype)
+        }
+        self._dtype_of_name = {name: dtype for dtype, name in self._name_of_dtype.items()}
+        # What compiled torch programs allocate with: on the current device only, and faster than torch.empty.
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
+        self._current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+        self._queries: dict[int, Callable[[], bool]] = {}
+        # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
+        raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self.current_stream: Callable[[int], int] = raw_stream or (
+            lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+        )
+        self.pointer: Callable[[Any], int] = torch.Tensor.data_ptr
+
+    def read(self, x: Any, name: str) -> Fields:
+        """Fields of a torch tensor; `name` is the argument's, for the error text."""
+        try:
+            if not x.is_cuda:
+                raise ValueError(
+                    f"{name}: expected a tensor in CUDA memory, got a torch tensor on device {x.device}"
+                )
+            return x.data_ptr(), x.shape, x.stride(), self._name_of_dtype[x.dtype], x.get_device(), self, x
+        except (
+            RuntimeError
+        ) as error:  # sparse, nested and fake tensors have no strides or no memory of their own
+            raise TypeError(
+                f"{name}: expected a dense torch tensor with memory, got {type(x).__name__} ({error})"
+            ) from error
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """See `Framework.empty`."""
+        torch_dtype = self._dtype_of_name[dtype]
+        if self._empty_strided is not None and self._current_device() == device:
+            return self._empty_strided(shape, _contiguous_strides(shape), torch_dtype)
+        return self._torch.empty(shape, dtype=torch_dtype, device=self._torch.device("cuda", device))
+
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """See `Framework.allocator`; torch keeps what a capture allocates in a pool of the graph."""
+        wanted = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
+        fast = [(shape, _contiguous_strides(shape), self._dtype_of_name[dtype]) for shape, dtype in wanted]
+        empty_strided, current_device = self._empty_strided, self._current_device
+
+        def allocate() -> list[Any]:
+            if empty_strided is not None and current_device() == device:
+                made = [empty_strided(*array) for array in fast]
+            else:
+                made = [self.empty(shape, dtype, device) for shape, dtype in wanted]
+            return made if scratch_bytes else [*made, None]
+
+        return allocate
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.contiguous_copy`; not part of any autograd graph."""
+        return array.detach().clone(memory_format=self._torch.contiguous_format)
+
+    def fill(self, array: Any, value: int) -> None:
+        """See `Framework.fill`."""
+        array.fill_(value)
+
+    def is_capturing(self, device: int) -> bool:
+        """See `Framework.is_capturing`."""
+        cuda = self._torch.cuda
+        with cuda.device(device):
+            return bool(cuda.is_current_stream_capturing())
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """See `Framework.capture_query`."""
+        query = self._queries.get(device)
+        if query is None:
+            query = self._queries[device] = partial(self.is_capturing, device)
+        return query
+
+
+class CupyFramework:
+    """CuPy: its memory pool and its current stream per device.
+
+    The pool has no notion of a graph: memory that is freed after a capture may be handed to somebody else
+    while the graph still writes to it. Scratch of a captured call is therefore part of the allocation of
+    one of the call's outputs.
+    """
+
+    name = "cupy"
+
+    def __init__(self, cupy: Any) -> None:
+        self._cupy = cupy
+        self._get_device = cupy.cuda.runtime.getDevice
+        self._get_stream = cupy.cuda.get_current_stream
+        self._name_of_dtype: dict[Any, str] = {}
+        self._dtype_of_name: dict[str, Any] = {}
+        self._queries: dict[int, Callable[[], bool]] = {}
+
+    def read(self, x: Any, name: str) -> Fields:
+        """Fields of a CuPy array; `name` is the argument's, for the error text."""
+        dtype = x.dtype
+        dtype_name = self._name_of_dtype.get(dtype)
+        if dtype_name is None:
+            dtype_name = self._name_of_dtype[dtype] = dtype.name
+        itemsize = x.itemsize
+        strides = x.strides
+        for stride in strides:
+            if stride % itemsize:
+                raise ValueError(
+                    f"{name}: expected strides that are multiples of the element ({itemsize} bytes), "
+                    f"got {strides} bytes"
+                )
+        data = x.data
+        element_strides = tuple([stride // itemsize for stride in strides])
+        return data.ptr, x.shape, element_strides, dtype_name, data.device_id, self, x
+
+    def take(self, x: Any, name: str) -> Fields:
+        """Fields of another library's DLPack array: no copy, and ordered after the work of that library."""
+        return self.read(self._cupy.from_dlpack(x), name)
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """See `Framework.empty`."""
+        if self._get_device() == device:
+            return self._cupy.empty(shape, self._dtype(dtype))
+        with self._on(device):
+            return self._cupy.empty(shape, self._dtype(dtype))
+
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
+        *others, last = arrays
+
+        def allocate() -> list[Any]:
+            made = [self.empty(shape, dtype, device) for shape, dtype in others]
+            if not scratch_bytes:
+                return [*made, self.empty(*last, device), None]
+            if not self.is_capturing(device):
+                return [*made, self.empty(*last, device), self.empty((scratch_bytes,), "uint8", device)]
+            shape, dtype = last[0], self._dtype(last[1])
+            start = -(-prod(shape) * dtype.itemsize // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
+            buffer = self.empty((start + scratch_bytes,), "uint8", device)
+            return [*made, self._cupy.ndarray(shape, dtype, memptr=buffer.data), buffer[start:]]
+
+        return allocate
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.contiguous_copy`."""
+        device = array.data.device_id
+        if self.is_capturing(device):
+            raise ValueError(
+                f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, a 16-byte aligned array with "
+                "strides that are positive multiples of 8 elements (a copy made now would not outlive the "
+                f"capture), got address {array.data.ptr:#x}, strides {array.strides} bytes"
+            )
+        with self._on(device):
+            return array.copy(order="C")
+
+    def fill(self, array: Any, value: int) -> None:
+        """See `Framework.fill`."""
+        with self._on(array.data.device_id):
+            array.fill(value)
+
+    def pointer(self, array: Any) -> int:
+        """See `Framework.pointer`."""
+        return int(array.data.ptr)
+
+    def current_stream(self, device: int) -> int:
+        """See `Framework.current_stream`."""
+        return int(self._get_stream(device).ptr)
+
+    def is_capturing(self, device: int) -> bool:
+        """See `Framework.is_capturing`."""
+        return bool(self._get_stream(device).is_capturing())
+
+    def capture_query(self, device: int) -> Callable[[], bool]:
+        """See `Framework.capture_query`."""
+        query = self._queries.get(device)
+        if query is None:
+            query = self._queries[device] = partial(self.is_capturing, device)
+        return query
+
+    def _on(self, device: int) -> AbstractContextManager[Any]:
+        return self._cupy.cuda.Device(device)
+
+    def _dtype(self, name: str) -> Any:
+        dtype = self._dtype_of_name.get(name)
+        if dtype is None:
+            if name == "bfloat16":
+                import ml_dtypes  # a bfloat16 CuPy array exists, so this is installed
+
+                dtype = self._cupy.dtype(ml_dtypes.bfloat16)
+            else:
+                dtype = self._cupy.dtype(name)
+            self._dtype_of_name[name] = dtype
+        return dtype
+
+
+class _Readers(dict[type, Reader]):
+    """Class of an array -> the function that reads it; filled in as classes are met."""
+
+    def __missing__(self, cls: type) -> Reader:
+        reader = _find_reader(cls)
+        if reader is None:
+            return _reject
+        self[cls] = reader
+        return reader
+
+
+READERS = _Readers()
+"""`READERS[type(x)](x, name)` is `inspect(x, name)` as a plain tuple, without a function call around it."""
+
+_frameworks: dict[str, Any] = {}
+
+
+def inspect(x: Any, name: str) -> ArrayView:
+    """View of an array argument.
+
+    Parameters
+    ----------
+    x : array
+        A torch CUDA tensor, a CuPy array, or any object with `__dlpack__` and `__dlpack_device__` in CUDA
+        memory.
+    name : str
+        The argument's name, which starts the text of every error.
+
+    Raises
+    ------
+    TypeError
+        `x` is no such array, or a kind of tensor without strides or memory.
+    ValueError
+        `x` is not in CUDA memory.
+    MissingDependencyError
+        `x` is a DLPack array of another library and CuPy is not installed.
+    """
+    return ArrayView(*READERS[type(x)](x, name))
+
+
+def _find_reader(cls: type) -> Reader | None:
+    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
+    if tensor is not None and issubclass(cls, tensor):
+        return _torch().read
+    ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
+    if ndarray is not None and issubclass(cls, ndarray):
+        return _cupy().read
+    if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
+        return _read_dlpack
+    return None
+
+
+def _torch() -> TorchFramework:
+    if "torch" not in _frameworks:
+        _frameworks["torch"] = TorchFramework(sys.modules["torch"])
+    return _frameworks["torch"]
+
+
+def _cupy() -> CupyFramework:
+    if "cupy" not in _frameworks:
+        import cupy
+
+        _frameworks["cupy"] = CupyFramework(cupy)
+    return _frameworks["cupy"]
+
+
+def _read_dlpack(x: Any, name: str) -> Fields:
+    device_type = int(x.__dlpack_device__()[0])
+    if device_type not in _DLPACK_CUDA:
+        raise ValueError(
+            f"{name}: expected an array in CUDA memory, got {_class_name(x)} in "
+            + ("CPU memory" if device_type == _DLPACK_CPU else f"memory of DLPack device type {device_type}")
+        )
+    try:
+        framework = _cupy()
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed: "
+            "pip install 'rawmla[cu12]' (or 'rawmla[cu13]')"
+        ) from error
+    return framework.take(x, name)
+
+
+def _reject(x: Any, name: str) -> Fields:
+    raise TypeError(
+        f"{name}: expected a torch tensor, CuPy array or DLPack array in CUDA memory, got {_class_name(x)}"
+    )
+
+
+def _class_name(x: Any) -> str:
+    cls = type(x)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"

@@ -1,0 +1,459 @@
+"""Paged caches around decoding: quantising, writing new tokens, reading them back.
+
+Four layouts of a cache `[num_blocks, page_block_size, 1, columns]` are known by dtype and last dimension;
+RoPE is the last 64 of a row's d_qk columns and stays bfloat16:
+
+- "v32" (DeepSeek-V3.2), bytes, 656: 512 e4m3 values, 4 float32 scales (one per 128 values), 64 bfloat16.
+- "model1" (DeepSeek-V4), bytes, 584, split within a block: first `page_block_size` times 448 e4m3 values
+  and 64 bfloat16, then `page_block_size` times 7 e8m0 scales (one per 64 values) and a zero byte.
+- bfloat16, 576 or 512.
+
+Bytes are uint8, int8 or float8_e4m3fn arrays. The formats are FlashMLA's (github.com/deepseek-ai/FlashMLA).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..call.arrays import ArrayView, inspect
+from ..call.checks import check_vector, usable_strides
+from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
+from ..errors import MissingDependencyError
+from ..kernels import mla_cache_gather as cache_gather
+from ..kernels import mla_cache_rows as cache_layout
+from ..kernels import mla_cache_write as cache_write
+from ..kernels.mla_cache_rows import CacheLayout
+
+__all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
+
+_BYTES = ("uint8", "int8", "float8_e4m3fn")
+_ROPE = 64
+
+
+def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
+    """Quantise a whole bfloat16 cache.
+
+    The scale of a tile is amax / 448 in float32, at least 2**-126 ("v32"), or the least power of two that
+    is not below max(amax, 1e-4) / 448 ("model1"); amax is the tile's largest magnitude, NaN aside. A value
+    becomes the e4m3 number nearest to value / scale, ties to even, saturating. NaN stays NaN; an infinity
+    makes its tile NaN in "v32" and stays infinite in "model1".
+
+    Parameters
+    ----------
+    k_cache : array
+        bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, d_qk 576 ("v32") or 512 ("model1"), last dimension
+        contiguous, other strides free (below 2**31 elements), any alignment.
+    layout : str
+        "v32" or "model1".
+    out : array, optional
+        The cache to write: bytes `[num_blocks, page_block_size, 1, 656 or 584]`, tokens contiguous within a
+        block, blocks any distance below 2 GiB apart. Address and block stride are multiples of 16 bytes
+        ("v32") or 8 ("model1"). Bytes between blocks are left alone.
+
+    Returns
+    -------
+    array
+        `out`, or a new uint8 array of that shape in the framework of `k_cache`. Blocks of a new "model1"
+        cache begin at multiples of 576 bytes, so it may be a strided view.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Enqueues one kernel on the current stream of the framework of `k_cache`; never synchronises; legal inside
+    a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
+    `rawmla.reference.quantize_k_cache` gives the same bytes.
+    """
+    kind = _quantized_layout(layout)
+    source = inspect(k_cache, "k_cache")
+    if source.dtype != "bfloat16":
+        raise TypeError(f"k_cache: expected dtype bfloat16, got {source.dtype}")
+    _check_cache_shape("k_cache", source, kind.d_qk)
+    num_blocks, page = source.shape[:2]
+    block_step, token_step, _ = row_strides("k_cache", source)
+    _check_int32_strides("k_cache", source)
+    if out is None:
+        padded = cache_layout.padded_block_bytes(kind, page)
+        blocks = source.framework.empty((num_blocks, padded), "uint8", source.device)
+        out = blocks[:, : page * kind.token_bytes].reshape(num_blocks, page, 1, kind.token_bytes)
+        ptr, block_stride = source.framework.pointer(blocks), padded
+    else:
+        target = inspect(out, "out")
+        given = _paged_cache("out", target, kind)
+        _check_cache_shape("out", target, kind.token_bytes, num_blocks, page)
+        same_place("out", target, source, "k_cache")
+        ptr, block_stride = given.ptr, given.block_stride
+    if num_blocks:
+        cache_write.launch(
+            kind,
+            **launch_place(source),
+            kv_c=source.ptr,
+            k_pe=source.ptr + 2 * kind.d_nope,
+            slots=0,
+            slots_are_64bit=False,
+            cache=ptr,
+            kv_c_stride=token_step,
+            k_pe_stride=token_step,
+            source_block_stride=block_step,
+            block_stride=block_stride,
+            token_stride=kind.row_bytes,
+            num_slots=num_blocks * page,
+            tokens=num_blocks * page,
+            page_block_size=page,
+            sources_are_aligned=_rows_are_aligned(source, block_step, token_step),
+        )
+    return out
+
+
+def dequantize_k_cache(cache: Any, layout: str) -> Any:
+    """The bfloat16 cache that a quantised one stands for.
+
+    Parameters
+    ----------
+    cache : array
+        Bytes `[num_blocks, page_block_size, 1, 656 or 584]`, strides and alignment as for `out` of
+        `quantize_k_cache`.
+    layout : str
+        "v32" or "model1".
+
+    Returns
+    -------
+    array
+        bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, contiguous, in the framework of `cache`: e4m3 *
+        scale in float32, rounded to bfloat16, and the RoPE columns as they are.
+
+    Raises
+    ------
+    TypeError, ValueError, RawMLAError
+        As for `quantize_k_cache`; MissingDependencyError if the result would be a CuPy array and ml_dtypes,
+        which has the dtype, is not installed.
+
+    Notes
+    -----
+    Allocation, stream and graph capture as for `quantize_k_cache`.
+    """
+    kind = _quantized_layout(layout)
+    source = inspect(cache, "cache")
+    given = _paged_cache("cache", source, kind)
+    rows = given.num_blocks * given.page_block_size
+    try:
+        out = source.framework.empty((*source.shape[:3], kind.d_qk), "bfloat16", source.device)
+    except ImportError as error:
+        raise MissingDependencyError(f"a bfloat16 CuPy array needs ml_dtypes: {error}") from error
+    if rows:
+        cache_gather.launch(
+            kind,
+            **launch_place(source),
+            cache=given.ptr,
+            block_table=0,
+            cache_seqlens=0,
+            workspace_starts=0,
+            seq_starts=0,
+            out=source.framework.pointer(out),
+            table_stride=0,
+            out_stride=kind.d_qk,
+            block_stride=given.block_stride,
+            token_stride=given.token_stride,
+            b=0,
+            table_width=0,
+            num_blocks=given.num_blocks,
+            rows=rows,
+            page_block_size=given.page_block_size,
+        )
+    return out
+
+
+def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """Write new tokens into a paged cache, quantised if its layout is: the bytes of `quantize_k_cache`.
+
+    Parameters
+    ----------
+    kv_c : array
+        bfloat16 `[T, 512]` for caches of "v32" or 576 columns, `[T, 448]` for "model1" or 512 columns: the
+        columns before RoPE. Last dimension contiguous, row stride free (below 2**31 elements), any
+        alignment; rows of 16 bytes' alignment are read faster.
+    k_pe : array
+        bfloat16 `[T, 64]`, the RoPE columns; strides as for `kv_c`.
+    kv_cache : array
+        Written in place; the layout is inferred from dtype and last dimension. Bytes `[num_blocks,
+        page_block_size, 1, 656 or 584]` with strides and alignment as for `out` of `quantize_k_cache`, or
+        bfloat16 `[num_blocks, page_block_size, 1, 576 or 512]` with a 16-byte aligned address and strides
+        that are multiples of 8 elements, below 2 GiB. Blocks may be padded; only the named tokens' bytes
+        change.
+    slot_mapping : array
+        int32 or int64 `[T]`, contiguous: block * page_block_size + offset in the block. A token whose slot is
+        negative or past the cache is skipped. Which of two tokens with one slot stays is undefined.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`; never
+    synchronises; legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[...])` has loaded the
+    kernel ("v32", "model1" or "bf16").
+
+    Examples
+    --------
+    >>> cache = rawmla.quantize_k_cache(k_cache, "v32")
+    >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
+    """
+    target = inspect(kv_cache, "kv_cache")
+    given = _paged_cache("kv_cache", target)
+    kind = given.layout
+    nope, rope = inspect(kv_c, "kv_c"), inspect(k_pe, "k_pe")
+    for name, view in (("kv_c", nope), ("k_pe", rope)):
+        if view.dtype != "bfloat16":
+            raise TypeError(f"{name}: expected dtype bfloat16, got {view.dtype}")
+    if len(nope.shape) != 2 or nope.shape[1] != kind.d_nope:
+        raise ValueError(
+            f"kv_c: expected shape [T, {kind.d_nope}] for a cache of {target.dtype} with last dimension "
+            f"{target.shape[3]}, got {list(nope.shape)}"
+        )
+    tokens = nope.shape[0]
+    if tuple(rope.shape) != (tokens, _ROPE):
+        raise ValueError(
+            f"k_pe: expected shape {[tokens, _ROPE]} (T is that of kv_c), got {list(rope.shape)}"
+        )
+    (nope_step,), (rope_step,) = row_strides("kv_c", nope), row_strides("k_pe", rope)
+    _check_int32_strides("kv_c", nope)
+    _check_int32_strides("k_pe", rope)
+    slots = inspect(slot_mapping, "slot_mapping")
+    check_vector("slot_mapping", slots, ("int32", "int64"), tokens, "T is that of kv_c")
+    for name, view in (("kv_c", nope), ("k_pe", rope), ("slot_mapping", slots)):
+        same_place(name, view, target, "kv_cache")
+    if tokens > INT32_MAX:
+        raise ValueError(f"kv_c: expected at most {INT32_MAX} tokens, got {tokens}")
+    if tokens:
+        cache_write.launch(
+            kind,
+            **launch_place(target),
+            kv_c=nope.ptr,
+            k_pe=rope.ptr,
+            slots=slots.ptr,
+            slots_are_64bit=slots.dtype == "int64",
+            cache=given.ptr,
+            kv_c_stride=nope_step,
+            k_pe_stride=rope_step,
+            source_block_stride=0,
+            block_stride=given.block_stride,
+            token_stride=given.token_stride,
+            num_slots=given.num_blocks * given.page_block_size,
+            tokens=tokens,
+            page_block_size=given.page_block_size,
+            sources_are_aligned=_rows_are_aligned(nope, nope_step) and _rows_are_aligned(rope, rope_step),
+        )
+
+
+def gather_kv_cache(
+    kv_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    out: Any,
+    *,
+    workspace_starts: Any,
+    seq_starts: Any = None,
+) -> None:
+    """Copy requests' tokens from a paged cache into consecutive rows of a bfloat16 workspace, dequantised.
+
+    Token t of request i, for t from `seq_starts[i]` to `cache_seqlens[i] - 1`, goes to row
+    `workspace_starts[i] + t - seq_starts[i]`. A quantised value is e4m3 * scale in float32, rounded to
+    bfloat16.
+
+    Parameters
+    ----------
+    kv_cache : array
+        A cache of any of the layouts, as for `write_kv_cache`.
+    block_table : array
+        int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request, in
+        order. Entries past the needed length are not read. A token whose page is not in the table, or not
+        in the cache, becomes a row of zeros.
+    cache_seqlens : array
+        int32 `[b]`, contiguous: tokens per request, 0 and up.
+    out : array
+        bfloat16 `[rows, d_qk]`, 16-byte aligned, last dimension contiguous, row stride a multiple of 8 and
+        at least d_qk. Rows that no token goes to are left alone, and tokens that would go outside are
+        dropped.
+    workspace_starts : array
+        int32 `[b]`, contiguous: the row of each request's first token, in any order. Where two tokens meet,
+        which stays is undefined.
+    seq_starts : array, optional
+        int32 `[b]`, contiguous: the first token of each request to copy. None: 0.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`; never
+    synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
+    capture as for `write_kv_cache`.
+    """
+    source = inspect(kv_cache, "kv_cache")
+    given = _paged_cache("kv_cache", source)
+    d_qk = given.layout.d_qk
+    table = inspect(block_table, "block_table")
+    if table.dtype != "int32":
+        raise TypeError(f"block_table: expected dtype int32, got {table.dtype}")
+    if len(table.shape) != 2:
+        raise ValueError(f"block_table: expected shape [b, max_blocks], got {list(table.shape)}")
+    b, table_width = table.shape
+    (table_step,) = row_strides("block_table", table)
+    requests: dict[str, ArrayView | None] = {
+        "cache_seqlens": inspect(cache_seqlens, "cache_seqlens"),
+        "workspace_starts": inspect(workspace_starts, "workspace_starts"),
+        "seq_starts": None if seq_starts is None else inspect(seq_starts, "seq_starts"),
+    }
+    workspace = inspect(out, "out")
+    out_step = _workspace_stride(workspace, d_qk)
+    for name, view in (*requests.items(), ("block_table", table), ("out", workspace)):
+        if view is None:
+            continue
+        if name in requests:
+            check_vector(name, view, ("int32",), b, "b is that of block_table")
+        same_place(name, view, source, "kv_cache")
+    pointers: dict[str, Any] = {name: 0 if view is None else view.ptr for name, view in requests.items()}
+    if b and workspace.shape[0]:
+        cache_gather.launch(
+            given.layout,
+            **launch_place(source),
+            cache=given.ptr,
+            block_table=table.ptr,
+            **pointers,
+            out=workspace.ptr,
+            table_stride=table_step,
+            out_stride=out_step,
+            block_stride=given.block_stride,
+            token_stride=given.token_stride,
+            b=b,
+            table_width=table_width,
+            num_blocks=given.num_blocks,
+            rows=workspace.shape[0],
+            page_block_size=given.page_block_size,
+        )
+
+
+class _PagedCache(NamedTuple):
+    """A cache that was checked; strides in bytes."""
+
+    layout: CacheLayout
+    ptr: int
+    num_blocks: int
+    page_block_size: int
+    block_stride: int
+    token_stride: int
+
+
+def _quantized_layout(layout: Any) -> CacheLayout:
+    if not isinstance(layout, str):
+        raise TypeError(f"layout: expected 'v32' or 'model1', got {type(layout).__name__}")
+    if layout not in cache_layout.QUANTIZED:
+        raise ValueError(f"layout: expected 'v32' or 'model1', got {layout!r}")
+    return cache_layout.QUANTIZED[layout]
+
+
+def _paged_cache(name: str, view: ArrayView, layout: CacheLayout | None = None) -> _PagedCache:
+    """Check a cache of a quantised layout, or of any."""
+    itemsize = 1 if view.dtype in _BYTES else 2
+    if itemsize == 2 and (layout is not None or view.dtype != "bfloat16"):
+        known = _BYTES if layout is not None else (*_BYTES, "bfloat16")
+        raise TypeError(f"{name}: expected dtype {' or '.join(known)}, got {view.dtype}")
+    fitting = [
+        known
+        for known in ([layout] if layout is not None else cache_layout.LAYOUTS)
+        if known.is_quantized == (itemsize == 1)
+    ]
+    columns = {known.token_bytes // itemsize: known for known in fitting}
+    shape = view.shape
+    if len(shape) != 4 or shape[2] != 1 or shape[3] not in columns or not shape[1]:
+        raise ValueError(
+            f"{name}: expected shape [num_blocks, page_block_size, 1, {' or '.join(map(str, columns))}] with "
+            f"page_block_size at least 1, got {view.dtype} {list(shape)}"
+        )
+    kind = columns[shape[3]]
+    block_stride, token_stride, _, step = usable_strides(shape, view.strides)
+    if step != 1 or kind.is_quantized and token_stride != shape[3]:
+        raise ValueError(
+            f"{name}: expected contiguous {'tokens' if kind.is_quantized else 'columns'}, got shape "
+            f"{list(shape)}, strides {list(view.strides)} (elements)"
+        )
+    check_no_overlap(name, shape, (block_stride, token_stride, 1, 1))
+    block_bytes, token_bytes = block_stride * itemsize, token_stride * itemsize
+    if (view.ptr | block_bytes | (0 if kind.is_quantized else token_bytes)) % kind.alignment:
+        raise ValueError(
+            f"{name}: expected an address and strides that are multiples of {kind.alignment} bytes, got "
+            f"address {view.ptr:#x}, strides {list(view.strides)} (elements)"
+        )
+    _check_size(name, view, max(block_bytes, token_bytes))
+    row_bytes = kind.row_bytes if kind.is_quantized else token_bytes
+    return _PagedCache(kind, view.ptr, shape[0], shape[1], block_bytes, row_bytes)
+
+
+def _check_cache_shape(
+    name: str, view: ArrayView, columns: int, num_blocks: int | None = None, page: int | None = None
+) -> None:
+    """Check `[num_blocks, page_block_size, 1, columns]`, the first two as given or free."""
+    shape = view.shape
+    if (
+        len(shape) != 4
+        or shape[2:] != (1, columns)
+        or not shape[1]
+        or num_blocks not in (None, shape[0])
+        or page not in (None, shape[1])
+    ):
+        expected = f"[{num_blocks or 'num_blocks'}, {page or 'page_block_size'}, 1, {columns}]"
+        raise ValueError(
+            f"{name}: expected shape {expected} with page_block_size at least 1, got {list(shape)}"
+        )
+    _check_size(name, view, 0)
+
+
+def _check_size(name: str, view: ArrayView, stride_bytes: int) -> None:
+    """Slots and strides are 32-bit integers on the device."""
+    slots = view.shape[0] * view.shape[1]
+    if slots > INT32_MAX or stride_bytes > INT32_MAX:
+        raise ValueError(
+            f"{name}: expected at most {INT32_MAX} tokens and blocks less than 2 GiB apart, got shape "
+            f"{list(view.shape)}, strides {list(view.strides)} (elements)"
+        )
+
+
+def _check_int32_strides(name: str, view: ArrayView) -> None:
+    if any(abs(stride) > INT32_MAX for stride in row_strides(name, view)):
+        raise ValueError(f"{name}: expected strides below 2**31, got strides {list(view.strides)} (elements)")
+
+
+def _rows_are_aligned(view: ArrayView, *strides: int) -> bool:
+    """Whether every row of a bfloat16 array begins at a multiple of 16 bytes."""
+    return not view.ptr % 16 and not any(stride % 8 for stride in strides)
+
+
+def _workspace_stride(out: ArrayView, d_qk: int) -> int:
+    """Check the workspace; returns its row stride in elements."""
+    if out.dtype != "bfloat16":
+        raise TypeError(f"out: expected dtype bfloat16, got {out.dtype}")
+    if len(out.shape) != 2 or out.shape[1] != d_qk or out.shape[0] > INT32_MAX:
+        raise ValueError(
+            f"out: expected shape [rows, {d_qk}] with rows below 2**31, for this cache, got {list(out.shape)}"
+        )
+    (stride,) = row_strides("out", out)
+    check_no_overlap("out", out.shape, out.strides)
+    if not _rows_are_aligned(out, stride):
+        raise ValueError(
+            "out: expected a 16-byte aligned address and a row stride that is a multiple of 8, got address "
+            f"{out.ptr:#x}, strides {list(out.strides)} (elements)"
+        )
+    return stride

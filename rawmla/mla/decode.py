@@ -1,0 +1,432 @@
+"""Decoding over a paged MLA cache: the attention call.
+
+`flash_mla_with_kvcache` keeps the names, order and meaning of FlashMLA's arguments. It checks what the host
+can see, allocates outputs in the caller's framework and hands plain addresses and numbers to
+`rawmla.kernels`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..call import checks
+from ..call.arrays import READERS, Fields, inspect
+from ..call.batch import read_batch, read_requests
+from ..kernels import mla_dense_decode as dense_decode
+from ..kernels import mla_metadata as metadata
+from ..mla import sparse_decode as sparse
+from ..mla.plan import FlashMLASchedMeta, SchedConfig, fill_plan, get_mla_metadata
+
+__all__ = ["FlashMLASchedMeta", "SchedConfig", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+_DEFAULT_SCALE = {d_qk: d_qk**-0.5 for d_qk in checks.D_QK}
+_D_V = checks.D_V
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+    out: Any = None,
+    enable_batch_invariant: bool = False,
+) -> tuple[Any, Any]:
+    """Attention of s_q query tokens per request over a paged MLA cache; its first 512 columns are the values.
+
+    For every query token and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`. K is what the token
+    attends: in dense decoding the request's first `cache_seqlens` tokens, which `block_table` finds in the
+    cache; in sparse decoding (`indices` given) the cache rows that the token's indices name. Scores, softmax
+    and sums are float32; probabilities are rounded to q's dtype before the second product (to float16 in
+    sparse calls with up to 16 heads over "v32" caches).
+
+    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory (taken
+    over by CuPy, which then also holds the results); no input is copied but for the one case named under
+    `q`. All are on the device of `q`, which need not be the current one. Arrays of two frameworks in one
+    call need the same current stream in both. Strides are in elements.
+
+    Parameters
+    ----------
+    q : array
+        `[b, s_q, h_q, d_qk]`, bfloat16 or float16 (with `indices` bfloat16), d_qk 576 or 512, last dimension
+        contiguous, other strides free. Any h_q that is a multiple of h_kv. When its address is not a
+        multiple of 16 bytes, or a stride is not a positive multiple of 8, a contiguous copy is made on the
+        same stream.
+    k_cache : array
+        Dense: `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
+        multiple of 64. Address a multiple of 16 bytes, last dimension contiguous, other strides positive
+        multiples of 8.
+        Sparse: h_kv is 1, page_block_size any number from 1 up, and `is_fp8_kvcache` tells two kinds apart.
+        False: bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, address a multiple of 16 bytes, last
+        dimension contiguous, other strides multiples of 8, not negative. True: bytes (float8_e4m3fn, uint8
+        or int8) in the layout that d_qk decides (see `rawmla.quantize_k_cache`): `[num_blocks,
+        page_block_size, 1, 656]` for 576 ("v32"), `[num_blocks, page_block_size, 1, 584]` for 512
+        ("model1"). Tokens of a block are contiguous; address and block stride are multiples of 8, and rows
+        are loaded in larger pieces when both are multiples of 16.
+    block_table : array
+        Dense: int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request,
+        in order. Entries past a request's length are never read into the result. An entry outside `0 ..
+        num_blocks - 1` within the length is undefined, and so is a length above `max_blocks *
+        page_block_size`. With `indices` it is not looked at: None.
+    cache_seqlens : array
+        Dense: int32 `[b]`, contiguous: KV tokens per request, 0 and up. With `indices` it is not looked at:
+        None.
+    head_dim_v : int
+        512.
+    tile_scheduler_metadata : FlashMLASchedMeta or array
+        The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). An object is
+        filled by the first call with it, and checked by later calls. A tensor is int32 `[n, 8]`, any n >= 1,
+        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors.
+    num_splits : array, optional
+        int32 `[>= b + 1]`, contiguous, with a tensor plan; None with an object.
+    softmax_scale : float, optional
+        Finite and positive. None: `d_qk ** -0.5`.
+    causal : bool
+        Query token j of s_q sees keys `0 .. cache_seqlens - s_q + j`. With s_q == 1 it changes nothing.
+        False with `indices`.
+    is_fp8_kvcache : bool
+        The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
+        rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded. RoPE columns are bfloat16 in
+        the cache.
+    indices : array, optional
+        int32 `[b, s_q, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
+        negative: what makes the call sparse. Slots of the cache, block * page_block_size + offset in the
+        block, which `rawmla.convert_indices` makes of token positions. A negative slot or one past the
+        cache is skipped; one that occurs twice counts twice. What no valid index names is never read into
+        the result.
+    attn_sink : array, optional
+        float32 `[h_q]`, contiguous. With `indices`: `out` is multiplied by `exp(lse) / (exp(lse) +
+        exp(sink))`; `softmax_lse` does not change. -inf has no effect, +inf makes `out` 0.
+    extra_k_cache : array, optional
+        With `indices`: a second cache, attended in the same softmax. As `k_cache` in dtype and layout, with
+        num_blocks, page_block_size and strides of its own.
+    extra_indices_in_kvcache : array, optional
+        int32 `[b, s_q, extra_topk]`: slots of `extra_k_cache`, otherwise as `indices`. Given when
+        `extra_k_cache` is.
+    topk_length : array, optional
+        int32 `[b]`, contiguous. With `indices`: only the first `topk_length[i]` columns of request i count,
+        the others may hold anything. Values are clamped to `0 .. topk`. None: all count.
+    extra_topk_length : array, optional
+        The same for `extra_indices_in_kvcache`.
+    out : array, optional
+        `[b, s_q, h_q, 512]` in q's dtype, written and returned. 16-byte aligned, last dimension contiguous,
+        other strides positive multiples of 8 (a slice of the heads of a larger buffer is fine), no element
+        twice. It must not overlap an input.
+    enable_batch_invariant : bool
+        A request's result has the same bits whatever else is in the batch; in sparse decoding, in calls of
+        the same topk and extra_topk. A plan of tensors must have been made with
+        `get_mla_metadata(enable_batch_invariant=True)`, and both calls need the flag; an object needs it on
+        either.
+
+    Returns
+    -------
+    out : array
+        `[b, s_q, h_q, 512]` in q's dtype, contiguous unless given, in the framework of `q`. 0 in a row with
+        nothing to attend.
+    softmax_lse : array
+        float32 `[b, h_q, s_q]`, contiguous: natural log of the sum of exp of the scaled scores; +inf in a
+        row with nothing to attend.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, an
+        argument of sparse decoding without `indices` and a re-used `FlashMLASchedMeta` that was filled for
+        another configuration among them. Raised before anything is allocated or launched.
+    NotImplementedError
+        `is_fp8_kvcache` without `indices`: dense decoding has no FP8 caches.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Allocates `out`, `softmax_lse` and, when requests can be split, scratch, all with the framework
+    of `q`, and enqueues at most three kernels (plan of an empty object, attention, combine) on its current
+    stream. Never synchronises. Nothing is launched for b == 0 or s_q == 0. The same call twice gives the
+    same bits. There is no autograd: results carry no graph.
+
+    Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
+    kernel that `rawmla.warmup` has not loaded is a `KernelNotReadyError`. The plan of an empty object is
+    computed inside the graph, so replays follow lengths that changed in place. CuPy has no graph pools:
+    keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
+    copy.
+
+    In dense decoding the block table, the lengths and the plan of the last call are recognised by identity,
+    address and shape and not checked again, so layers that share them cost less host time. Only strides that
+    were changed in place escape this.
+
+    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA).
+
+    Examples
+    --------
+    One plan serves every layer of a step:
+
+    >>> plan, _ = rawmla.get_mla_metadata()
+    >>> for q, k_cache in layers:
+    ...     out, lse = rawmla.flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, plan)
+
+    Sparse, over an FP8 cache:
+
+    >>> plan, _ = rawmla.get_mla_metadata()
+    >>> slots = rawmla.convert_indices(positions, block_table, page_block_size)
+    >>> out, lse = rawmla.flash_mla_with_kvcache(
+    ...     q, fp8_cache, None, None, 512, plan, is_fp8_kvcache=True, indices=slots
+    ... )
+    """
+    if (
+        is_fp8_kvcache is not False
+        or indices is not None
+        or attn_sink is not None
+        or extra_k_cache is not None
+        or extra_indices_in_kvcache is not None
+        or topk_length is not None
+        or extra_topk_length is not None
+    ):
+        is_fp8_kvcache = checks.as_bool("is_fp8_kvcache", is_fp8_kvcache)
+        if indices is not None:
+            checks.check_head_dim_v(head_dim_v)
+            if checks.as_bool("causal", causal):
+                raise ValueError("causal: expected False with indices, got True")
+            return sparse.decode(
+                q,
+                k_cache,
+                tile_scheduler_metadata,
+                num_splits,
+                softmax_scale,
+                is_fp8_kvcache,
+                indices,
+                attn_sink,
+                extra_k_cache,
+                extra_indices_in_kvcache,
+                topk_length,
+                extra_topk_length,
+                out,
+                checks.as_bool("enable_batch_invariant", enable_batch_invariant),
+            )
+        checks.refuse_without_indices(
+            is_fp8_kvcache,
+            attn_sink=attn_sink,
+            extra_k_cache=extra_k_cache,
+            extra_indices_in_kvcache=extra_indices_in_kvcache,
+            topk_length=topk_length,
+            extra_topk_length=extra_topk_length,
+        )
+    if head_dim_v.__class__ is not int or head_dim_v != _D_V:
+        checks.check_head_dim_v(head_dim_v)
+    if causal is not False and causal is not True:
+        causal = checks.as_bool("causal", causal)
+    if enable_batch_invariant is not False and enable_batch_invariant is not True:
+        enable_batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
+
+    q_view = READERS[type(q)](q, "q")
+    k_view = READERS[type(k_cache)](k_cache, "k_cache")
+    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
+    k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
+    # One flat tuple: slices of the two views take twice as long to build and to look up.
+    kinds = (q_shape, q_steps, dtype, device, framework, k_shape, k_steps, k_dtype, k_device, k_framework)
+    known = _known.get(kinds) or _learn(q_view, k_view)
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, calls = known
+    if k_ptr & 15:
+        checks.k_cache_strides(k_view)
+    if k_framework is not framework:
+        checks.check_place("k_cache", k_view, device, framework, "q")
+    if softmax_scale is None:
+        softmax_scale = _DEFAULT_SCALE[d_qk]
+    else:
+        softmax_scale = checks.as_softmax_scale(softmax_scale)
+    if out is None:
+        out_strides = None
+    else:
+        out_view = READERS[type(out)](out, "out")
+        out_strides = checks.out_strides(out_view, q_view)
+        out_ptr = out_view[0]
+
+    plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+    if plan is None:
+        if num_splits is None:
+            raise ValueError(
+                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+            )
+        tiles, splits = tile_scheduler_metadata, num_splits
+    else:
+        if num_splits is not None:
+            raise ValueError(
+                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
+                f"{type(num_splits).__name__}"
+            )
+        enable_batch_invariant = enable_batch_invariant or plan.enable_batch_invariant
+        if plan.have_initialized:
+            checks.check_config(
+                plan.config, b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant
+            )
+        tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
+    if plan is None or tiles is not None:
+        (
+            table_ptr,
+            table_stride,
+            max_blocks,
+            lengths_ptr,
+            tiles_ptr,
+            num_parts,
+            splits_ptr,
+            _owners,
+        ) = read_batch(block_table, cache_seqlens, tiles, splits, b, device, framework)
+    elif splits is not None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
+        )
+    elif b > metadata.MAX_BATCH:
+        raise ValueError(f"q: expected at most {metadata.MAX_BATCH} requests for a plan, got {b}")
+    else:
+        table_ptr, table_stride, max_blocks, lengths_ptr, _owners = read_requests(
+            block_table, cache_seqlens, b, device, framework
+        )
+
+    if not b or not s_q:
+        if out is None:
+            out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
+        return out, framework.empty((b, h_q, s_q), "float32", device)
+
+    stream = framework.current_stream(device)
+    if q_ptr & 15 or q_strides is None:
+        q_view = inspect(framework.contiguous_copy(q_array, "q"), "q")
+        q_ptr = q_view[0]
+        known = _known.get(q_view[1:6] + k_view[1:6]) or _learn(q_view, k_view)
+        calls = known.calls
+    if plan is not None and (tiles is None or not plan.have_initialized):
+        config = SchedConfig(
+            b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
+        )
+        if tiles is None:
+            tokens = metadata.TokenCounts(lengths_ptr)
+            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, tokens, device, framework)
+        plan.config = config
+        plan.have_initialized = True
+
+    key = (
+        table_stride,
+        max_blocks,
+        num_parts,
+        plan is not None,
+        enable_batch_invariant,
+        out_strides,
+        softmax_scale,
+        causal,
+    )
+    allocate, launch = calls.get(key) or _prepare(known, key, q_view, k_view)
+    if out is None:
+        out, lse, scratch = allocate()
+        out_ptr = framework.pointer(out)
+    else:
+        lse, scratch = allocate()
+    launch(
+        stream,
+        k_ptr,
+        q_ptr,
+        table_ptr,
+        lengths_ptr,
+        tiles_ptr,
+        splits_ptr,
+        out_ptr,
+        framework.pointer(lse),
+        0 if scratch is None else framework.pointer(scratch),
+    )
+    return out, lse
+
+
+class _Known(NamedTuple):
+    """What follows from the shapes, strides and places of q and the cache that passed the checks."""
+
+    b: int
+    s_q: int
+    h_q: int
+    d_qk: int
+    page_block_size: int
+    h_kv: int
+    q_strides: tuple[int, ...] | None  # that 16-byte copies can walk; None: a contiguous copy is needed
+    k_strides: tuple[int, ...]
+    calls: dict[tuple[Any, ...], sparse.PreparedCall]  # by what else a call depends on
+
+
+# A decoding loop repeats the same few kinds of call. Checks and parameters that depend on nothing else are
+# worked out once for each. Emptied when full, which costs a later call some 20 us.
+_MAX_KNOWN = 1024
+_known: dict[tuple[Any, ...], _Known] = {}
+
+
+def _learn(q: Fields, k_cache: Fields) -> _Known:
+    """Check q and the cache, and remember that."""
+    b, s_q, h_q, d_qk, _, page_block_size, h_kv = checks.dense_sizes(q, k_cache)
+    k_strides = checks.k_cache_strides(k_cache)
+    _, shape, strides, *_ = q
+    usable = checks.usable_strides(shape, strides)
+    q_strides = usable if checks.strides_fit(0, shape, usable) else None
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    known = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, {})
+    _known[q[1:6] + k_cache[1:6]] = known
+    return known
+
+
+def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) -> sparse.PreparedCall:
+    """Load the kernels of a call and work out their parameters."""
+    (
+        table_stride,
+        max_blocks,
+        num_parts,
+        object_layout,
+        batch_invariant,
+        out_strides,
+        softmax_scale,
+        causal,
+    ) = key
+    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, calls = known
+    _, _, _, dtype, device, framework, _ = q
+    assert q_strides is not None  # or q would have been copied
+    results = [((b, s_q, h_q, _D_V), dtype), ((b, h_q, s_q), "float32")][out_strides is not None :]
+    if out_strides is None:
+        out_strides = (s_q * h_q * _D_V, h_q * _D_V, _D_V)
+    call = dense_decode.DenseDecodeCall(
+        device=device,
+        dtype=dtype,
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        h_kv=h_kv,
+        d_qk=d_qk,
+        page_block_size=page_block_size,
+        num_blocks=k_cache[1][0],
+        q_stride_b=q_strides[0],
+        q_stride_s=q_strides[1],
+        q_stride_h=q_strides[2],
+        k_stride_block=k_strides[0],
+        k_stride_token=k_strides[1],
+        k_stride_head=k_strides[2],
+        block_table_stride=table_stride,
+        max_seqlen=max_blocks * page_block_size,
+        num_parts=num_parts,
+        object_layout=object_layout,
+        batch_invariant=batch_invariant,
+        out_stride_b=out_strides[0],
+        out_stride_s=out_strides[1],
+        out_stride_h=out_strides[2],
+        softmax_scale=softmax_scale,
+        causal=causal and s_q > 1,
+    )
+    prepared = dense_decode.PreparedDecode(call, framework.capture_query(device))
+    if len(calls) >= _MAX_KNOWN:
+        calls.clear()
+    allocate = framework.allocator(results, prepared.scratch_bytes, device)
+    known_call = calls[key] = sparse.PreparedCall(allocate, prepared.launch)
+    return known_call

@@ -1,0 +1,191 @@
+"""Attention over all keys from attention over disjoint parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..call.arrays import ArrayView, inspect
+from ..call.checks import D_V
+from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place, steps
+from ..kernels import mla_merge_states as merge_states
+from ..kernels.common import ceil_div
+from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
+
+__all__ = ["merge_attn_states"]
+
+_Dims = tuple[int, int, int]  # n, s, h
+
+
+def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None) -> tuple[Any, Any]:
+    """Merge partial attention results, each over a part of the keys, into the result over all of them.
+
+    `out = sum_i exp(lse_i) * out_i / sum_i exp(lse_i)` and `lse = ln(sum_i exp(lse_i))`, in float32.
+
+    Parameters
+    ----------
+    outs : sequence of arrays
+        One for each part, all bfloat16, float16 or float32, of one shape: `[b, s_q, h_q, 512]` (what
+        `flash_mla_with_kvcache` returns) or `[s_q, h_q, 512]`. Last dimension contiguous, addresses and other
+        strides multiples of 16 bytes.
+    lses : sequence of arrays
+        float32, natural logarithm, as many as `outs`: `[b, h_q, s_q]` each (what `flash_mla_with_kvcache`
+        returns), or `[s_q, h_q]` with outs of three dimensions (what `flash_mla_sparse_fwd` returns with
+        `log_base="e"`). Any strides. +inf or -inf marks a row without keys: its out is ignored, NaN or not.
+    out : array, optional
+        Of the shape and dtype of `outs`, strides as theirs, no element twice; written and returned. May be
+        one of `outs`.
+
+    Returns
+    -------
+    out : array
+        In the shape and dtype of `outs`, contiguous unless given, in the framework of the first of them. 0
+        in a row without keys.
+    lse : array
+        float32 in the shape of `lses`, contiguous; +inf in a row without keys.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
+
+    Notes
+    -----
+    Any number of parts: up to 32 take one kernel; more are merged 32 at a time into float32 scratch, and the
+    results again. Allocates the results and that scratch with the framework of the first array, enqueues on
+    its current stream, never synchronises; legal inside a CUDA-graph capture once
+    `rawmla.warmup(dtypes=[...])` has loaded the kernels. Sums are in the order of the parts: the same call
+    gives the same bits.
+    """
+    if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
+        wrong, name = (lses, "lses") if isinstance(outs, (list, tuple)) else (outs, "outs")
+        raise TypeError(f"{name}: expected a list or tuple of arrays, got {type(wrong).__name__}")
+    if not outs or len(lses) != len(outs):
+        raise ValueError(
+            f"lses: expected at least 1, and as many as outs, got {len(lses)} lses and {len(outs)} outs"
+        )
+    first = inspect(outs[0], "outs[0]")
+    dtype, dims = first.dtype, _dims(first)
+    lse_shape = _lse_shape(first)
+    parts = []
+    for i, (one_out, one_lse) in enumerate(zip(outs, lses, strict=True)):
+        view = inspect(one_out, f"outs[{i}]")
+        strides = _out_strides(f"outs[{i}]", view, first)
+        lse_view = inspect(one_lse, f"lses[{i}]")
+        lse_strides = _lse_strides(f"lses[{i}]", lse_view, lse_shape, first)
+        parts.append(State(view.ptr, lse_view.ptr, strides, lse_strides))
+
+    framework, device = first.framework, first.device
+    given_strides = None
+    if out is not None:
+        target = inspect(out, "out")
+        given_strides = _out_strides("out", target, first)
+        check_no_overlap("out", target.shape, target.strides)
+        out_ptr = target.ptr
+    rows = dims[0] * dims[1] * dims[2]
+    scratch_bytes = _scratch_states(len(parts)) * _state_bytes(rows)
+    lse, scratch = framework.allocator([(lse_shape, "float32")], scratch_bytes, device)()
+    scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
+    if out is None:
+        out = framework.empty(tuple(first.shape), dtype, device)
+        out_ptr = framework.pointer(out)
+    if not rows:
+        return out, lse
+
+    call = {**launch_place(first), **dict(zip("nsh", dims, strict=True))}
+    parts, part_dtype = _merge_groups(parts, dtype, scratch_ptr, dims, call)
+    _, s, h = dims
+    result = State(
+        out_ptr,
+        framework.pointer(lse),
+        given_strides or (s * h * D_V, h * D_V, D_V),
+        (s * h, 1, s) if len(first.shape) == 4 else (s * h, h, 1),
+    )
+    merge_states.launch(parts, result, part_dtype, dtype, **call)
+    return out, lse
+
+
+def _merge_groups(
+    parts: list[State], dtype: str, scratch: int, dims: _Dims, call: dict[str, Any]
+) -> tuple[list[State], str]:
+    """Merge groups of parts into scratch until one launch can merge the rest; returns that, and its dtype."""
+    n, s, h = dims
+    while len(parts) > MAX_PARTS:
+        merged = []
+        for start in range(0, len(parts), MAX_PARTS):
+            lse = scratch + n * s * h * D_V * 4
+            state = State(scratch, lse, (s * h * D_V, h * D_V, D_V), (s * h, h, 1))
+            merge_states.launch(parts[start : start + MAX_PARTS], state, dtype, "float32", **call)
+            merged.append(state)
+            scratch += _state_bytes(n * s * h)
+        parts, dtype = merged, "float32"
+    return parts, dtype
+
+
+def _state_bytes(rows: int) -> int:
+    """Of a float32 out and its lse, a multiple of 16."""
+    return rows * D_V * 4 + ceil_div(rows, 4) * 16
+
+
+def _scratch_states(parts: int) -> int:
+    """How many merged states are kept in between."""
+    states = 0
+    while parts > MAX_PARTS:
+        parts = ceil_div(parts, MAX_PARTS)
+        states += parts
+    return states
+
+
+def _dims(first: ArrayView) -> _Dims:
+    """Check the first of the outs; returns (b, s_q, h_q), b being 1 where it is not there."""
+    if first.dtype not in ITEM_BYTES:
+        raise TypeError(f"outs[0]: expected dtype {' or '.join(ITEM_BYTES)}, got {first.dtype}")
+    if len(first.shape) not in (3, 4) or first.shape[-1] != D_V:
+        raise ValueError(
+            f"outs[0]: expected shape [b, s_q, h_q, {D_V}] or [s_q, h_q, {D_V}], got {list(first.shape)}"
+        )
+    n, s, h = (1, *first.shape[:-1])[-3:]
+    if n * s * h > INT32_MAX:
+        raise ValueError(f"outs[0]: expected less than 2**31 rows, got shape {list(first.shape)}")
+    return n, s, h
+
+
+def _lse_shape(out: ArrayView) -> tuple[int, ...]:
+    if len(out.shape) == 4:
+        return out.shape[0], out.shape[2], out.shape[1]
+    return out.shape[0], out.shape[1]
+
+
+def _out_strides(name: str, view: ArrayView, first: ArrayView) -> _Dims:
+    """Check an out against the first one; returns its strides in elements."""
+    if view.dtype != first.dtype:
+        raise TypeError(f"{name}: expected dtype {first.dtype}, that of outs[0], got {view.dtype}")
+    if tuple(view.shape) != tuple(first.shape):
+        raise ValueError(
+            f"{name}: expected shape {list(first.shape)}, that of outs[0], got {list(view.shape)}"
+        )
+    same_place(name, view, first, "outs[0]")
+    strides = row_strides(name, view)
+    if any(byte % 16 for byte in (view.ptr, *(stride * ITEM_BYTES[view.dtype] for stride in strides))):
+        raise ValueError(
+            f"{name}: expected an address and strides that are multiples of 16 bytes, got address "
+            f"{view.ptr:#x}, strides {list(view.strides)} (elements)"
+        )
+    n, s, h = (0, *strides)[-3:]
+    return n, s, h
+
+
+def _lse_strides(name: str, view: ArrayView, shape: tuple[int, ...], first: ArrayView) -> _Dims:
+    """Check an lse; returns its strides in the order of the dimensions of out."""
+    if view.dtype != "float32":
+        raise TypeError(f"{name}: expected dtype float32, got {view.dtype}")
+    if tuple(view.shape) != shape:
+        raise ValueError(
+            f"{name}: expected shape {list(shape)} for outs of shape {list(first.shape)}, "
+            f"got {list(view.shape)}"
+        )
+    same_place(name, view, first, "outs[0]")
+    strides = steps(view)
+    return (strides[0], strides[2], strides[1]) if len(shape) == 3 else (0, strides[0], strides[1])
