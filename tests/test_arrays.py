@@ -42,7 +42,9 @@ def test_import_loads_no_framework() -> None:
     assert result.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("value", (None, 3, 1.5, "q", [1, 2], (), {}, object()), ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", (None, 3, 1.5, "q", [1, 2], (), {}, object()), ids=lambda x: type(x).__name__
+)
 def test_not_an_array(value: Any) -> None:
     with pytest.raises(TypeError, match=r"^num_splits: expected .*, got ") as caught:
         inspect(value, "num_splits")

@@ -110,7 +110,8 @@ def test_import_is_quick_and_light(tmp_path: Path) -> None:
 
 def test_using_the_api_module_is_light(tmp_path: Path) -> None:
     code = (
-        f"import sys, rawmla.mla.decode, rawmla.kernels; print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
+        "import sys, rawmla.mla.decode, rawmla.kernels; "
+        f"print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
     )
     loaded = run_python(code, path=ROOT, cwd=tmp_path)
     assert "torch" not in loaded
