@@ -9,85 +9,67 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from . import reference
-    from .errors import (
-        CompileError,
-        KernelNotReadyError,
-        LaunchError,
-        MissingDependencyError,
-        NoGPUError,
-        NVRTCNotFoundError,
-        RawMLAError,
-        UnsupportedGPUError,
-    )
-    from .kernels import warmup
-    from .mla.cache import dequantize_k_cache, gather_kv_cache, quantize_k_cache, write_kv_cache
-    from .mla.decode import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-    from .mla.indices import convert_indices
-    from .mla.merge import merge_attn_states
-    from .mla.sparse_prefill import flash_mla_sparse_fwd
-
-__all__ = [
-    "CompileError",
-    "FlashMLASchedMeta",
-    "KernelNotReadyError",
-    "LaunchError",
-    "MissingDependencyError",
-    "NVRTCNotFoundError",
-    "NoGPUError",
-    "RawMLAError",
-    "UnsupportedGPUError",
-    "__version__",
-    "convert_indices",
-    "dequantize_k_cache",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "gather_kv_cache",
-    "get_mla_metadata",
-    "merge_attn_states",
-    "quantize_k_cache",
-    "reference",
-    "warmup",
-    "write_kv_cache",
-]
-
-# Public name -> module that defines it. `reference` is itself a module.
+# Public name -> module that defines it; "" for a name that is itself a module.
 _MODULE_OF = {
-    "CompileError": ".errors",
-    "FlashMLASchedMeta": ".mla.decode",
-    "KernelNotReadyError": ".errors",
-    "LaunchError": ".errors",
-    "MissingDependencyError": ".errors",
-    "NVRTCNotFoundError": ".errors",
-    "NoGPUError": ".errors",
-    "RawMLAError": ".errors",
-    "UnsupportedGPUError": ".errors",
-    "convert_indices": ".mla.indices",
-    "dequantize_k_cache": ".mla.cache",
-    "flash_mla_sparse_fwd": ".mla.sparse_prefill",
-    "flash_mla_with_kvcache": ".mla.decode",
-    "gather_kv_cache": ".mla.cache",
-    "get_mla_metadata": ".mla.decode",
-    "merge_attn_states": ".mla.merge",
-    "quantize_k_cache": ".mla.cache",
-    "warmup": ".kernels",
-    "write_kv_cache": ".mla.cache",
+    "CompileError": "errors",
+    "FlashMLASchedMeta": "mla.plan",
+    "KernelNotReadyError": "errors",
+    "LaunchError": "errors",
+    "MissingDependencyError": "errors",
+    "NVRTCNotFoundError": "errors",
+    "NoGPUError": "errors",
+    "RawMLAError": "errors",
+    "UnsupportedGPUError": "errors",
+    "convert_indices": "mla.indices",
+    "dequantize_k_cache": "mla.cache",
+    "flash_mla_sparse_fwd": "mla.sparse_prefill",
+    "flash_mla_with_kvcache": "mla.decode",
+    "gather_kv_cache": "mla.cache",
+    "get_mla_metadata": "mla.plan",
+    "merge_attn_states": "mla.merge",
+    "quantize_k_cache": "mla.cache",
+    "reference": "",
+    "warmup": "operations",
+    "warmup_call": "operations",
+    "write_kv_cache": "mla.cache",
 }
+
+__all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
+
+if TYPE_CHECKING:  # for type checkers, which do not follow the table
+    from . import reference as reference
+    from .errors import CompileError as CompileError
+    from .errors import KernelNotReadyError as KernelNotReadyError
+    from .errors import LaunchError as LaunchError
+    from .errors import MissingDependencyError as MissingDependencyError
+    from .errors import NoGPUError as NoGPUError
+    from .errors import NVRTCNotFoundError as NVRTCNotFoundError
+    from .errors import RawMLAError as RawMLAError
+    from .errors import UnsupportedGPUError as UnsupportedGPUError
+    from .mla.cache import dequantize_k_cache as dequantize_k_cache
+    from .mla.cache import gather_kv_cache as gather_kv_cache
+    from .mla.cache import quantize_k_cache as quantize_k_cache
+    from .mla.cache import write_kv_cache as write_kv_cache
+    from .mla.decode import flash_mla_with_kvcache as flash_mla_with_kvcache
+    from .mla.indices import convert_indices as convert_indices
+    from .mla.merge import merge_attn_states as merge_attn_states
+    from .mla.plan import FlashMLASchedMeta as FlashMLASchedMeta
+    from .mla.plan import get_mla_metadata as get_mla_metadata
+    from .mla.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
+    from .operations import warmup as warmup
+    from .operations import warmup_call as warmup_call
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use and keep it, so later look-ups cost nothing."""
-    if name == "reference":
-        return import_module(".reference", __name__)
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(module, __name__), name)
+    value = getattr(import_module(f".{module}", __name__), name) if module else import_module(f".{name}", __name__)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    """The public names, loaded or not."""
-    return sorted(set(globals()) | set(__all__))
+    """The public names, loaded or not, and no others."""
+    return sorted(__all__)

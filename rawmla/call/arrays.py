@@ -106,6 +106,7 @@ class TorchFramework:
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
         self._current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
         self._queries: dict[int, Callable[[], bool]] = {}
+        self._is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
         # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream: Callable[[int], int] = raw_stream or (
@@ -120,13 +121,20 @@ class TorchFramework:
                 raise ValueError(
                     f"{name}: expected a tensor in CUDA memory, got a torch tensor on device {x.device}"
                 )
-            return x.data_ptr(), x.shape, x.stride(), self._name_of_dtype[x.dtype], x.get_device(), self, x
-        except (
-            RuntimeError
-        ) as error:  # sparse, nested and fake tensors have no strides or no memory of their own
+            ptr, shape = x.data_ptr(), x.shape
+            strides = x.stride()
+        except RuntimeError as error:  # sparse and nested tensors have no strides or no memory of their own
             raise TypeError(
                 f"{name}: expected a dense torch tensor with memory, got {type(x).__name__} ({error})"
             ) from error
+        if not ptr:
+            _refuse_no_memory(name, x, shape)
+        if x.requires_grad and self._is_grad_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that needs no gradient, because this function has no backward, got "
+                "requires_grad=True with grad enabled; pass a detached tensor or call it under torch.no_grad()"
+            )
+        return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """See `Framework.empty`."""
@@ -208,6 +216,8 @@ class CupyFramework:
                 )
         data = x.data
         element_strides = tuple([stride // itemsize for stride in strides])
+        if not data.ptr:
+            _refuse_no_memory(name, x, x.shape)
         return data.ptr, x.shape, element_strides, dtype_name, data.device_id, self, x
 
     def take(self, x: Any, name: str) -> Fields:
@@ -309,6 +319,16 @@ READERS = _Readers()
 _frameworks: dict[str, Any] = {}
 
 
+def read_given(x: Any, name: str) -> Fields | None:
+    """The fields of an optional argument; None if it was not given."""
+    return None if x is None else READERS[type(x)](x, name)
+
+
+def address_of(view: Fields | None) -> int:
+    """The address in the fields of an optional argument; 0 if it was not given."""
+    return 0 if view is None else view[0]
+
+
 def inspect(x: Any, name: str) -> ArrayView:
     """View of an array argument.
 
@@ -370,7 +390,7 @@ def _read_dlpack(x: Any, name: str) -> Fields:
     except ImportError as error:
         raise MissingDependencyError(
             f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed: "
-            "pip install 'rawmla[cu12]' (or 'rawmla[cu13]')"
+            'pip install "rawmla[cu12]" (or "rawmla[cu13]")'
         ) from error
     return framework.take(x, name)
 
@@ -379,6 +399,15 @@ def _reject(x: Any, name: str) -> Fields:
     raise TypeError(
         f"{name}: expected a torch tensor, CuPy array or DLPack array in CUDA memory, got {_class_name(x)}"
     )
+
+
+def _refuse_no_memory(name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raise for an array with elements at address 0: fake tensors and wrapper subclasses have no memory."""
+    if prod(shape):
+        raise TypeError(
+            f"{name}: expected an array with memory of its own, got {_class_name(x)} of shape {list(shape)} at "
+            "address 0"
+        )
 
 
 def _class_name(x: Any) -> str:

@@ -13,21 +13,24 @@ Bytes are uint8, int8 or float8_e4m3fn arrays. The formats are FlashMLA's (githu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..call.arrays import ArrayView, inspect
-from ..call.checks import check_vector, usable_strides
-from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
+from ..call.checks import (
+    INT32_MAX,
+    check_no_overlap,
+    check_vector,
+    launch_place,
+    row_strides,
+    same_place,
+)
 from ..errors import MissingDependencyError
-from ..kernels import mla_cache_gather as cache_gather
-from ..kernels import mla_cache_rows as cache_layout
-from ..kernels import mla_cache_write as cache_write
-from ..kernels.mla_cache_rows import CacheLayout
+from ..kernels import mla_cache_gather, mla_cache_write
+from ..kernels.mla_cache_rows import CACHE_FORMATS, DIM_ROPE, QUANTIZED, CacheFormat, padded_block_bytes
+from .paged_cache import PagedCache, check_paged_cache
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
 
-_BYTES = ("uint8", "int8", "float8_e4m3fn")
-_ROPE = 64
 
 
 def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
@@ -69,31 +72,31 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
-    kind = _quantized_layout(layout)
+    format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
     if source.dtype != "bfloat16":
         raise TypeError(f"k_cache: expected dtype bfloat16, got {source.dtype}")
-    _check_cache_shape("k_cache", source, kind.d_qk)
+    _check_cache_shape("k_cache", source, format.d_qk)
     num_blocks, page = source.shape[:2]
     block_step, token_step, _ = row_strides("k_cache", source)
     _check_int32_strides("k_cache", source)
     if out is None:
-        padded = cache_layout.padded_block_bytes(kind, page)
+        padded = padded_block_bytes(format, page)
         blocks = source.framework.empty((num_blocks, padded), "uint8", source.device)
-        out = blocks[:, : page * kind.token_bytes].reshape(num_blocks, page, 1, kind.token_bytes)
+        out = blocks[:, : page * format.token_bytes].reshape(num_blocks, page, 1, format.token_bytes)
         ptr, block_stride = source.framework.pointer(blocks), padded
     else:
         target = inspect(out, "out")
-        given = _paged_cache("out", target, kind)
-        _check_cache_shape("out", target, kind.token_bytes, num_blocks, page)
+        given = _paged_cache("out", target, format)
+        _check_cache_shape("out", target, format.token_bytes, num_blocks, page)
         same_place("out", target, source, "k_cache")
         ptr, block_stride = given.ptr, given.block_stride
     if num_blocks:
-        cache_write.launch(
-            kind,
+        mla_cache_write.launch(
+            format,
             **launch_place(source),
             kv_c=source.ptr,
-            k_pe=source.ptr + 2 * kind.d_nope,
+            k_pe=source.ptr + 2 * format.d_nope,
             slots=0,
             slots_are_64bit=False,
             cache=ptr,
@@ -101,7 +104,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
             k_pe_stride=token_step,
             source_block_stride=block_step,
             block_stride=block_stride,
-            token_stride=kind.row_bytes,
+            token_stride=format.row_bytes,
             num_slots=num_blocks * page,
             tokens=num_blocks * page,
             page_block_size=page,
@@ -137,17 +140,17 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     -----
     Allocation, stream and graph capture as for `quantize_k_cache`.
     """
-    kind = _quantized_layout(layout)
+    format = _quantized_format(layout)
     source = inspect(cache, "cache")
-    given = _paged_cache("cache", source, kind)
+    given = _paged_cache("cache", source, format)
     rows = given.num_blocks * given.page_block_size
     try:
-        out = source.framework.empty((*source.shape[:3], kind.d_qk), "bfloat16", source.device)
+        out = source.framework.empty((*source.shape[:3], format.d_qk), "bfloat16", source.device)
     except ImportError as error:
         raise MissingDependencyError(f"a bfloat16 CuPy array needs ml_dtypes: {error}") from error
     if rows:
-        cache_gather.launch(
-            kind,
+        mla_cache_gather.launch(
+            format,
             **launch_place(source),
             cache=given.ptr,
             block_table=0,
@@ -156,7 +159,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
             seq_starts=0,
             out=source.framework.pointer(out),
             table_stride=0,
-            out_stride=kind.d_qk,
+            out_stride=format.d_qk,
             block_stride=given.block_stride,
             token_stride=given.token_stride,
             b=0,
@@ -209,20 +212,20 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     """
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
-    kind = given.layout
+    format = given.format
     nope, rope = inspect(kv_c, "kv_c"), inspect(k_pe, "k_pe")
     for name, view in (("kv_c", nope), ("k_pe", rope)):
         if view.dtype != "bfloat16":
             raise TypeError(f"{name}: expected dtype bfloat16, got {view.dtype}")
-    if len(nope.shape) != 2 or nope.shape[1] != kind.d_nope:
+    if len(nope.shape) != 2 or nope.shape[1] != format.d_nope:
         raise ValueError(
-            f"kv_c: expected shape [T, {kind.d_nope}] for a cache of {target.dtype} with last dimension "
+            f"kv_c: expected shape [T, {format.d_nope}] for a cache of {target.dtype} with last dimension "
             f"{target.shape[3]}, got {list(nope.shape)}"
         )
     tokens = nope.shape[0]
-    if tuple(rope.shape) != (tokens, _ROPE):
+    if tuple(rope.shape) != (tokens, DIM_ROPE):
         raise ValueError(
-            f"k_pe: expected shape {[tokens, _ROPE]} (T is that of kv_c), got {list(rope.shape)}"
+            f"k_pe: expected shape {[tokens, DIM_ROPE]} (T is that of kv_c), got {list(rope.shape)}"
         )
     (nope_step,), (rope_step,) = row_strides("kv_c", nope), row_strides("k_pe", rope)
     _check_int32_strides("kv_c", nope)
@@ -234,8 +237,8 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     if tokens > INT32_MAX:
         raise ValueError(f"kv_c: expected at most {INT32_MAX} tokens, got {tokens}")
     if tokens:
-        cache_write.launch(
-            kind,
+        mla_cache_write.launch(
+            format,
             **launch_place(target),
             kv_c=nope.ptr,
             k_pe=rope.ptr,
@@ -304,12 +307,14 @@ def gather_kv_cache(
     """
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)
-    d_qk = given.layout.d_qk
+    d_qk = given.format.d_qk
     table = inspect(block_table, "block_table")
     if table.dtype != "int32":
         raise TypeError(f"block_table: expected dtype int32, got {table.dtype}")
-    if len(table.shape) != 2:
-        raise ValueError(f"block_table: expected shape [b, max_blocks], got {list(table.shape)}")
+    if len(table.shape) != 2 or max(table.shape) > INT32_MAX:
+        raise ValueError(
+            f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
+        )
     b, table_width = table.shape
     (table_step,) = row_strides("block_table", table)
     requests: dict[str, ArrayView | None] = {
@@ -327,8 +332,8 @@ def gather_kv_cache(
         same_place(name, view, source, "kv_cache")
     pointers: dict[str, Any] = {name: 0 if view is None else view.ptr for name, view in requests.items()}
     if b and workspace.shape[0]:
-        cache_gather.launch(
-            given.layout,
+        mla_cache_gather.launch(
+            given.format,
             **launch_place(source),
             cache=given.ptr,
             block_table=table.ptr,
@@ -346,60 +351,20 @@ def gather_kv_cache(
         )
 
 
-class _PagedCache(NamedTuple):
-    """A cache that was checked; strides in bytes."""
-
-    layout: CacheLayout
-    ptr: int
-    num_blocks: int
-    page_block_size: int
-    block_stride: int
-    token_stride: int
-
-
-def _quantized_layout(layout: Any) -> CacheLayout:
+def _quantized_format(layout: Any) -> CacheFormat:
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected 'v32' or 'model1', got {type(layout).__name__}")
-    if layout not in cache_layout.QUANTIZED:
+    if layout not in QUANTIZED:
         raise ValueError(f"layout: expected 'v32' or 'model1', got {layout!r}")
-    return cache_layout.QUANTIZED[layout]
+    return QUANTIZED[layout]
 
 
-def _paged_cache(name: str, view: ArrayView, layout: CacheLayout | None = None) -> _PagedCache:
-    """Check a cache of a quantised layout, or of any."""
-    itemsize = 1 if view.dtype in _BYTES else 2
-    if itemsize == 2 and (layout is not None or view.dtype != "bfloat16"):
-        known = _BYTES if layout is not None else (*_BYTES, "bfloat16")
-        raise TypeError(f"{name}: expected dtype {' or '.join(known)}, got {view.dtype}")
-    fitting = [
-        known
-        for known in ([layout] if layout is not None else cache_layout.LAYOUTS)
-        if known.is_quantized == (itemsize == 1)
-    ]
-    columns = {known.token_bytes // itemsize: known for known in fitting}
-    shape = view.shape
-    if len(shape) != 4 or shape[2] != 1 or shape[3] not in columns or not shape[1]:
-        raise ValueError(
-            f"{name}: expected shape [num_blocks, page_block_size, 1, {' or '.join(map(str, columns))}] with "
-            f"page_block_size at least 1, got {view.dtype} {list(shape)}"
-        )
-    kind = columns[shape[3]]
-    block_stride, token_stride, _, step = usable_strides(shape, view.strides)
-    if step != 1 or kind.is_quantized and token_stride != shape[3]:
-        raise ValueError(
-            f"{name}: expected contiguous {'tokens' if kind.is_quantized else 'columns'}, got shape "
-            f"{list(shape)}, strides {list(view.strides)} (elements)"
-        )
-    check_no_overlap(name, shape, (block_stride, token_stride, 1, 1))
-    block_bytes, token_bytes = block_stride * itemsize, token_stride * itemsize
-    if (view.ptr | block_bytes | (0 if kind.is_quantized else token_bytes)) % kind.alignment:
-        raise ValueError(
-            f"{name}: expected an address and strides that are multiples of {kind.alignment} bytes, got "
-            f"address {view.ptr:#x}, strides {list(view.strides)} (elements)"
-        )
-    _check_size(name, view, max(block_bytes, token_bytes))
-    row_bytes = kind.row_bytes if kind.is_quantized else token_bytes
-    return _PagedCache(kind, view.ptr, shape[0], shape[1], block_bytes, row_bytes)
+def _paged_cache(name: str, view: ArrayView, format: CacheFormat | None = None) -> PagedCache:
+    """Check a cache of a quantised format, or of any, that is written or read token by token."""
+    cache = check_paged_cache(name, view, CACHE_FORMATS if format is None else (format,))
+    check_no_overlap(name, view.shape, view.strides)
+    _check_size(name, view, max(cache.block_stride, cache.token_stride))
+    return cache
 
 
 def _check_cache_shape(

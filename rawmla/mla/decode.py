@@ -1,26 +1,19 @@
-"""Decoding over a paged MLA cache: the attention call.
+"""Decoding over a paged MLA cache: the signature of the attention call, its contract, and the choice between dense
+and sparse decoding.
 
-`flash_mla_with_kvcache` keeps the names, order and meaning of FlashMLA's arguments. It checks what the host
-can see, allocates outputs in the caller's framework and hands plain addresses and numbers to
-`rawmla.kernels`.
+`flash_mla_with_kvcache` keeps the names, order and meaning of FlashMLA's arguments.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..call import checks
-from ..call.arrays import READERS, Fields, inspect
-from ..call.batch import read_batch, read_requests
-from ..kernels import mla_dense_decode as dense_decode
-from ..kernels import mla_metadata as metadata
-from ..mla import sparse_decode as sparse
-from ..mla.plan import FlashMLASchedMeta, SchedConfig, fill_plan, get_mla_metadata
+from ..call.checks import as_bool
+from ..kernels.common import D_V
+from . import dense_decode, sparse_decode
+from .arguments import check_head_dim_v, refuse_dense_fp8
 
-__all__ = ["FlashMLASchedMeta", "SchedConfig", "flash_mla_with_kvcache", "get_mla_metadata"]
-
-_DEFAULT_SCALE = {d_qk: d_qk**-0.5 for d_qk in checks.D_QK}
-_D_V = checks.D_V
+__all__ = ["flash_mla_with_kvcache"]
 
 
 def flash_mla_with_kvcache(
@@ -94,7 +87,8 @@ def flash_mla_with_kvcache(
         Finite and positive. None: `d_qk ** -0.5`.
     causal : bool
         Query token j of s_q sees keys `0 .. cache_seqlens - s_q + j`. With s_q == 1 it changes nothing.
-        False with `indices`.
+        False with `indices`. Keys that a token does not see have weight 0 for it, but NaN or Inf in the first 512
+        columns of a newer token of the request reaches older query tokens, because 0 times NaN is NaN.
     is_fp8_kvcache : bool
         The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
         rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded. RoPE columns are bfloat16 in
@@ -184,37 +178,42 @@ def flash_mla_with_kvcache(
     ...     q, fp8_cache, None, None, 512, plan, is_fp8_kvcache=True, indices=slots
     ... )
     """
+    if head_dim_v.__class__ is not int or head_dim_v != D_V:
+        check_head_dim_v(head_dim_v)
+    if causal is not False and causal is not True:
+        causal = as_bool("causal", causal)
+    if is_fp8_kvcache is not False and is_fp8_kvcache is not True:
+        is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
+    if enable_batch_invariant is not False and enable_batch_invariant is not True:
+        enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
+    if indices is not None:
+        if causal:
+            raise ValueError("causal: expected False with indices, got True")
+        return sparse_decode.decode(
+            q,
+            k_cache,
+            tile_scheduler_metadata,
+            num_splits,
+            softmax_scale,
+            is_fp8_kvcache,
+            indices,
+            attn_sink,
+            extra_k_cache,
+            extra_indices_in_kvcache,
+            topk_length,
+            extra_topk_length,
+            out,
+            enable_batch_invariant,
+        )
     if (
-        is_fp8_kvcache is not False
-        or indices is not None
+        is_fp8_kvcache
         or attn_sink is not None
         or extra_k_cache is not None
         or extra_indices_in_kvcache is not None
         or topk_length is not None
         or extra_topk_length is not None
     ):
-        is_fp8_kvcache = checks.as_bool("is_fp8_kvcache", is_fp8_kvcache)
-        if indices is not None:
-            checks.check_head_dim_v(head_dim_v)
-            if checks.as_bool("causal", causal):
-                raise ValueError("causal: expected False with indices, got True")
-            return sparse.decode(
-                q,
-                k_cache,
-                tile_scheduler_metadata,
-                num_splits,
-                softmax_scale,
-                is_fp8_kvcache,
-                indices,
-                attn_sink,
-                extra_k_cache,
-                extra_indices_in_kvcache,
-                topk_length,
-                extra_topk_length,
-                out,
-                checks.as_bool("enable_batch_invariant", enable_batch_invariant),
-            )
-        checks.refuse_without_indices(
+        _refuse_without_indices(
             is_fp8_kvcache,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
@@ -222,211 +221,26 @@ def flash_mla_with_kvcache(
             topk_length=topk_length,
             extra_topk_length=extra_topk_length,
         )
-    if head_dim_v.__class__ is not int or head_dim_v != _D_V:
-        checks.check_head_dim_v(head_dim_v)
-    if causal is not False and causal is not True:
-        causal = checks.as_bool("causal", causal)
-    if enable_batch_invariant is not False and enable_batch_invariant is not True:
-        enable_batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
-
-    q_view = READERS[type(q)](q, "q")
-    k_view = READERS[type(k_cache)](k_cache, "k_cache")
-    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
-    k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
-    # One flat tuple: slices of the two views take twice as long to build and to look up.
-    kinds = (q_shape, q_steps, dtype, device, framework, k_shape, k_steps, k_dtype, k_device, k_framework)
-    known = _known.get(kinds) or _learn(q_view, k_view)
-    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, _, calls = known
-    if k_ptr & 15:
-        checks.k_cache_strides(k_view)
-    if k_framework is not framework:
-        checks.check_place("k_cache", k_view, device, framework, "q")
-    if softmax_scale is None:
-        softmax_scale = _DEFAULT_SCALE[d_qk]
-    else:
-        softmax_scale = checks.as_softmax_scale(softmax_scale)
-    if out is None:
-        out_strides = None
-    else:
-        out_view = READERS[type(out)](out, "out")
-        out_strides = checks.out_strides(out_view, q_view)
-        out_ptr = out_view[0]
-
-    plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
-    if plan is None:
-        if num_splits is None:
-            raise ValueError(
-                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
-            )
-        tiles, splits = tile_scheduler_metadata, num_splits
-    else:
-        if num_splits is not None:
-            raise ValueError(
-                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
-                f"{type(num_splits).__name__}"
-            )
-        enable_batch_invariant = enable_batch_invariant or plan.enable_batch_invariant
-        if plan.have_initialized:
-            checks.check_config(
-                plan.config, b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant
-            )
-        tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
-    if plan is None or tiles is not None:
-        (
-            table_ptr,
-            table_stride,
-            max_blocks,
-            lengths_ptr,
-            tiles_ptr,
-            num_parts,
-            splits_ptr,
-            _owners,
-        ) = read_batch(block_table, cache_seqlens, tiles, splits, b, device, framework)
-    elif splits is not None:
-        raise ValueError(
-            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
-        )
-    elif b > metadata.MAX_BATCH:
-        raise ValueError(f"q: expected at most {metadata.MAX_BATCH} requests for a plan, got {b}")
-    else:
-        table_ptr, table_stride, max_blocks, lengths_ptr, _owners = read_requests(
-            block_table, cache_seqlens, b, device, framework
-        )
-
-    if not b or not s_q:
-        if out is None:
-            out = framework.empty((b, s_q, h_q, _D_V), dtype, device)
-        return out, framework.empty((b, h_q, s_q), "float32", device)
-
-    stream = framework.current_stream(device)
-    if q_ptr & 15 or q_strides is None:
-        q_view = inspect(framework.contiguous_copy(q_array, "q"), "q")
-        q_ptr = q_view[0]
-        known = _known.get(q_view[1:6] + k_view[1:6]) or _learn(q_view, k_view)
-        calls = known.calls
-    if plan is not None and (tiles is None or not plan.have_initialized):
-        config = SchedConfig(
-            b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=enable_batch_invariant
-        )
-        if tiles is None:
-            tokens = metadata.TokenCounts(lengths_ptr)
-            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, tokens, device, framework)
-        plan.config = config
-        plan.have_initialized = True
-
-    key = (
-        table_stride,
-        max_blocks,
-        num_parts,
-        plan is not None,
+    return dense_decode.decode(
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        tile_scheduler_metadata,
+        num_splits,
+        softmax_scale,
+        causal,
+        out,
         enable_batch_invariant,
-        out_strides,
-        softmax_scale,
-        causal,
     )
-    allocate, launch = calls.get(key) or _prepare(known, key, q_view, k_view)
-    if out is None:
-        out, lse, scratch = allocate()
-        out_ptr = framework.pointer(out)
-    else:
-        lse, scratch = allocate()
-    launch(
-        stream,
-        k_ptr,
-        q_ptr,
-        table_ptr,
-        lengths_ptr,
-        tiles_ptr,
-        splits_ptr,
-        out_ptr,
-        framework.pointer(lse),
-        0 if scratch is None else framework.pointer(scratch),
-    )
-    return out, lse
 
 
-class _Known(NamedTuple):
-    """What follows from the shapes, strides and places of q and the cache that passed the checks."""
-
-    b: int
-    s_q: int
-    h_q: int
-    d_qk: int
-    page_block_size: int
-    h_kv: int
-    q_strides: tuple[int, ...] | None  # that 16-byte copies can walk; None: a contiguous copy is needed
-    k_strides: tuple[int, ...]
-    calls: dict[tuple[Any, ...], sparse.PreparedCall]  # by what else a call depends on
-
-
-# A decoding loop repeats the same few kinds of call. Checks and parameters that depend on nothing else are
-# worked out once for each. Emptied when full, which costs a later call some 20 us.
-_MAX_KNOWN = 1024
-_known: dict[tuple[Any, ...], _Known] = {}
-
-
-def _learn(q: Fields, k_cache: Fields) -> _Known:
-    """Check q and the cache, and remember that."""
-    b, s_q, h_q, d_qk, _, page_block_size, h_kv = checks.dense_sizes(q, k_cache)
-    k_strides = checks.k_cache_strides(k_cache)
-    _, shape, strides, *_ = q
-    usable = checks.usable_strides(shape, strides)
-    q_strides = usable if checks.strides_fit(0, shape, usable) else None
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    known = _Known(b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, {})
-    _known[q[1:6] + k_cache[1:6]] = known
-    return known
-
-
-def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) -> sparse.PreparedCall:
-    """Load the kernels of a call and work out their parameters."""
-    (
-        table_stride,
-        max_blocks,
-        num_parts,
-        object_layout,
-        batch_invariant,
-        out_strides,
-        softmax_scale,
-        causal,
-    ) = key
-    b, s_q, h_q, d_qk, page_block_size, h_kv, q_strides, k_strides, calls = known
-    _, _, _, dtype, device, framework, _ = q
-    assert q_strides is not None  # or q would have been copied
-    results = [((b, s_q, h_q, _D_V), dtype), ((b, h_q, s_q), "float32")][out_strides is not None :]
-    if out_strides is None:
-        out_strides = (s_q * h_q * _D_V, h_q * _D_V, _D_V)
-    call = dense_decode.DenseDecodeCall(
-        device=device,
-        dtype=dtype,
-        b=b,
-        s_q=s_q,
-        h_q=h_q,
-        h_kv=h_kv,
-        d_qk=d_qk,
-        page_block_size=page_block_size,
-        num_blocks=k_cache[1][0],
-        q_stride_b=q_strides[0],
-        q_stride_s=q_strides[1],
-        q_stride_h=q_strides[2],
-        k_stride_block=k_strides[0],
-        k_stride_token=k_strides[1],
-        k_stride_head=k_strides[2],
-        block_table_stride=table_stride,
-        max_seqlen=max_blocks * page_block_size,
-        num_parts=num_parts,
-        object_layout=object_layout,
-        batch_invariant=batch_invariant,
-        out_stride_b=out_strides[0],
-        out_stride_s=out_strides[1],
-        out_stride_h=out_strides[2],
-        softmax_scale=softmax_scale,
-        causal=causal and s_q > 1,
-    )
-    prepared = dense_decode.PreparedDecode(call, framework.capture_query(device))
-    if len(calls) >= _MAX_KNOWN:
-        calls.clear()
-    allocate = framework.allocator(results, prepared.scratch_bytes, device)
-    known_call = calls[key] = sparse.PreparedCall(allocate, prepared.launch)
-    return known_call
+def _refuse_without_indices(is_fp8_kvcache: bool, **arrays: Any) -> None:
+    """Raise for those arguments of sparse decoding that were given without `indices`."""
+    given = [name for name, value in arrays.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: expected None without indices, got an array; dense decoding has no such argument, "
+            "so give the selected slots as indices, or leave it out"
+        )
+    refuse_dense_fp8()

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call import checks
 from ..call.arrays import ArrayView, inspect
-from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
-from ..kernels import mla_convert_indices as kernel
+from ..call.checks import (
+    INT32_MAX,
+    as_bool,
+    as_count,
+    check_no_overlap,
+    check_vector,
+    launch_place,
+    row_strides,
+    same_place,
+)
+from ..kernels import mla_convert_indices
 
 __all__ = ["convert_indices"]
 
@@ -67,8 +75,8 @@ def convert_indices(
     synchronises; legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[...])` has loaded the
     kernel. Positions past a request's length give slots of whatever stands in its table there.
     """
-    compact = checks.as_bool("compact", compact)
-    page = checks.as_count("page_block_size", page_block_size)
+    compact = as_bool("compact", compact)
+    page = as_count("page_block_size", page_block_size)
     if page > INT32_MAX:
         raise ValueError(f"page_block_size: expected less than 2**31, got {page}")
     positions = _int32("indices", indices)
@@ -81,14 +89,16 @@ def convert_indices(
             f"indices: expected less than 2**31 rows and 2**30 columns, got {list(positions.shape)}"
         )
     table = _int32("block_table", block_table)
-    if len(table.shape) != 2 or request_ids is None and table.shape[0] < n:
+    if len(table.shape) != 2 or request_ids is None and table.shape[0] < n or max(table.shape) > INT32_MAX:
         needed = "num_requests" if request_ids is not None else f"at least {n}"
-        raise ValueError(f"block_table: expected shape [{needed}, max_blocks], got {list(table.shape)}")
+        raise ValueError(
+            f"block_table: expected shape [{needed}, max_blocks], both below 2**31, got {list(table.shape)}"
+        )
     same_place("block_table", table, positions, "indices")
     ids = 0
     if request_ids is not None:
         view = inspect(request_ids, "request_ids")
-        checks.check_vector("request_ids", view, ("int32",), n, "the length of indices")
+        check_vector("request_ids", view, ("int32",), n, "the length of indices")
         same_place("request_ids", view, positions, "indices")
         ids = view.ptr
     position_strides = row_strides("indices", positions)
@@ -110,7 +120,7 @@ def convert_indices(
         out_ptr, slot_strides = slots.ptr, _two(given)
     counts = framework.empty(tuple(row_shape), "int32", device) if compact else None
     if n * s_q and topk:
-        kernel.launch(
+        mla_convert_indices.launch(
             **launch_place(positions),
             indices=positions.ptr,
             block_table=table.ptr,

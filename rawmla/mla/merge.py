@@ -6,10 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..call.arrays import ArrayView, inspect
-from ..call.checks import D_V
-from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place, steps
-from ..kernels import mla_merge_states as merge_states
-from ..kernels.common import ceil_div
+from ..call.checks import (
+    INT32_MAX,
+    check_no_overlap,
+    launch_place,
+    row_strides,
+    same_place,
+    usable_strides,
+)
+from ..kernels import mla_merge_states
+from ..kernels.common import D_V, ceil_div
 from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
 
 __all__ = ["merge_attn_states"]
@@ -103,7 +109,7 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
         given_strides or (s * h * D_V, h * D_V, D_V),
         (s * h, 1, s) if len(first.shape) == 4 else (s * h, h, 1),
     )
-    merge_states.launch(parts, result, part_dtype, dtype, **call)
+    mla_merge_states.launch(parts, result, part_dtype, dtype, **call)
     return out, lse
 
 
@@ -117,7 +123,7 @@ def _merge_groups(
         for start in range(0, len(parts), MAX_PARTS):
             lse = scratch + n * s * h * D_V * 4
             state = State(scratch, lse, (s * h * D_V, h * D_V, D_V), (s * h, h, 1))
-            merge_states.launch(parts[start : start + MAX_PARTS], state, dtype, "float32", **call)
+            mla_merge_states.launch(parts[start : start + MAX_PARTS], state, dtype, "float32", **call)
             merged.append(state)
             scratch += _state_bytes(n * s * h)
         parts, dtype = merged, "float32"
@@ -187,5 +193,5 @@ def _lse_strides(name: str, view: ArrayView, shape: tuple[int, ...], first: Arra
             f"got {list(view.shape)}"
         )
     same_place(name, view, first, "outs[0]")
-    strides = steps(view)
+    strides = usable_strides(view.shape, view.strides)
     return (strides[0], strides[2], strides[1]) if len(shape) == 3 else (0, strides[0], strides[1])

@@ -2,20 +2,36 @@
 
 `get_mla_metadata` keeps the names, order and meaning of FlashMLA's arguments. A plan is two int32 arrays,
 either bare or inside a `FlashMLASchedMeta`; the order of a row's fields differs between the two forms.
+`resolve_plan` makes of either what a decode call needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import checks
-from ..call.arrays import Framework, inspect
-from ..kernels import mla_metadata as metadata
+from ..call.arrays import READERS, Fields, Framework, inspect
+from ..call.memo import LatestPair
+from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, ceil_div
+from .arguments import refuse_dense_fp8
 
-__all__ = ["FlashMLASchedMeta", "SchedConfig", "fill_plan", "get_mla_metadata"]
+__all__ = [
+    "FlashMLASchedMeta",
+    "PlanArrays",
+    "ResolvedPlan",
+    "SchedConfig",
+    "compute_plan",
+    "get_mla_metadata",
+    "mark_plan",
+    "resolve_plan",
+]
+
+_PLAN_COLUMNS = 8
+_MAX_PARTS = 65_535  # CTAs along grid z
 
 
 @dataclass(slots=True)
@@ -37,6 +53,10 @@ class SchedConfig:
     extra_page_block_size: int | None = None
     extra_topk: int | None = None
     enable_batch_invariant: bool = False
+
+
+_CONFIG_FIELDS = tuple([field.name for field in fields(SchedConfig)])
+_fields_of = attrgetter(*_CONFIG_FIELDS)
 
 
 @dataclass(eq=False)
@@ -148,7 +168,7 @@ def get_mla_metadata(
     """
     batch_invariant = checks.as_bool("enable_batch_invariant", enable_batch_invariant)
     if checks.as_bool("is_fp8_kvcache", is_fp8_kvcache) and topk is None:
-        checks.refuse_dense_fp8()
+        refuse_dense_fp8()
     if num_heads_per_head_k is not None:
         if num_q_tokens_per_head_k is not None:
             raise TypeError(
@@ -166,8 +186,8 @@ def get_mla_metadata(
     if len(shape) != 1:
         raise ValueError(f"cache_seqlens: expected shape [b], got {list(shape)}")
     b = shape[0]
-    if b > metadata.MAX_BATCH:
-        raise ValueError(f"cache_seqlens: expected at most {metadata.MAX_BATCH} requests, got {b}")
+    if b > mla_metadata.MAX_BATCH:
+        raise ValueError(f"cache_seqlens: expected at most {mla_metadata.MAX_BATCH} requests, got {b}")
     if b > 1 and strides[0] != 1:
         raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
     h_kv = checks.as_count("num_heads_k", num_heads_k)
@@ -179,87 +199,238 @@ def get_mla_metadata(
             f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
         )
 
-    tokens = metadata.TokenCounts(ptr)
+    tokens = mla_metadata.TokenCounts(ptr)
     if topk is not None:
-        tokens = metadata.TokenCounts(0, most=checks.as_count("topk", topk))
+        tokens = mla_metadata.TokenCounts(0, most=checks.as_count("topk", topk))
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
 
     plan = out if isinstance(out, FlashMLASchedMeta) else None
     if out is None:
-        sm_count = jit.device_info(device).sm_count
-        if topk is None:
-            num_parts = metadata.num_sm_parts(sm_count, rows_q // h_q, h_q, h_kv)
-        else:
-            num_parts = metadata.num_sm_parts_sparse(sm_count, rows_q // h_q, h_q)
-        tiles, splits = _empty_arrays(framework, num_parts, b, device)
-        tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
+        num_parts = _num_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
+        rows, splits = _empty_arrays(framework, num_parts, b, device)
+        rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
     else:
         if plan is not None:
             batch_invariant = _batch_invariant_of(plan, batch_invariant)
             _check_topk_of(plan, topk)
-        tiles, splits = _given_arrays(out)
-        tiles_view, splits_view = inspect(tiles, "out[0]"), inspect(splits, "out[1]")
-        num_parts = checks.plan_rows(
-            tiles_view, splits_view, b, device, framework, "cache_seqlens", ("out[0]", "out[1]")
+        rows, splits = _given_arrays(out)
+        rows_ptr, splits_ptr, num_parts, _ = _check_arrays(
+            inspect(rows, "out[0]"),
+            inspect(splits, "out[1]"),
+            b,
+            device,
+            framework,
+            "cache_seqlens",
+            ("out[0]", "out[1]"),
         )
-        tiles_ptr, splits_ptr = tiles_view.ptr, splits_view.ptr
 
     if b:
-        metadata.launch(
+        mla_metadata.launch(
             device=device,
             stream=framework.current_stream(device),
             capturing=framework.capture_query(device),
             tokens=tokens,
             b=b,
             num_parts=num_parts,
-            sched_meta=tiles_ptr,
+            sched_meta=rows_ptr,
             num_splits=splits_ptr,
             object_layout=plan is not None,
             batch_invariant=batch_invariant,
         )
     else:
-        framework.fill(tiles, -1)  # begin < 0: every part idle, whatever the batch of the call that reads it
+        framework.fill(rows, -1)  # begin < 0: every part idle, whatever the batch of the call that reads it
         framework.fill(splits, 0)
-    return (tiles, splits) if plan is None else (plan, None)
+    return (rows, splits) if plan is None else (plan, None)
 
 
-def fill_plan(
-    plan: FlashMLASchedMeta,
-    config: SchedConfig,
-    tokens: metadata.TokenCounts,
+class PlanArrays(NamedTuple):
+    """The two arrays of a plan as device addresses."""
+
+    sched_meta: int
+    num_splits: int
+    num_parts: int
+    owners: tuple[Any, ...]
+    """Keep arrays of other libraries alive during the call."""
+
+
+class ResolvedPlan(NamedTuple):
+    """The plan of one decode call."""
+
+    arrays: PlanArrays | None
+    """None: the plan is an empty object, and `compute_plan` makes its arrays."""
+    num_parts: int
+    is_object: bool
+    """The rows of an object have another order of fields than a bare tensor."""
+    batch_invariant: bool
+    unmarked: FlashMLASchedMeta | None
+    """An object that no call has used yet: `mark_plan` has to follow once the call's kernels are enqueued."""
+
+
+_latest_arrays = LatestPair()
+
+
+def resolve_plan(
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    enable_batch_invariant: bool,
+    configs: tuple[SchedConfig, SchedConfig],
     device: int,
     framework: Framework,
-) -> tuple[int, int, int]:
-    """Compute the arrays of an empty object; returns (address of rows, their number, address of splits)."""
-    sm_count = jit.device_info(device).sm_count
-    if config.topk is None:
-        num_parts = metadata.num_sm_parts(sm_count, config.s_q, config.h_q, config.h_k)
+) -> ResolvedPlan:
+    """Check the plan of a decode call, in any of its forms, and say where it lies.
+
+    ``configs`` are those of the call, without and with a batch-invariant plan. ``device`` and ``framework`` are
+    those of q. Nothing is allocated, launched or changed.
+    """
+    unmarked = None
+    is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+    if is_object:
+        plan: FlashMLASchedMeta = tile_scheduler_metadata
+        if num_splits is not None:
+            raise ValueError(
+                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
+                f"{type(num_splits).__name__}"
+            )
+        enable_batch_invariant = enable_batch_invariant or bool(plan.enable_batch_invariant)
+        if plan.have_initialized:
+            _check_config(plan.config, configs[enable_batch_invariant])
+        else:
+            unmarked = plan
+        rows, num_splits = plan.tile_scheduler_metadata, plan.num_splits
+        if rows is None:
+            if num_splits is not None:
+                raise ValueError(
+                    "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
+                )
+            config = configs[0]
+            if config.b > mla_metadata.MAX_BATCH:
+                raise ValueError(
+                    f"q: expected at most {mla_metadata.MAX_BATCH} requests for a plan, got {config.b}"
+                )
+            num_parts = _num_parts(device, config.s_q, config.h_q, config.h_k, config.topk is not None)
+            return ResolvedPlan(None, num_parts, True, enable_batch_invariant, plan)
     else:
-        num_parts = metadata.num_sm_parts_sparse(sm_count, config.s_q, config.h_q)
-    tiles, splits = _empty_arrays(framework, num_parts, config.b, device)
-    tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
-    metadata.launch(
+        rows = tile_scheduler_metadata
+        if num_splits is None:
+            raise ValueError(
+                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+            )
+    place = (configs[0].b, device, framework)
+    arrays = _latest_arrays.find(rows, num_splits, place, framework)
+    if arrays is None:
+        views = (
+            READERS[type(rows)](rows, "tile_scheduler_metadata"),
+            READERS[type(num_splits)](num_splits, "num_splits"),
+        )
+        arrays = _check_arrays(*views, configs[0].b, device, framework, "q")
+        _latest_arrays.keep(rows, num_splits, place, framework, views, arrays._replace(owners=()))
+    return ResolvedPlan(arrays, arrays.num_parts, is_object, enable_batch_invariant, unmarked)
+
+
+def compute_plan(
+    plan: ResolvedPlan, b: int, tokens: mla_metadata.TokenCounts, device: int, framework: Framework
+) -> PlanArrays:
+    """Make the arrays of an empty object and enqueue their computation. The object is not changed yet."""
+    rows, num_splits = _empty_arrays(framework, plan.num_parts, b, device)
+    arrays = PlanArrays(
+        framework.pointer(rows), framework.pointer(num_splits), plan.num_parts, (rows, num_splits)
+    )
+    mla_metadata.launch(
         device=device,
         stream=framework.current_stream(device),
         capturing=framework.capture_query(device),
         tokens=tokens,
-        b=config.b,
-        num_parts=num_parts,
-        sched_meta=tiles_ptr,
-        num_splits=splits_ptr,
+        b=b,
+        num_parts=plan.num_parts,
+        sched_meta=arrays.sched_meta,
+        num_splits=arrays.num_splits,
         object_layout=True,
-        batch_invariant=config.enable_batch_invariant,
+        batch_invariant=plan.batch_invariant,
     )
-    plan.tile_scheduler_metadata = tiles
-    plan.num_splits = splits
-    return tiles_ptr, num_parts, splits_ptr
+    return arrays
+
+
+def mark_plan(
+    plan: FlashMLASchedMeta, config: SchedConfig, computed: PlanArrays | None
+) -> None:
+    """Note in an object that a call has used it: its configuration, and the arrays if they were computed for it.
+
+    Called last, so that a call that fails leaves the object as it was.
+    """
+    if computed is not None:
+        plan.tile_scheduler_metadata, plan.num_splits = computed.owners
+    plan.config = replace(config)
+    plan.have_initialized = True
+
+
+def _check_config(planned: Any, wanted: SchedConfig) -> None:
+    """The call must be the one that a filled object was made for; its config may be of a class of the caller's."""
+    if planned.__class__ is SchedConfig and _fields_of(planned) == _fields_of(wanted):
+        return
+    if planned is None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
+            "True, got config None"
+        )
+    for field in _CONFIG_FIELDS:
+        given, needed = getattr(planned, field, False), getattr(wanted, field)
+        if given != needed:
+            raise ValueError(
+                f"tile_scheduler_metadata: expected a plan for {field} = {needed}, that of this call, got a "
+                f"FlashMLASchedMeta filled for {field} = {given}; take one from get_mla_metadata() for each "
+                "configuration"
+            )
+
+
+def _check_arrays(
+    rows: Fields,
+    num_splits: Fields,
+    b: int,
+    device: int,
+    framework: Framework,
+    reference: str,
+    names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
+) -> PlanArrays:
+    """Check the two arrays of a plan for `b` requests."""
+    ptr, shape, strides, dtype, _, _, rows_owner = rows
+    if dtype != "int32":
+        raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
+    if len(shape) != 2 or shape[1] != _PLAN_COLUMNS or not 0 < shape[0] <= _MAX_PARTS:
+        raise ValueError(
+            f"{names[0]}: expected shape [num_sm_parts, {_PLAN_COLUMNS}] with 1 to {_MAX_PARTS} rows, got "
+            f"{list(shape)}"
+        )
+    if strides[1] != 1 or strides[0] != _PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
+        raise ValueError(
+            f"{names[0]}: expected a contiguous array at a 16-byte aligned address, got strides "
+            f"{list(strides)} (elements), address {ptr:#x}"
+        )
+    num_parts = shape[0]
+    splits_ptr, shape, strides, dtype, _, _, splits_owner = num_splits
+    if dtype != "int32":
+        raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
+    if len(shape) != 1 or shape[0] <= b:
+        raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
+    if strides[0] != 1 and b > 0:
+        raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")
+    checks.check_place(names[0], rows, device, framework, reference)
+    checks.check_place(names[1], num_splits, device, framework, reference)
+    return PlanArrays(ptr, splits_ptr, num_parts, (rows_owner, splits_owner))
+
+
+def _num_parts(device: int, s_q: int, h_q: int, h_kv: int, is_sparse: bool) -> int:
+    """Rows of a new plan: as many as fill the GPU."""
+    sm_count = jit.device_info(device).sm_count
+    if is_sparse:
+        return mla_metadata.num_sm_parts_sparse(sm_count, s_q, h_q)
+    return mla_metadata.num_sm_parts(sm_count, s_q, h_q, h_kv)
 
 
 def _empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> tuple[Any, Any]:
     """The two arrays of a plan, not yet computed."""
     return (
-        framework.empty((num_parts, checks.PLAN_COLUMNS), "int32", device),
+        framework.empty((num_parts, _PLAN_COLUMNS), "int32", device),
         framework.empty((b + 1,), "int32", device),
     )
 

@@ -1,54 +1,64 @@
 """Sparse decoding: the calls of `flash_mla_with_kvcache` with `indices`.
 
-As in `rawmla.mla.decode`, the host checks what it can see, allocates in the framework of q and hands plain
-addresses and numbers to `rawmla.kernels`.
+`decode` is one call from the arrays to the launch, laid out as in `rawmla.mla.dense_decode`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..call import checks
-from ..call.arrays import READERS, Fields, inspect
-from ..kernels import mla_metadata as metadata
-from ..kernels import mla_sparse as sparse_decode
-from ..mla.plan import FlashMLASchedMeta, SchedConfig, fill_plan
-
-__all__ = ["PreparedCall", "decode"]
-
-_D_V = checks.D_V
-_ARGUMENTS = (
-    "q",
-    "k_cache",
-    "indices",
-    "topk_length",
-    "extra_k_cache",
-    "extra_indices_in_kvcache",
-    "extra_topk_length",
-    "attn_sink",
-    "out",
+from ..call.arrays import READERS, Fields, address_of, read_given
+from ..call.checks import as_softmax_scale, check_streams
+from ..call.memo import Memo, PreparedCall, kind_of
+from ..kernels import mla_metadata, mla_sparse
+from ..kernels.common import D_V
+from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
+from .arguments import (
+    check_out,
+    check_selection,
+    check_sparse_cache,
+    check_sparse_q,
+    check_vectors,
+    q_strides,
 )
-_REQUIRED = ("q", "k_cache")
+from .plan import SchedConfig, compute_plan, mark_plan, resolve_plan
 
-# Calls whose checks were passed, with their launches. Emptied when full.
-_MAX_KNOWN = 1024
-_known: dict[tuple[Any, ...], _Known] = {}
+__all__ = ["decode"]
 
 
-class PreparedCall(NamedTuple):
-    """What a kind of call does on its arrays, of decoding or of prefill."""
+class _Arrays(NamedTuple):
+    """The arrays of a call by the names of the arguments; None: not given."""
 
-    allocate: Callable[[], list[Any]]  # `out` unless given, the other results, scratch or None
-    launch: Callable[..., None]
+    q: Fields
+    k_cache: Fields
+    indices: Fields
+    topk_length: Fields | None
+    extra_k_cache: Fields | None
+    extra_indices_in_kvcache: Fields | None
+    extra_topk_length: Fields | None
+    attn_sink: Fields | None
+    out: Fields | None
 
 
-class _Known(NamedTuple):
-    """What follows from the kinds of the arguments."""
+class _Checked(NamedTuple):
+    """What follows from the kinds of the arrays, which passed the checks; strides of q and out in elements."""
 
-    sizes: checks.SparseSizes
-    q_strides: tuple[int, int, int] | None  # None: a contiguous copy is needed
-    calls: dict[tuple[Any, ...], PreparedCall]
+    format: str  # as in SparseCall
+    b: int
+    s_q: int
+    h_q: int
+    d_qk: int
+    load_bytes: int  # what addresses of cache rows are multiples of
+    cache: Cache
+    extra: Cache  # NO_CACHE: there is none
+    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    out_strides: tuple[int, ...]
+    default_scale: float
+    configs: tuple[SchedConfig, SchedConfig]  # by batch-invariant
+    calls: Memo[PreparedCall]
+
+
+_checked: Memo[_Checked] = Memo(shared=True)
 
 
 def decode(
@@ -68,156 +78,169 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`flash_mla_with_kvcache` with `indices`; booleans are checked already."""
-    arrays = (
-        q,
-        k_cache,
-        indices,
-        topk_length,
-        extra_k_cache,
-        extra_indices_in_kvcache,
-        extra_topk_length,
-        attn_sink,
-        out,
+    arrays = _Arrays(
+        READERS[type(q)](q, "q"),
+        READERS[type(k_cache)](k_cache, "k_cache"),
+        READERS[type(indices)](indices, "indices"),
+        read_given(topk_length, "topk_length"),
+        read_given(extra_k_cache, "extra_k_cache"),
+        read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache"),
+        read_given(extra_topk_length, "extra_topk_length"),
+        read_given(attn_sink, "attn_sink"),
+        read_given(out, "out"),
     )
-    views: list[Fields | None] = [
-        None if array is None and name not in _REQUIRED else READERS[type(array)](array, name)
-        for array, name in zip(arrays, _ARGUMENTS, strict=True)
-    ]
-    kinds = tuple([None if view is None else (view[0] & 15, *view[1:6]) for view in views])
-    known = _known.get((is_fp8_kvcache, kinds)) or _learn(is_fp8_kvcache, kinds, views)
-    sizes = known.sizes
-    b, s_q, h_q = sizes.b, sizes.s_q, sizes.h_q
-    q_view = views[0]
-    assert q_view is not None
-    _, _, _, _, device, framework, q_array = q_view
-    for view, name in zip(views[1:], _ARGUMENTS[1:], strict=True):
-        if view is not None and view[5] is not framework:
-            checks.check_place(name, view, device, framework, "q")
-    scale = sizes.d_qk**-0.5 if softmax_scale is None else checks.as_softmax_scale(softmax_scale)
+    kind = (is_fp8_kvcache, *map(kind_of, arrays))
+    checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, arrays))
+    _, _, _, _, device, framework, q_array = arrays.q
+    check_streams(arrays, device, framework)
+    softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
+    configs = checked.configs
+    plan = resolve_plan(
+        tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, device, framework
+    )
+    if not checked.b or not checked.s_q:
+        return _empty_results(checked, out, arrays.q)
 
-    pointers = [0 if view is None else view[0] for view in views]
-    tokens = metadata.TokenCounts(pointers[3], pointers[6], sizes.cache.topk, sizes.extra.topk)
-    plan = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
-    config = None
-    if plan is None:
-        if num_splits is None:
-            raise ValueError(
-                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
-            )
-        tiles, splits = tile_scheduler_metadata, num_splits
-    else:
-        if num_splits is not None:
-            raise ValueError(
-                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
-                f"{type(num_splits).__name__}"
-            )
-        enable_batch_invariant = enable_batch_invariant or plan.enable_batch_invariant
-        config = SchedConfig(
-            b,
-            s_q,
-            h_q,
-            sizes.cache.page_block_size,
-            1,
-            causal=False,
-            is_fp8_kvcache=is_fp8_kvcache,
-            topk=sizes.cache.topk,
-            extra_page_block_size=sizes.extra.page_block_size if sizes.extra.topk else None,
-            extra_topk=sizes.extra.topk or None,
-            enable_batch_invariant=enable_batch_invariant,
-        )
-        if plan.have_initialized:
-            checks.check_sparse_config(plan.config, config)
-        tiles, splits = plan.tile_scheduler_metadata, plan.num_splits
-        if tiles is None and splits is not None:
-            raise ValueError(
-                "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got "
-                "num_splits"
-            )
-    if plan is None or tiles is not None:
-        tiles_view = inspect(tiles, "tile_scheduler_metadata")
-        splits_view = inspect(splits, "num_splits")
-        num_parts = checks.plan_rows(tiles_view, splits_view, b, device, framework, "q")
-        tiles_ptr, splits_ptr = tiles_view.ptr, splits_view.ptr
-    elif b > metadata.MAX_BATCH:
-        raise ValueError(f"q: expected at most {metadata.MAX_BATCH} requests for a plan, got {b}")
-
-    if not b or not s_q:
-        if out is None:
-            out = framework.empty((b, s_q, h_q, _D_V), "bfloat16", device)
-        return out, framework.empty((b, h_q, s_q), "float32", device)
-
-    stream = framework.current_stream(device)
-    q_strides = known.q_strides
-    if q_strides is None:
+    key = (plan.num_parts, plan.is_object, plan.batch_invariant, softmax_scale)
+    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays))
+    q_ptr = address_of(arrays.q)
+    if checked.q_strides is None:
         q_array = framework.contiguous_copy(q_array, "q")
-        pointers[0] = framework.pointer(q_array)
-        q_strides = (s_q * h_q * sizes.d_qk, h_q * sizes.d_qk, sizes.d_qk)
-    if plan is not None and (tiles is None or not plan.have_initialized):
-        assert config is not None
-        if tiles is None:
-            tiles_ptr, num_parts, splits_ptr = fill_plan(plan, config, tokens, device, framework)
-        plan.config = config
-        plan.have_initialized = True
-
-    key = (num_parts, plan is not None, enable_batch_invariant, scale)
-    call = known.calls.get(key)
-    if call is None:
-        if len(known.calls) >= _MAX_KNOWN:
-            known.calls.clear()
-        prepared = sparse_decode.PreparedSparseDecode(
-            sparse_decode.SparseDecodeCall(
-                device=device,
-                format=sizes.format,
-                d_qk=sizes.d_qk,
-                load_bytes=sizes.load_bytes,
-                b=b,
-                s_q=s_q,
-                h_q=h_q,
-                cache=sizes.cache,
-                extra=sizes.extra,
-                q_strides=q_strides,
-                num_parts=num_parts,
-                object_layout=plan is not None,
-                batch_invariant=enable_batch_invariant,
-                out_strides=sizes.out_strides,
-                softmax_scale=scale,
-            ),
-            framework.capture_query(device),
+        q_ptr = framework.pointer(q_array)
+    topk_length_ptr = address_of(arrays.topk_length)
+    extra_topk_length_ptr = address_of(arrays.extra_topk_length)
+    computed = None
+    if plan.arrays is None:
+        tokens = mla_metadata.TokenCounts(
+            topk_length_ptr, extra_topk_length_ptr, checked.cache.topk, checked.extra.topk
         )
-        results = [((b, s_q, h_q, _D_V), "bfloat16"), ((b, h_q, s_q), "float32")][out is not None :]
-        allocate = framework.allocator(results, prepared.scratch_bytes, device)
-        call = known.calls[key] = PreparedCall(allocate, prepared.launch)
+        computed = compute_plan(plan, checked.b, tokens, device, framework)
+    plan_arrays = computed or plan.arrays
     if out is None:
         out, lse, scratch = call.allocate()
-        pointers[8] = framework.pointer(out)
+        out_ptr = framework.pointer(out)
     else:
         lse, scratch = call.allocate()
+        out_ptr = address_of(arrays.out)
     call.launch(
-        stream,
-        pointers[0],
-        (pointers[1], pointers[4]),
-        (pointers[2], pointers[5]),
-        (pointers[3], pointers[6]),
-        pointers[7],
-        tiles_ptr,
-        splits_ptr,
-        pointers[8],
-        framework.pointer(lse),
+        framework.current_stream(device),
+        SparseAddresses(
+            q=q_ptr,
+            k_cache=address_of(arrays.k_cache),
+            extra_k_cache=address_of(arrays.extra_k_cache),
+            indices=address_of(arrays.indices),
+            extra_indices=address_of(arrays.extra_indices_in_kvcache),
+            topk_length=topk_length_ptr,
+            extra_topk_length=extra_topk_length_ptr,
+            attn_sink=address_of(arrays.attn_sink),
+            sched_meta=plan_arrays.sched_meta,
+            num_splits=plan_arrays.num_splits,
+            out=out_ptr,
+            lse=framework.pointer(lse),
+        ),
         0 if scratch is None else framework.pointer(scratch),
     )
+    if plan.unmarked is not None:
+        mark_plan(plan.unmarked, configs[plan.batch_invariant], computed)
     return out, lse
 
 
-def _learn(is_fp8_kvcache: bool, kinds: tuple[Any, ...], views: list[Fields | None]) -> _Known:
-    """Check the arguments, and remember that."""
-    sizes = checks.sparse_sizes(is_fp8_kvcache, dict(zip(_ARGUMENTS, views, strict=True)))
-    q_view = views[0]
-    assert q_view is not None
-    ptr, shape, strides, *_ = q_view
-    usable = checks.usable_strides(shape, strides)
-    fits = checks.strides_fit(ptr, shape, usable)
-    known = _Known(sizes, (usable[0], usable[1], usable[2]) if fits else None, {})
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    _known[is_fp8_kvcache, kinds] = known
-    return known
+def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
+    """Check the arrays of a call against each other."""
+    q = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
+    _, (b, s_q, h_q, d_qk), *_ = q
+    extra_given = [arrays.extra_k_cache is not None, arrays.extra_indices_in_kvcache is not None]
+    if any(extra_given) != all(extra_given):
+        missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
+        raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
+    if arrays.extra_topk_length is not None and not all(extra_given):
+        raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
+    of_q = "b and s_q are those of q"
+    format, cache, load_bytes = check_sparse_cache("k_cache", arrays.k_cache, d_qk, is_fp8_kvcache)
+    cache = check_selection(cache, "indices", arrays.indices, b, s_q, of_q)
+    extra = NO_CACHE
+    if arrays.extra_k_cache is not None and arrays.extra_indices_in_kvcache is not None:
+        name = "extra_k_cache"
+        _, extra, extra_load_bytes = check_sparse_cache(name, arrays.extra_k_cache, d_qk, is_fp8_kvcache)
+        name = "extra_indices_in_kvcache"
+        extra = check_selection(extra, name, arrays.extra_indices_in_kvcache, b, s_q, of_q)
+        load_bytes = min(load_bytes, extra_load_bytes)
+    check_vectors(
+        arrays,
+        {
+            "topk_length": ("int32", b, "b"),
+            "extra_topk_length": ("int32", b, "b"),
+            "attn_sink": ("float32", h_q, "h_q"),
+        },
+    )
+    configs = [
+        SchedConfig(
+            b,
+            s_q,
+            h_q,
+            cache.page_block_size,
+            1,
+            causal=False,
+            is_fp8_kvcache=is_fp8_kvcache,
+            topk=cache.topk,
+            extra_page_block_size=extra.page_block_size if extra is not NO_CACHE else None,
+            extra_topk=extra.topk or None,
+            enable_batch_invariant=batch_invariant,
+        )
+        for batch_invariant in (False, True)
+    ]
+    return _Checked(
+        format=format,
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        d_qk=d_qk,
+        load_bytes=load_bytes,
+        cache=cache,
+        extra=extra,
+        q_strides=q_strides(q),
+        out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
+        default_scale=d_qk**-0.5,
+        configs=(configs[False], configs[True]),
+        calls=Memo(),
+    )
+
+
+def _empty_results(checked: _Checked, out: Any, q: Fields) -> tuple[Any, Any]:
+    """The results of a call without query tokens."""
+    _, _, _, dtype, device, framework, _ = q
+    b, s_q, h_q = checked.b, checked.s_q, checked.h_q
+    if out is None:
+        out = framework.empty((b, s_q, h_q, D_V), dtype, device)
+    return out, framework.empty((b, h_q, s_q), "float32", device)
+
+
+def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> PreparedCall:
+    """Load the kernels of a call and work out their parameters."""
+    num_parts, is_object, batch_invariant, softmax_scale = key
+    b, s_q, h_q, d_qk = checked.b, checked.s_q, checked.h_q, checked.d_qk
+    _, _, _, dtype, device, framework, _ = arrays.q
+    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
+    if arrays.out is not None:
+        del results[0]
+    prepared = mla_sparse.PreparedSparse(
+        SparseCall(
+            device=device,
+            format=checked.format,
+            d_qk=d_qk,
+            load_bytes=checked.load_bytes,
+            b=b,
+            s_q=s_q,
+            h_q=h_q,
+            cache=checked.cache,
+            extra=checked.extra,
+            q_strides=checked.q_strides or (s_q * h_q * d_qk, h_q * d_qk, d_qk),
+            num_parts=num_parts,
+            object_layout=is_object,
+            batch_invariant=batch_invariant,
+            out_strides=checked.out_strides,
+            softmax_scale=softmax_scale,
+        ),
+        framework.capture_query(device),
+    )
+    return PreparedCall(framework.allocator(results, prepared.scratch_bytes, device), prepared.launch)

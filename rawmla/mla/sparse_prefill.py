@@ -1,25 +1,62 @@
 """Sparse prefill: attention of many query tokens, each over tokens of its own choice.
 
-As in `rawmla.mla.decode`, the host checks what it can see, allocates in the framework of q and hands plain
-addresses and numbers to `rawmla.kernels`.
+`flash_mla_sparse_fwd` is one call from the arrays to the launch, laid out as in `rawmla.mla.dense_decode`.
 """
 
 from __future__ import annotations
 
+from math import log
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..call import checks
-from ..call.arrays import READERS, Fields
-from ..kernels import mla_metadata as metadata
-from ..kernels import mla_sparse_prefill as sparse_prefill
-from ..mla.sparse_decode import PreparedCall
+from ..call.arrays import READERS, Fields, address_of, read_given
+from ..call.checks import as_bool, as_softmax_scale, check_streams, usable_strides
+from ..call.memo import Memo, PreparedCall, kind_of
+from ..kernels import mla_metadata, mla_sparse_prefill
+from ..kernels.common import D_V
+from ..kernels.mla_sparse import Cache
+from ..kernels.mla_sparse_prefill import PrefillAddresses, SparsePrefillCall
+from .arguments import (
+    check_head_dim_v,
+    check_out,
+    check_selection,
+    check_sparse_cache,
+    check_sparse_q,
+    check_vectors,
+    q_strides,
+)
 
 __all__ = ["flash_mla_sparse_fwd"]
 
-_D_V = checks.D_V
-_ARGUMENTS = ("q", "kv", "indices", "topk_length", "attn_sink", "out")
-_REQUIRED = ("q", "kv", "indices")
+_LSE_FACTORS = {"2": 1.0, "e": log(2.0)}
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a call by the names of the arguments; None: not given."""
+
+    q: Fields
+    kv: Fields
+    indices: Fields
+    topk_length: Fields | None
+    attn_sink: Fields | None
+    out: Fields | None
+
+
+class _Checked(NamedTuple):
+    """What follows from the kinds of the arrays, which passed the checks; strides of q and out in elements."""
+
+    format: str  # as in SparsePrefillCall
+    s_q: int
+    h_q: int
+    d_qk: int
+    load_bytes: int  # what addresses of cache rows are multiples of
+    cache: Cache
+    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    out_strides: tuple[int, ...]
+    calls: Memo[PreparedCall]
+
+
+_checked: Memo[_Checked] = Memo(shared=True)
 
 
 def flash_mla_sparse_fwd(
@@ -27,13 +64,14 @@ def flash_mla_sparse_fwd(
     kv: Any,
     indices: Any,
     sm_scale: float,
-    d_v: int = _D_V,
+    d_v: int = D_V,
     attn_sink: Any = None,
     topk_length: Any = None,
     out: Any = None,
     *,
     log_base: str = "2",
     is_fp8_kvcache: bool = False,
+    enable_batch_invariant: bool = False,
 ) -> tuple[Any, Any, Any]:
     """Attention of s_q query tokens, each over the rows of kv that its indices name; the first 512 columns of
     a row are its values.
@@ -87,6 +125,12 @@ def flash_mla_sparse_fwd(
         attended, where that takes less time: where the query tokens select at least eight times as many rows
         as it has, and the copies take no more room than `q` and `out`.
 
+    enable_batch_invariant : bool
+        A token's results have the same bits in every call of the same topk, h_q and `kv`, whatever the other tokens
+        are and however many. Tokens share nothing then: no selections are united, no cache is copied first, and no
+        token is split over multiprocessors. Up to 131 tokens that takes up to twice the time; with 8, 16 or 32
+        heads, or an FP8 cache whose rows are selected often, it takes longer for any number of tokens.
+
     Returns
     -------
     out : array
@@ -132,104 +176,143 @@ def flash_mla_sparse_fwd(
     --------
     >>> out, max_logits, lse = rawmla.flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
     """
-    checks.check_head_dim_v(d_v, "d_v")
-    scale = checks.as_softmax_scale(sm_scale, "sm_scale", "a float")
-    lse_factor = checks.as_log_base(log_base)
-    is_fp8_kvcache = checks.as_bool("is_fp8_kvcache", is_fp8_kvcache)
-    arrays = (q, kv, indices, topk_length, attn_sink, out)
-    views: list[Fields | None] = [
-        None if array is None and name not in _REQUIRED else READERS[type(array)](array, name)
-        for array, name in zip(arrays, _ARGUMENTS, strict=True)
-    ]
-    kinds = tuple([None if view is None else (view[0] & 15, *view[1:6]) for view in views])
-    known = _known.get((is_fp8_kvcache, kinds)) or _learn(is_fp8_kvcache, kinds, views)
-    sizes = known.sizes
-    s_q, h_q = sizes.s_q, sizes.h_q
-    q_view = views[0]
-    assert q_view is not None
-    _, _, _, _, device, framework, q_array = q_view
-    for view, name in zip(views[1:], _ARGUMENTS[1:], strict=True):
-        if view is not None and view[5] is not framework:
-            checks.check_place(name, view, device, framework, "q")
+    check_head_dim_v(d_v, "d_v")
+    softmax_scale = as_softmax_scale(sm_scale, "sm_scale", "a float")
+    lse_factor = _as_lse_factor(log_base)
+    is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
+    enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
+    arrays = _Arrays(
+        READERS[type(q)](q, "q"),
+        READERS[type(kv)](kv, "kv"),
+        READERS[type(indices)](indices, "indices"),
+        read_given(topk_length, "topk_length"),
+        read_given(attn_sink, "attn_sink"),
+        read_given(out, "out"),
+    )
+    kind = (is_fp8_kvcache, *map(kind_of, arrays))
+    checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, arrays))
+    _, _, _, _, device, framework, q_array = arrays.q
+    check_streams(arrays, device, framework)
+    if not checked.s_q:
+        return _empty_results(checked, out, arrays.q)
 
-    if not s_q:
-        if out is None:
-            out = framework.empty((s_q, h_q, _D_V), "bfloat16", device)
-        max_logits, lse = (framework.empty((s_q, h_q), "float32", device) for _ in range(2))
-        return out, max_logits, lse
-
-    pointers = [0 if view is None else view[0] for view in views]
-    q_strides = known.q_strides
-    if q_strides is None:
+    key = (softmax_scale, lse_factor, enable_batch_invariant)
+    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays))
+    q_ptr = address_of(arrays.q)
+    if checked.q_strides is None:
         q_array = framework.contiguous_copy(q_array, "q")
-        pointers[0] = framework.pointer(q_array)
-        q_strides = (h_q * sizes.d_qk, sizes.d_qk)
-
-    key = (scale, lse_factor)
-    call = known.calls.get(key)
-    if call is None:
-        if len(known.calls) >= _MAX_KNOWN:
-            known.calls.clear()
-        sm_count = jit.device_info(device).sm_count
-        prepared = sparse_prefill.prepare(
-            sparse_prefill.SparsePrefillCall(
-                device=device,
-                format=sizes.format,
-                d_qk=sizes.d_qk,
-                load_bytes=sizes.load_bytes,
-                s_q=s_q,
-                h_q=h_q,
-                cache=sizes.cache,
-                q_strides=q_strides,
-                out_strides=sizes.out_strides,
-                num_parts=metadata.num_sm_parts_sparse(sm_count, 1, h_q),
-                softmax_scale=scale,
-                lse_factor=lse_factor,
-                limited=topk_length is not None,
-            ),
-            framework.capture_query(device),
-        )
-        results = [((s_q, h_q, _D_V), "bfloat16"), *[((s_q, h_q), "float32")] * 2][out is not None :]
-        allocate = framework.allocator(results, prepared.scratch_bytes, device)
-        call = known.calls[key] = PreparedCall(allocate, prepared.launch)
+        q_ptr = framework.pointer(q_array)
     if out is None:
         out, max_logits, lse, scratch = call.allocate()
-        pointers[5] = framework.pointer(out)
+        out_ptr = framework.pointer(out)
     else:
         max_logits, lse, scratch = call.allocate()
+        out_ptr = address_of(arrays.out)
     call.launch(
         framework.current_stream(device),
-        sparse_prefill.PrefillArrays._make(
-            (*pointers, framework.pointer(max_logits), framework.pointer(lse))
+        PrefillAddresses(
+            q=q_ptr,
+            kv=address_of(arrays.kv),
+            indices=address_of(arrays.indices),
+            topk_length=address_of(arrays.topk_length),
+            attn_sink=address_of(arrays.attn_sink),
+            out=out_ptr,
+            max_logits=framework.pointer(max_logits),
+            lse=framework.pointer(lse),
         ),
         0 if scratch is None else framework.pointer(scratch),
     )
     return out, max_logits, lse
 
 
-# Calls whose checks were passed, with their launches. Emptied when full.
-_MAX_KNOWN = 1024
-_known: dict[tuple[Any, ...], _Known] = {}
+def _as_lse_factor(log_base: Any) -> float:
+    """What numbers in base 2 are multiplied by to be in `log_base`, "2" or "e"."""
+    if not isinstance(log_base, str):
+        raise TypeError(f"log_base: expected a str, got {type(log_base).__name__}")
+    factor = _LSE_FACTORS.get(log_base)
+    if factor is None:
+        raise ValueError(f"log_base: expected '2' or 'e', got {log_base!r}")
+    return factor
 
 
-class _Known(NamedTuple):
-    """What follows from the kinds of the arguments."""
+def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
+    """Check the arrays of a call against each other."""
+    q = check_sparse_q(arrays, ("s_q", "h_q", "d_qk"))
+    _, (s_q, h_q, d_qk), *_ = q
+    if is_fp8_kvcache:
+        format, cache, load_bytes = check_sparse_cache("kv", arrays.kv, d_qk, is_fp8_kvcache)
+    else:
+        format, cache, load_bytes = "bf16", _check_rows_of_kv(arrays.kv, d_qk), 16
+    cache = check_selection(cache, "indices", arrays.indices, s_q, 1, "s_q is that of q")
+    check_vectors(arrays, {"topk_length": ("int32", s_q, "s_q"), "attn_sink": ("float32", h_q, "h_q")})
+    return _Checked(
+        format=format,
+        s_q=s_q,
+        h_q=h_q,
+        d_qk=d_qk,
+        load_bytes=load_bytes,
+        cache=cache,
+        q_strides=q_strides(q),
+        out_strides=(h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
+        calls=Memo(),
+    )
 
-    sizes: checks.PrefillSizes
-    q_strides: tuple[int, int] | None  # None: a contiguous copy is needed
-    calls: dict[tuple[float, float], PreparedCall]
+
+def _check_rows_of_kv(kv: Fields, d_qk: int) -> Cache:
+    """Check the bf16 kv of a call; returns it, without a selection, as a cache of blocks of one token."""
+    ptr, shape, strides, dtype, _, _, _ = kv
+    if dtype != "bfloat16":
+        raise TypeError(f"kv: expected dtype bfloat16 with is_fp8_kvcache=False, got {dtype}")
+    if len(shape) != 3 or shape[1] != 1 or shape[2] != d_qk:
+        raise ValueError(f"kv: expected shape [s_kv, 1, {d_qk}] (d_qk is that of q), got {list(shape)}")
+    if not shape[0]:
+        raise ValueError(f"kv: expected at least 1 token, got shape {list(shape)}")
+    stride, _, step = usable_strides(shape, strides)
+    if step != 1:
+        raise ValueError(f"kv: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    if ptr & 15 or stride & 7 or stride < 0:
+        raise ValueError(
+            "kv: expected a 16-byte aligned address and a stride of tokens that is a multiple of 8, not "
+            f"negative, got address {ptr:#x}, strides {list(strides)} (elements)"
+        )
+    return Cache(1, shape[0], 2 * stride, 2 * d_qk, 0, 0, 0)
 
 
-def _learn(is_fp8_kvcache: bool, kinds: tuple[Any, ...], views: list[Fields | None]) -> _Known:
-    """Check the arguments, and remember that."""
-    sizes = checks.prefill_sizes(is_fp8_kvcache, dict(zip(_ARGUMENTS, views, strict=True)))
-    q_view = views[0]
-    assert q_view is not None
-    ptr, shape, strides, *_ = q_view
-    usable = checks.usable_strides(shape, strides)
-    fits = checks.strides_fit(ptr, shape, usable)
-    known = _Known(sizes, (usable[0], usable[1]) if fits else None, {})
-    if len(_known) >= _MAX_KNOWN:
-        _known.clear()
-    _known[is_fp8_kvcache, kinds] = known
-    return known
+def _empty_results(checked: _Checked, out: Any, q: Fields) -> tuple[Any, Any, Any]:
+    """The results of a call without query tokens."""
+    _, _, _, dtype, device, framework, _ = q
+    s_q, h_q = checked.s_q, checked.h_q
+    if out is None:
+        out = framework.empty((s_q, h_q, D_V), dtype, device)
+    max_logits, lse = (framework.empty((s_q, h_q), "float32", device) for _ in range(2))
+    return out, max_logits, lse
+
+
+def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> PreparedCall:
+    """Load the kernels of a call and work out their parameters."""
+    softmax_scale, lse_factor, batch_invariant = key
+    s_q, h_q, d_qk = checked.s_q, checked.h_q, checked.d_qk
+    _, _, _, dtype, device, framework, _ = arrays.q
+    results = [((s_q, h_q, D_V), dtype), ((s_q, h_q), "float32"), ((s_q, h_q), "float32")]
+    if arrays.out is not None:
+        del results[0]
+    prepared = mla_sparse_prefill.prepare(
+        SparsePrefillCall(
+            device=device,
+            format=checked.format,
+            d_qk=d_qk,
+            load_bytes=checked.load_bytes,
+            s_q=s_q,
+            h_q=h_q,
+            cache=checked.cache,
+            q_strides=checked.q_strides or (h_q * d_qk, d_qk),
+            out_strides=checked.out_strides,
+            num_parts=mla_metadata.num_sm_parts_sparse(jit.device_info(device).sm_count, 1, h_q),
+            softmax_scale=softmax_scale,
+            lse_factor=lse_factor,
+            limited=arrays.topk_length is not None,
+            batch_invariant=batch_invariant,
+        ),
+        framework.capture_query(device),
+    )
+    return PreparedCall(framework.allocator(results, prepared.scratch_bytes, device), prepared.launch)

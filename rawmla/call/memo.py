@@ -1,0 +1,131 @@
+"""What is kept from call to call, so that a call which was seen before costs little host time.
+
+A model repeats a few kinds of call. The checks of a kind are passed once, its kernels are loaded and its parameters
+are worked out once; the next call of the kind finds them by a key of shapes, strides and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
+
+from .arrays import Fields, Framework
+
+__all__ = ["LatestPair", "Memo", "PreparedCall", "clear_all", "kind_of"]
+
+Value = TypeVar("Value")
+
+MAX_ENTRIES = 1024
+"""Of a `Memo`: enough for every kind of call of a program, and few enough to bound what it keeps alive."""
+
+_shared: list[dict[Any, Any]] = []
+
+
+class Memo(dict[Any, Value]):
+    """A table of at most `MAX_ENTRIES` entries. Looked up with `get`; emptied when full, which costs a later
+    call some microseconds. One made with `shared=True` is emptied by `clear_all` too.
+    """
+
+    def __init__(self, *, shared: bool = False) -> None:
+        super().__init__()
+        if shared:
+            _shared.append(self)
+
+    def keep(self, key: Any, value: Value) -> Value:
+        """Remember `value`, and return it."""
+        if len(self) >= MAX_ENTRIES:
+            self.clear()
+        self[key] = value
+        return value
+
+
+def clear_all() -> None:
+    """Forget every kind of call, and with it what their launches keep alive. Results do not change."""
+    for memo in _shared:
+        memo.clear()
+
+
+class PreparedCall(NamedTuple):
+    """What one kind of call does."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
+    launch: Callable[..., None]
+    """Enqueues the kernels: (stream, addresses of the arrays, address of the scratch)."""
+
+
+def kind_of(view: Fields | None) -> tuple[Any, ...] | None:
+    """What checks of an optional array may depend on: all but its address beyond the alignment of 16 bytes."""
+    if view is None:
+        return None
+    ptr, shape, strides, dtype, device, framework, _ = view
+    return ptr & 15, shape, strides, dtype, device, framework
+
+
+class _Pair(NamedTuple):
+    first: ref[Any]
+    second: ref[Any]
+    first_ptr: int
+    second_ptr: int
+    first_shape: tuple[int, ...]
+    second_shape: tuple[int, ...]
+    place: tuple[Any, ...]
+    value: Any
+
+
+class LatestPair:
+    """The latest two arrays that passed a check, and what the check gave.
+
+    All layers of a decoding step share the block table, the lengths and the plan: an engine passes the same objects
+    to each. They are recognised by identity, address and shape, in a third of the time that a check takes. What
+    this cannot see is an array whose strides alone were changed in place.
+    """
+
+    def __init__(self) -> None:
+        self._latest: _Pair | None = None  # replaced as a whole, so threads see one pair or another
+
+    def find(self, first: Any, second: Any, place: tuple[Any, ...], framework: Framework) -> Any:
+        """What the check gave for these arrays in a call with the same `place`; None if it has to be made."""
+        latest = self._latest
+        if latest is None:
+            return None
+        old_first, old_second, first_ptr, second_ptr, first_shape, second_shape, old_place, value = latest
+        pointer = framework.pointer
+        if (
+            old_first() is first is not None
+            and old_second() is second is not None
+            and old_place == place
+            and first.shape == first_shape
+            and second.shape == second_shape
+            and pointer(first) == first_ptr
+            and pointer(second) == second_ptr
+        ):
+            return value
+        return None
+
+    def keep(
+        self,
+        first: Any,
+        second: Any,
+        place: tuple[Any, ...],
+        framework: Framework,
+        views: tuple[Fields, Fields],
+        value: Any,
+    ) -> None:
+        """Remember the arrays by weak references; `views` are theirs, and `framework` is that of the call.
+
+        Arrays of another framework are not remembered: its stream has to be looked at in every call, and a view of
+        a DLPack array belongs to an array that was made for this call.
+        """
+        first_ptr, first_shape, _, _, _, first_framework, first_owner = views[0]
+        second_ptr, second_shape, _, _, _, second_framework, second_owner = views[1]
+        if (
+            first_owner is first
+            and second_owner is second
+            and first_framework is framework
+            and second_framework is framework
+        ):
+            self._latest = _Pair(
+                ref(first), ref(second), first_ptr, second_ptr, first_shape, second_shape, place, value
+            )

@@ -1,0 +1,149 @@
+"""Checks of arguments that several MLA operations share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..call.arrays import Fields
+from ..call.checks import (
+    INT32_MAX,
+    as_int,
+    check_no_overlap,
+    check_place,
+    check_vector,
+    strides_fit,
+    usable_strides,
+)
+from ..kernels.common import D_QK, D_V
+from ..kernels.mla_cache_rows import FORMATS
+from ..kernels.mla_sparse import Cache
+from .paged_cache import check_paged_cache
+
+__all__ = [
+    "check_head_dim_v",
+    "check_out",
+    "check_rows",
+    "check_selection",
+    "check_sparse_cache",
+    "check_sparse_q",
+    "q_strides",
+    "refuse_dense_fp8",
+]
+
+
+def check_head_dim_v(head_dim_v: Any, name: str = "head_dim_v") -> None:
+    """`head_dim_v` must be 512."""
+    if as_int(name, head_dim_v) != D_V:
+        raise ValueError(f"{name}: expected {D_V}, got {head_dim_v}")
+
+
+def refuse_dense_fp8() -> None:
+    """Raise for an FP8 cache without indices."""
+    raise NotImplementedError(
+        "is_fp8_kvcache=True: FP8 caches are for sparse decoding, expected indices (get_mla_metadata: topk) "
+        "with it"
+    )
+
+
+def check_rows(shape: tuple[int, ...]) -> None:
+    """Check that the query rows of a q of this shape can be counted in 32 bits."""
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    if rows > INT32_MAX:
+        raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
+
+
+def q_strides(q: Fields) -> tuple[int, ...] | None:
+    """Strides of q but the last; None where kernels cannot walk it, so that it has to be copied."""
+    ptr, shape, strides, *_ = q
+    usable = usable_strides(shape, strides)
+    return usable[:-1] if strides_fit(ptr, shape, usable) else None
+
+
+def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
+    """Check `out` against q, of decoding or of prefill; returns its strides but the last."""
+    ptr, shape, strides, dtype, _, _, _ = out
+    _, q_shape, _, q_dtype, device, framework, _ = q
+    if dtype != q_dtype:
+        raise TypeError(f"out: expected dtype {q_dtype}, that of q, got {dtype}")
+    if tuple(shape) != (*q_shape[:-1], D_V):
+        raise ValueError(f"out: expected shape {[*q_shape[:-1], D_V]}, got {list(shape)}")
+    check_place("out", out, device, framework, "q")
+    usable = usable_strides(shape, strides)
+    if usable[-1] != 1 or not strides_fit(ptr, shape, usable):
+        raise ValueError(
+            "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
+            f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
+        )
+    check_no_overlap("out", shape, usable)
+    return usable[:-1]
+
+
+def check_sparse_q(views: NamedTuple, axes: tuple[str, ...], purpose: str = "") -> Fields:
+    """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is.
+
+    ``views`` are the arrays by the names of the arguments, q the first.
+    """
+    q: Fields = views[0]
+    _, shape, strides, dtype, device, framework, _ = q
+    if dtype != "bfloat16":
+        raise TypeError(f"q: expected dtype bfloat16{purpose}, got {dtype}")
+    if len(shape) != len(axes):
+        raise ValueError(f"q: expected shape [{', '.join(axes)}], got {list(shape)}")
+    if shape[-1] not in D_QK:
+        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    if not shape[-2]:
+        raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
+    if strides[-1] != 1:
+        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    check_rows(shape)
+    for name, view in views._asdict().items():
+        if view is not None and name != "q":
+            check_place(name, view, device, framework, "q")
+    return q
+
+
+def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:
+    """Check a cache that is read by its slots; returns its format's public name, what kernels take of it (without
+    a selection), and what the addresses of its rows are multiples of.
+    """
+    formats = [
+        (public_name, format)
+        for public_name, of_name in FORMATS.items()
+        for format in of_name
+        if format.is_quantized == is_fp8_kvcache and format.d_qk == d_qk
+    ]
+    with_ = f" with is_fp8_kvcache={is_fp8_kvcache} and d_qk {d_qk} of q"
+    cache = check_paged_cache(name, view, [format for _, format in formats], with_=with_, least_alignment=8)
+    if not cache.num_blocks:
+        raise ValueError(f"{name}: expected at least 1 block, got shape {list(view[1])}")
+    ((public_name, _),) = formats
+    strides = (cache.block_stride, cache.token_stride)
+    return public_name, Cache(cache.page_block_size, cache.num_blocks, *strides, 0, 0, 0), cache.alignment
+
+
+def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, meaning: str) -> Cache:
+    """Check the indices of what is selected from a cache; ``meaning`` says where b and s_q come from."""
+    _, shape, strides, dtype, _, _, _ = view
+    if dtype != "int32":
+        raise TypeError(f"{name}: expected dtype int32, got {dtype}")
+    if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not 0 < shape[2] <= INT32_MAX // 2:
+        raise ValueError(
+            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk from 1 to 2**30, got {list(shape)}"
+        )
+    stride_b, stride_s, step = usable_strides(shape, strides)
+    if step != 1 or stride_b < 0 or stride_s < 0:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension and no negative stride, got strides "
+            f"{list(strides)} (elements)"
+        )
+    return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
+
+
+def check_vectors(views: NamedTuple, lengths: dict[str, tuple[str, int, str]]) -> None:
+    """Check the vectors that are given: name of the argument -> (dtype, length, dimension that it is of q)."""
+    for name, (dtype, length, dimension) in lengths.items():
+        view = getattr(views, name)
+        if view is not None:
+            check_vector(name, view, (dtype,), length, f"{dimension} is that of q")

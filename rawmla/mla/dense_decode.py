@@ -1,0 +1,304 @@
+"""Dense decoding: the calls of `flash_mla_with_kvcache` without `indices`.
+
+`decode` is one call from the arrays to the launch. What depends on the kinds of q and the cache alone is in
+`_Checked`, and what depends on the rest of the call's kind in a `PreparedCall`; both are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..call.arrays import READERS, Fields, Framework
+from ..call.checks import (
+    INT32_MAX,
+    as_softmax_scale,
+    check_place,
+    check_vector,
+    strides_fit,
+    usable_strides,
+)
+from ..call.memo import LatestPair, Memo, PreparedCall, kind_of
+from ..kernels import mla_dense_decode, mla_metadata
+from ..kernels.common import D_V
+from ..kernels.mla_dense_decode import DenseDecodeAddresses, DenseDecodeCall
+from .arguments import check_out, check_rows, q_strides
+from .plan import SchedConfig, compute_plan, mark_plan, resolve_plan
+
+__all__ = ["decode"]
+
+
+class _Checked(NamedTuple):
+    """What follows from the kinds of q and the cache, which passed the checks; strides in elements."""
+
+    b: int
+    s_q: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    page_block_size: int
+    num_blocks: int
+    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    k_strides: tuple[int, ...]
+    default_scale: float
+    configs: tuple[tuple[SchedConfig, SchedConfig], ...]  # by causal, then by batch-invariant
+    calls: Memo[PreparedCall]
+
+
+_checked: Memo[_Checked] = Memo(shared=True)
+
+
+def decode(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: float | None,
+    causal: bool,
+    out: Any,
+    enable_batch_invariant: bool,
+) -> tuple[Any, Any]:
+    """`flash_mla_with_kvcache` without `indices`; booleans are checked already."""
+    q_view = READERS[type(q)](q, "q")
+    k_view = READERS[type(k_cache)](k_cache, "k_cache")
+    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
+    k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
+    # One flat tuple: two of `kind_of` would take twice as long to build and to look up.
+    kind = (
+        q_ptr & 15, q_shape, q_steps, dtype, device, framework,
+        k_ptr & 15, k_shape, k_steps, k_dtype, k_device, k_framework,
+    )  # fmt: skip
+    checked = _checked.get(kind) or _checked.keep(kind, _check(q_view, k_view))
+    if k_framework is not framework:
+        check_place("k_cache", k_view, device, framework, "q")
+    softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
+    out_view = None
+    if out is not None:
+        out_view = READERS[type(out)](out, "out")
+        out_ptr, _, _, _, _, out_framework, _ = out_view
+        if out_framework is not framework:
+            check_place("out", out_view, device, framework, "q")
+    requests = _find_requests(block_table, cache_seqlens, checked.b, device, framework)
+    configs = checked.configs[causal]
+    plan = resolve_plan(
+        tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, device, framework
+    )
+    if not checked.b or not checked.s_q:
+        return _empty_results(checked, out, out_view, q_view)
+
+    key = (
+        requests.table_stride,
+        requests.max_blocks,
+        plan.num_parts,
+        plan.is_object,
+        plan.batch_invariant,
+        kind_of(out_view),
+        softmax_scale,
+        causal,
+    )
+    call = checked.calls.get(key) or checked.calls.keep(
+        key, _prepare(checked, key, q_view, out_view)
+    )
+    if checked.q_strides is None:
+        q_array = framework.contiguous_copy(q_array, "q")
+        q_ptr = framework.pointer(q_array)
+    computed = None
+    if plan.arrays is None:
+        tokens = mla_metadata.TokenCounts(requests.lengths_ptr)
+        computed = compute_plan(plan, checked.b, tokens, device, framework)
+    arrays = computed or plan.arrays
+    if out_view is None:
+        out, lse, scratch = call.allocate()
+        out_ptr = framework.pointer(out)
+    else:
+        lse, scratch = call.allocate()
+    call.launch(
+        framework.current_stream(device),
+        DenseDecodeAddresses(
+            q_ptr,
+            k_ptr,
+            requests.table_ptr,
+            requests.lengths_ptr,
+            arrays.sched_meta,
+            arrays.num_splits,
+            out_ptr,
+            framework.pointer(lse),
+        ),
+        0 if scratch is None else framework.pointer(scratch),
+    )
+    if plan.unmarked is not None:
+        mark_plan(plan.unmarked, configs[plan.batch_invariant], computed)
+    return out, lse
+
+
+def _check(q: Fields, k_cache: Fields) -> _Checked:
+    """Check q and the cache against each other."""
+    _, shape, strides, dtype, device, framework, _ = q
+    if dtype != "bfloat16" and dtype != "float16":
+        raise TypeError(f"q: expected dtype bfloat16 or float16, got {dtype}")
+    if len(shape) != 4:
+        raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
+    b, s_q, h_q, d_qk = shape
+    if d_qk != 576 and d_qk != 512:
+        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    if strides[3] != 1:
+        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    check_rows(shape)
+
+    ptr, shape, strides, k_dtype, _, _, _ = k_cache
+    if k_dtype != dtype:
+        raise TypeError(f"k_cache: expected dtype {dtype}, that of q, got {k_dtype}")
+    if len(shape) != 4:
+        raise ValueError(
+            f"k_cache: expected shape [num_blocks, page_block_size, h_kv, d_qk], got {list(shape)}"
+        )
+    num_blocks, page_block_size, h_kv, k_dim = shape
+    if k_dim != d_qk:
+        raise ValueError(f"k_cache: expected a last dimension of {d_qk}, that of q, got shape {list(shape)}")
+    if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
+        raise ValueError(
+            "k_cache: expected a page_block_size of 16, 32 or a multiple of 64, got "
+            f"{page_block_size} in shape {list(shape)}"
+        )
+    if not num_blocks:
+        raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
+        )
+    if strides[3] != 1:
+        raise ValueError(
+            f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"
+        )
+    check_place("k_cache", k_cache, device, framework, "q")
+    k_strides = usable_strides(shape, strides)
+    if not strides_fit(ptr, shape, k_strides):
+        raise ValueError(
+            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
+            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
+        )
+    configs = [
+        [
+            SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
+            for batch_invariant in (False, True)
+        ]
+        for causal in (False, True)
+    ]
+    return _Checked(
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        h_kv=h_kv,
+        d_qk=d_qk,
+        page_block_size=page_block_size,
+        num_blocks=num_blocks,
+        q_strides=q_strides(q),
+        k_strides=k_strides[:3],
+        default_scale=d_qk**-0.5,
+        configs=tuple([(plain, invariant) for plain, invariant in configs]),
+        calls=Memo(),
+    )
+
+
+class _Requests(NamedTuple):
+    """Where the requests of a batch lie in the cache: device addresses, and sizes in elements."""
+
+    table_ptr: int
+    table_stride: int
+    max_blocks: int
+    lengths_ptr: int
+    owners: tuple[Any, ...]
+    """Keep arrays of other libraries alive during the call."""
+
+
+_latest_requests = LatestPair()
+
+
+def _find_requests(
+    block_table: Any, cache_seqlens: Any, b: int, device: int, framework: Framework
+) -> _Requests:
+    """Check the block table and the lengths of `b` requests; `device` and `framework` are those of q."""
+    place = (b, device, framework)
+    requests = _latest_requests.find(block_table, cache_seqlens, place, framework)
+    if requests is not None:
+        return requests
+    table = READERS[type(block_table)](block_table, "block_table")
+    lengths = READERS[type(cache_seqlens)](cache_seqlens, "cache_seqlens")
+    table_ptr, shape, strides, dtype, _, _, table_owner = table
+    if dtype != "int32":
+        raise TypeError(f"block_table: expected dtype int32, got {dtype}")
+    if len(shape) != 2 or shape[0] != b:
+        raise ValueError(f"block_table: expected shape [{b}, max_blocks] (b is that of q), got {list(shape)}")
+    if strides[1] != 1 and shape[1] > 1:
+        raise ValueError(
+            f"block_table: expected a contiguous last dimension, got strides {list(strides)} (elements)"
+        )
+    check_place("block_table", table, device, framework, "q")
+    check_vector("cache_seqlens", lengths, ("int32",), b, "b is that of q")
+    check_place("cache_seqlens", lengths, device, framework, "q")
+    lengths_ptr, _, _, _, _, _, lengths_owner = lengths
+    requests = _Requests(table_ptr, strides[0], shape[1], lengths_ptr, (table_owner, lengths_owner))
+    kept = requests._replace(owners=())
+    _latest_requests.keep(block_table, cache_seqlens, place, framework, (table, lengths), kept)
+    return requests
+
+
+def _empty_results(checked: _Checked, out: Any, out_view: Fields | None, q: Fields) -> tuple[Any, Any]:
+    """The results of a call without query tokens."""
+    _, _, _, dtype, device, framework, _ = q
+    b, s_q, h_q = checked.b, checked.s_q, checked.h_q
+    if out_view is None:
+        out = framework.empty((b, s_q, h_q, D_V), dtype, device)
+    else:
+        check_out(out_view, q)
+    return out, framework.empty((b, h_q, s_q), "float32", device)
+
+
+def _prepare(
+    checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Fields | None
+) -> PreparedCall:
+    """Load the kernels of a call and work out their parameters."""
+    table_stride, max_blocks, num_parts, is_object, batch_invariant, _, softmax_scale, causal = key
+    b, s_q, h_q, d_qk = checked.b, checked.s_q, checked.h_q, checked.d_qk
+    _, _, _, dtype, device, framework, _ = q
+    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
+    if out_view is None:
+        out_strides: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
+    else:
+        out_strides = check_out(out_view, q)
+        del results[0]
+    q_stride_b, q_stride_s, q_stride_h = checked.q_strides or (s_q * h_q * d_qk, h_q * d_qk, d_qk)
+    k_stride_block, k_stride_token, k_stride_head = checked.k_strides
+    out_stride_b, out_stride_s, out_stride_h = out_strides
+    prepared = mla_dense_decode.PreparedDenseDecode(
+        DenseDecodeCall(
+            device=device,
+            dtype=dtype,
+            b=b,
+            s_q=s_q,
+            h_q=h_q,
+            h_kv=checked.h_kv,
+            d_qk=d_qk,
+            page_block_size=checked.page_block_size,
+            num_blocks=checked.num_blocks,
+            q_stride_b=q_stride_b,
+            q_stride_s=q_stride_s,
+            q_stride_h=q_stride_h,
+            k_stride_block=k_stride_block,
+            k_stride_token=k_stride_token,
+            k_stride_head=k_stride_head,
+            block_table_stride=table_stride,
+            max_seqlen=max_blocks * checked.page_block_size,
+            num_parts=num_parts,
+            object_layout=is_object,
+            batch_invariant=batch_invariant,
+            out_stride_b=out_stride_b,
+            out_stride_s=out_stride_s,
+            out_stride_h=out_stride_h,
+            softmax_scale=softmax_scale,
+            causal=causal and s_q > 1,
+        ),
+        framework.capture_query(device),
+    )
+    return PreparedCall(framework.allocator(results, prepared.scratch_bytes, device), prepared.launch)
