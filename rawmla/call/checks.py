@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..call.arrays import Fields, Framework
-from ..kernels.mla_cache_rows import QUANTIZED, CacheLayout
+from ..kernels.mla_cache_rows import QUANTIZED, CacheFormat
 from ..kernels.mla_sparse import NO_CACHE, Cache
 
 D_V = 512
@@ -355,7 +355,7 @@ def _show(value: Any) -> str:
 class SparseSizes(NamedTuple):
     """What a sparse decode call is about; strides of out in elements.
 
-    ``format`` and ``load_bytes`` are as in `rawmla.kernels.sparse_decode.SparseDecodeCall`; ``extra`` is
+    ``format`` and ``load_bytes`` are as in `rawmla.kernels.mla_sparse.SparseCall`; ``extra`` is
     NO_CACHE without an extra cache.
     """
 
@@ -428,7 +428,7 @@ def sparse_sizes(is_fp8_kvcache: bool, views: dict[str, Fields | None]) -> Spars
     return SparseSizes(format, d_qk, align, b, s_q, h_q, cache, extra, out_steps)
 
 
-def _sparse_cache(name: str, view: Fields | None, layout: CacheLayout | None, d_qk: int) -> tuple[Cache, int]:
+def _sparse_cache(name: str, view: Fields | None, layout: CacheFormat | None, d_qk: int) -> tuple[Cache, int]:
     """Check a cache, bf16 without a layout; returns it, without indices, and what the addresses of its rows
     are multiples of.
     """

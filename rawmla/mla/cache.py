@@ -20,9 +20,8 @@ from ..call.checks import check_vector, usable_strides
 from ..call.views import INT32_MAX, check_no_overlap, launch_place, row_strides, same_place
 from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather as cache_gather
-from ..kernels import mla_cache_rows as cache_layout
 from ..kernels import mla_cache_write as cache_write
-from ..kernels.mla_cache_rows import CacheLayout
+from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
 
@@ -78,7 +77,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     block_step, token_step, _ = row_strides("k_cache", source)
     _check_int32_strides("k_cache", source)
     if out is None:
-        padded = cache_layout.padded_block_bytes(kind, page)
+        padded = padded_block_bytes(kind, page)
         blocks = source.framework.empty((num_blocks, padded), "uint8", source.device)
         out = blocks[:, : page * kind.token_bytes].reshape(num_blocks, page, 1, kind.token_bytes)
         ptr, block_stride = source.framework.pointer(blocks), padded
@@ -349,7 +348,7 @@ def gather_kv_cache(
 class _PagedCache(NamedTuple):
     """A cache that was checked; strides in bytes."""
 
-    layout: CacheLayout
+    layout: CacheFormat
     ptr: int
     num_blocks: int
     page_block_size: int
@@ -357,15 +356,15 @@ class _PagedCache(NamedTuple):
     token_stride: int
 
 
-def _quantized_layout(layout: Any) -> CacheLayout:
+def _quantized_layout(layout: Any) -> CacheFormat:
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected 'v32' or 'model1', got {type(layout).__name__}")
-    if layout not in cache_layout.QUANTIZED:
+    if layout not in QUANTIZED:
         raise ValueError(f"layout: expected 'v32' or 'model1', got {layout!r}")
-    return cache_layout.QUANTIZED[layout]
+    return QUANTIZED[layout]
 
 
-def _paged_cache(name: str, view: ArrayView, layout: CacheLayout | None = None) -> _PagedCache:
+def _paged_cache(name: str, view: ArrayView, layout: CacheFormat | None = None) -> _PagedCache:
     """Check a cache of a quantised layout, or of any."""
     itemsize = 1 if view.dtype in _BYTES else 2
     if itemsize == 2 and (layout is not None or view.dtype != "bfloat16"):
@@ -373,7 +372,7 @@ def _paged_cache(name: str, view: ArrayView, layout: CacheLayout | None = None) 
         raise TypeError(f"{name}: expected dtype {' or '.join(known)}, got {view.dtype}")
     fitting = [
         known
-        for known in ([layout] if layout is not None else cache_layout.LAYOUTS)
+        for known in ([layout] if layout is not None else CACHE_FORMATS)
         if known.is_quantized == (itemsize == 1)
     ]
     columns = {known.token_bytes // itemsize: known for known in fitting}

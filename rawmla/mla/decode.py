@@ -332,14 +332,16 @@ def flash_mla_with_kvcache(
         lse, scratch = allocate()
     launch(
         stream,
-        k_ptr,
-        q_ptr,
-        table_ptr,
-        lengths_ptr,
-        tiles_ptr,
-        splits_ptr,
-        out_ptr,
-        framework.pointer(lse),
+        dense_decode.DenseDecodeAddresses(
+            q_ptr,
+            k_ptr,
+            table_ptr,
+            lengths_ptr,
+            tiles_ptr,
+            splits_ptr,
+            out_ptr,
+            framework.pointer(lse),
+        ),
         0 if scratch is None else framework.pointer(scratch),
     )
     return out, lse
@@ -424,7 +426,7 @@ def _prepare(known: _Known, key: tuple[Any, ...], q: Fields, k_cache: Fields) ->
         softmax_scale=softmax_scale,
         causal=causal and s_q > 1,
     )
-    prepared = dense_decode.PreparedDecode(call, framework.capture_query(device))
+    prepared = dense_decode.PreparedDenseDecode(call, framework.capture_query(device))
     if len(calls) >= _MAX_KNOWN:
         calls.clear()
     allocate = framework.allocator(results, prepared.scratch_bytes, device)

@@ -164,8 +164,8 @@ def decode(
     if call is None:
         if len(known.calls) >= _MAX_KNOWN:
             known.calls.clear()
-        prepared = sparse_decode.PreparedSparseDecode(
-            sparse_decode.SparseDecodeCall(
+        prepared = sparse_decode.PreparedSparse(
+            sparse_decode.SparseCall(
                 device=device,
                 format=sizes.format,
                 d_qk=sizes.d_qk,
@@ -194,15 +194,20 @@ def decode(
         lse, scratch = call.allocate()
     call.launch(
         stream,
-        pointers[0],
-        (pointers[1], pointers[4]),
-        (pointers[2], pointers[5]),
-        (pointers[3], pointers[6]),
-        pointers[7],
-        tiles_ptr,
-        splits_ptr,
-        pointers[8],
-        framework.pointer(lse),
+        sparse_decode.SparseAddresses(
+            q=pointers[0],
+            k_cache=pointers[1],
+            extra_k_cache=pointers[4],
+            indices=pointers[2],
+            extra_indices=pointers[5],
+            topk_length=pointers[3],
+            extra_topk_length=pointers[6],
+            attn_sink=pointers[7],
+            sched_meta=tiles_ptr,
+            num_splits=splits_ptr,
+            out=pointers[8],
+            lse=framework.pointer(lse),
+        ),
         0 if scratch is None else framework.pointer(scratch),
     )
     return out, lse

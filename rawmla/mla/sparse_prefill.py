@@ -199,7 +199,7 @@ def flash_mla_sparse_fwd(
         max_logits, lse, scratch = call.allocate()
     call.launch(
         framework.current_stream(device),
-        sparse_prefill.PrefillArrays._make(
+        sparse_prefill.PrefillAddresses._make(
             (*pointers, framework.pointer(max_logits), framework.pointer(lse))
         ),
         0 if scratch is None else framework.pointer(scratch),
