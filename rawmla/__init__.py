@@ -29,8 +29,7 @@ _MODULE_OF = {
     "merge_attn_states": "mla.merge",
     "quantize_k_cache": "mla.cache",
     "reference": "",
-    "warmup": "operations",
-    "warmup_call": "operations",
+    "warmup": "kernels",
     "write_kv_cache": "mla.cache",
 }
 
@@ -46,6 +45,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .errors import NVRTCNotFoundError as NVRTCNotFoundError
     from .errors import RawMLAError as RawMLAError
     from .errors import UnsupportedGPUError as UnsupportedGPUError
+    from .kernels import warmup as warmup
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache
     from .mla.cache import quantize_k_cache as quantize_k_cache
@@ -56,8 +56,6 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mla.plan import FlashMLASchedMeta as FlashMLASchedMeta
     from .mla.plan import get_mla_metadata as get_mla_metadata
     from .mla.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
-    from .operations import warmup as warmup
-    from .operations import warmup_call as warmup_call
 
 
 def __getattr__(name: str) -> Any:
@@ -65,7 +63,9 @@ def __getattr__(name: str) -> Any:
     module = _MODULE_OF.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name) if module else import_module(f".{name}", __name__)
+    value: Any = import_module(f".{module or name}", __name__)
+    if module:
+        value = getattr(value, name)
     globals()[name] = value
     return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -24,8 +23,6 @@ from rawmla.mla import sparse_decode as sparse
 from rawmla.mla import sparse_prefill as prefill
 
 SM_COUNT = 132
-LAUNCH = dense_decode.PreparedDecode.launch
-SPARSE_LAUNCH = sparse_decode.PreparedSparseDecode.launch
 Arguments = dict[str, Any]
 
 
@@ -123,7 +120,7 @@ class World:
 class PreparedDecode:
     """Stands in for the launches of a decode call."""
 
-    launch_function = LAUNCH
+    addresses: type = dense_decode.DenseDecodeAddresses
     dtype = property(lambda self: self.call.dtype)
     max_blocks = property(lambda self: common.ceil_div(self.call.max_seqlen, 64))
 
@@ -136,21 +133,20 @@ class PreparedDecode:
         self.decodes = decodes
         self.call = call
         self.capturing = capturing
-        slots = common.num_slots(call.num_parts, call.b, self.max_blocks, call.batch_invariant)
+        splits = common.max_splits(call.num_parts, call.b, self.max_blocks, call.batch_invariant)
         if hasattr(call, "uniform") and not call.uniform.cuts:
-            slots = 0
-        row_bytes = combine.slot_row_bytes(self.dtype, getattr(call, "lse_factor", None) is not None)
-        self.scratch_bytes = slots * call.s_q * call.h_q * row_bytes
+            splits = 0
+        row_bytes = combine.split_row_bytes(self.dtype, getattr(call, "lse_factor", None) is not None)
+        self.scratch_bytes = splits * call.s_q * call.h_q * row_bytes
 
-    def launch(self, *arrays: Any) -> None:
-        bound = inspect.signature(type(self).launch_function).bind(self, *arrays)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        del given["self"]
+    def launch(self, stream: int, addresses: Any, scratch: int) -> None:
+        assert type(addresses) is self.addresses
         self.decodes.append(
             SimpleNamespace(
                 **self.call._asdict(),
-                **given,
+                **addresses._asdict(),
+                stream=stream,
+                scratch=scratch,
                 capturing=self.capturing,
                 scratch_bytes=self.scratch_bytes,
             )
@@ -160,7 +156,7 @@ class PreparedDecode:
 class PreparedSparseDecode(PreparedDecode):
     """The same of a sparse decode call."""
 
-    launch_function = SPARSE_LAUNCH
+    addresses = sparse_decode.SparseAddresses
     dtype = "bfloat16"
     max_blocks = property(
         lambda self: sum(common.ceil_div(cache.topk, 64) for cache in (self.call.cache, self.call.extra))
@@ -180,8 +176,8 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(decode, "_known", {})
     monkeypatch.setattr(sparse, "_known", {})
     monkeypatch.setattr(prefill, "_known", {})
-    monkeypatch.setattr(dense_decode, "PreparedDecode", partial(PreparedDecode, made.decodes))
-    monkeypatch.setattr(sparse_decode, "PreparedSparseDecode", partial(PreparedSparseDecode, made.sparse))
+    monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
+    monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
     return made

@@ -494,10 +494,10 @@ class TestBatchOfTheLastCall:
             def __init__(self, call: object, capturing: object) -> None:
                 pass
 
-            def launch(self, *arrays: int) -> None:
+            def launch(self, *arguments: object) -> None:
                 alive.append(taken[-1]() is not None)
 
-        monkeypatch.setattr(dense_decode, "PreparedDecode", Launched)
+        monkeypatch.setattr(dense_decode, "PreparedDenseDecode", Launched)
         arguments = dense_arguments()
         arguments[name] = Exported(arguments[name])
         for _ in range(2):

@@ -266,9 +266,12 @@ class TestLaunch:
             "extra": NO_CACHE,
             "q": 0x1000,
             "q_strides": (H_Q * d_qk, 0, d_qk),
-            "caches": (0x2000, 0),
-            "indices": (0x8000, 0),
-            "lengths": (0x9000, 0),
+            "k_cache": 0x2000,
+            "extra_k_cache": 0,
+            "indices": 0x8000,
+            "extra_indices": 0,
+            "topk_length": 0x9000,
+            "extra_topk_length": 0,
             "attn_sink": 0xA000,
             "sched_meta": scratch,
             "num_parts": SM_COUNT,
@@ -293,7 +296,8 @@ class TestLaunch:
     def test_nothing_optional(self, world: World, layout: str) -> None:
         call(prefill_arguments(layout))
         (args,) = world.sparse
-        assert (args.cache, args.lengths, args.attn_sink) == (CACHE[layout], (0, 0), 0)
+        assert (args.cache, args.attn_sink) == (CACHE[layout], 0)
+        assert (args.topk_length, args.extra_topk_length) == (0, 0)
         assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT)
         assert not world.plans
 
@@ -303,7 +307,8 @@ class TestLaunch:
         first = [given[name] for name in ("q", "kv", "indices", "sm_scale")]
         rawmla.flash_mla_sparse_fwd(*first, 512, given["attn_sink"], given["topk_length"])
         (args,) = world.sparse
-        assert (args.softmax_scale, args.attn_sink, args.lengths) == (0.25, 0xA000, (0x9000, 0))
+        assert (args.softmax_scale, args.attn_sink) == (0.25, 0xA000)
+        assert (args.topk_length, args.extra_topk_length) == (0x9000, 0)
 
     def test_base_of_the_logarithms(self, world: World) -> None:
         for base in ("2", "e", "2"):
@@ -458,12 +463,13 @@ class TestChunks:
         first = 0
         for args, plan in zip(world.sparse, world.plans, strict=True):
             assert args.q == 0x1000 + 2 * 10_000 * first
-            assert args.indices == (0x8000 + 4 * 300 * first, 0)
-            assert args.lengths == (0x9000 + 4 * first, 0) and plan["tokens"].lengths == args.lengths[0]
+            assert (args.indices, args.extra_indices) == (0x8000 + 4 * 300 * first, 0)
+            assert (args.topk_length, args.extra_topk_length) == (0x9000 + 4 * first, 0)
+            assert plan["tokens"].lengths == args.topk_length
             assert args.out == 0x7000 + 2 * 30_000 * first
             assert args.max_logits == max_logits.ptr + 4 * H_Q * first
             assert args.lse == lse.ptr + 4 * H_Q * first
-            assert (args.caches, args.attn_sink) == ((0x2000, 0), 0xA000)
+            assert (args.k_cache, args.extra_k_cache, args.attn_sink) == (0x2000, 0, 0xA000)
             first += args.b
 
     def test_scratch_is_shared(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,7 +497,8 @@ class TestKnownCalls:
             for name in ("q", "kv", "indices"):
                 change(name, ptr=0x100000 * (layer + 1))(arguments)
             call(arguments)
-        assert [args.caches for args in world.sparse] == [(0x100000 * n, 0) for n in (1, 2, 3)]
+        caches = [(args.k_cache, args.extra_k_cache) for args in world.sparse]
+        assert caches == [(0x100000 * n, 0) for n in (1, 2, 3)]
         assert len({args.out for args in world.sparse}) == 3
         (known,) = prefill._known.values()
         assert len(known.calls) == 1
@@ -505,7 +512,7 @@ class TestKnownCalls:
             (change("kv", shape=(S_KV + 1, 1, 576)), "cache"),
             (change("kv", strides=(640, 640, 1)), "cache"),
             (change("indices", strides=(1000, 1000, 1)), "cache"),
-            (put("topk_length", None), "lengths"),
+            (put("topk_length", None), "topk_length"),
             (put("attn_sink", None), "attn_sink"),
             (put("sm_scale", 0.125), "softmax_scale"),
             (put("log_base", "e"), "lse_factor"),

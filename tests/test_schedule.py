@@ -51,14 +51,14 @@ class Item(NamedTuple):
     req: int
     first_block: int
     num_blocks: int
-    slot: int  # of the scratch; -1: the whole request, written to the output
+    place: int  # of the split in scratch; -1: the whole request, written to the output
 
 
 def work_items(
     rows: NDArray[np.int32],
     num_splits: NDArray[np.int32],
     request_blocks: Sequence[int],
-    num_slots: int,
+    max_splits: int,
     room: int | None = None,
 ) -> Iterator[Item]:
     """The items of all parts, as `WorkItems` in plan.cuh walks them; rows in the object layout.
@@ -74,25 +74,25 @@ def work_items(
         req, block = begin_req, 0
         while req <= min(end_req, len(request_blocks) - 1):
             blocks = request_blocks[req]
-            pieces = splits[req + 1] - splits[req]
+            request_splits = splits[req + 1] - splits[req]
             begin = max(begin_block, 0) if req == begin_req else 0
             end = end_block if req == end_req else blocks
             first, stop = max(block, begin), end
             split = begin_split if req == begin_req else 0
             if batch_invariant:
                 piece = max(8, -(-(blocks if room is None else room) // 32))
-                end = end_block if req == end_req else pieces * piece
+                end = end_block if req == end_req else request_splits * piece
                 split = first // piece
                 stop = min(end, (split + 1) * piece)
-            slot = -1
-            if pieces > 1:
-                slot = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
-                assert slot < num_slots, f"slot {slot} of {num_slots}: part {part} would drop request {req}"
-            item = Item(part, req, first, max(min(stop, blocks) - first, 0), slot)
+            place = -1
+            if request_splits > 1:
+                place = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
+                assert place < max_splits, f"place {place} of {max_splits}: part {part} drops request {req}"
+            item = Item(part, req, first, max(min(stop, blocks) - first, 0), place)
             block = stop
             if stop >= end:
                 req, block = req + 1, 0
-            if item.num_blocks > 0 or blocks == 0 or slot >= 0:
+            if item.num_blocks > 0 or blocks == 0 or place >= 0:
                 yield item
 
 
@@ -113,15 +113,15 @@ def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -
 def check_items(
     plan: reference.Plan, blocks: Sequence[int], batch_invariant: bool, room: int | None = None
 ) -> None:
-    """Each block is computed once; each split has a slot of its own; each split request is merged once.
+    """Each block is computed once; each split has a place of its own; each split request is merged once.
 
-    `blocks` are those there are, of which a sparse plan may have seen more, up to `room`; slots are as many
-    as a call has whose block table or indices have room for no more than that.
+    `blocks` are those there are, of which a sparse plan may have seen more, up to `room`; there are as many
+    places as a call has whose block table or indices have room for no more than that.
     """
     b, num_parts = len(blocks), len(plan.object_rows)
     splits = np.diff(plan.num_splits).tolist()
-    slots = common.num_slots(num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant)
-    items = list(work_items(plan.object_rows, plan.num_splits, blocks, slots, room))
+    most = common.max_splits(num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant)
+    items = list(work_items(plan.object_rows, plan.num_splits, blocks, most, room))
     position = [0] * b
     visits = [0] * b
     for item in items:
@@ -132,17 +132,17 @@ def check_items(
             and position[item.req] == blocks[item.req] < item.first_block
         ), item
         position[item.req] += item.num_blocks
-        # The combine reads slots first, first + 1, ... of a request in order.
+        # The combine reads places first, first + 1, ... of a request in order.
         expected = -1
         if splits[item.req] > 1:
             splits_before = int(plan.num_splits[item.req])
             first = splits_before if batch_invariant else 2 * (splits_before - item.req)
             expected = first + visits[item.req]
-        assert item.slot == expected, item
+        assert item.place == expected, item
         visits[item.req] += 1
     assert position == list(blocks) and visits == splits
-    used = [item.slot for item in items if item.slot >= 0]
-    assert len(set(used)) == len(used), "two pieces share a slot"
+    used = [item.place for item in items if item.place >= 0]
+    assert len(set(used)) == len(used), "two splits share a place"
     if not batch_invariant:
         assert max(used, default=0) < 2 * num_parts
     candidates = Counter(combine_candidates(plan.object_rows, b, batch_invariant))
@@ -164,7 +164,7 @@ def shortest_part(units: int) -> int:
 
 @pytest.mark.parametrize("num_parts", (1, 7, 66, 132))
 def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
-    """Row for row, but for where idle rows lie; slots hold the pieces of one request each."""
+    """Row for row, but for where idle rows lie; places hold the splits of one request each."""
     cut = 0
     for b in (1, 2, 3, 5, 31, 64, 66, 67, 132, 200, 512, 4096):
         for blocks in (1, 2, 3, 8, 10, 32, 33, 257):
@@ -173,15 +173,15 @@ def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
             rows = [tuple(row[:5]) for row in plan.object_rows.tolist() if row[0] <= row[1]]
             found = [uniform_row(uniform, part, b) for part in range(num_parts)]
             assert [row for row in found if row[0] <= row[1]] == rows, (b, blocks)
-            slots: set[int] = set()
+            places: set[int] = set()
             for req, pieces in enumerate(np.diff(plan.num_splits).tolist()):
                 first = req * uniform.pitch // uniform.length
                 assert (req * uniform.pitch + blocks - 1) // uniform.length - first + 1 == pieces
                 assert pieces == 1 or uniform.cuts
                 if pieces > 1:
                     of_request = set(range(2 * first, 2 * first + pieces))
-                    assert not of_request & slots and max(of_request) < 2 * num_parts
-                    slots |= of_request
+                    assert not of_request & places and max(of_request) < 2 * num_parts
+                    places |= of_request
                     cut += 1
     assert cut > 20 or num_parts == 1
 
@@ -418,7 +418,7 @@ def pieces_of(lengths: Sequence[int], num_parts: int) -> dict[int, list[tuple[in
     plan = reference.plan(lengths, num_parts, batch_invariant=True)
     found: dict[int, list[tuple[int, int, int]]] = {}
     for item in work_items(plan.object_rows, plan.num_splits, blocks_of(lengths), 1 << 30):
-        piece = item.slot - int(plan.num_splits[item.req]) if item.slot >= 0 else 0
+        piece = item.place - int(plan.num_splits[item.req]) if item.place >= 0 else 0
         found.setdefault(item.req, []).append((piece, item.first_block, item.num_blocks))
     return found
 
@@ -437,7 +437,7 @@ def test_batch_invariant_pieces_depend_on_the_request_alone() -> None:
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
 def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
-    """Lengths that need the most slots: as many cuts as parts, and last pieces of a single block."""
+    """Lengths that need the most places: as many cuts as parts, and last pieces of a single block."""
     for b in (1, 2, 5, 131, 132, 133, 400):
         for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
             for num_parts in (1, 2, 132):
@@ -494,7 +494,7 @@ def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
         (0, 10, 10),
         (0, 20, 5),
     ]
-    assert [item.slot for item in found] == list(range(64))
+    assert [item.place for item in found] == list(range(64))
 
 
 def test_sparse_pieces_depend_on_the_request_and_the_room_alone() -> None:

@@ -427,9 +427,12 @@ class TestLaunch:
             "extra": extra_of(layout),
             "q": 0x1000,
             "q_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
-            "caches": (0x2000, 0xB000),
-            "indices": (0x8000, 0xD000),
-            "lengths": (0x9000, 0xE000),
+            "k_cache": 0x2000,
+            "extra_k_cache": 0xB000,
+            "indices": 0x8000,
+            "extra_indices": 0xD000,
+            "topk_length": 0x9000,
+            "extra_topk_length": 0xE000,
             "attn_sink": 0xA000,
             "sched_meta": 0x5000,
             "num_parts": PARTS,
@@ -455,12 +458,9 @@ class TestLaunch:
         call(sparse_arguments(layout))
         (args,) = world.sparse
         assert (args.cache, args.extra) == (CACHE[layout], NO_CACHE)
-        assert (args.caches, args.indices, args.lengths, args.attn_sink) == (
-            (0x2000, 0),
-            (0x8000, 0),
-            (0, 0),
-            0,
-        )
+        assert (args.k_cache, args.extra_k_cache) == (0x2000, 0)
+        assert (args.indices, args.extra_indices) == (0x8000, 0)
+        assert (args.topk_length, args.extra_topk_length, args.attn_sink) == (0, 0, 0)
         assert args.softmax_scale == args.d_qk**-0.5 and args.load_bytes == 16
 
     def test_positional(self, world: World) -> None:
@@ -470,8 +470,10 @@ class TestLaunch:
         rest = [given[name] for name in ("attn_sink", *OPTIONAL[2:4], *LENGTHS)]
         rawmla.flash_mla_with_kvcache(*first, 0.5, False, True, given["indices"], *rest)
         (args,) = world.sparse
-        assert (args.softmax_scale, args.attn_sink, args.caches) == (0.5, 0xA000, (0x2000, 0xB000))
-        assert (args.indices, args.lengths) == ((0x8000, 0xD000), (0x9000, 0xE000))
+        assert (args.softmax_scale, args.attn_sink) == (0.5, 0xA000)
+        assert (args.k_cache, args.extra_k_cache) == (0x2000, 0xB000)
+        assert (args.indices, args.extra_indices) == (0x8000, 0xD000)
+        assert (args.topk_length, args.extra_topk_length) == (0x9000, 0xE000)
 
     def test_table_and_lengths_are_not_read(self, world: World) -> None:
         call(sparse_arguments() | {"block_table": object(), "cache_seqlens": object()})
@@ -822,7 +824,8 @@ class TestKnownCalls:
             for name in ("q", "k_cache", "extra_k_cache", "indices"):
                 change(name, ptr=0x100000 * (layer + 1))(arguments)
             call(arguments)
-        assert [args.caches for args in world.sparse] == [(0x100000 * n,) * 2 for n in (1, 2, 3)]
+        caches = [(args.k_cache, args.extra_k_cache) for args in world.sparse]
+        assert caches == [(0x100000 * n,) * 2 for n in (1, 2, 3)]
         assert len({args.out for args in world.sparse}) == 3
         (known,) = sparse._known.values()
         assert len(known.calls) == 1
@@ -838,7 +841,7 @@ class TestKnownCalls:
             (change("k_cache", ptr=0x2008), "load_bytes"),
             (change("indices", strides=(1000, 500, 1)), "cache"),
             (change("extra_k_cache", strides=(61 * 672, 656, 656, 1)), "extra"),
-            (put("topk_length", None), "lengths"),
+            (put("topk_length", None), "topk_length"),
             (put("attn_sink", None), "attn_sink"),
             (change("tile_scheduler_metadata", shape=(PARTS + 1, 8)), "num_parts"),
             (put("softmax_scale", 0.125), "softmax_scale"),

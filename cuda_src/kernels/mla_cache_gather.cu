@@ -19,7 +19,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
+constexpr CacheLayout kLayout = static_cast<CacheLayout>(FORMAT);
 constexpr bool kPaged = PAGED;
 using Row = CacheRow<kLayout>;
 constexpr int kThreads = kPaged ? 64 : 32;

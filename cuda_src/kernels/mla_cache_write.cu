@@ -18,7 +18,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
+constexpr CacheLayout kLayout = static_cast<CacheLayout>(FORMAT);
 constexpr bool kSlots = SLOTS;
 using Row = CacheRow<kLayout>;
 constexpr int kThreads = 64;

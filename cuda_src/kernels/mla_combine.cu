@@ -13,8 +13,8 @@
 // split leaves at once, without waiting for the kernel ahead, so that the CTAs of the kernel behind find their SMs free. Only the first
 // CTA always waits: this kernel must not be complete before that one is.
 //
-// A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
-// PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece; their sums meet in
+// A warp merges the columns of a row that share an o_scale_log2, SPLITS_AT_ONCE pieces at a time; two such warps a row. With
+// SPLIT_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece; their sums meet in
 // shared memory, where each of the first four pairs of warps adds up a pair of every thread's columns, in fixed order, and stores it.
 // With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a pair of warps has n rows at the same time.
 // Time is latency (plan, then num_splits, then scalars and data together, which do not wait for their weights) and then instructions:
@@ -31,19 +31,19 @@
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
 constexpr int kDimV = 512;
-constexpr int kGroups = PIECE_GROUPS;
+constexpr int kGroups = SPLIT_GROUPS;
 constexpr int kRowsAtOnce = ROWS_AT_ONCE;
 static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of pieces share one row");
 constexpr int kRows = kGroups == 1 ? 4 * kRowsAtOnce : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
 constexpr int kResidentThreads =
-    PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
+    SPLITS_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
 constexpr int kColumns = kDimV / 64;  // per thread
 constexpr int kPairs = kColumns / 2;
 static_assert(kGroups == 1 || kGroups >= kPairs, "a pair is added up and stored by the group of its number");
 constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
-constexpr int kPiecesAtOnce = PIECES_AT_ONCE / kVectors;
+constexpr int kPiecesAtOnce = SPLITS_AT_ONCE / kVectors;
 
 struct Params {
     const int* sched_meta;
@@ -60,7 +60,7 @@ struct Params {
 #endif
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int b, s_q, h_q;
-    int num_slots;
+    int max_splits;
     int object_layout;
     int by_request;  // grid y is requests, else parts
 #if MAX_LOGITS
@@ -326,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const Splits pieces_of(params, req);
     const int splits = pieces_of.count, slot = pieces_of.first;
     const bool merges = splits > 1;
-    const bool fits = slot >= 0 && slot + splits <= params.num_slots;
+    const bool fits = slot >= 0 && slot + splits <= params.max_splits;
     const int count = fits ? splits : 0;
     const i64 accum_row = static_cast<i64>(slot) * rows + first_row;
     Place place(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);

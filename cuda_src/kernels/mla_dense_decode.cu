@@ -193,7 +193,7 @@ struct Walker {
         u32 published = smem.walker.items_published;
         while (published < count) {
             WorkItem next;
-            if (!items.next(plan, all_tokens(params.cache_seqlens), params.num_splits, params.num_slots,
+            if (!items.next(plan, all_tokens(params.cache_seqlens), params.num_splits, params.max_splits,
                             next))
                 next.req = -1;
             if (next.req >= 0 && next.num_blocks == 0) {

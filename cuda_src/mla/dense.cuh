@@ -41,7 +41,7 @@ struct Params {
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
     int max_seqlen;  // that a row of block_table has room for
-    int num_slots;
+    int max_splits;
     int object_layout;
     int causal;
     float sm_scale_log2;

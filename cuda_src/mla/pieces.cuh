@@ -1,10 +1,10 @@
 // Scratch for the pieces of split requests, which a decode kernel writes and mla_combine merges. For a piece with scores
 // S (base 2) of a query row:
 //
-//   o_accum         [num_slots, rows, 512]  numerator, divided by 2^o_scale_log2: float16 for bf16 calls, float32 for fp16
-//   lse_accum_log2  [num_slots, rows]       log2 sum_t 2^S_t, -inf where there is no token
-//   o_scale_log2    [num_slots, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
-//   max_accum_log2  [num_slots, rows]       max_t S_t, in prefill only
+//   o_accum         [max_splits, rows, 512]  numerator, divided by 2^o_scale_log2: float16 for bf16 calls, float32 for fp16
+//   lse_accum_log2  [max_splits, rows]       log2 sum_t 2^S_t, -inf where there is no token
+//   o_scale_log2    [max_splits, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
+//   max_accum_log2  [max_splits, rows]       max_t S_t, in prefill only
 //
 // rows = s_q * h_q, row = token * h_q + head. A row's columns lie in the order in which a quad of lanes holds them: 16-byte unit
 // 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1, with n = 4 groups of eight columns in float16, 2 in float32.

@@ -169,7 +169,7 @@ struct WorkItems {
     }
 
     __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
-                                         int num_slots, WorkItem& item, bool uniform = false) {
+                                         int max_splits, WorkItem& item, bool uniform = false) {
         while (req <= row.end_req) {
             const int seqlen = tokens.main(req);
             const int splits_before = uniform ? 0 : load_global(num_splits + req);
@@ -196,7 +196,7 @@ struct WorkItems {
             item.num_blocks = max_int(min_int(stop, blocks) - first, 0);
             item.slot = is_piece ? slot + split : -1;
             // A plan that its scratch was not made for must not write outside; mla_combine then writes NaN.
-            const bool fits = !is_piece || (item.slot >= 0 && item.slot < num_slots);
+            const bool fits = !is_piece || (item.slot >= 0 && item.slot < max_splits);
             block = stop;
             if (stop >= end) {
                 ++req;

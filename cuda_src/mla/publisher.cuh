@@ -37,7 +37,8 @@ __device__ __forceinline__ void publish_items(const Params& params, Smem& smem, 
     u32 published = smem.publisher.published;
     while (published < count) {
         WorkItem next;
-        if (!items.next(plan, params.tokens(), params.num_splits, params.num_slots, next, is_uniform(params)))
+        if (!items.next(plan, params.tokens(), params.num_splits, params.max_splits, next,
+                        is_uniform(params)))
             next.req = -1;
         if (next.req >= 0 && next.num_blocks == 0) {
             store_empty<kDtype, Row>(params, next, lane_index());

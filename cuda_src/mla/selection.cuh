@@ -41,7 +41,7 @@ struct Params {
     int page_shift[2];
     int b, s_q, h_q;
     int head_tiles;
-    int num_slots;
+    int max_splits;
     int object_layout;
     float sm_scale_log2;
 #if MAX_LOGITS

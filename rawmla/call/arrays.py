@@ -131,8 +131,9 @@ class TorchFramework:
             _refuse_no_memory(name, x, shape)
         if x.requires_grad and self._is_grad_enabled():
             raise ValueError(
-                f"{name}: expected a tensor that needs no gradient, because this function has no backward, got "
-                "requires_grad=True with grad enabled; pass a detached tensor or call it under torch.no_grad()"
+                f"{name}: expected a tensor that needs no gradient, because this function has no backward, "
+                "got requires_grad=True with grad enabled; pass a detached tensor, or call the function "
+                "under torch.no_grad()"
             )
         return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 
@@ -405,8 +406,8 @@ def _refuse_no_memory(name: str, x: Any, shape: tuple[int, ...]) -> None:
     """Raise for an array with elements at address 0: fake tensors and wrapper subclasses have no memory."""
     if prod(shape):
         raise TypeError(
-            f"{name}: expected an array with memory of its own, got {_class_name(x)} of shape {list(shape)} at "
-            "address 0"
+            f"{name}: expected an array with memory of its own, got {_class_name(x)} of shape {list(shape)} "
+            "at address 0"
         )
 
 

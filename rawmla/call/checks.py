@@ -3,8 +3,8 @@
 Errors read "`name`: expected X, got Y". `TypeError` is for the wrong kind or dtype, `ValueError` for a shape,
 stride, range or combination. A check of one operation stands beside that operation.
 
-Strides are in elements. A dimension of size 1 is never stepped over, so any stride is legal there. `usable_strides`
-puts the contiguous one in its place, and all else works on its result.
+Strides are in elements. A dimension of size 1 is never stepped over, so any stride is legal there.
+`usable_strides` puts the contiguous one in its place, and all else works on its result.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def usable_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
 
 
 def strides_fit(ptr: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether 16-byte copies and TMA can walk an array of a 16-bit type: the address and all steps are multiples
-    of 16 bytes, steps are positive and below 2**40 bytes.
+    """Whether 16-byte copies and TMA can walk an array of a 16-bit type: the address and all steps are
+    multiples of 16 bytes, steps are positive and below 2**40 bytes.
     """
     steps = [stride for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent > 1]
     return not ptr & 15 and all(0 < step < _TMA_STRIDE_LIMIT // 2 and not step & 7 for step in steps)

@@ -1,7 +1,7 @@
 """What is kept from call to call, so that a call which was seen before costs little host time.
 
-A model repeats a few kinds of call. The checks of a kind are passed once, its kernels are loaded and its parameters
-are worked out once; the next call of the kind finds them by a key of shapes, strides and dtypes.
+A model repeats a few kinds of call. The checks of a kind are passed once, its kernels are loaded and its
+parameters are worked out once; the next call of the kind finds them by a key of shapes, strides and dtypes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PreparedCall(NamedTuple):
 
 
 def kind_of(view: Fields | None) -> tuple[Any, ...] | None:
-    """What checks of an optional array may depend on: all but its address beyond the alignment of 16 bytes."""
+    """What checks of an optional array depend on: of its address, only the alignment to 16 bytes."""
     if view is None:
         return None
     ptr, shape, strides, dtype, device, framework, _ = view
@@ -77,9 +77,9 @@ class _Pair(NamedTuple):
 class LatestPair:
     """The latest two arrays that passed a check, and what the check gave.
 
-    All layers of a decoding step share the block table, the lengths and the plan: an engine passes the same objects
-    to each. They are recognised by identity, address and shape, in a third of the time that a check takes. What
-    this cannot see is an array whose strides alone were changed in place.
+    All layers of a decoding step share the block table, the lengths and the plan: an engine passes the same
+    objects to each. They are recognised by identity, address and shape, in a third of the time that a check
+    takes. What this cannot see is an array whose strides alone were changed in place.
     """
 
     def __init__(self) -> None:
@@ -115,8 +115,8 @@ class LatestPair:
     ) -> None:
         """Remember the arrays by weak references; `views` are theirs, and `framework` is that of the call.
 
-        Arrays of another framework are not remembered: its stream has to be looked at in every call, and a view of
-        a DLPack array belongs to an array that was made for this call.
+        Arrays of another framework are not remembered: its stream has to be looked at in every call, and a
+        view of a DLPack array belongs to an array that was made for this call.
         """
         first_ptr, first_shape, _, _, _, first_framework, first_owner = views[0]
         second_ptr, second_shape, _, _, _, second_framework, second_owner = views[1]

@@ -8,25 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .. import jit
-from . import mla_cache_gather as cache_gather
-from . import mla_cache_rows as cache_layout
-from . import mla_cache_write as cache_write
-from . import mla_combine as combine
-from . import mla_convert_indices as convert_indices
-from . import mla_dense_decode as dense_decode
-from . import mla_merge_states as merge_states
-from . import mla_metadata as metadata
-from . import mla_sparse as sparse_decode
-from . import mla_sparse_prefill as sparse_prefill
-from .common import DTYPES
+from . import (
+    mla_cache_gather,
+    mla_cache_write,
+    mla_combine,
+    mla_convert_indices,
+    mla_dense_decode,
+    mla_merge_states,
+    mla_metadata,
+    mla_sparse,
+    mla_sparse_prefill,
+)
+from .common import D_QK, DTYPES
+from .mla_cache_rows import FORMATS
 
 __all__ = ["all_specs", "default_specs", "warmup"]
 
 
 def all_specs() -> list[jit.KernelSpec]:
     """Every variant of every kernel."""
-    formats = list(sparse_decode.FORMATS)
-    return _specs(list(DTYPES), list(dense_decode.D_QK), list(dense_decode.BOX_ROWS), formats, formats)
+    formats = list(FORMATS)
+    return _specs(list(DTYPES), list(D_QK), list(mla_dense_decode.BOX_ROWS), formats, formats)
 
 
 def default_specs() -> list[jit.KernelSpec]:
@@ -91,15 +93,18 @@ def _specs(
     sparse_formats: list[str],
     prefill_formats: list[str],
 ) -> list[jit.KernelSpec]:
-    specs = metadata.specs()
+    for format in (*sparse_formats, *prefill_formats):
+        if format not in FORMATS:
+            raise ValueError(f"sparse formats: expected one of {list(FORMATS)}, got {format!r}")
+    specs = mla_metadata.specs()
     for dtype in dtypes:
-        specs += combine.specs(dtype) + merge_states.specs(dtype)
+        specs += mla_combine.specs(dtype) + mla_merge_states.specs(dtype)
         for d_qk in d_qks:
-            specs += dense_decode.specs(dtype, d_qk, page_block_sizes)
+            specs += mla_dense_decode.specs(dtype, d_qk, page_block_sizes)
     for format in sparse_formats:
-        specs += sparse_decode.specs(format) + combine.specs("bfloat16") + convert_indices.specs()
-        for layout in cache_layout.OF_FORMAT[format]:
-            specs += cache_write.specs(layout) + cache_gather.specs(layout)
+        specs += mla_sparse.specs(format) + mla_combine.specs("bfloat16") + mla_convert_indices.specs()
+        for known in FORMATS[format]:
+            specs += mla_cache_write.specs(known) + mla_cache_gather.specs(known)
     for format in prefill_formats:
-        specs += sparse_prefill.specs(format) + combine.specs("bfloat16", max_logits=True)
+        specs += mla_sparse_prefill.specs(format) + mla_combine.specs("bfloat16", max_logits=True)
     return list(dict.fromkeys(specs))

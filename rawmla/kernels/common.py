@@ -1,34 +1,40 @@
-"""What the kernels' host sides share: type codes, and the constants of cuda_src/mla/plan.cuh."""
+"""Sizes that several kernels share with their CUDA sources, and small arithmetic.
+
+Cache formats are in `rawmla.kernels.mla_cache_rows`.
+"""
 
 from __future__ import annotations
 
-import struct
+from math import e, log2
 
-DTYPES = {"bfloat16": 0, "float16": 1}  # values of the define DTYPE
-BLOCK_TOKENS = 64
+DTYPES = {"bfloat16": 0, "float16": 1}
+"""Values of the define DTYPE."""
+D_QK = (576, 512)
+"""Columns of a query and of a cache row."""
 D_V = 512
+"""The first of them, which are the columns of V."""
+BLOCK_TOKENS = 64
+"""KV tokens of a block, the unit of a plan."""
+TILE_ROWS = 64
+"""Query rows of a tile, which one CTA attends."""
+LOG2_E = log2(e)
 BATCH_INVARIANT_MIN_BLOCKS = 8
-BATCH_INVARIANT_MAX_PIECES = 32
+BATCH_INVARIANT_MAX_SPLITS = 32
+"""A batch-invariant plan cuts a request into at most so many splits of at least so many blocks."""
 
 
-def num_slots(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -> int:
-    """Scratch slots for pieces of requests of up to `max_blocks` blocks: see ``first_slot`` in
-    cuda_src/mla/plan.cuh. 0: nothing can be split.
+def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -> int:
+    """How many splits scratch needs room for, when no request has more than ``max_blocks`` blocks.
+
+    0: no request can be split. Where a request's splits lie is decided in cuda_src/mla/plan.cuh.
     """
     if max_blocks <= 1:
         return 0
-    slots = 2 * num_parts if num_parts > 1 else 0
+    most = 2 * num_parts if num_parts > 1 else 0
     if batch_invariant:
-        pieces = min(ceil_div(max_blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_PIECES)
-        slots = max(slots, b * pieces if pieces > 1 else 0)
-    return slots
-
-
-def addresses(count: int, before: str = "") -> struct.Struct:
-    """Format of that many device addresses, `before` ahead of them: as the native size_t, which is packed in
-    half the time of "Q".
-    """
-    return struct.Struct(f"@{before}{count}N")
+        per_request = min(ceil_div(max_blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_SPLITS)
+        most = max(most, b * per_request if per_request > 1 else 0)
+    return most
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""Division by a known number without dividing: cuda_src/common/division.cuh."""
+"""Division by a number that the host knows, as a multiplication: cuda_src/common/division.cuh."""
 
 from __future__ import annotations
 

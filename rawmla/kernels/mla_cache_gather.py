@@ -1,19 +1,25 @@
-"""Host side of cuda_src/kernels/mla_cache_gather.cu: tokens of a paged cache into rows of bf16."""
+"""Host side of cuda_src/kernels/mla_cache_gather.cu: copies tokens of a paged cache into rows of bf16."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 
 from .. import jit
+from ..jit.params import I32, I64, POINTER, U32, ParamStruct
 from .common import ceil_div
 from .division import divisor
-from .mla_cache_rows import UNIT_TOKENS, CacheLayout
+from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
-PARAMS = struct.Struct("<6Q2q7iIi4x")  # Params of mla_cache_gather.cu
+PARAMS = ParamStruct(
+    POINTER("cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out"),
+    I64("table_stride", "out_stride"),
+    I32("block_stride", "token_stride", "b", "table_width", "num_blocks", "rows", "page_block_size"),
+    U32("page_magic"),
+    I32("page_shift"),
+)
 _THREADS = {True: 64, False: 32}  # by is_paged
 
 
@@ -22,19 +28,19 @@ def _rows_per_cta(is_paged: bool) -> int:
 
 
 @cache
-def spec(layout: CacheLayout, is_paged: bool) -> jit.KernelSpec:
-    """The variant of a layout."""
-    defines = (("LAYOUT", layout.code), ("PAGED", int(is_paged)))
+def spec(format: CacheFormat, is_paged: bool) -> jit.KernelSpec:
+    """The variant for a format: gathers requests by their block table or, not paged, a cache as it lies."""
+    defines = (("FORMAT", format.code), ("PAGED", int(is_paged)))
     return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS[is_paged], smem_bytes=0)
 
 
-def specs(layout: CacheLayout) -> list[jit.KernelSpec]:
-    """The variants of a layout: gathering requests, and dequantising whole caches."""
-    return [spec(layout, True), *([spec(layout, False)] if layout.is_quantized else [])]
+def specs(format: CacheFormat) -> list[jit.KernelSpec]:
+    """The variants for a format."""
+    return [spec(format, True), *([spec(format, False)] if format.is_quantized else [])]
 
 
 def launch(
-    layout: CacheLayout,
+    format: CacheFormat,
     *,
     device: int,
     stream: int,
@@ -55,16 +61,32 @@ def launch(
     rows: int,
     page_block_size: int,
 ) -> None:
-    """Enqueue the reading of at most `rows` rows, at least one; arrays are given as device addresses.
+    """Enqueue the kernel on arrays given as device addresses, for at least one row of the output.
 
-    `block_table` 0: row r is slot r, and `b` and the arrays of requests mean nothing. `seq_starts` may be 0.
-    Strides of the table and of `out` are in elements, those of the cache in bytes.
+    Strides of the table and of ``out`` are in elements, those of the cache in bytes. ``block_table`` 0: row r
+    is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its
+    first token on.
     """
     is_paged = block_table != 0
-    kernel = jit.get_kernel(spec(layout, is_paged), device, capturing=capturing)
+    kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        cache, block_table, cache_seqlens, workspace_starts, seq_starts, out, table_stride, out_stride,
-        block_stride, token_stride, b, table_width, num_blocks, rows, page_block_size,
-        *divisor(page_block_size),
-    )  # fmt: skip
+        cache=cache,
+        block_table=block_table,
+        cache_seqlens=cache_seqlens,
+        workspace_starts=workspace_starts,
+        seq_starts=seq_starts,
+        out=out,
+        table_stride=table_stride,
+        out_stride=out_stride,
+        block_stride=block_stride,
+        token_stride=token_stride,
+        b=b,
+        table_width=table_width,
+        num_blocks=num_blocks,
+        rows=rows,
+        page_block_size=page_block_size,
+        page_magic=page_magic,
+        page_shift=page_shift,
+    )
     kernel.launch((ceil_div(rows, _rows_per_cta(is_paged)), 1, 1), params, stream, pdl=True)

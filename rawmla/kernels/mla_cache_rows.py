@@ -1,4 +1,4 @@
-"""The layouts of a paged cache: cuda_src/mla/cache_rows.cuh."""
+"""The formats of a paged cache: how a token's row is stored (cuda_src/mla/cache_rows.cuh)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 from .common import ceil_div
 
 __all__ = [
-    "BF16_NARROW",
-    "BF16_WIDE",
-    "LAYOUTS",
+    "BF16_512",
+    "BF16_576",
+    "CACHE_FORMATS",
+    "FORMATS",
     "MODEL1",
-    "OF_FORMAT",
     "QUANTIZED",
     "UNIT_TOKENS",
     "V32",
-    "CacheLayout",
+    "CacheFormat",
     "padded_block_bytes",
 ]
 
@@ -23,41 +23,53 @@ UNIT_TOKENS = 4
 """Tokens that a warp takes at a time."""
 
 
-class CacheLayout(NamedTuple):
+class CacheFormat(NamedTuple):
     """One way to store a token.
 
-    `code` is the value of the define LAYOUT; `token_bytes` what the last dimension of the array has,
-    `row_bytes` the distance of tokens in a block, `alignment` what addresses and strides in bytes are
-    multiples of.
+    Attributes
+    ----------
+    name : str
+    code : int
+        Value of the define FORMAT.
+    d_nope : int
+        Columns before those of RoPE.
+    d_qk : int
+        All columns.
+    token_bytes : int
+        Bytes of a token, which are the last dimension of a cache.
+    row_bytes : int
+        Bytes from a token's values to those of the next token in a contiguous block. "model1" stores the
+        scales of a block behind its rows.
+    alignment : int
+        The cache's address and its strides in bytes are multiples of this.
+    is_quantized : bool
+        The columns before RoPE are FP8 with scales.
     """
 
     name: str
     code: int
     d_nope: int
+    d_qk: int
     token_bytes: int
     row_bytes: int
     alignment: int
     is_quantized: bool
 
-    @property
-    def d_qk(self) -> int:
-        """Columns of a row, the 64 of RoPE among them."""
-        return self.d_nope + 64
 
-
-V32 = CacheLayout("v32", 0, 512, 656, 656, 16, True)
-MODEL1 = CacheLayout("model1", 1, 448, 584, 576, 8, True)
-BF16_WIDE = CacheLayout("bf16 576", 2, 512, 1152, 1152, 16, False)
-BF16_NARROW = CacheLayout("bf16 512", 3, 448, 1024, 1024, 16, False)
-LAYOUTS = (V32, MODEL1, BF16_WIDE, BF16_NARROW)
-QUANTIZED = {layout.name: layout for layout in (V32, MODEL1)}
-OF_FORMAT = {"v32": [V32], "model1": [MODEL1], "bf16": [BF16_WIDE, BF16_NARROW]}
+V32 = CacheFormat("v32", 0, 512, 576, 656, 656, 16, True)
+MODEL1 = CacheFormat("model1", 1, 448, 512, 584, 576, 8, True)
+BF16_576 = CacheFormat("bf16 576", 2, 512, 576, 1152, 1152, 16, False)
+BF16_512 = CacheFormat("bf16 512", 3, 448, 512, 1024, 1024, 16, False)
+CACHE_FORMATS = (V32, MODEL1, BF16_576, BF16_512)
+FORMATS = {"v32": (V32,), "model1": (MODEL1,), "bf16": (BF16_576, BF16_512)}
+"""The formats that a public name stands for: one for each d_qk."""
+QUANTIZED = {format.name: format for format in CACHE_FORMATS if format.is_quantized}
 _MODEL1_BLOCK_MULTIPLE = 576
 
 
-def padded_block_bytes(layout: CacheLayout, page_block_size: int) -> int:
-    """Distance of blocks in a cache that is allocated here: MODEL1 blocks are multiples of 576 bytes."""
-    block_bytes = page_block_size * layout.token_bytes
-    if layout is not MODEL1:
+def padded_block_bytes(format: CacheFormat, page_block_size: int) -> int:
+    """Bytes from block to block in a cache that is allocated here: "model1" blocks are multiples of 576."""
+    block_bytes = page_block_size * format.token_bytes
+    if format is not MODEL1:
         return block_bytes
     return ceil_div(block_bytes, _MODEL1_BLOCK_MULTIPLE) * _MODEL1_BLOCK_MULTIPLE

@@ -1,37 +1,46 @@
-"""Host side of cuda_src/kernels/mla_cache_write.cu: tokens into a paged cache, quantised if its layout is."""
+"""Host side of cuda_src/kernels/mla_cache_write.cu: writes tokens into a paged cache.
+
+They are quantised if the format of the cache is.
+"""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 
 from .. import jit
+from ..jit.params import I32, POINTER, U32, ParamStruct
 from .common import ceil_div
 from .division import divisor
-from .mla_cache_rows import UNIT_TOKENS, CacheLayout
+from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
-PARAMS = struct.Struct("<4Q8iI3i")  # Params of mla_cache_write.cu
+PARAMS = ParamStruct(
+    POINTER("kv_c", "k_pe", "slots", "cache"),
+    I32("kv_c_stride", "k_pe_stride", "source_block_stride", "block_stride", "token_stride"),
+    I32("num_slots", "tokens", "page_block_size"),
+    U32("page_magic"),
+    I32("page_shift", "slots_are_64bit", "sources_are_aligned"),
+)
 _THREADS = 64
 _TOKENS_PER_CTA = _THREADS // 32 * UNIT_TOKENS
 
 
 @cache
-def spec(layout: CacheLayout, has_slots: bool) -> jit.KernelSpec:
-    """The variant of a layout."""
-    defines = (("LAYOUT", layout.code), ("SLOTS", int(has_slots)))
+def spec(format: CacheFormat, has_slots: bool) -> jit.KernelSpec:
+    """The variant for a format: writes tokens to given slots or, without, a whole cache."""
+    defines = (("FORMAT", format.code), ("SLOTS", int(has_slots)))
     return jit.KernelSpec("mla_cache_write", defines, threads=_THREADS, smem_bytes=0)
 
 
-def specs(layout: CacheLayout) -> list[jit.KernelSpec]:
-    """The variants of a layout: writing new tokens, and quantising whole caches."""
-    return [spec(layout, True), *([spec(layout, False)] if layout.is_quantized else [])]
+def specs(format: CacheFormat) -> list[jit.KernelSpec]:
+    """The variants for a format."""
+    return [spec(format, True), *([spec(format, False)] if format.is_quantized else [])]
 
 
 def launch(
-    layout: CacheLayout,
+    format: CacheFormat,
     *,
     device: int,
     stream: int,
@@ -51,14 +60,30 @@ def launch(
     page_block_size: int,
     sources_are_aligned: bool,
 ) -> None:
-    """Enqueue the writing of `tokens` tokens, at least one; arrays are given as device addresses.
+    """Enqueue the kernel on arrays given as device addresses, for at least one token.
 
-    Strides of the sources are in elements, those of the cache in bytes. `slots` 0: token t goes to slot t,
-    and the sources are blocks `source_block_stride` apart.
+    Strides of the sources are in elements, those of the cache in bytes. ``slots`` 0: token t goes to slot t,
+    and the sources are blocks ``source_block_stride`` apart. ``sources_are_aligned``: every row of both
+    sources begins at a multiple of 16 bytes.
     """
-    kernel = jit.get_kernel(spec(layout, slots != 0), device, capturing=capturing)
+    kernel = jit.get_kernel(spec(format, slots != 0), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        kv_c, k_pe, slots, cache, kv_c_stride, k_pe_stride, source_block_stride, block_stride, token_stride,
-        num_slots, tokens, page_block_size, *divisor(page_block_size), slots_are_64bit, sources_are_aligned,
-    )  # fmt: skip
+        kv_c=kv_c,
+        k_pe=k_pe,
+        slots=slots,
+        cache=cache,
+        kv_c_stride=kv_c_stride,
+        k_pe_stride=k_pe_stride,
+        source_block_stride=source_block_stride,
+        block_stride=block_stride,
+        token_stride=token_stride,
+        num_slots=num_slots,
+        tokens=tokens,
+        page_block_size=page_block_size,
+        page_magic=page_magic,
+        page_shift=page_shift,
+        slots_are_64bit=slots_are_64bit,
+        sources_are_aligned=sources_are_aligned,
+    )
     kernel.launch((ceil_div(tokens, _TOKENS_PER_CTA), 1, 1), params, stream, pdl=True)

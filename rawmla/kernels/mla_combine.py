@@ -1,91 +1,119 @@
-"""Host side of cuda_src/kernels/mla_combine.cu: merging the pieces of split requests."""
+"""Host side of cuda_src/kernels/mla_combine.cu: merges the splits of split requests.
+
+Also where splits lie in scratch (cuda_src/mla/splits.cuh), which the attention kernels write.
+"""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 from .. import jit
-from . import mla_metadata as metadata
-from .common import D_V, DTYPES, addresses, ceil_div
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct
+from .common import D_V, DTYPES, ceil_div
+from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
 
 __all__ = [
     "MAPPINGS",
+    "PARAMS",
     "Mapping",
     "launch_shape",
     "prepare",
     "scalar_offsets",
-    "slot_row_bytes",
     "spec",
     "specs",
+    "split_row_bytes",
 ]
 
-# Params of mla_combine.cu and its first members, which are _POINTERS; by whether the call has max_logits
-_PARAMS = {False: struct.Struct("<8Q3q6i"), True: struct.Struct("<10Q3q6if3i")}
-_POINTERS = {False: addresses(8), True: addresses(10)}
-_PIECE_BYTES = {"bfloat16": 2, "float16": 4}  # of a number in o_accum, by the dtype of the call
-_SCALARS = 3  # lse_accum_log2 and two o_scale_log2; max_accum_log2 is another one
-_PARTIAL_BYTES = (D_V + 4) * 4  # of a group, in Partials of mla_combine.cu
+_DECODE_POINTERS = (
+    "sched_meta",
+    "num_splits",
+    "o_accum",
+    "lse_accum_log2",
+    "o_scale_log2",
+    "out",
+    "lse",
+    "attn_sink",
+)
+_PREFILL_POINTERS = (*_DECODE_POINTERS, "max_accum_log2", "max_logits")
+_SIZES = (
+    *I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    *I32("b", "s_q", "h_q", "max_splits", "object_layout", "by_request"),
+)
+_DECODE_PARAMS = ParamStruct(POINTER(*_DECODE_POINTERS), _SIZES, changing=_DECODE_POINTERS)
+_PREFILL_PARAMS = ParamStruct(
+    POINTER(*_PREFILL_POINTERS),
+    _SIZES,
+    F32("lse_factor"),
+    UNIFORM_PLAN("uniform"),
+    changing=_PREFILL_POINTERS,
+)
+PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+"""By whether the call has max_logits (prefill) or not (decoding)."""
+_VALUE_BYTES = {"bfloat16": 2, "float16": 4}  # of a value in o_accum, by the dtype of the call
+_SCALARS = 3  # of a row: lse_accum_log2 and two o_scale_log2; in prefill also max_accum_log2
+_PARTIAL_BYTES = (D_V + 4) * 4  # of a group of splits, in Partials of mla_combine.cu
 
 
 class Mapping(NamedTuple):
-    """How the kernel shares rows and pieces among warps: its defines of these names."""
+    """How the kernel shares rows and splits among warps: its defines of these names."""
 
-    piece_groups: int
-    pieces_at_once: int
+    split_groups: int
+    splits_at_once: int
     rows_at_once: int = 1
 
     @property
     def rows_per_cta(self) -> int:
         """Query rows that one CTA merges."""
-        return 4 * self.rows_at_once if self.piece_groups == 1 else 1
+        return 4 * self.rows_at_once if self.split_groups == 1 else 1
 
     @property
     def threads(self) -> int:
-        """Of a CTA."""
-        return 64 * self.piece_groups * self.rows_per_cta // self.rows_at_once
+        """Threads of a CTA."""
+        return 64 * self.split_groups * self.rows_per_cta // self.rows_at_once
 
 
 _BATCH_INVARIANT = Mapping(1, 4)
+# By how many rows of split requests there are at most: so many run at once under the mapping.
 _UP_TO_ROWS = {
     Mapping(8, 8): 132,
     Mapping(8, 4): 264,
     Mapping(4, 6): 528,
     _BATCH_INVARIANT: 2112,
-}  # so many rows of split requests, which then all run at once
+}
 _MORE_ROWS = Mapping(1, 2, 2)
 MAPPINGS = (*_UP_TO_ROWS, _MORE_ROWS)
 
 
-def slot_row_bytes(dtype: str, max_logits: bool = False) -> int:
-    """Bytes of scratch for a query row of a piece: cuda_src/mla/pieces.cuh."""
-    return D_V * _PIECE_BYTES[dtype] + 4 * (_SCALARS + max_logits)
+def split_row_bytes(dtype: str, max_logits: bool = False) -> int:
+    """Bytes of scratch for a query row of a split."""
+    return D_V * _VALUE_BYTES[dtype] + 4 * (_SCALARS + max_logits)
 
 
-def scalar_offsets(dtype: str, slot_rows: int) -> tuple[int, int, int]:
-    """Where lse_accum_log2, o_scale_log2 and max_accum_log2, if there is one, begin in scratch for that many
-    rows of pieces, behind o_accum.
+def scalar_offsets(dtype: str, split_rows: int) -> tuple[int, int, int]:
+    """Where lse_accum_log2, o_scale_log2 and max_accum_log2 begin in scratch for ``split_rows`` rows.
+
+    They follow o_accum. max_accum_log2 is there in prefill only.
     """
-    lse_accum = slot_rows * D_V * _PIECE_BYTES[dtype]
-    return lse_accum, lse_accum + 4 * slot_rows, lse_accum + 4 * slot_rows * _SCALARS
+    lse_accum = split_rows * D_V * _VALUE_BYTES[dtype]
+    return lse_accum, lse_accum + 4 * split_rows, lse_accum + 4 * split_rows * _SCALARS
 
 
 @cache
 def spec(dtype: str, mapping: Mapping, max_logits: bool = False) -> jit.KernelSpec:
-    """The variant of a dtype and a mapping, for decoding or, with `max_logits`, for prefill."""
+    """The variant for a dtype and a mapping, for decoding or, with ``max_logits``, for prefill."""
     return jit.KernelSpec(
         "mla_combine",
         (
             ("DTYPE", DTYPES[dtype]),
             ("MAX_LOGITS", max_logits),
-            ("PIECES_AT_ONCE", mapping.pieces_at_once),
-            ("PIECE_GROUPS", mapping.piece_groups),
+            ("SPLITS_AT_ONCE", mapping.splits_at_once),
+            ("SPLIT_GROUPS", mapping.split_groups),
             ("ROWS_AT_ONCE", mapping.rows_at_once),
         ),
         threads=mapping.threads,
-        smem_bytes=mapping.piece_groups * _PARTIAL_BYTES if mapping.piece_groups > 1 else 0,
+        smem_bytes=mapping.split_groups * _PARTIAL_BYTES if mapping.split_groups > 1 else 0,
     )
 
 
@@ -97,9 +125,10 @@ def specs(dtype: str, max_logits: bool = False) -> list[jit.KernelSpec]:
 def launch_shape(
     rows: int, b: int, num_parts: int, by_request: bool, batch_invariant: bool
 ) -> tuple[tuple[int, int, int], Mapping]:
-    """(grid, mapping): as many warps per row as still run all rows at once.
+    """Grid and mapping: as many warps for a row as still let all rows run at once.
 
-    A batch-invariant sum must not be grouped by the batch: always one mapping.
+    A batch-invariant call always has the same mapping, because the order of its sums may not depend on the
+    batch.
     """
     mapping = _BATCH_INVARIANT
     if not batch_invariant:
@@ -118,28 +147,37 @@ def prepare(
     s_q: int,
     h_q: int,
     num_parts: int,
-    slots: int,
+    max_splits: int,
     object_layout: bool,
     batch_invariant: bool,
     out_strides: tuple[int, ...],
     capturing: Callable[[], bool],
     lse_factor: float | None = None,
-    uniform: metadata.UniformPlan = metadata.NOT_UNIFORM,
+    uniform: UniformPlan = NOT_UNIFORM,
 ) -> Callable[..., bool] | None:
-    """A launch of the combine on pointers (those of Params in mla_combine.cu), or None without slots.
+    """`PreparedLaunch.launch` of the combine, or None if no request can be split (``max_splits`` 0).
 
-    ``capturing`` is as in `rawmla.jit.get_kernel`. ``lse_factor`` and ``uniform``, of a prefill
-    call, are those of Params.
+    It takes the first members of Params in mla_combine.cu, which are pointers. ``capturing`` is as in
+    `rawmla.jit.get_kernel`; ``lse_factor`` and ``uniform`` are members of Params in prefill.
     """
-    if not slots:
+    if not max_splits:
         return None
     by_request = batch_invariant or b <= num_parts
     grid, mapping = launch_shape(s_q * h_q, b, num_parts, by_request, batch_invariant)
     max_logits = lse_factor is not None
     kernel = jit.get_kernel(spec(dtype, mapping, max_logits), device, capturing=capturing)
-    pointers = _POINTERS[max_logits]
-    params = _PARAMS[max_logits].pack(
-        *[0] * (pointers.size // 8), *out_strides, b, s_q, h_q, slots, object_layout, by_request,
-        *([lse_factor, *uniform] if max_logits else []),
-    )  # fmt: skip
-    return kernel.prepare(grid, params, pointers, pdl=True).launch
+    out_stride_b, out_stride_s, out_stride_h = out_strides
+    struct = PARAMS[max_logits]
+    params = struct.pack(
+        out_stride_b=out_stride_b,
+        out_stride_s=out_stride_s,
+        out_stride_h=out_stride_h,
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        max_splits=max_splits,
+        object_layout=object_layout,
+        by_request=by_request,
+        **(dict(lse_factor=lse_factor, uniform=uniform) if max_logits else {}),
+    )
+    return kernel.prepare(grid, params, struct.changing, pdl=True).launch

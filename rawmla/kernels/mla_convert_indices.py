@@ -1,18 +1,24 @@
-"""Host side of cuda_src/kernels/mla_convert_indices.cu: token positions in requests to slots in the cache."""
+"""Host side of cuda_src/kernels/mla_convert_indices.cu: token positions to slots of the cache."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
 
 from .. import jit
+from ..jit.params import I32, I64, POINTER, U32, ParamStruct
 from .common import ceil_div
 from .division import divisor
 
 __all__ = ["PARAMS", "launch", "spec", "specs"]
 
-PARAMS = struct.Struct("<5Q5q6iIi")  # Params of mla_convert_indices.cu
+PARAMS = ParamStruct(
+    POINTER("indices", "block_table", "request_ids", "out", "counts"),
+    I64("indices_stride_n", "indices_stride_s", "out_stride_n", "out_stride_s", "table_stride"),
+    I32("rows", "s_q", "topk", "num_requests", "table_width", "page_block_size"),
+    U32("page_magic"),
+    I32("page_shift"),
+)
 _THREADS = 256
 _WARPS = _THREADS // 32
 _ROW_WARPS = (1, _WARPS)
@@ -21,7 +27,7 @@ _WARP_COLUMNS = 256  # of a row that one warp takes at a time
 
 @cache
 def spec(row_warps: int, compact: bool) -> jit.KernelSpec:
-    """The variant for that many warps per row."""
+    """The variant with ``row_warps`` warps for a row; ``compact`` moves the valid indices to the front."""
     defines = (("COMPACT", int(compact)), ("ROW_WARPS", row_warps))
     return jit.KernelSpec("mla_convert_indices", defines, threads=_THREADS, smem_bytes=0)
 
@@ -51,15 +57,33 @@ def launch(
     table_width: int,
     page_block_size: int,
 ) -> None:
-    """Enqueue the conversion of `rows` rows (n * s_q), at least one; arrays are given as device addresses.
+    """Enqueue the kernel on arrays given as device addresses, for at least one of its n * s_q rows.
 
-    Strides are in elements, of the first and second dimension. `request_ids` 0: i belongs to request i.
-    `counts` 0: nothing is moved, else int32 [rows].
+    Strides are in elements, those of indices and out for the dimensions n and s_q. ``request_ids`` 0: the
+    i-th of the n belongs to request i. ``counts``, int32 [rows], gets the number of valid indices of each
+    row, which are moved to its front; 0: they stay where they are.
     """
     row_warps = 1 if topk <= _WARP_COLUMNS else _WARPS
     kernel = jit.get_kernel(spec(row_warps, counts != 0), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        indices, block_table, request_ids, out, counts, *indices_strides, *out_strides, table_stride, rows,
-        s_q, topk, num_requests, table_width, page_block_size, *divisor(page_block_size),
-    )  # fmt: skip
+        indices=indices,
+        block_table=block_table,
+        request_ids=request_ids,
+        out=out,
+        counts=counts,
+        indices_stride_n=indices_strides[0],
+        indices_stride_s=indices_strides[1],
+        out_stride_n=out_strides[0],
+        out_stride_s=out_strides[1],
+        table_stride=table_stride,
+        rows=rows,
+        s_q=s_q,
+        topk=topk,
+        num_requests=num_requests,
+        table_width=table_width,
+        page_block_size=page_block_size,
+        page_magic=page_magic,
+        page_shift=page_shift,
+    )
     kernel.launch((ceil_div(rows, _WARPS // row_warps), 1, 1), params, stream, pdl=True)

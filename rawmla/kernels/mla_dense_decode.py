@@ -1,47 +1,78 @@
-"""Host side of cuda_src/kernels/mla_dense_decode*.cu, and of the combine that follows them."""
+"""Host side of cuda_src/kernels/mla_dense_decode*.cu and of the combine behind them."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
-from math import log2
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
-from . import mla_combine as combine
-from .common import BLOCK_TOKENS, DTYPES, addresses, ceil_div, num_slots
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.spec import MAX_SMEM_BYTES
+from . import mla_combine
+from .common import BLOCK_TOKENS, D_QK, DTYPES, LOG2_E, TILE_ROWS, ceil_div, max_splits
 
 __all__ = [
     "BOX_ROWS",
-    "D_QK",
     "FEW_ROWS",
+    "PARAMS",
+    "DenseDecodeAddresses",
     "DenseDecodeCall",
-    "PreparedDecode",
+    "PreparedDenseDecode",
     "box_rows",
     "few_rows_spec",
     "spec",
     "specs",
 ]
 
-_PARAMS = struct.Struct("<256s 10Q 3q q 3q 4iI2iI4if 4x")  # Params of mla/dense.cuh
-_POINTERS = addresses(10, before="256s")  # its first members: tensor maps and addresses
-_MAX_MAPS = 1024  # caches with tensor maps of their own, one for each layer
-_LOG2_E = log2(2.718281828459045)
-_BLOCK_M = 64
-_SMEM_BYTES = 232_448  # all that a CTA can have
-D_QK = (576, 512)
+_MAX_MAPS = 1024  # caches whose tensor maps are kept; a model has one for each layer
 FEW_ROWS = 16
-# No more than it needs, so that CTAs of the combine find room beside it and are there when it ends.
+"""Up to so many query rows of a KV head have a kernel of their own."""
+# No more than the kernel needs, so that CTAs of the combine find room beside it and are there when it ends.
 _FEW_ROWS_SMEM_BYTES = 202_752
 BOX_ROWS = (64, 32, 16)
+"""Tokens that one TMA box copies."""
 _CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
 
 
-class DenseDecodeCall(NamedTuple):
-    """What stays the same when a decode call is repeated on other queries: sizes, and strides in elements.
+class DenseDecodeAddresses(NamedTuple):
+    """The arrays of a call as device addresses."""
 
-    ``block_table_stride`` is the row stride of block_table, ``max_seqlen`` what its rows have room for.
+    q: int
+    k_cache: int
+    block_table: int
+    cache_seqlens: int
+    sched_meta: int
+    num_splits: int
+    out: int
+    lse: int
+
+
+_AFTER_CACHE = DenseDecodeAddresses._fields[2:]
+PARAMS = ParamStruct(
+    TENSOR_MAP("k_map_half", "k_map_one"),
+    POINTER("q", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
+    POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+    I64("q_stride_b", "q_stride_s", "q_stride_h", "block_table_stride"),
+    I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    I32("b", "s_q", "h_q", "heads_per_kv"),
+    U32("heads_magic"),
+    I32("rows", "page_block_size"),
+    U32("page_magic"),
+    I32("max_seqlen", "max_splits", "object_layout", "causal"),
+    F32("sm_scale_log2"),
+    changing=(
+        *("k_map_half", "k_map_one", "q", *_AFTER_CACHE),
+        *("o_accum", "lse_accum_log2", "o_scale_log2"),
+    ),
+)
+"""Params of cuda_src/mla/dense.cuh."""
+
+
+class DenseDecodeCall(NamedTuple):
+    """What stays the same when a decode call is repeated on other arrays: sizes, and strides in elements.
+
+    ``block_table_stride`` is the stride of its rows, ``max_seqlen`` the tokens that a row has pages for.
     """
 
     device: int
@@ -73,7 +104,7 @@ class DenseDecodeCall(NamedTuple):
 
 @cache
 def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
-    """A variant; ``rows`` are the BOX_ROWS of the page size, ``cluster`` the CTAs that share K (1 or 2).
+    """The variant for boxes of ``rows`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K.
 
     Raises ValueError for a combination that no kernel exists for.
     """
@@ -89,10 +120,10 @@ def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
             ("CLUSTER", cluster),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
-            ("SMEM_BYTES", _SMEM_BYTES),
+            ("SMEM_BYTES", MAX_SMEM_BYTES),
         ),
         threads=384,
-        smem_bytes=_SMEM_BYTES,
+        smem_bytes=MAX_SMEM_BYTES,
     )
 
 
@@ -125,91 +156,98 @@ def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.Kernel
     return [spec(dtype, d_qk, box, cluster) for box, cluster in pairs] + few_rows
 
 
-class PreparedDecode:
-    """The launches of a decode call: the decode kernel and, when requests can be split, the combine.
+class PreparedDenseDecode:
+    """The launches of a decode call: the attention kernel and, when requests can be split, the combine.
 
     Attributes
     ----------
     scratch_bytes : int
-        Of the 16-byte aligned scratch that `launch` takes; 0: none.
+        Size of the scratch that `launch` takes; 0: none.
     """
 
     def __init__(self, call: DenseDecodeCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         heads_per_kv = call.h_q // call.h_kv
         rows = call.s_q * heads_per_kv
-        m_blocks = ceil_div(rows, _BLOCK_M)
+        tiles = ceil_div(rows, TILE_ROWS)
         box = box_rows(call.page_block_size)
-        cluster = 2 if box == BLOCK_TOKENS and m_blocks % 2 == 0 else 1
+        cluster = 2 if box == BLOCK_TOKENS and tiles % 2 == 0 else 1
         if rows <= FEW_ROWS:
             chosen = few_rows_spec(call.dtype, call.d_qk, box)
         else:
             chosen = spec(call.dtype, call.d_qk, box, cluster)
-        main = jit.get_kernel(chosen, call.device, capturing=capturing)
+        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
         max_blocks = ceil_div(call.max_seqlen, BLOCK_TOKENS)
-        slots = num_slots(call.num_parts, call.b, max_blocks, call.batch_invariant)
-        slot_rows = slots * call.s_q * call.h_q
-        self.scratch_bytes = slot_rows * combine.slot_row_bytes(call.dtype)
-        self._lse_accum, self._o_scale, _ = combine.scalar_offsets(call.dtype, slot_rows)
-        out_strides = (call.out_stride_b, call.out_stride_s, call.out_stride_h)
+        splits = max_splits(call.num_parts, call.b, max_blocks, call.batch_invariant)
+        split_rows = splits * call.s_q * call.h_q
+        self.scratch_bytes = split_rows * mla_combine.split_row_bytes(call.dtype)
+        self._lse_accum, self._o_scale, _ = mla_combine.scalar_offsets(call.dtype, split_rows)
         self._call = call
-        self._maps: dict[int, bytes] = {}  # by the address of the cache
-        heads_magic = -(-(2**32) // heads_per_kv) & 0xFFFFFFFF  # division by multiplication: see Params
-        page_magic = -(-(2**36) // call.page_block_size) & 0xFFFFFFFF
-        params = _PARAMS.pack(
-            b"", *[0] * 10, call.q_stride_b, call.q_stride_s, call.q_stride_h, call.block_table_stride,
-            *out_strides, call.b, call.s_q, call.h_q, heads_per_kv, heads_magic, rows, call.page_block_size,
-            page_magic, min(call.max_seqlen, 2**31 - 1), slots, call.object_layout, call.causal,
-            call.softmax_scale * _LOG2_E,
-        )  # fmt: skip
-        self._main = main.prepare(
-            (m_blocks, call.h_kv, call.num_parts), params, _POINTERS,
-            cluster=_CLUSTER_DIMS[cluster], pdl=True,
-        ).launch  # fmt: skip
-        self._merge = combine.prepare(
+        self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
+        params = PARAMS.pack(
+            q_stride_b=call.q_stride_b,
+            q_stride_s=call.q_stride_s,
+            q_stride_h=call.q_stride_h,
+            block_table_stride=call.block_table_stride,
+            out_stride_b=call.out_stride_b,
+            out_stride_s=call.out_stride_s,
+            out_stride_h=call.out_stride_h,
+            b=call.b,
+            s_q=call.s_q,
+            h_q=call.h_q,
+            heads_per_kv=heads_per_kv,
+            heads_magic=_magic(heads_per_kv),
+            rows=rows,
+            page_block_size=call.page_block_size,
+            page_magic=_magic(call.page_block_size // 16),
+            max_seqlen=min(call.max_seqlen, 2**31 - 1),
+            max_splits=splits,
+            object_layout=call.object_layout,
+            causal=call.causal,
+            sm_scale_log2=call.softmax_scale * LOG2_E,
+        )
+        self._attend = kernel.prepare(
+            (tiles, call.h_kv, call.num_parts),
+            params,
+            PARAMS.changing,
+            cluster=_CLUSTER_DIMS[cluster],
+            pdl=True,
+        ).launch
+        self._combine = mla_combine.prepare(
             device=call.device,
             dtype=call.dtype,
             b=call.b,
             s_q=call.s_q,
             h_q=call.h_q,
             num_parts=call.num_parts,
-            slots=slots,
+            max_splits=splits,
             object_layout=call.object_layout,
             batch_invariant=call.batch_invariant,
-            out_strides=out_strides,
+            out_strides=(call.out_stride_b, call.out_stride_s, call.out_stride_h),
             capturing=capturing,
         )
 
-    def launch(
-        self,
-        stream: int,
-        k_cache: int,
-        q: int,
-        block_table: int,
-        cache_seqlens: int,
-        sched_meta: int,
-        num_splits: int,
-        out: int,
-        lse: int,
-        scratch: int,
-    ) -> None:
-        """Enqueue the kernels on arrays given as device addresses."""
-        maps = self._maps.get(k_cache) or self._encode(k_cache)
-        if self._merge is None:
-            self._main(stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse, 0, 0, 0)
+    def launch(self, stream: int, addresses: DenseDecodeAddresses, scratch: int) -> None:
+        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
+        q, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
+        half, one = self._maps.get(k_cache) or self._encode(k_cache)
+        if self._combine is None:
+            self._attend(
+                stream, half, one, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse, 0, 0, 0
+            )
             return
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
-        current = self._main(
-            stream, maps, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
+        current = self._attend(
+            stream, half, one, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
             scratch, lse_accum, o_scale,
         )  # fmt: skip
-        self._merge(
+        self._combine(
             stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, 0,
             context_is_current=current,
         )  # fmt: skip
 
-    def _encode(self, k_cache: int) -> bytes:
+    def _encode(self, k_cache: int) -> tuple[bytes, bytes]:
         """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
         call = self._call
 
@@ -226,5 +264,13 @@ class PreparedDecode:
 
         if len(self._maps) >= _MAX_MAPS:
             self._maps.clear()
-        maps = self._maps[k_cache] = encode(4) + encode(1)
+        maps = self._maps[k_cache] = encode(4), encode(1)
         return maps
+
+
+def _magic(d: int) -> int:
+    """n // d is the high word of n * magic, for small n and d > 1: see Params in cuda_src/mla/dense.cuh.
+
+    Where d is 1 the kernels do not divide, and the 2**32 that would be the magic number becomes 0.
+    """
+    return -(-(2**32) // d) % 2**32

@@ -1,14 +1,13 @@
-"""Host side of cuda_src/kernels/mla_merge_states.cu: merging attention over disjoint parts of the keys."""
+"""Host side of cuda_src/kernels/mla_merge_states.cu: merges results of attention over disjoint keys."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain
 from typing import NamedTuple
 
 from .. import jit
+from ..jit.params import I32, I64, POINTER, ParamStruct
 from .common import D_V, DTYPES, ceil_div
 
 __all__ = [
@@ -23,20 +22,33 @@ __all__ = [
     "specs",
 ]
 
-MAX_PARTS = 32  # of one launch
-PARAMS = struct.Struct(f"<{2 * MAX_PARTS}Q{6 * MAX_PARTS}q2Q6q4i")  # Params of mla_merge_states.cu
-OUT_DTYPES = {**DTYPES, "float32": 2}  # values of the defines DTYPE and OUT_DTYPE
+MAX_PARTS = 32
+"""Results that one launch merges at most."""
+PARAMS = ParamStruct(
+    POINTER("outs", "lses", length=MAX_PARTS),
+    I64("out_strides_n", "out_strides_s", "out_strides_h", length=MAX_PARTS),
+    I64("lse_strides_n", "lse_strides_s", "lse_strides_h", length=MAX_PARTS),
+    POINTER("out", "lse"),
+    I64("out_stride_n", "out_stride_s", "out_stride_h"),
+    I64("lse_stride_n", "lse_stride_s", "lse_stride_h"),
+    I32("rows", "s", "h", "parts"),
+)
+OUT_DTYPES = {**DTYPES, "float32": 2}
+"""Values of the defines DTYPE and OUT_DTYPE."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _THREADS = 128
 
 
 class State(NamedTuple):
-    """Addresses of an out and its lse, with strides in elements for the dimensions n, s and h of both."""
+    """Addresses of an out and its lse, with the strides of both in elements for the dimensions n, s and h."""
 
     out: int
     lse: int
     out_strides: tuple[int, int, int]
     lse_strides: tuple[int, int, int]
+
+
+_NO_STATE = State(0, 0, (0, 0, 0), (0, 0, 0))
 
 
 @cache
@@ -47,7 +59,7 @@ def spec(dtype: str, out_dtype: str) -> jit.KernelSpec:
 
 
 def specs(dtype: str) -> list[jit.KernelSpec]:
-    """The variants for parts of a dtype; merges of merges are of float32 in between."""
+    """The variants for results of a dtype. Merging more than `MAX_PARTS` goes through float32 results."""
     pairs = {(dtype, dtype), (dtype, "float32"), ("float32", dtype), ("float32", "float32")}
     return [spec(*pair) for pair in sorted(pairs)]
 
@@ -72,15 +84,30 @@ def launch(
 ) -> None:
     """Enqueue the merge of 1 to `MAX_PARTS` parts of n * s * h rows, at least one."""
     kernel = jit.get_kernel(spec(dtype, out_dtype), device, capturing=capturing)
-    unused = (0,) * (MAX_PARTS - len(parts))
-    arrays = [
-        [part.out for part in parts],
-        [part.lse for part in parts],
-        *([part.out_strides[axis] for part in parts] for axis in range(3)),
-        *([part.lse_strides[axis] for part in parts] for axis in range(3)),
-    ]
+    unused = (_NO_STATE,) * (MAX_PARTS - len(parts))
+    outs, lses, out_strides, lse_strides = zip(*parts, *unused, strict=True)
+    out_strides_n, out_strides_s, out_strides_h = zip(*out_strides, strict=True)
+    lse_strides_n, lse_strides_s, lse_strides_h = zip(*lse_strides, strict=True)
     params = PARAMS.pack(
-        *chain.from_iterable((*values, *unused) for values in arrays),
-        merged.out, merged.lse, *merged.out_strides, *merged.lse_strides, n * s * h, s, h, len(parts),
-    )  # fmt: skip
+        outs=outs,
+        lses=lses,
+        out_strides_n=out_strides_n,
+        out_strides_s=out_strides_s,
+        out_strides_h=out_strides_h,
+        lse_strides_n=lse_strides_n,
+        lse_strides_s=lse_strides_s,
+        lse_strides_h=lse_strides_h,
+        out=merged.out,
+        lse=merged.lse,
+        out_stride_n=merged.out_strides[0],
+        out_stride_s=merged.out_strides[1],
+        out_stride_h=merged.out_strides[2],
+        lse_stride_n=merged.lse_strides[0],
+        lse_stride_s=merged.lse_strides[1],
+        lse_stride_h=merged.lse_strides[2],
+        rows=n * s * h,
+        s=s,
+        h=h,
+        parts=len(parts),
+    )
     kernel.launch((ceil_div(n * s * h, rows_per_cta(dtype)), 1, 1), params, stream, pdl=True)

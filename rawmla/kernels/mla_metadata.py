@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .. import jit
-from .common import ceil_div
+from ..jit.params import I32, POINTER, U32, ParamStruct, struct_type
+from .common import TILE_ROWS, ceil_div
 from .division import divisor
 
 __all__ = [
     "MAX_BATCH",
     "NOT_UNIFORM",
+    "PARAMS",
+    "TOKEN_COUNTS",
+    "UNIFORM_PLAN",
     "TokenCounts",
     "UniformPlan",
     "launch",
@@ -20,15 +23,60 @@ __all__ = [
     "num_sm_parts_sparse",
     "spec",
     "specs",
+    "uncut_plan",
     "uniform_plan",
 ]
 
 MAX_BATCH = 16384
-_BLOCK_M = 64
-# Of the plan: see mla_metadata.cu
+"""Requests of a plan."""
+# Constants of the plan, in blocks: see mla_metadata.cu
 _MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3
 _SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
-_PARAMS = struct.Struct("<2Q2i 2Q6i3I3i")  # Params of mla_metadata.cu
+
+
+class UniformPlan(NamedTuple):
+    """A plan for requests that all have ``blocks`` blocks, given by three numbers instead of arrays.
+
+    On a line, request i has its blocks from i * ``pitch`` on, and part p takes those of the p-th interval of
+    ``length``. See UniformPlan in cuda_src/mla/plan.cuh.
+    """
+
+    blocks: int
+    pitch: int
+    length: int
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some request may be split. A plan in arrays may split any: the host does not read it."""
+        return not self.length or self.length % self.pitch != 0
+
+
+NOT_UNIFORM = UniformPlan(0, 0, 0)
+"""The plan is in arrays."""
+
+
+class TokenCounts(NamedTuple):
+    """How many tokens each request attends: TokenCounts in cuda_src/mla/plan.cuh.
+
+    ``lengths`` and ``extra_lengths`` are device addresses of int32 [b]; where one is 0, every request has
+    ``most`` tokens (``extra_most`` of the extra cache).
+    """
+
+    lengths: int
+    extra_lengths: int = 0
+    most: int = 2**31 - 1
+    extra_most: int = 0
+
+
+UNIFORM_PLAN = struct_type(UniformPlan, I32, I32, I32)
+TOKEN_COUNTS = struct_type(TokenCounts, POINTER, POINTER, I32, I32)
+PARAMS = ParamStruct(
+    TOKEN_COUNTS("tokens"),
+    POINTER("sched_meta", "num_splits"),
+    I32("b", "num_parts", "object_layout", "batch_invariant", "requests_per_part", "parts_per_request"),
+    U32("parts_magic", "b_magic", "share_magic"),
+    I32("parts_shift", "b_shift", "share_shift"),
+)
 
 
 def _variant(max_batch: int, threads: int) -> jit.KernelSpec:
@@ -43,7 +91,7 @@ _LARGE = _variant(MAX_BATCH, 1024)
 
 
 def spec(b: int) -> jit.KernelSpec:
-    """The variant for a batch: few threads meet sooner."""
+    """The variant for a batch: barriers take less time with fewer threads."""
     return _SMALL if b <= _SMALL_BATCH else _LARGE
 
 
@@ -53,34 +101,23 @@ def specs() -> list[jit.KernelSpec]:
 
 
 def num_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int) -> int:
-    """Parts of a plan: they fill the GPU when each 64-row tile of each KV head takes one CTA per part."""
-    return max(sm_count // (h_kv * max(ceil_div(s_q * (h_q // h_kv), _BLOCK_M), 1)), 1)
+    """Parts of a plan for dense decoding: as many as give every SM one CTA.
+
+    A part has one CTA for each tile of query rows of each KV head.
+    """
+    return max(sm_count // (h_kv * max(ceil_div(s_q * (h_q // h_kv), TILE_ROWS), 1)), 1)
 
 
 def num_sm_parts_sparse(sm_count: int, s_q: int, h_q: int) -> int:
-    """The same where each query token attends keys of its own: each 64-head tile of each takes one CTA."""
-    return max(sm_count // (max(s_q, 1) * ceil_div(h_q, _BLOCK_M)), 1)
-
-
-class UniformPlan(NamedTuple):
-    """A plan of requests of as many blocks each, without arrays: UniformPlan of cuda_src/mla/plan.cuh."""
-
-    blocks: int
-    pitch: int
-    length: int
-
-    @property
-    def cuts(self) -> bool:
-        """Whether a request may be in several parts, as in any plan in arrays, which nobody has looked at."""
-        return not self.length or self.length % self.pitch != 0
-
-
-NOT_UNIFORM = UniformPlan(0, 0, 0)
-"""The plan is in arrays."""
+    """The same for sparse attention, where query tokens select different keys and share no tile."""
+    return max(sm_count // (max(s_q, 1) * ceil_div(h_q, TILE_ROWS)), 1)
 
 
 def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
-    """The plan of mla_metadata.cu for `b` requests of `blocks` blocks each, but with all idle rows last."""
+    """The plan that mla_metadata.cu makes for ``b`` requests of ``blocks`` blocks each.
+
+    Only its idle rows may lie elsewhere: here all of them come last.
+    """
     fixed = min(_MAX_FIXED_COST, b * blocks // num_parts // _FIXED_COST_DIVISOR)
     shortest = 1
     while shortest * shortest * _SHORT_PART_FACTOR < blocks and shortest < _MAX_SHORT_PART:
@@ -97,16 +134,9 @@ def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
     return UniformPlan(blocks, blocks + fixed, length)
 
 
-class TokenCounts(NamedTuple):
-    """How many tokens each request attends: TokenCounts of cuda_src/mla/plan.cuh.
-
-    ``lengths`` and ``extra_lengths`` are device addresses of int32 [b], or 0 for `most` everywhere.
-    """
-
-    lengths: int
-    extra_lengths: int = 0
-    most: int = 2**31 - 1
-    extra_most: int = 0
+def uncut_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
+    """A plan of ``b`` requests of at most ``blocks`` blocks each that splits none of them."""
+    return UniformPlan(blocks, blocks, ceil_div(b, num_parts) * blocks)
 
 
 def launch(
@@ -122,16 +152,31 @@ def launch(
     object_layout: bool,
     batch_invariant: bool,
 ) -> None:
-    """Enqueue the plan of a batch; arrays are given as device addresses.
+    """Enqueue the planning of a batch; arrays are given as device addresses.
 
-    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]; ``object_layout`` chooses the order
-    of a row's fields (cuda_src/mla/plan.cuh).
+    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]. ``object_layout``: the columns of
+    sched_meta have the order of a FlashMLASchedMeta, else that of a bare tensor (cuda_src/mla/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
     parts_per_request = max(num_parts // b, 1)
-    magics, shifts = zip(divisor(num_parts), divisor(b), divisor(parts_per_request), strict=True)
-    params = _PARAMS.pack(
-        *tokens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant,
-        ceil_div(b, num_parts), parts_per_request, *magics, *shifts,
-    )  # fmt: skip
+    parts_magic, parts_shift = divisor(num_parts)
+    b_magic, b_shift = divisor(b)
+    share_magic, share_shift = divisor(parts_per_request)
+    params = PARAMS.pack(
+        tokens=tokens,
+        sched_meta=sched_meta,
+        num_splits=num_splits,
+        b=b,
+        num_parts=num_parts,
+        object_layout=object_layout,
+        batch_invariant=batch_invariant,
+        requests_per_part=ceil_div(b, num_parts),
+        parts_per_request=parts_per_request,
+        parts_magic=parts_magic,
+        b_magic=b_magic,
+        share_magic=share_magic,
+        parts_shift=parts_shift,
+        b_shift=b_shift,
+        share_shift=share_shift,
+    )
     kernel.launch((1, 1, 1), params, stream, pdl=True)

@@ -1,55 +1,100 @@
-"""Host side of cuda_src/kernels/mla_sparse_*.cu, and of the combine that follows them."""
+"""Host side of cuda_src/kernels/mla_sparse_*.cu, which share a Params struct, and the combine behind them."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from functools import cache
-from math import log2
 from typing import NamedTuple
 
 from .. import jit
-from . import mla_combine as combine
-from . import mla_metadata as metadata
-from .common import BLOCK_TOKENS, addresses, ceil_div, num_slots
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.spec import MAX_SMEM_BYTES
+from . import mla_combine
+from .common import BLOCK_TOKENS, LOG2_E, TILE_ROWS, ceil_div, max_splits
 from .division import divisor
+from .mla_cache_rows import FORMATS, QUANTIZED
+from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
 
 __all__ = [
     "FEW_HEADS",
-    "FORMATS",
-    "FP8_FORMATS",
+    "NO_CACHE",
+    "PARAMS",
     "Cache",
-    "PreparedSparseDecode",
-    "SparseDecodeCall",
+    "PreparedSparse",
+    "SparseAddresses",
+    "SparseCall",
     "cluster_spec",
     "few_heads_spec",
     "spec",
     "specs",
 ]
 
-# Params of mla/selection.cuh and its first members; by whether the call has max_logits
-_PARAMS = {
-    False: struct.Struct("<128s 15Q 14q 2i 2I 2i 2I 2i 6i f 20x"),
-    True: struct.Struct("<128s 18Q 14q 2i 2I 2i 2I 2i 6i 2f 3i 44x"),
-}
-_POINTERS = {False: addresses(15, "128s"), True: addresses(18, "128s")}
 _NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
-_MAX_MAPS = 1024  # of queries, each at its own address
-_SMEM_BYTES = 232_448  # all that a CTA can have
-_BLOCK_M = 64
+_MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
-"""Up to so many, "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
-_CLUSTER_MIN_BLOCKS = 4  # of a part on average: with fewer, what two CTAs send each other is not hidden
-_LOG2_E = log2(2.718281828459045)
+"""Up to so many heads over "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
+# Blocks of a part on average. With fewer, what the two CTAs of a cluster send each other is not hidden.
+_CLUSTER_MIN_BLOCKS = 4
 
-FORMATS = ("v32", "model1", "bf16")
-"""Kinds of cache rows."""
 
-FP8_FORMATS = {"v32": 0, "model1": 1}
-"""Values of the define FORMAT of mla_sparse_fp8.cu and mla_sparse_fp8_cluster.cu."""
+class SparseAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0 for one that is not there.
 
-_D_QK = {"v32": (576,), "model1": (512,), "bf16": (576, 512)}
-_LOAD_BYTES = {"v32": (16, 8), "model1": (16, 8), "bf16": (16,)}
+    ``max_logits`` is an output of prefill. ``selected`` belongs to united selections
+    (cuda_src/kernels/mla_unite_selections.cu).
+    """
+
+    q: int
+    k_cache: int
+    extra_k_cache: int
+    indices: int
+    extra_indices: int
+    topk_length: int
+    extra_topk_length: int
+    attn_sink: int
+    sched_meta: int
+    num_splits: int
+    out: int
+    lse: int
+    max_logits: int = 0
+    selected: int = 0
+
+
+_DECODE_ARRAYS = SparseAddresses._fields[:12]
+_SCRATCH_ARRAYS = ("o_accum", "lse_accum_log2", "o_scale_log2")
+_PREFILL_ARRAYS = ("max_accum_log2", *SparseAddresses._fields[12:])
+_ARRAYS = (
+    *TENSOR_MAP("q_map"),
+    *POINTER("q"),
+    *POINTER("cache", elements=("k_cache", "extra_k_cache")),
+    *POINTER("indices", elements=("indices", "extra_indices")),
+    *POINTER("lengths", elements=("topk_length", "extra_topk_length")),
+    *POINTER("attn_sink", "sched_meta", "num_splits", "out", "lse"),
+    *POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+)
+_SIZES = (
+    *I64("block_stride", "token_stride", "index_stride_b", "index_stride_s", length=2),
+    *I64("q_stride_b", "q_stride_s", "q_stride_h"),
+    *I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    *I32("topk", length=2),
+    *U32("cache_slots", length=2),
+    *I32("page_block_size", length=2),
+    *U32("page_magic", length=2),
+    *I32("page_shift", length=2),
+    *I32("b", "s_q", "h_q", "head_tiles", "max_splits", "object_layout"),
+    *F32("sm_scale_log2"),
+)
+_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS))
+_PREFILL_PARAMS = ParamStruct(
+    _ARRAYS,
+    POINTER("max_accum_log2", "max_logits", "selected"),
+    _SIZES,
+    F32("lse_factor"),
+    UNIFORM_PLAN("uniform"),
+    changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS, *_PREFILL_ARRAYS),
+)
+PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+"""Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
 
 
 class Cache(NamedTuple):
@@ -65,17 +110,20 @@ class Cache(NamedTuple):
 
 
 NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
-"""Stands in for the extra cache of a call without one."""
+"""The extra cache of a call without one."""
 
 
-class SparseDecodeCall(NamedTuple):
-    """What stays the same when a decode call is repeated on other queries; strides of q and out in elements.
+class SparseCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays; strides of q and out in elements.
 
-    ``load_bytes``: what the addresses of cache rows are multiples of. ``lse_factor`` makes it a prefill call,
-    which also has max_logits: what both outputs are multiplied by, from base 2. Such a call may have a
-    ``uniform`` plan instead of arrays. Over bf16 rows its requests may be groups of ``group_tokens`` query
-    tokens, with united selections (cuda_src/kernels/mla_unite_selections.cu): h_q counts the heads of a whole
-    group, s_q is 1, and q's stride for it that of the group's tokens.
+    ``format`` is the name of a cache format in `rawmla.kernels.mla_cache_rows.FORMATS`. The addresses of
+    cache rows are multiples of ``load_bytes``.
+
+    A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
+    2 to another. It may have a ``uniform`` plan instead of arrays. Over bf16 rows its requests may be groups
+    of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
+    h_q counts the heads of all tokens of a group, s_q is 1, and the second stride of q is that of the tokens
+    in a group.
     """
 
     device: int
@@ -87,25 +135,25 @@ class SparseDecodeCall(NamedTuple):
     h_q: int
     cache: Cache
     extra: Cache
-    q_strides: tuple[int, int, int]
+    q_strides: tuple[int, ...]
     num_parts: int
     object_layout: bool
     batch_invariant: bool
     out_strides: tuple[int, ...]
     softmax_scale: float
     lse_factor: float | None = None
-    uniform: metadata.UniformPlan = metadata.NOT_UNIFORM
+    uniform: UniformPlan = NOT_UNIFORM
     group_tokens: int = 1
 
 
 @cache
 def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
-    """A variant for up to 16 heads over "v32" caches, for decoding or, with `max_logits`, for prefill."""
+    """The variant for up to 16 heads over "v32" caches, for decoding or, with ``max_logits``, for prefill."""
     return jit.KernelSpec(
         "mla_sparse_fp8_few_heads",
-        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), ("SMEM_BYTES", _SMEM_BYTES)),
+        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), ("SMEM_BYTES", MAX_SMEM_BYTES)),
         threads=768,
-        smem_bytes=_SMEM_BYTES,
+        smem_bytes=MAX_SMEM_BYTES,
     )
 
 
@@ -113,8 +161,8 @@ def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
 def spec(
     format: str, d_qk: int, load_bytes: int, max_logits: bool = False, group_tokens: int = 1
 ) -> jit.KernelSpec:
-    """A variant for any number of heads; ValueError for a combination that no kernel exists for."""
-    if d_qk not in _D_QK.get(format, ()) or load_bytes not in _LOAD_BYTES[format]:
+    """The variant for any number of heads; ValueError for a combination that no kernel exists for."""
+    if d_qk not in _widths(format) or load_bytes not in _load_bytes(format):
         raise ValueError(
             f"sparse decode: expected one of {list(FORMATS)} with its d_qk, got {format!r}, {d_qk} and rows "
             f"aligned to {load_bytes} bytes"
@@ -127,119 +175,141 @@ def spec(
                 ("GROUP_TOKENS", group_tokens),
                 ("LOAD_BYTES", load_bytes),
                 ("MAX_LOGITS", max_logits),
-                ("SMEM_BYTES", _SMEM_BYTES),
+                ("SMEM_BYTES", MAX_SMEM_BYTES),
             ),
             threads=512,
-            smem_bytes=_SMEM_BYTES,
+            smem_bytes=MAX_SMEM_BYTES,
         )
     return jit.KernelSpec(
         "mla_sparse_fp8",
-        _fp8_defines(format, d_qk, load_bytes, max_logits),
+        _fp8_defines(format, load_bytes, max_logits),
         threads=640,
-        smem_bytes=_SMEM_BYTES,
+        smem_bytes=MAX_SMEM_BYTES,
     )
 
 
 @cache
 def cluster_spec(format: str, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
-    """A variant for pairs of tiles of 64 heads over FP8 caches; launched in clusters of two CTAs."""
-    (d_qk,) = _D_QK[format]
+    """The variant for an even number of tiles over FP8 caches; launched in clusters of two CTAs."""
     return jit.KernelSpec(
         "mla_sparse_fp8_cluster",
-        _fp8_defines(format, d_qk, load_bytes, max_logits),
+        _fp8_defines(format, load_bytes, max_logits),
         threads=512,
-        smem_bytes=_SMEM_BYTES,
+        smem_bytes=MAX_SMEM_BYTES,
     )
 
 
-def _fp8_defines(format: str, d_qk: int, load_bytes: int, max_logits: bool) -> tuple[tuple[str, int], ...]:
+def _fp8_defines(format: str, load_bytes: int, max_logits: bool) -> tuple[tuple[str, int], ...]:
     return (
-        ("D_QK", d_qk),
-        ("FORMAT", FP8_FORMATS[format]),
+        ("D_QK", QUANTIZED[format].d_qk),
+        ("FORMAT", QUANTIZED[format].code),
         ("LOAD_BYTES", load_bytes),
         ("MAX_LOGITS", max_logits),
-        ("SMEM_BYTES", _SMEM_BYTES),
+        ("SMEM_BYTES", MAX_SMEM_BYTES),
     )
 
 
 def specs(format: str, max_logits: bool = False) -> list[jit.KernelSpec]:
-    """The variants of a cache format; ValueError for an unknown one."""
-    if format not in FORMATS:
-        raise ValueError(f"sparse formats: expected one of {list(FORMATS)}, got {format!r}")
-    aligns = _LOAD_BYTES[format]
-    found = [spec(format, d_qk, align, max_logits) for d_qk in _D_QK[format] for align in aligns]
-    if format in FP8_FORMATS:
+    """The variants for a cache format."""
+    aligns = _load_bytes(format)
+    found = [spec(format, d_qk, align, max_logits) for d_qk in _widths(format) for align in aligns]
+    if format in QUANTIZED:
         found += [cluster_spec(format, align, max_logits) for align in aligns]
     if format == "v32":
         found += [few_heads_spec(align, max_logits) for align in aligns]
     return found
 
 
-class PreparedSparseDecode:
+def _widths(format: str) -> list[int]:
+    """The d_qk of a cache format; none for an unknown one."""
+    return [known.d_qk for known in FORMATS.get(format, ())]
+
+
+def _load_bytes(format: str) -> tuple[int, ...]:
+    """What the addresses of rows may be multiples of."""
+    return (16, 8) if format in QUANTIZED else (16,)
+
+
+class PreparedSparse:
     """The launches of a sparse call: the attention kernel and, when requests can be split, the combine.
 
     Attributes
     ----------
     scratch_bytes : int
-        Of the 16-byte aligned scratch that `launch` takes; 0: none.
+        Size of the scratch that `launch` takes; 0: none.
     """
 
-    def __init__(self, call: SparseDecodeCall, capturing: Callable[[], bool]) -> None:
+    def __init__(self, call: SparseCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
         max_logits = call.lse_factor is not None
-        head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else _BLOCK_M)
+        head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else TILE_ROWS)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
         # A batch-invariant result depends on its request alone, so the choice may not depend on their number.
         long_parts = call.batch_invariant or call.b * blocks >= _CLUSTER_MIN_BLOCKS * call.num_parts
-        clusters = call.format in FP8_FORMATS and not few_heads and head_tiles % 2 == 0 and long_parts
+        clusters = call.format in QUANTIZED and not few_heads and head_tiles % 2 == 0 and long_parts
         if few_heads:
-            variant = few_heads_spec(call.load_bytes, max_logits)
+            chosen = few_heads_spec(call.load_bytes, max_logits)
         elif clusters:
-            variant = cluster_spec(call.format, call.load_bytes, max_logits)
+            chosen = cluster_spec(call.format, call.load_bytes, max_logits)
         else:
-            variant = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
-        kernel = jit.get_kernel(variant, call.device, capturing=capturing)
-        cuts = call.uniform.cuts
-        slots = num_slots(call.num_parts, call.b, blocks, call.batch_invariant) if cuts else 0
-        slot_rows = slots * call.s_q * call.h_q
-        self.scratch_bytes = slot_rows * combine.slot_row_bytes("bfloat16", max_logits)
-        self._lse_accum, self._o_scale, self._max_accum = combine.scalar_offsets("bfloat16", slot_rows)
+            chosen = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
+        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
+        splits = 0
+        if call.uniform.cuts:
+            splits = max_splits(call.num_parts, call.b, blocks, call.batch_invariant)
+        split_rows = splits * call.s_q * call.h_q
+        self.scratch_bytes = split_rows * mla_combine.split_row_bytes("bfloat16", max_logits)
+        self._lse_accum, self._o_scale, self._max_accum = mla_combine.scalar_offsets("bfloat16", split_rows)
         self._max_logits = max_logits
         self._call = call
         self._has_map = call.format == "bf16"
-        self._maps: dict[int, bytes] = {}  # by the address of queries
-        divisions = [divisor(cache.page_block_size) for cache in caches]
-        pointers = _POINTERS[max_logits]
-        params = _PARAMS[max_logits].pack(
-            b"", *[0] * (pointers.size // 8 - 16),
-            *(cache.block_stride for cache in caches),
-            *(cache.token_stride for cache in caches),
-            *(cache.index_stride_b for cache in caches),
-            *(cache.index_stride_s for cache in caches),
-            *call.q_strides,
-            *call.out_strides,
-            *(cache.topk for cache in caches),
-            *(min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches),
-            *(cache.page_block_size for cache in caches),
-            *(magic for magic, _ in divisions),
-            *(shift for _, shift in divisions),
-            call.b, call.s_q, call.h_q, head_tiles, slots, call.object_layout,
-            call.softmax_scale * _LOG2_E, *([call.lse_factor, *call.uniform] if max_logits else []),
-        )  # fmt: skip
-        self._main = kernel.prepare(
-            (head_tiles * call.s_q, 1, call.num_parts), params, pointers,
-            cluster=(2, 1, 1) if clusters else None, pdl=True,
-        ).launch  # fmt: skip
-        self._merge = combine.prepare(
+        self._maps: dict[int, bytes] = {}  # by the address of q
+        page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
+        q_stride_b, q_stride_s, q_stride_h = call.q_strides
+        out_stride_b, out_stride_s, out_stride_h = call.out_strides
+        struct = PARAMS[max_logits]
+        params = struct.pack(
+            block_stride=[cache.block_stride for cache in caches],
+            token_stride=[cache.token_stride for cache in caches],
+            index_stride_b=[cache.index_stride_b for cache in caches],
+            index_stride_s=[cache.index_stride_s for cache in caches],
+            q_stride_b=q_stride_b,
+            q_stride_s=q_stride_s,
+            q_stride_h=q_stride_h,
+            out_stride_b=out_stride_b,
+            out_stride_s=out_stride_s,
+            out_stride_h=out_stride_h,
+            topk=[cache.topk for cache in caches],
+            cache_slots=[min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches],
+            page_block_size=[cache.page_block_size for cache in caches],
+            page_magic=page_magic,
+            page_shift=page_shift,
+            b=call.b,
+            s_q=call.s_q,
+            h_q=call.h_q,
+            head_tiles=head_tiles,
+            max_splits=splits,
+            object_layout=call.object_layout,
+            sm_scale_log2=call.softmax_scale * LOG2_E,
+            **(dict(lse_factor=call.lse_factor, uniform=call.uniform) if max_logits else {}),
+        )
+        self._attend = kernel.prepare(
+            (head_tiles * call.s_q, 1, call.num_parts),
+            params,
+            struct.changing,
+            cluster=(2, 1, 1) if clusters else None,
+            pdl=True,
+        ).launch
+        self._combine = mla_combine.prepare(
             device=call.device,
             dtype="bfloat16",
             b=call.b,
             s_q=call.s_q,
             h_q=call.h_q,
             num_parts=call.num_parts,
-            slots=slots,
+            max_splits=splits,
             object_layout=call.object_layout,
             batch_invariant=call.batch_invariant,
             out_strides=call.out_strides,
@@ -248,39 +318,24 @@ class PreparedSparseDecode:
             uniform=call.uniform,
         )
 
-    def launch(
-        self,
-        stream: int,
-        q: int,
-        caches: tuple[int, int],
-        indices: tuple[int, int],
-        lengths: tuple[int, int],
-        attn_sink: int,
-        sched_meta: int,
-        num_splits: int,
-        out: int,
-        lse: int,
-        scratch: int,
-        max_logits: int = 0,
-        selected: int = 0,
-    ) -> None:
-        """Enqueue the kernels on arrays given as device addresses, pairs of the cache and the extra one."""
+    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
+        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
+        q, *_, attn_sink, sched_meta, num_splits, out, lse, max_logits, selected = addresses
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
-        maxima = (scratch + self._max_accum, max_logits) if self._max_logits else ()
+        prefill: tuple[int, ...] = ()
+        if self._max_logits:
+            prefill = scratch + self._max_accum, max_logits, selected
         q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
-        current = self._main(
-            stream, q_map, q, *caches, *indices, *lengths, attn_sink, sched_meta, num_splits, out, lse,
-            scratch, lse_accum, o_scale, *maxima, *([selected] if maxima else []),
-        )  # fmt: skip
-        if self._merge is not None:
-            self._merge(
-                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink, *maxima,
-                context_is_current=current,
+        current = self._attend(stream, q_map, *addresses[:12], scratch, lse_accum, o_scale, *prefill)
+        if self._combine is not None:
+            self._combine(
+                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
+                *prefill[:2], context_is_current=current,
             )  # fmt: skip
 
     def _encode(self, q: int) -> bytes:
-        """The tensor map of queries: a box is 64 columns of 64 heads, or of a group's tokens and heads."""
+        """The tensor map of q: a box is 64 columns of 64 heads, or of a group's tokens and heads."""
         call = self._call
         tokens = call.group_tokens
         # Of a dimension of one element the stride may be 0, which a tensor map may not have.
@@ -292,7 +347,7 @@ class PreparedSparseDecode:
             "bfloat16",
             (64, call.h_q // tokens, call.d_qk // 64, call.s_q * tokens, call.b),
             (stride_h, 128, stride_s, stride_b),
-            (64, _BLOCK_M // tokens, 1, tokens, 1),
+            (64, TILE_ROWS // tokens, 1, tokens, 1),
             "128b",
             "none",
         )

@@ -1,4 +1,12 @@
-"""Host side of sparse prefill: the kernels of sparse decoding, every query token a request of its own."""
+"""Sparse prefill, composed of other kernels: it has no CUDA source of its own.
+
+Attention is that of `mla_sparse`, with every query token a request of its own. Three ways to get there are
+tried in this order:
+
+- An FP8 cache is copied to bf16 rows (`mla_cache_gather`), which then are attended.
+- Query tokens with few heads are attended in groups that fill a tile (`mla_unite_selections`).
+- Query tokens are attended one by one.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +14,36 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from .. import jit
-from . import mla_cache_gather as cache_gather
-from . import mla_metadata as metadata
-from . import mla_sparse as sparse_decode
-from . import mla_unite_selections as unite_selections
-from .common import BLOCK_TOKENS, D_V, ceil_div
-from .mla_cache_rows import OF_FORMAT, QUANTIZED
-from .mla_sparse import NO_CACHE, Cache, SparseDecodeCall
+from . import mla_cache_gather, mla_metadata, mla_sparse, mla_unite_selections
+from .common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div
+from .mla_cache_rows import FORMATS, QUANTIZED
+from .mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
 
-__all__ = ["Prepared", "PrefillArrays", "SparsePrefillCall", "prepare", "specs"]
+__all__ = ["PrefillAddresses", "Prepared", "SparsePrefillCall", "prepare", "specs"]
 
 _PLAN_ROW_BYTES = 32
-_ALIGNMENT = 16  # bytes, of what lies in scratch
-_ROWS_ALIGNMENT = 128  # of copied rows: their 128-byte pieces must not straddle lines
-_TILE_ROWS = 64
-# Where that is worth it: 1,024 tokens with 128 heads over rows that are selected 8, 12 and 16 times took
-# 1,193, 1,134 and 1,132 us from the FP8 rows, 1,186, 1,069 and 1,041 with copies.
+_ALIGNMENT = 16  # bytes, of arrays in scratch
+_ROWS_ALIGNMENT = 128  # of copied rows: aligned 128 bytes of a row then are one cache line
+# An FP8 cache is copied when its rows are selected so many times each, on average. 1,024 tokens with 128
+# heads over rows that are selected 8, 12 and 16 times took 1,193, 1,134 and 1,132 us from the FP8 rows, and
+# 1,186, 1,069 and 1,041 us with copies.
 _COPIED_WHEN_SELECTED = 8
-# Uniting selections takes three launches more, and all rows are read to find those that are not finite. Four
-# tokens that each select one of 16 rows at random have 9 % of them in common, which pays for that; neighbours
-# in a model select much the same.
+# Selections are united for at least _UNITED_TOKENS query tokens, when rows are selected _UNITED_WHEN_SELECTED
+# times each and there are at most _UNITED_ROWS times as many rows as a token selects. Uniting takes three
+# more launches, and all rows are read to find those that are not finite. Four tokens that each select one of
+# 16 rows at random have 9 % of them in common, which pays for that; neighbours in a model have far more.
 _UNITED_TOKENS = 512
 _UNITED_WHEN_SELECTED = 16
 _UNITED_ROWS = 16
-_UNITED_SCRATCH = 64 << 20  # bytes, of united selections at a time
+_UNITED_SCRATCH = 64 << 20  # bytes of united selections that are in scratch at a time
 
 
 class SparsePrefillCall(NamedTuple):
-    """What stays the same when a prefill call is repeated; strides of tokens and heads, in elements.
+    """What stays the same when a prefill call is repeated on other arrays.
 
-    ``cache``, its stride of requests being that of query tokens, ``load_bytes`` and ``lse_factor`` are as in
-    `SparseDecodeCall`. ``limited``: there is a topk_length.
+    Strides are those of tokens and heads, in elements. ``cache``, ``load_bytes`` and ``lse_factor`` are as in
+    `SparseCall`; the index_stride_b of ``cache`` is that of query tokens. ``limited``: there is a
+    topk_length. ``batch_invariant``: the bits of a token's result may depend on nothing but the token.
     """
 
     device: int
@@ -46,16 +53,17 @@ class SparsePrefillCall(NamedTuple):
     s_q: int
     h_q: int
     cache: Cache
-    q_strides: tuple[int, int]
-    out_strides: tuple[int, int]
+    q_strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
     num_parts: int
     softmax_scale: float
     lse_factor: float
     limited: bool
+    batch_invariant: bool = False
 
 
-class PrefillArrays(NamedTuple):
-    """The arrays of a call as device addresses; ``topk_length`` and ``attn_sink`` or 0."""
+class PrefillAddresses(NamedTuple):
+    """The arrays of a call as device addresses; ``topk_length`` and ``attn_sink`` may be 0."""
 
     q: int
     kv: int
@@ -66,8 +74,8 @@ class PrefillArrays(NamedTuple):
     max_logits: int
     lse: int
 
-    def from_token(self, call: SparsePrefillCall, first: int) -> PrefillArrays:
-        """Those of the query tokens from number `first` on."""
+    def from_token(self, call: SparsePrefillCall, first: int) -> PrefillAddresses:
+        """The addresses of query token ``first``."""
         if first == 0:
             return self
         return self._replace(
@@ -81,22 +89,24 @@ class PrefillArrays(NamedTuple):
 
 
 def specs(format: str) -> list[jit.KernelSpec]:
-    """The variants that prefill over a cache format needs besides plan and combine."""
-    found = sparse_decode.specs(format, max_logits=True)
-    widths = {layout.d_qk for layout in OF_FORMAT[format]}
+    """The variants that prefill over a cache format needs besides those of plan and combine."""
+    found = mla_sparse.specs(format, max_logits=True)
+    widths = {known.d_qk for known in FORMATS[format]}
     if format in QUANTIZED:
-        found.append(cache_gather.spec(QUANTIZED[format], False))
-        found += [sparse_decode.spec("bf16", d_qk, 16, True) for d_qk in widths]
+        found.append(mla_cache_gather.spec(QUANTIZED[format], False))
+        found += [mla_sparse.spec("bf16", d_qk, 16, True) for d_qk in widths]
     found += [
-        sparse_decode.spec("bf16", d_qk, 16, True, group_tokens)
+        mla_sparse.spec("bf16", d_qk, 16, True, group_tokens)
         for d_qk in sorted(widths)
-        for group_tokens in unite_selections.GROUP_TOKENS
+        for group_tokens in mla_unite_selections.GROUP_TOKENS
     ]
-    return found + unite_selections.specs()
+    return found + mla_unite_selections.specs()
 
 
 def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
     """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`."""
+    if call.batch_invariant:
+        return _PreparedTokens(call, capturing)  # the other ways are chosen by the number of tokens
     if call.format in QUANTIZED and _is_copied(call):
         return _PreparedCopies(call, capturing)
     if call.format not in QUANTIZED and _is_united(call):
@@ -104,11 +114,11 @@ def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
     return _PreparedTokens(call, capturing)
 
 
-def _as_decoding(call: SparsePrefillCall, b: int) -> SparseDecodeCall:
-    """The decode call whose requests are `b` query tokens."""
+def _as_requests(call: SparsePrefillCall, b: int) -> SparseCall:
+    """The sparse call whose requests are ``b`` query tokens."""
     q_stride, q_stride_h = call.q_strides
     out_stride, out_stride_h = call.out_strides
-    return SparseDecodeCall(
+    return SparseCall(
         device=call.device,
         format=call.format,
         d_qk=call.d_qk,
@@ -121,7 +131,7 @@ def _as_decoding(call: SparsePrefillCall, b: int) -> SparseDecodeCall:
         q_strides=(q_stride, 0, q_stride_h),
         num_parts=call.num_parts,
         object_layout=True,
-        batch_invariant=False,
+        batch_invariant=call.batch_invariant,
         out_strides=(out_stride, 0, out_stride_h),
         softmax_scale=call.softmax_scale,
         lse_factor=call.lse_factor,
@@ -129,7 +139,7 @@ def _as_decoding(call: SparsePrefillCall, b: int) -> SparseDecodeCall:
 
 
 def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
-    """The call on bf16 rows of the cache."""
+    """The same call on copies of the cache's rows in bf16."""
     rows = call.cache.num_blocks * call.cache.page_block_size
     row_bytes = 2 * call.d_qk
     cache = call.cache._replace(
@@ -139,34 +149,36 @@ def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
 
 
 def _is_copied(call: SparsePrefillCall) -> bool:
-    """Whether an FP8 cache is better copied to bf16 rows first: its rows are selected many times, and the
-    copies take no more room than q and the results.
+    """Whether an FP8 cache is better copied to bf16 rows first.
+
+    So it is when its rows are selected many times, unless the copies take more room than q and the results.
     """
-    layout = QUANTIZED[call.format]
     copies = _of_copies(call)
-    if call.load_bytes < layout.alignment:
+    if call.load_bytes < QUANTIZED[call.format].alignment:
         return False
-    if call.format == "v32" and call.h_q <= sparse_decode.FEW_HEADS and not _is_united(copies):
-        return False  # these have a kernel that reads FP8 rows in less time
+    if call.format == "v32" and call.h_q <= mla_sparse.FEW_HEADS and not _is_united(copies):
+        return False  # the kernel for few heads reads FP8 rows in less time
     rows = copies.cache.num_blocks
     often = call.s_q * call.cache.topk >= _COPIED_WHEN_SELECTED * rows
     return often and rows * call.d_qk <= call.s_q * call.h_q * (call.d_qk + D_V)
 
 
 def _is_united(call: SparsePrefillCall) -> bool:
-    """Whether query tokens are better attended in groups that fill a tile's rows: there are heads for a
-    fraction of them, enough tokens, and a row is selected many times.
+    """Whether query tokens are better attended in groups that fill the rows of a tile.
+
+    So it is when the heads of a token fill only a fraction of a tile, there are enough tokens, and rows are
+    selected many times.
     """
-    group_tokens = _TILE_ROWS // call.h_q
+    group_tokens = TILE_ROWS // call.h_q
     rows, topk = call.cache.num_blocks, call.cache.topk
     out_stride, out_stride_h = call.out_strides
     return (
-        group_tokens in unite_selections.GROUP_TOKENS
-        and group_tokens * call.h_q == _TILE_ROWS
+        group_tokens in mla_unite_selections.GROUP_TOKENS
+        and group_tokens * call.h_q == TILE_ROWS
         and call.s_q >= _UNITED_TOKENS
         and out_stride == call.h_q * out_stride_h
-        and rows <= unite_selections.MAX_ROWS
-        and group_tokens * topk <= unite_selections.MAX_CAPACITY
+        and rows <= mla_unite_selections.MAX_ROWS
+        and group_tokens * topk <= mla_unite_selections.MAX_CAPACITY
         and call.s_q * topk >= _UNITED_WHEN_SELECTED * rows
         and rows <= _UNITED_ROWS * topk
     )
@@ -176,153 +188,168 @@ class Prepared(Protocol):
     """The launches of a prefill call."""
 
     scratch_bytes: int
-    """Of the 16-byte aligned scratch that `launch` takes; 0: none."""
+    """Size of the scratch that `launch` takes; 0: none."""
 
-    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
-        """Enqueue the kernels."""
+    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
+        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
 
 
-class _Room:
-    """Hands out places in scratch, one behind the other."""
+class _Layout:
+    """The layout of scratch: arrays one behind the other, given as offsets in bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def take(self, size: int, alignment: int = _ALIGNMENT) -> int:
-        """Where the next `size` bytes begin."""
+        """Where an array of ``size`` bytes begins."""
         begin = ceil_div(self.bytes, alignment) * alignment
         self.bytes = begin + size
         return begin
 
 
 class _PreparedTokens:
-    """For as many query tokens as a plan takes at a time: plan, if it is not known, and attention.
+    """Query tokens are attended one by one, in chunks of as many as a plan takes.
 
-    In scratch are the plan and the pieces of split tokens. The chunks of tokens use it one after the other.
+    For each chunk a plan is made, unless it is uniform. Scratch has the plan and the splits; the chunks use
+    it one after the other.
     """
 
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
-        self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, metadata.MAX_BATCH))  # all but the last are alike
+        # All chunks but the last have this size.
+        self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, mla_metadata.MAX_BATCH))
         sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
-        # The plan of tokens that select equally many needs no kernel.
-        blocks = ceil_div(call.cache.topk, BLOCK_TOKENS)
+        self._needs_plan = call.limited and not call.batch_invariant
         self._attention = {
-            size: sparse_decode.PreparedSparseDecode(
-                _as_decoding(call, size)._replace(
-                    uniform=metadata.NOT_UNIFORM
-                    if call.limited
-                    else metadata.uniform_plan(size, blocks, call.num_parts)
-                ),
-                capturing,
+            size: mla_sparse.PreparedSparse(
+                _as_requests(call, size)._replace(uniform=self._uniform_plan(size)), capturing
             )
             for size in sizes
         }
-        self._splits = call.num_parts * _PLAN_ROW_BYTES
-        plan_bytes = self._splits + 4 * (self._chunk + 1) if call.limited else 0
-        room = _Room()
-        room.take(plan_bytes)
-        self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
-        self.scratch_bytes = room.bytes
+        self._num_splits = call.num_parts * _PLAN_ROW_BYTES
+        plan_bytes = self._num_splits + 4 * (self._chunk + 1) if self._needs_plan else 0
+        layout = _Layout()
+        layout.take(plan_bytes)
+        self._split_scratch = layout.take(max(one.scratch_bytes for one in self._attention.values()))
+        self.scratch_bytes = layout.bytes
 
-    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
+    def _uniform_plan(self, tokens: int) -> mla_metadata.UniformPlan:
+        """The plan of a chunk, if it needs no kernel because all tokens select equally many rows.
+
+        In a batch-invariant call no token is split, since where the cuts lie depends on the number of tokens.
+        Tokens that a topk_length makes shorter then leave their part of the GPU idle.
+        """
+        call = self._call
+        blocks = ceil_div(call.cache.topk, BLOCK_TOKENS)
+        if self._needs_plan:
+            return mla_metadata.NOT_UNIFORM
+        if call.batch_invariant:
+            return mla_metadata.uncut_plan(tokens, blocks, call.num_parts)
+        return mla_metadata.uniform_plan(tokens, blocks, call.num_parts)
+
+    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
-        splits = scratch + self._splits
+        num_splits = scratch + self._num_splits
         for first in range(0, call.s_q, self._chunk):
             tokens = min(self._chunk, call.s_q - first)
-            chunk = arrays.from_token(call, first)
-            if call.limited:
-                metadata.launch(
+            chunk = addresses.from_token(call, first)
+            if self._needs_plan:
+                mla_metadata.launch(
                     device=call.device,
                     stream=stream,
                     capturing=self._capturing,
-                    tokens=metadata.TokenCounts(chunk.topk_length, most=call.cache.topk),
+                    tokens=mla_metadata.TokenCounts(chunk.topk_length, most=call.cache.topk),
                     b=tokens,
                     num_parts=call.num_parts,
                     sched_meta=scratch,
-                    num_splits=splits,
+                    num_splits=num_splits,
                     object_layout=True,
                     batch_invariant=False,
                 )
-            self._attention[tokens].launch(
-                stream,
-                chunk.q,
-                (chunk.kv, 0),
-                (chunk.indices, 0),
-                (chunk.topk_length, 0),
-                chunk.attn_sink,
-                scratch,
-                splits,
-                chunk.out,
-                chunk.lse,
-                scratch + self._pieces,
-                chunk.max_logits,
+            attended = SparseAddresses(
+                q=chunk.q,
+                k_cache=chunk.kv,
+                extra_k_cache=0,
+                indices=chunk.indices,
+                extra_indices=0,
+                topk_length=chunk.topk_length,
+                extra_topk_length=0,
+                attn_sink=chunk.attn_sink,
+                sched_meta=scratch,
+                num_splits=num_splits,
+                out=chunk.out,
+                lse=chunk.lse,
+                max_logits=chunk.max_logits,
             )
+            self._attention[tokens].launch(stream, attended, scratch + self._split_scratch)
 
 
 class _PreparedGroups:
-    """For as many groups of query tokens as there is room for at a time: uniting of what a group's tokens
-    select, plan and attention, with the heads of a group's tokens as those of one; then the tokens that no
-    group has.
+    """Query tokens are attended in groups, in chunks of as many as scratch has room for.
 
-    In scratch are what is not finite, the plan, the united selections of a chunk of groups and the pieces.
+    For each chunk: what the tokens of a group select is united, a plan is made, and a group is attended as
+    one token with the heads of all its tokens. The tokens behind the last whole group are attended one by
+    one.
+
+    Scratch has the bits of rows that are not finite, the plan, the united selections of a chunk and the
+    splits.
     """
 
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
-        self._tokens = _TILE_ROWS // call.h_q
+        self._tokens = TILE_ROWS // call.h_q
         self._groups, rest = divmod(call.s_q, self._tokens)
         self._rest = _PreparedTokens(call._replace(s_q=rest), capturing) if rest else None
-        self._capacity = unite_selections.capacity(self._tokens, call.cache.topk)
-        words = unite_selections.selected_bytes(self._tokens, self._capacity)
-        most = min(_UNITED_SCRATCH // (4 * self._capacity + words), metadata.MAX_BATCH)
+        self._capacity = mla_unite_selections.capacity(self._tokens, call.cache.topk)
+        words = mla_unite_selections.selected_bytes(self._tokens, self._capacity)
+        most = min(_UNITED_SCRATCH // (4 * self._capacity + words), mla_metadata.MAX_BATCH)
         self._chunk = ceil_div(self._groups, ceil_div(self._groups, most))
         sizes = {self._chunk, self._groups - (ceil_div(self._groups, self._chunk) - 1) * self._chunk}
         self._attention = {
-            size: sparse_decode.PreparedSparseDecode(self._decode_call(size), capturing) for size in sizes
+            size: mla_sparse.PreparedSparse(self._call_of_groups(size), capturing) for size in sizes
         }
-        room = _Room()
-        self._plan = room.take(call.num_parts * _PLAN_ROW_BYTES)
-        self._splits = room.take(4 * (self._chunk + 1))
-        self._not_finite = room.take(unite_selections.not_finite_bytes(call.cache.num_blocks))
-        self._sinks = room.take(4 * _TILE_ROWS)
-        self._counts = room.take(4 * self._chunk)
-        self._rows = room.take(4 * self._capacity * self._chunk)
-        self._selected = room.take(words * self._chunk)
-        self._pieces = room.take(max(one.scratch_bytes for one in self._attention.values()))
-        self.scratch_bytes = max(room.bytes, self._rest.scratch_bytes if self._rest else 0)
+        layout = _Layout()
+        self._plan = layout.take(call.num_parts * _PLAN_ROW_BYTES)
+        self._num_splits = layout.take(4 * (self._chunk + 1))
+        self._not_finite = layout.take(mla_unite_selections.not_finite_bytes(call.cache.num_blocks))
+        self._sinks = layout.take(4 * TILE_ROWS)
+        self._counts = layout.take(4 * self._chunk)
+        self._rows = layout.take(4 * self._capacity * self._chunk)
+        self._selected = layout.take(words * self._chunk)
+        self._split_scratch = layout.take(max(one.scratch_bytes for one in self._attention.values()))
+        self.scratch_bytes = max(layout.bytes, self._rest.scratch_bytes if self._rest else 0)
 
-    def _decode_call(self, groups: int) -> SparseDecodeCall:
+    def _call_of_groups(self, groups: int) -> SparseCall:
         call = self._call
         q_stride, q_stride_h = call.q_strides
         out_stride, out_stride_h = call.out_strides
-        return _as_decoding(call, groups)._replace(
-            h_q=_TILE_ROWS,
+        return _as_requests(call, groups)._replace(
+            h_q=TILE_ROWS,
             cache=call.cache._replace(topk=self._capacity, index_stride_b=self._capacity),
             q_strides=(self._tokens * q_stride, q_stride, q_stride_h),
             out_strides=(self._tokens * out_stride, 0, out_stride_h),
             group_tokens=self._tokens,
         )
 
-    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
+    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
-        unite_selections.find_not_finite(
+        mla_unite_selections.find_not_finite(
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            rows=arrays.kv,
+            rows=addresses.kv,
             not_finite=scratch + self._not_finite,
             row_stride=call.cache.block_stride,
             num_rows=call.cache.num_blocks,
         )
         for first_group in range(0, self._groups, self._chunk):
             groups = min(self._chunk, self._groups - first_group)
-            chunk = arrays.from_token(call, first_group * self._tokens)
-            unite_selections.unite(
+            chunk = addresses.from_token(call, first_group * self._tokens)
+            mla_unite_selections.unite(
                 device=call.device,
                 stream=stream,
                 capturing=self._capturing,
@@ -340,39 +367,41 @@ class _PreparedGroups:
                 group_tokens=self._tokens,
                 groups=groups,
             )
-            metadata.launch(
+            mla_metadata.launch(
                 device=call.device,
                 stream=stream,
                 capturing=self._capturing,
-                tokens=metadata.TokenCounts(scratch + self._counts, most=self._capacity),
+                tokens=mla_metadata.TokenCounts(scratch + self._counts, most=self._capacity),
                 b=groups,
                 num_parts=call.num_parts,
                 sched_meta=scratch + self._plan,
-                num_splits=scratch + self._splits,
+                num_splits=scratch + self._num_splits,
                 object_layout=True,
                 batch_invariant=False,
             )
-            self._attention[groups].launch(
-                stream,
-                chunk.q,
-                (chunk.kv, 0),
-                (scratch + self._rows, 0),
-                (scratch + self._counts, 0),
-                scratch + self._sinks if chunk.attn_sink else 0,
-                scratch + self._plan,
-                scratch + self._splits,
-                chunk.out,
-                chunk.lse,
-                scratch + self._pieces,
-                chunk.max_logits,
-                scratch + self._selected,
+            attended = SparseAddresses(
+                q=chunk.q,
+                k_cache=chunk.kv,
+                extra_k_cache=0,
+                indices=scratch + self._rows,
+                extra_indices=0,
+                topk_length=scratch + self._counts,
+                extra_topk_length=0,
+                attn_sink=scratch + self._sinks if chunk.attn_sink else 0,
+                sched_meta=scratch + self._plan,
+                num_splits=scratch + self._num_splits,
+                out=chunk.out,
+                lse=chunk.lse,
+                max_logits=chunk.max_logits,
+                selected=scratch + self._selected,
             )
+            self._attention[groups].launch(stream, attended, scratch + self._split_scratch)
         if self._rest is not None:
-            self._rest.launch(stream, arrays.from_token(call, self._groups * self._tokens), scratch)
+            self._rest.launch(stream, addresses.from_token(call, self._groups * self._tokens), scratch)
 
 
 class _PreparedCopies:
-    """The copying of an FP8 cache to bf16 rows, which lie in scratch, and what attends those."""
+    """An FP8 cache is copied to bf16 rows in scratch, and these are attended."""
 
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
         self._call = call
@@ -380,21 +409,21 @@ class _PreparedCopies:
         copies = _of_copies(call)
         self._num_rows = copies.cache.num_blocks
         self._attention = prepare(copies, capturing)
-        room = _Room()
-        room.take(self._attention.scratch_bytes)
-        self._rows = room.take(self._num_rows * copies.cache.block_stride, _ROWS_ALIGNMENT)
-        self.scratch_bytes = room.bytes
+        layout = _Layout()
+        layout.take(self._attention.scratch_bytes)
+        self._rows = layout.take(self._num_rows * copies.cache.block_stride, _ROWS_ALIGNMENT)
+        self.scratch_bytes = layout.bytes
 
-    def launch(self, stream: int, arrays: PrefillArrays, scratch: int) -> None:
+    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
         rows = scratch + self._rows
-        cache_gather.launch(
+        mla_cache_gather.launch(
             QUANTIZED[call.format],
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            cache=arrays.kv,
+            cache=addresses.kv,
             block_table=0,
             cache_seqlens=0,
             workspace_starts=0,
@@ -410,4 +439,4 @@ class _PreparedCopies:
             rows=self._num_rows,
             page_block_size=call.cache.page_block_size,
         )
-        self._attention.launch(stream, arrays._replace(kv=rows), scratch)
+        self._attention.launch(stream, addresses._replace(kv=rows), scratch)

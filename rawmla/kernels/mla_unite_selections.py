@@ -1,19 +1,23 @@
-"""Host side of cuda_src/kernels/mla_unite_selections.cu and mla_find_not_finite.cu, which come before the
-attention of query tokens that share the rows of a tile.
+"""Host side of cuda_src/kernels/mla_unite_selections.cu and mla_find_not_finite.cu.
+
+Both run before the attention of groups of query tokens that share the rows of a tile: the first unites what
+the tokens of a group select, the second finds the rows of kv that hold NaN or Inf.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 from .. import jit
+from ..jit.params import I32, I64, POINTER, ParamStruct
 from .common import BLOCK_TOKENS, ceil_div
 
 __all__ = [
+    "FIND_PARAMS",
     "GROUP_TOKENS",
     "MAX_CAPACITY",
     "MAX_ROWS",
+    "UNITE_PARAMS",
     "capacity",
     "find_not_finite",
     "not_finite_bytes",
@@ -27,10 +31,14 @@ GROUP_TOKENS = (2, 4, 8)
 MAX_CAPACITY = 16_384
 """Indices that the tokens of a group may have together."""
 MAX_ROWS = 32_768
-"""Rows of kv."""
+"""Rows that kv may have."""
 
-_UNITE_PARAMS = struct.Struct("<8Qq4i")  # Params of mla_unite_selections.cu
-_FIND_PARAMS = struct.Struct("<2Qqi4x")  # Params of mla_find_not_finite.cu
+UNITE_PARAMS = ParamStruct(
+    POINTER("indices", "topk_length", "not_finite", "attn_sink", "rows", "counts", "selected", "sinks"),
+    I64("index_stride"),
+    I32("topk", "num_rows", "group_tokens", "capacity"),
+)
+FIND_PARAMS = ParamStruct(POINTER("rows", "not_finite"), I64("row_stride"), I32("num_rows"))
 _FIND_THREADS = 128
 _SMEM_BYTES = (MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256
 
@@ -49,17 +57,17 @@ def specs() -> list[jit.KernelSpec]:
 
 
 def capacity(group_tokens: int, topk: int) -> int:
-    """Room for the united selection of a group: whole blocks."""
+    """Rows that a group can select, rounded up to whole blocks."""
     return ceil_div(group_tokens * topk, BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def not_finite_bytes(num_rows: int) -> int:
-    """Of a bit for each row."""
+    """Bytes of ``not_finite``, which has a bit for each row."""
     return ceil_div(num_rows, 32) * 4
 
 
 def selected_bytes(group_tokens: int, group_capacity: int) -> int:
-    """Of the words of a group."""
+    """Bytes of ``selected`` for one group: two 64-bit words for each block and token."""
     return group_capacity // BLOCK_TOKENS * 2 * group_tokens * 8
 
 
@@ -73,10 +81,10 @@ def find_not_finite(
     row_stride: int,
     num_rows: int,
 ) -> None:
-    """Enqueue the search for NaN and Inf; arrays are given as device addresses, the stride in bytes."""
+    """Enqueue the search for NaN and Inf on arrays given as device addresses; the stride is in bytes."""
     kernel = jit.get_kernel(_FIND, device, capturing=capturing)
-    params = _FIND_PARAMS.pack(rows, not_finite, row_stride, num_rows)
-    warps = not_finite_bytes(num_rows)  # a byte each
+    params = FIND_PARAMS.pack(rows=rows, not_finite=not_finite, row_stride=row_stride, num_rows=num_rows)
+    warps = not_finite_bytes(num_rows)  # each writes one byte
     kernel.launch((ceil_div(warps, _FIND_THREADS // 32), 1, 1), params, stream, pdl=True)
 
 
@@ -99,10 +107,24 @@ def unite(
     group_tokens: int,
     groups: int,
 ) -> None:
-    """Enqueue the uniting of the selections of `groups` groups; arrays are given as device addresses."""
+    """Enqueue the uniting for ``groups`` groups on arrays given as device addresses.
+
+    ``topk_length`` and ``attn_sink`` may be 0. ``rows``, ``counts``, ``selected`` and ``sinks`` are written.
+    """
     kernel = jit.get_kernel(_UNITE, device, capturing=capturing)
-    params = _UNITE_PARAMS.pack(
-        indices, topk_length, not_finite, attn_sink, rows, counts, selected, sinks, index_stride, topk,
-        num_rows, group_tokens, capacity(group_tokens, topk),
-    )  # fmt: skip
+    params = UNITE_PARAMS.pack(
+        indices=indices,
+        topk_length=topk_length,
+        not_finite=not_finite,
+        attn_sink=attn_sink,
+        rows=rows,
+        counts=counts,
+        selected=selected,
+        sinks=sinks,
+        index_stride=index_stride,
+        topk=topk,
+        num_rows=num_rows,
+        group_tokens=group_tokens,
+        capacity=capacity(group_tokens, topk),
+    )
     kernel.launch((groups, 1, 1), params, stream, pdl=True)

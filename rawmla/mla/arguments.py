@@ -105,8 +105,8 @@ def check_sparse_q(views: NamedTuple, axes: tuple[str, ...], purpose: str = "") 
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:
-    """Check a cache that is read by its slots; returns its format's public name, what kernels take of it (without
-    a selection), and what the addresses of its rows are multiples of.
+    """Check a cache that is read by its slots; returns its format's public name, what kernels take of it
+    (without a selection), and what the addresses of its rows are multiples of.
     """
     formats = [
         (public_name, format)
@@ -130,7 +130,8 @@ def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, mea
         raise TypeError(f"{name}: expected dtype int32, got {dtype}")
     if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not 0 < shape[2] <= INT32_MAX // 2:
         raise ValueError(
-            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk from 1 to 2**30, got {list(shape)}"
+            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk at least 1 and at most 2**30, "
+            f"got {list(shape)}"
         )
     stride_b, stride_s, step = usable_strides(shape, strides)
     if step != 1 or stride_b < 0 or stride_s < 0:
@@ -142,7 +143,7 @@ def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, mea
 
 
 def check_vectors(views: NamedTuple, lengths: dict[str, tuple[str, int, str]]) -> None:
-    """Check the vectors that are given: name of the argument -> (dtype, length, dimension that it is of q)."""
+    """Check the vectors that are given: name -> (dtype, length, the dimension of q which that is)."""
     for name, (dtype, length, dimension) in lengths.items():
         view = getattr(views, name)
         if view is not None:

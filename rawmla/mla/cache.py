@@ -26,11 +26,10 @@ from ..call.checks import (
 )
 from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
-from ..kernels.mla_cache_rows import CACHE_FORMATS, DIM_ROPE, QUANTIZED, CacheFormat, padded_block_bytes
+from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
 from .paged_cache import PagedCache, check_paged_cache
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
-
 
 
 def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
@@ -223,9 +222,10 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
             f"{target.shape[3]}, got {list(nope.shape)}"
         )
     tokens = nope.shape[0]
-    if tuple(rope.shape) != (tokens, DIM_ROPE):
+    d_rope = format.d_qk - format.d_nope
+    if tuple(rope.shape) != (tokens, d_rope):
         raise ValueError(
-            f"k_pe: expected shape {[tokens, DIM_ROPE]} (T is that of kv_c), got {list(rope.shape)}"
+            f"k_pe: expected shape {[tokens, d_rope]} (T is that of kv_c), got {list(rope.shape)}"
         )
     (nope_step,), (rope_step,) = row_strides("kv_c", nope), row_strides("k_pe", rope)
     _check_int32_strides("kv_c", nope)

@@ -1,5 +1,5 @@
-"""Decoding over a paged MLA cache: the signature of the attention call, its contract, and the choice between dense
-and sparse decoding.
+"""Decoding over a paged MLA cache: the signature of the attention call, its contract, and the choice between
+dense and sparse decoding.
 
 `flash_mla_with_kvcache` keeps the names, order and meaning of FlashMLA's arguments.
 """
@@ -87,8 +87,8 @@ def flash_mla_with_kvcache(
         Finite and positive. None: `d_qk ** -0.5`.
     causal : bool
         Query token j of s_q sees keys `0 .. cache_seqlens - s_q + j`. With s_q == 1 it changes nothing.
-        False with `indices`. Keys that a token does not see have weight 0 for it, but NaN or Inf in the first 512
-        columns of a newer token of the request reaches older query tokens, because 0 times NaN is NaN.
+        False with `indices`. Keys that a token does not see have weight 0 for it, but NaN or Inf in the first
+        512 columns of a newer token of the request reaches older query tokens, because 0 times NaN is NaN.
     is_fp8_kvcache : bool
         The caches hold FP8 values with scales: see `k_cache`. Only with `indices`. A value is e4m3 * scale,
         rounded to bfloat16 once, and with up to 16 heads over "v32" not rounded. RoPE columns are bfloat16 in
@@ -240,7 +240,7 @@ def _refuse_without_indices(is_fp8_kvcache: bool, **arrays: Any) -> None:
     given = [name for name, value in arrays.items() if value is not None]
     if given:
         raise ValueError(
-            f"{', '.join(given)}: expected None without indices, got an array; dense decoding has no such argument, "
-            "so give the selected slots as indices, or leave it out"
+            f"{', '.join(given)}: expected None without indices, got an array; dense decoding has no such "
+            "argument, so give the selected slots as indices, or leave it out"
         )
     refuse_dense_fp8()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, Fields, Framework
@@ -22,7 +23,7 @@ from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V
 from ..kernels.mla_dense_decode import DenseDecodeAddresses, DenseDecodeCall
 from .arguments import check_out, check_rows, q_strides
-from .plan import SchedConfig, compute_plan, mark_plan, resolve_plan
+from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
 __all__ = ["decode"]
 
@@ -40,7 +41,7 @@ class _Checked(NamedTuple):
     q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
     k_strides: tuple[int, ...]
     default_scale: float
-    configs: tuple[tuple[SchedConfig, SchedConfig], ...]  # by causal, then by batch-invariant
+    configs: tuple[PlanConfigs, PlanConfigs]  # by causal
     calls: Memo[PreparedCall]
 
 
@@ -79,11 +80,12 @@ def decode(
         out_ptr, _, _, _, _, out_framework, _ = out_view
         if out_framework is not framework:
             check_place("out", out_view, device, framework, "q")
-    requests = _find_requests(block_table, cache_seqlens, checked.b, device, framework)
-    configs = checked.configs[causal]
-    plan = resolve_plan(
-        tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, device, framework
+    place = (checked.b, device, framework)
+    requests = _latest_requests.find(block_table, cache_seqlens, place, framework) or _check_requests(
+        block_table, cache_seqlens, *place
     )
+    configs = checked.configs[causal]
+    plan = resolve_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, *place)
     if not checked.b or not checked.s_q:
         return _empty_results(checked, out, out_view, q_view)
 
@@ -97,17 +99,14 @@ def decode(
         softmax_scale,
         causal,
     )
-    call = checked.calls.get(key) or checked.calls.keep(
-        key, _prepare(checked, key, q_view, out_view)
-    )
+    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, q_view, out_view))
     if checked.q_strides is None:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
-    computed = None
-    if plan.arrays is None:
+    arrays = plan.arrays
+    if arrays is None:
         tokens = mla_metadata.TokenCounts(requests.lengths_ptr)
-        computed = compute_plan(plan, checked.b, tokens, device, framework)
-    arrays = computed or plan.arrays
+        arrays = compute_plan(plan, checked.b, tokens, device, framework)
     if out_view is None:
         out, lse, scratch = call.allocate()
         out_ptr = framework.pointer(out)
@@ -128,7 +127,7 @@ def decode(
         0 if scratch is None else framework.pointer(scratch),
     )
     if plan.unmarked is not None:
-        mark_plan(plan.unmarked, configs[plan.batch_invariant], computed)
+        mark_plan(plan, configs, arrays)
     return out, lse
 
 
@@ -178,13 +177,7 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
             "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
             f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
         )
-    configs = [
-        [
-            SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
-            for batch_invariant in (False, True)
-        ]
-        for causal in (False, True)
-    ]
+    config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal=False)
     return _Checked(
         b=b,
         s_q=s_q,
@@ -196,7 +189,7 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
         q_strides=q_strides(q),
         k_strides=k_strides[:3],
         default_scale=d_qk**-0.5,
-        configs=tuple([(plain, invariant) for plain, invariant in configs]),
+        configs=(PlanConfigs.of(config), PlanConfigs.of(replace(config, causal=True))),
         calls=Memo(),
     )
 
@@ -215,14 +208,10 @@ class _Requests(NamedTuple):
 _latest_requests = LatestPair()
 
 
-def _find_requests(
+def _check_requests(
     block_table: Any, cache_seqlens: Any, b: int, device: int, framework: Framework
 ) -> _Requests:
     """Check the block table and the lengths of `b` requests; `device` and `framework` are those of q."""
-    place = (b, device, framework)
-    requests = _latest_requests.find(block_table, cache_seqlens, place, framework)
-    if requests is not None:
-        return requests
     table = READERS[type(block_table)](block_table, "block_table")
     lengths = READERS[type(cache_seqlens)](cache_seqlens, "cache_seqlens")
     table_ptr, shape, strides, dtype, _, _, table_owner = table
@@ -240,6 +229,7 @@ def _find_requests(
     lengths_ptr, _, _, _, _, _, lengths_owner = lengths
     requests = _Requests(table_ptr, strides[0], shape[1], lengths_ptr, (table_owner, lengths_owner))
     kept = requests._replace(owners=())
+    place = (b, device, framework)
     _latest_requests.keep(block_table, cache_seqlens, place, framework, (table, lengths), kept)
     return requests
 
@@ -255,9 +245,7 @@ def _empty_results(checked: _Checked, out: Any, out_view: Fields | None, q: Fiel
     return out, framework.empty((b, h_q, s_q), "float32", device)
 
 
-def _prepare(
-    checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Fields | None
-) -> PreparedCall:
+def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Fields | None) -> PreparedCall:
     """Load the kernels of a call and work out their parameters."""
     table_stride, max_blocks, num_parts, is_object, batch_invariant, _, softmax_scale, causal = key
     b, s_q, h_q, d_qk = checked.b, checked.s_q, checked.h_q, checked.d_qk

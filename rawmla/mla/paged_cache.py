@@ -49,7 +49,9 @@ def check_paged_cache(
     ptr, shape, strides, dtype, _, _, _ = view
     is_quantized = dtype in BYTE_DTYPES
     itemsize = 1 if is_quantized else 2
-    fitting = {format.token_bytes // itemsize: format for format in formats if format.is_quantized == is_quantized}
+    fitting = {
+        format.token_bytes // itemsize: format for format in formats if format.is_quantized == is_quantized
+    }
     if not fitting or not is_quantized and dtype != "bfloat16":
         wanted = [*BYTE_DTYPES] if any(format.is_quantized for format in formats) else []
         wanted += ["bfloat16"] if not all(format.is_quantized for format in formats) else []
@@ -63,8 +65,8 @@ def check_paged_cache(
     block_stride, token_stride, _, step = usable_strides(shape, strides)
     if step != 1 or is_quantized and token_stride != shape[3]:
         raise ValueError(
-            f"{name}: expected contiguous {'tokens' if is_quantized else 'columns'}, got shape {list(shape)}, "
-            f"strides {list(strides)} (elements)"
+            f"{name}: expected contiguous {'tokens' if is_quantized else 'columns'}, got strides "
+            f"{list(strides)} (elements) of shape {list(shape)}"
         )
     block_bytes = block_stride * itemsize
     row_bytes = format.row_bytes if is_quantized else token_stride * itemsize
@@ -73,8 +75,8 @@ def check_paged_cache(
     alignment = 16 if not steps % 16 else 8 if not steps % 8 else 1
     if alignment < needed or block_stride < 0 or not 0 <= row_bytes <= _UINT32_MAX:
         raise ValueError(
-            f"{name}: expected an address and strides that are multiples of {needed} bytes, strides not negative "
-            f"and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} (elements) of shape "
-            f"{list(shape)}"
+            f"{name}: expected an address and strides that are multiples of {needed} bytes, strides not "
+            f"negative and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} "
+            f"(elements) of shape {list(shape)}"
         )
     return PagedCache(format, ptr, shape[0], shape[1], block_bytes, row_bytes, alignment)

@@ -22,6 +22,7 @@ from .arguments import refuse_dense_fp8
 __all__ = [
     "FlashMLASchedMeta",
     "PlanArrays",
+    "PlanConfigs",
     "ResolvedPlan",
     "SchedConfig",
     "compute_plan",
@@ -267,65 +268,88 @@ class ResolvedPlan(NamedTuple):
     """An object that no call has used yet: `mark_plan` has to follow once the call's kernels are enqueued."""
 
 
-_latest_arrays = LatestPair()
+class PlanConfigs(NamedTuple):
+    """The configurations of a call, without and with a batch-invariant plan, and the values of their fields.
+    """
+
+    plain: SchedConfig
+    invariant: SchedConfig
+    plain_fields: tuple[Any, ...]
+    invariant_fields: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, plain: SchedConfig) -> PlanConfigs:
+        """``plain`` and its like."""
+        invariant = replace(plain, enable_batch_invariant=True)
+        return cls(plain, invariant, _fields_of(plain), _fields_of(invariant))
+
+
+_latest_plan = LatestPair()
 
 
 def resolve_plan(
     tile_scheduler_metadata: Any,
     num_splits: Any,
     enable_batch_invariant: bool,
-    configs: tuple[SchedConfig, SchedConfig],
+    configs: PlanConfigs,
+    b: int,
     device: int,
     framework: Framework,
 ) -> ResolvedPlan:
     """Check the plan of a decode call, in any of its forms, and say where it lies.
 
-    ``configs`` are those of the call, without and with a batch-invariant plan. ``device`` and ``framework`` are
-    those of q. Nothing is allocated, launched or changed.
+    ``configs`` and ``b`` are those of the call, ``device`` and ``framework`` those of q. Nothing is
+    allocated, launched or changed.
     """
     unmarked = None
     is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
     if is_object:
-        plan: FlashMLASchedMeta = tile_scheduler_metadata
         if num_splits is not None:
             raise ValueError(
                 "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
                 f"{type(num_splits).__name__}"
             )
+        plan: FlashMLASchedMeta = tile_scheduler_metadata
+        rows, num_splits = plan.tile_scheduler_metadata, plan.num_splits
         enable_batch_invariant = enable_batch_invariant or bool(plan.enable_batch_invariant)
         if plan.have_initialized:
-            _check_config(plan.config, configs[enable_batch_invariant])
+            _check_config(plan.config, configs, enable_batch_invariant)
         else:
             unmarked = plan
-        rows, num_splits = plan.tile_scheduler_metadata, plan.num_splits
         if rows is None:
-            if num_splits is not None:
-                raise ValueError(
-                    "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
-                )
-            config = configs[0]
-            if config.b > mla_metadata.MAX_BATCH:
-                raise ValueError(
-                    f"q: expected at most {mla_metadata.MAX_BATCH} requests for a plan, got {config.b}"
-                )
-            num_parts = _num_parts(device, config.s_q, config.h_q, config.h_k, config.topk is not None)
-            return ResolvedPlan(None, num_parts, True, enable_batch_invariant, plan)
+            return _empty_plan(plan, configs.plain, enable_batch_invariant, device)
     else:
         rows = tile_scheduler_metadata
         if num_splits is None:
             raise ValueError(
                 "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
             )
-    place = (configs[0].b, device, framework)
-    arrays = _latest_arrays.find(rows, num_splits, place, framework)
-    if arrays is None:
+    place = (b, device, framework, is_object, enable_batch_invariant)
+    found: ResolvedPlan | None = _latest_plan.find(rows, num_splits, place, framework)
+    if found is None:
         views = (
             READERS[type(rows)](rows, "tile_scheduler_metadata"),
             READERS[type(num_splits)](num_splits, "num_splits"),
         )
-        arrays = _check_arrays(*views, configs[0].b, device, framework, "q")
-        _latest_arrays.keep(rows, num_splits, place, framework, views, arrays._replace(owners=()))
-    return ResolvedPlan(arrays, arrays.num_parts, is_object, enable_batch_invariant, unmarked)
+        arrays = _check_arrays(*views, b, device, framework, "q")
+        found = ResolvedPlan(arrays, arrays.num_parts, is_object, enable_batch_invariant, None)
+        kept = found._replace(arrays=arrays._replace(owners=()))
+        _latest_plan.keep(rows, num_splits, place, framework, views, kept)
+    return found if unmarked is None else found._replace(unmarked=unmarked)
+
+
+def _empty_plan(
+    plan: FlashMLASchedMeta, config: SchedConfig, batch_invariant: bool, device: int
+) -> ResolvedPlan:
+    """The plan of a call whose arrays are to be computed by it."""
+    if plan.num_splits is not None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
+        )
+    if config.b > mla_metadata.MAX_BATCH:
+        raise ValueError(f"q: expected at most {mla_metadata.MAX_BATCH} requests for a plan, got {config.b}")
+    num_parts = _num_parts(device, config.s_q, config.h_q, config.h_k, config.topk is not None)
+    return ResolvedPlan(None, num_parts, True, batch_invariant, plan)
 
 
 def compute_plan(
@@ -351,30 +375,32 @@ def compute_plan(
     return arrays
 
 
-def mark_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, computed: PlanArrays | None
-) -> None:
-    """Note in an object that a call has used it: its configuration, and the arrays if they were computed for it.
+def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> None:
+    """Note in the object that a call has used it: the configuration, and the arrays computed for it.
 
     Called last, so that a call that fails leaves the object as it was.
     """
-    if computed is not None:
-        plan.tile_scheduler_metadata, plan.num_splits = computed.owners
-    plan.config = replace(config)
-    plan.have_initialized = True
+    unmarked = plan.unmarked
+    assert unmarked is not None
+    if plan.arrays is None:
+        unmarked.tile_scheduler_metadata, unmarked.num_splits = arrays.owners
+    unmarked.config = replace(configs.invariant if plan.batch_invariant else configs.plain)
+    unmarked.have_initialized = True
 
 
-def _check_config(planned: Any, wanted: SchedConfig) -> None:
-    """The call must be the one that a filled object was made for; its config may be of a class of the caller's."""
-    if planned.__class__ is SchedConfig and _fields_of(planned) == _fields_of(wanted):
+def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> None:
+    """The call must be the one that an object was filled for. Its config may be of a class of the caller's.
+    """
+    wanted = configs.invariant_fields if batch_invariant else configs.plain_fields
+    if planned.__class__ is SchedConfig and _fields_of(planned) == wanted:
         return
     if planned is None:
         raise ValueError(
             "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
             "True, got config None"
         )
-    for field in _CONFIG_FIELDS:
-        given, needed = getattr(planned, field, False), getattr(wanted, field)
+    for field, needed in zip(_CONFIG_FIELDS, wanted, strict=True):
+        given = getattr(planned, field, False)
         if given != needed:
             raise ValueError(
                 f"tile_scheduler_metadata: expected a plan for {field} = {needed}, that of this call, got a "

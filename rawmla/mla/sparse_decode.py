@@ -21,7 +21,7 @@ from .arguments import (
     check_vectors,
     q_strides,
 )
-from .plan import SchedConfig, compute_plan, mark_plan, resolve_plan
+from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
 __all__ = ["decode"]
 
@@ -41,7 +41,7 @@ class _Arrays(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks; strides of q and out in elements."""
+    """What follows from the kinds of the arrays, which passed the checks; strides in elements."""
 
     format: str  # as in SparseCall
     b: int
@@ -54,7 +54,7 @@ class _Checked(NamedTuple):
     q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
     out_strides: tuple[int, ...]
     default_scale: float
-    configs: tuple[SchedConfig, SchedConfig]  # by batch-invariant
+    configs: PlanConfigs
     calls: Memo[PreparedCall]
 
 
@@ -94,9 +94,14 @@ def decode(
     _, _, _, _, device, framework, q_array = arrays.q
     check_streams(arrays, device, framework)
     softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
-    configs = checked.configs
     plan = resolve_plan(
-        tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, device, framework
+        tile_scheduler_metadata,
+        num_splits,
+        enable_batch_invariant,
+        checked.configs,
+        checked.b,
+        device,
+        framework,
     )
     if not checked.b or not checked.s_q:
         return _empty_results(checked, out, arrays.q)
@@ -109,13 +114,12 @@ def decode(
         q_ptr = framework.pointer(q_array)
     topk_length_ptr = address_of(arrays.topk_length)
     extra_topk_length_ptr = address_of(arrays.extra_topk_length)
-    computed = None
-    if plan.arrays is None:
+    plan_arrays = plan.arrays
+    if plan_arrays is None:
         tokens = mla_metadata.TokenCounts(
             topk_length_ptr, extra_topk_length_ptr, checked.cache.topk, checked.extra.topk
         )
-        computed = compute_plan(plan, checked.b, tokens, device, framework)
-    plan_arrays = computed or plan.arrays
+        plan_arrays = compute_plan(plan, checked.b, tokens, device, framework)
     if out is None:
         out, lse, scratch = call.allocate()
         out_ptr = framework.pointer(out)
@@ -141,7 +145,7 @@ def decode(
         0 if scratch is None else framework.pointer(scratch),
     )
     if plan.unmarked is not None:
-        mark_plan(plan.unmarked, configs[plan.batch_invariant], computed)
+        mark_plan(plan, checked.configs, plan_arrays)
     return out, lse
 
 
@@ -173,22 +177,18 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
             "attn_sink": ("float32", h_q, "h_q"),
         },
     )
-    configs = [
-        SchedConfig(
-            b,
-            s_q,
-            h_q,
-            cache.page_block_size,
-            1,
-            causal=False,
-            is_fp8_kvcache=is_fp8_kvcache,
-            topk=cache.topk,
-            extra_page_block_size=extra.page_block_size if extra is not NO_CACHE else None,
-            extra_topk=extra.topk or None,
-            enable_batch_invariant=batch_invariant,
-        )
-        for batch_invariant in (False, True)
-    ]
+    config = SchedConfig(
+        b,
+        s_q,
+        h_q,
+        cache.page_block_size,
+        1,
+        causal=False,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=cache.topk,
+        extra_page_block_size=extra.page_block_size if extra is not NO_CACHE else None,
+        extra_topk=extra.topk or None,
+    )
     return _Checked(
         format=format,
         b=b,
@@ -201,7 +201,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         q_strides=q_strides(q),
         out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
         default_scale=d_qk**-0.5,
-        configs=(configs[False], configs[True]),
+        configs=PlanConfigs.of(config),
         calls=Memo(),
     )
 

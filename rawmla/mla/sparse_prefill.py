@@ -43,7 +43,7 @@ class _Arrays(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks; strides of q and out in elements."""
+    """What follows from the kinds of the arrays, which passed the checks; strides in elements."""
 
     format: str  # as in SparsePrefillCall
     s_q: int
@@ -126,10 +126,11 @@ def flash_mla_sparse_fwd(
         as it has, and the copies take no more room than `q` and `out`.
 
     enable_batch_invariant : bool
-        A token's results have the same bits in every call of the same topk, h_q and `kv`, whatever the other tokens
-        are and however many. Tokens share nothing then: no selections are united, no cache is copied first, and no
-        token is split over multiprocessors. Up to 131 tokens that takes up to twice the time; with 8, 16 or 32
-        heads, or an FP8 cache whose rows are selected often, it takes longer for any number of tokens.
+        A token's results have the same bits in every call of the same topk, h_q and `kv`, whatever the other
+        tokens are and however many. Tokens share nothing then: no selections are united, no cache is copied
+        first, and no token is split over multiprocessors. Up to 131 tokens that takes up to twice the time;
+        with 8, 16 or 32 heads, or an FP8 cache whose rows are selected often, it takes longer for any number
+        of tokens.
 
     Returns
     -------
