@@ -12,15 +12,12 @@ import pytest
 
 import rawmla
 from rawmla import jit
-from rawmla.call import arrays
+from rawmla.call import arrays, memo
 from rawmla.kernels import common
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse as sparse_decode
-from rawmla.mla import decode
-from rawmla.mla import sparse_decode as sparse
-from rawmla.mla import sparse_prefill as prefill
 
 SM_COUNT = 132
 Arguments = dict[str, Any]
@@ -173,9 +170,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
         return x.ptr, x.shape, strides, x.dtype, x.device, x.framework or made.framework, x
 
     monkeypatch.setitem(arrays.READERS, FakeArray, read)
-    monkeypatch.setattr(decode, "_known", {})
-    monkeypatch.setattr(sparse, "_known", {})
-    monkeypatch.setattr(prefill, "_known", {})
+    memo.clear_all()
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))

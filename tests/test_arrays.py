@@ -68,7 +68,7 @@ class TestDLPack:
             raise ImportError("No module named 'cupy'")
 
         monkeypatch.setattr(arrays, "_cupy", missing)
-        with pytest.raises(MissingDependencyError, match=r"^q: .*Producer.*pip install 'rawmla\[cu12\]'"):
+        with pytest.raises(MissingDependencyError, match=r'^q: .*Producer.*pip install "rawmla\[cu12\]"'):
             inspect(Producer((2, 0)), "q")
 
     @pytest.mark.parametrize("device_type", (2, 13), ids=("device", "managed"))
@@ -242,7 +242,25 @@ class TestTorch:
 
     def test_requires_grad(self, torch: Any, on_cuda: Any) -> None:
         tensor = on_cuda(torch.zeros(2)).requires_grad_()
-        assert inspect(tensor, "q").shape == (2,)
+        with pytest.raises(ValueError, match=r"^q: expected .* needs no gradient.*torch\.no_grad\(\)"):
+            inspect(tensor, "q")
+        with torch.no_grad():
+            assert inspect(tensor, "q").shape == (2,)
+        assert inspect(tensor.detach(), "q").shape == (2,)
+
+    def test_address_zero(self, torch: Any, on_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A fake tensor and a wrapper subclass have a shape and strides, and no memory."""
+        tensor, empty = on_cuda(torch.zeros(2, 3)), on_cuda(torch.zeros(0, 3))
+        monkeypatch.setattr(type(tensor), "data_ptr", lambda self: 0)
+        with pytest.raises(TypeError, match=r"^q: expected an array with memory .*OnCuda of shape \[2, 3\]"):
+            inspect(tensor, "q")
+        assert inspect(empty, "q").shape == (0, 3)
+
+    def test_fake_tensor(self, torch: Any) -> None:
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            fake = torch.empty(2, 3, device="cuda")
+        with pytest.raises(TypeError, match=r"^q: expected .*FakeTensor"):
+            inspect(fake, "q")
 
     def test_tensor_without_memory(self, torch: Any, on_cuda: Any) -> None:
         sparse = on_cuda(torch.zeros(2, 2).to_sparse())

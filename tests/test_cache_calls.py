@@ -156,9 +156,9 @@ BAD_CACHES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"strides": (16 * 656, 656, 656, 2)}, ValueError, "expected contiguous tokens"),
     ({"strides": (16 * 672, 672, 656, 1)}, ValueError, "expected contiguous tokens"),
     ({"strides": (16 * 656 - 16, 656, 656, 1)}, ValueError, "elements that do not overlap"),
-    ({"strides": (-16 * 656, 656, 656, 1)}, ValueError, "expected positive strides"),
-    ({"strides": (16 * 656 + 8, 656, 656, 1)}, ValueError, "multiples of 16 bytes, got address"),
-    ({"ptr": 0xA008}, ValueError, "multiples of 16 bytes, got address 0xa008"),
+    ({"strides": (-16 * 656, 656, 656, 1)}, ValueError, "strides not negative"),
+    ({"strides": (16 * 656 + 8, 656, 656, 1)}, ValueError, "multiples of 16 bytes, .* got address"),
+    ({"ptr": 0xA008}, ValueError, "multiples of 16 bytes, .* got address 0xa008"),
     ({"strides": (2**31, 656, 656, 1)}, ValueError, "blocks less than 2 GiB apart"),
     ({"shape": (2**28, 16, 1, 656)}, ValueError, "expected at most 2147483647 tokens"),
 ]
@@ -191,7 +191,7 @@ BAD_CALLS: list[tuple[Callable[[], Arguments], str, Any, type[Exception], str]] 
         (
             change("out", dtype="bfloat16"),
             TypeError,
-            "out: expected dtype uint8 or int8 or float8_e4m3fn, got",
+            "out: expected dtype float8_e4m3fn or uint8 or int8, got",
         ),
         (change("out", device=1), ValueError, "out: expected an array on device cuda:0, that of k_cache"),
         (change("out", framework=OTHER), ValueError, "out: expected a fake array, as k_cache is"),
@@ -205,7 +205,7 @@ BAD_CALLS += [
         (
             put("cache", cache(WIDE)),
             TypeError,
-            "cache: expected dtype uint8 or int8 or float8_e4m3fn, got bfloat16",
+            "cache: expected dtype float8_e4m3fn or uint8 or int8, got bfloat16",
         ),
     )
 ]

@@ -37,9 +37,9 @@ from decode_fakes import (
 )
 
 import rawmla
-from rawmla.call import arrays
-from rawmla.kernels import mla_dense_decode as dense_decode
-from rawmla.mla import decode
+from rawmla.call import arrays, memo
+from rawmla.kernels import mla_dense_decode
+from rawmla.mla import dense_decode
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ class TestKnownCalls:
             rawmla.flash_mla_with_kvcache(**arguments)
         assert [args.k_cache for args in world.decodes] == [0x10000, 0x20000, 0x30000]
         assert len({args.out for args in world.decodes}) == 3
-        (known,) = decode._known.values()
+        (known,) = dense_decode._checked.values()
         assert len(known.calls) == 1
 
     @pytest.mark.parametrize(
@@ -390,14 +390,14 @@ class TestKnownCalls:
             rawmla.flash_mla_with_kvcache(**arguments)
 
     def test_what_is_known_stays_bounded(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(decode, "_MAX_KNOWN", 3)
+        monkeypatch.setattr(memo, "MAX_ENTRIES", 3)
         for pages in range(1, 9):
             arguments = dense_arguments()
             change("k_cache", shape=(pages, PAGE, H_KV, D_QK))(arguments)
             for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
                 rawmla.flash_mla_with_kvcache(**arguments, softmax_scale=scale)
-            assert len(decode._known) <= 3
-            assert all(len(known.calls) <= 3 for known in decode._known.values())
+            assert len(dense_decode._checked) <= 3
+            assert all(len(known.calls) <= 3 for known in dense_decode._checked.values())
         assert len(world.decodes) == 40
 
 
@@ -497,7 +497,7 @@ class TestBatchOfTheLastCall:
             def launch(self, *arguments: object) -> None:
                 alive.append(taken[-1]() is not None)
 
-        monkeypatch.setattr(dense_decode, "PreparedDenseDecode", Launched)
+        monkeypatch.setattr(mla_dense_decode, "PreparedDenseDecode", Launched)
         arguments = dense_arguments()
         arguments[name] = Exported(arguments[name])
         for _ in range(2):

@@ -18,15 +18,18 @@ from decode_fakes import (
     Arguments,
     B,
     FakeArray,
+    PreparedDecode,
     World,
     change,
     dense_arguments,
     make_world,
+    sparse_arguments,
 )
 
 import rawmla
+from rawmla.kernels import mla_dense_decode, mla_sparse
 from rawmla.kernels import mla_metadata as metadata
-from rawmla.mla.decode import SchedConfig
+from rawmla.mla.plan import SchedConfig
 
 
 @pytest.fixture
@@ -224,3 +227,48 @@ class TestMetadata:
         rows, splits = rawmla.get_mla_metadata(FakeArray((0,), ptr=0), 128, 1)
         assert splits.shape == (1,) and not world.plans
         assert world.framework.filled == [(rows, -1), (splits, 0)]
+
+
+class TestFailedFirstCall:
+    """A call that fails leaves its plan as it was, so that the next one fills it."""
+
+    def test_kernel_not_ready(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        def not_ready(call: Any, capturing: Any) -> None:
+            raise rawmla.KernelNotReadyError("not loaded")
+
+        plan = rawmla.FlashMLASchedMeta()
+        arguments = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        sparse = sparse_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        with monkeypatch.context() as patched:
+            patched.setattr(mla_dense_decode, "PreparedDenseDecode", not_ready)
+            patched.setattr(mla_sparse, "PreparedSparse", not_ready)
+            for given in (arguments, sparse):
+                with pytest.raises(rawmla.KernelNotReadyError):
+                    rawmla.flash_mla_with_kvcache(**given)
+                assert vars(plan) == vars(rawmla.FlashMLASchedMeta())
+        assert world.untouched
+        rawmla.flash_mla_with_kvcache(**arguments)
+        assert plan.have_initialized and len(world.plans) == 1
+
+    @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
+    def test_launch_failed(self, world: World, monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+        def fail(self: Any, stream: int, addresses: Any, scratch: int) -> None:
+            raise rawmla.LaunchError("no")
+
+        plan = rawmla.FlashMLASchedMeta()
+        arguments = make() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        monkeypatch.setattr(PreparedDecode, "launch", fail)
+        with pytest.raises(rawmla.LaunchError):
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert vars(plan) == vars(rawmla.FlashMLASchedMeta())
+
+
+@pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
+def test_rows_beyond_the_grid(world: World, make: Any) -> None:
+    """Parts are CTAs along grid z, of which there are at most 65,535."""
+    arguments = make()
+    change("tile_scheduler_metadata", shape=(65_535, 8))(arguments)
+    rawmla.flash_mla_with_kvcache(**arguments)
+    change("tile_scheduler_metadata", shape=(65_536, 8))(arguments)
+    with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .* 1 to 65535 rows, got \[65536, 8\]"):
+        rawmla.flash_mla_with_kvcache(**arguments)

@@ -28,6 +28,7 @@ from decode_fakes import (
 from decode_fakes import PREFILL_S_Q as S_Q
 
 import rawmla
+from rawmla.call import memo
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.kernels.mla_sparse import NO_CACHE, Cache
@@ -500,7 +501,7 @@ class TestKnownCalls:
         caches = [(args.k_cache, args.extra_k_cache) for args in world.sparse]
         assert caches == [(0x100000 * n, 0) for n in (1, 2, 3)]
         assert len({args.out for args in world.sparse}) == 3
-        (known,) = prefill._known.values()
+        (known,) = prefill._checked.values()
         assert len(known.calls) == 1
 
     @pytest.mark.parametrize(
@@ -531,12 +532,12 @@ class TestKnownCalls:
         assert first == third != second
 
     def test_what_is_known_stays_bounded(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prefill, "_MAX_KNOWN", 3)
+        monkeypatch.setattr(memo, "MAX_ENTRIES", 3)
         for tokens in range(1, 9):
             arguments = prefill_arguments()
             change("kv", shape=(tokens, 1, 576), strides=contiguous((tokens, 1, 576)))(arguments)
             for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
                 call(arguments, sm_scale=scale)
-            assert len(prefill._known) <= 3
-            assert all(len(known.calls) <= 3 for known in prefill._known.values())
+            assert len(prefill._checked) <= 3
+            assert all(len(known.calls) <= 3 for known in prefill._checked.values())
         assert len(world.sparse) == 40

@@ -39,10 +39,11 @@ from decode_fakes import (
 )
 
 import rawmla
+from rawmla.call import memo
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels.mla_sparse import NO_CACHE, Cache
 from rawmla.mla import sparse_decode as sparse
-from rawmla.mla.decode import SchedConfig
+from rawmla.mla.plan import SchedConfig
 
 OPTIONAL = (
     "topk_length",
@@ -156,7 +157,7 @@ BAD_CALLS: list[Case] = [
             ("3-D", "[num_blocks, page_block_size, 1, 656]", (blocks, page, 656)),
             ("of two heads", "[num_blocks, page_block_size, 1, 656]", (blocks, page, 2, 656)),
             ("without blocks", "at least 1 block", (0, page, 1, 656)),
-            ("without tokens", "at least 1 token", (blocks, 0, 1, 656)),
+            ("without tokens", "page_block_size at least 1", (blocks, 0, 1, 656)),
         )
     ],
     *[
@@ -193,7 +194,7 @@ BAD_CALLS: list[Case] = [
         "bf16 strided",
         "k_cache",
         ValueError,
-        ("contiguous tokens",),
+        ("contiguous columns",),
         of_layout("bf16 576", change("k_cache", strides=(PAGE * 1152, 1152, 1152, 2))),
     ),
     *[
@@ -827,7 +828,7 @@ class TestKnownCalls:
         caches = [(args.k_cache, args.extra_k_cache) for args in world.sparse]
         assert caches == [(0x100000 * n,) * 2 for n in (1, 2, 3)]
         assert len({args.out for args in world.sparse}) == 3
-        (known,) = sparse._known.values()
+        (known,) = sparse._checked.values()
         assert len(known.calls) == 1
 
     @pytest.mark.parametrize(
@@ -871,14 +872,14 @@ class TestKnownCalls:
             call(arguments)
 
     def test_what_is_known_stays_bounded(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sparse, "_MAX_KNOWN", 3)
+        monkeypatch.setattr(memo, "MAX_ENTRIES", 3)
         for pages in range(1, 9):
             arguments = sparse_arguments()
             change("k_cache", shape=(pages, PAGE, 1, 656))(arguments)
             for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
                 call(arguments, softmax_scale=scale)
-            assert len(sparse._known) <= 3
-            assert all(len(known.calls) <= 3 for known in sparse._known.values())
+            assert len(sparse._checked) <= 3
+            assert all(len(known.calls) <= 3 for known in sparse._checked.values())
         assert len(world.sparse) == 40
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "launch_place",
     "row_strides",
     "same_place",
+    "show",
     "strides_fit",
     "usable_strides",
 ]
@@ -44,14 +45,14 @@ def as_bool(name: str, value: Any) -> bool:
     """`value` if it is a bool (Python's or NumPy's)."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise TypeError(f"{name}: expected a bool, got {_show(value)}")
+    raise TypeError(f"{name}: expected a bool, got {show(value)}")
 
 
 def as_int(name: str, value: Any) -> int:
     """`value` if it is an integer (Python's or NumPy's)."""
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, (int, np.integer)):
         return index(value)
-    raise TypeError(f"{name}: expected an int, got {_show(value)}")
+    raise TypeError(f"{name}: expected an int, got {show(value)}")
 
 
 def as_count(name: str, value: Any) -> int:
@@ -71,7 +72,7 @@ def as_softmax_scale(
     if isinstance(softmax_scale, (bool, np.bool_)) or not isinstance(
         softmax_scale, (int, float, np.integer, np.floating)
     ):
-        raise TypeError(f"{name}: expected {wanted}, got {_show(softmax_scale)}")
+        raise TypeError(f"{name}: expected {wanted}, got {show(softmax_scale)}")
     scale = float(softmax_scale)
     if not 0.0 < scale <= FLOAT32_MAX:
         raise ValueError(f"{name}: expected a finite float32 greater than 0, got {scale}")
@@ -176,8 +177,8 @@ def check_no_overlap(name: str, shape: Sequence[int], strides: Sequence[int]) ->
             reach += stride * (extent - 1)
 
 
-def _show(value: Any) -> str:
-    """A value's type, and the value where it is short."""
+def show(value: Any) -> str:
+    """A value for the text of an error: its type, and the value itself where it is short."""
     if isinstance(value, (int, float, str, np.generic)):
         return f"{type(value).__name__} {value!r}"
     return "None" if value is None else type(value).__name__

@@ -71,6 +71,8 @@ def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
         raise ValueError(f"out: expected shape {[*q_shape[:-1], D_V]}, got {list(shape)}")
     check_place("out", out, device, framework, "q")
     usable = usable_strides(shape, strides)
+    if 0 in shape:
+        return usable[:-1]  # there is nothing to step over
     if usable[-1] != 1 or not strides_fit(ptr, shape, usable):
         raise ValueError(
             "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
@@ -114,8 +116,8 @@ def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool)
         for format in of_name
         if format.is_quantized == is_fp8_kvcache and format.d_qk == d_qk
     ]
-    with_ = f" with is_fp8_kvcache={is_fp8_kvcache} and d_qk {d_qk} of q"
-    cache = check_paged_cache(name, view, [format for _, format in formats], with_=with_, least_alignment=8)
+    of = f" for this d_qk of q with is_fp8_kvcache={is_fp8_kvcache}"
+    cache = check_paged_cache(name, view, [format for _, format in formats], of=of, least_alignment=8)
     if not cache.num_blocks:
         raise ValueError(f"{name}: expected at least 1 block, got shape {list(view[1])}")
     ((public_name, _),) = formats

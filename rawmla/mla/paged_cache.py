@@ -37,13 +37,13 @@ def check_paged_cache(
     view: Fields,
     formats: Sequence[CacheFormat],
     *,
-    with_: str = "",
+    of: str = "",
     least_alignment: int | None = None,
 ) -> PagedCache:
     """Check a cache that may be in any of these formats, which dtype and last dimension tell apart.
 
     Tokens of a quantised cache follow each other within a block; all other strides are free, 0 among them.
-    ``with_`` is the condition under which only these formats are allowed, for the text of an error.
+    ``of`` says in the text of an error what chose these formats.
     ``least_alignment``, in bytes, is for kernels that read quantised rows at less than their usual alignment.
     """
     ptr, shape, strides, dtype, _, _, _ = view
@@ -55,11 +55,12 @@ def check_paged_cache(
     if not fitting or not is_quantized and dtype != "bfloat16":
         wanted = [*BYTE_DTYPES] if any(format.is_quantized for format in formats) else []
         wanted += ["bfloat16"] if not all(format.is_quantized for format in formats) else []
-        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}{with_}, got {dtype}")
+        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}{of}, got {dtype}")
     if len(shape) != 4 or shape[2] != 1 or shape[3] not in fitting or not 0 < shape[1] <= INT32_MAX:
+        columns = " or ".join(map(str, fitting))
         raise ValueError(
-            f"{name}: expected shape [num_blocks, page_block_size, 1, {' or '.join(map(str, fitting))}] with "
-            f"page_block_size at least 1{with_}, got {dtype} {list(shape)}"
+            f"{name}: expected shape [num_blocks, page_block_size, 1, {columns}]{of}, with page_block_size "
+            f"at least 1, got {dtype} {list(shape)}"
         )
     format = fitting[shape[3]]
     block_stride, token_stride, _, step = usable_strides(shape, strides)

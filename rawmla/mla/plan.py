@@ -269,8 +269,7 @@ class ResolvedPlan(NamedTuple):
 
 
 class PlanConfigs(NamedTuple):
-    """The configurations of a call, without and with a batch-invariant plan, and the values of their fields.
-    """
+    """Configurations of a call, without and with a batch-invariant plan, and the values of their fields."""
 
     plain: SchedConfig
     invariant: SchedConfig
@@ -389,8 +388,7 @@ def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> N
 
 
 def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> None:
-    """The call must be the one that an object was filled for. Its config may be of a class of the caller's.
-    """
+    """The call must be the one that an object was filled for; the config may be of the caller's class."""
     wanted = configs.invariant_fields if batch_invariant else configs.plain_fields
     if planned.__class__ is SchedConfig and _fields_of(planned) == wanted:
         return

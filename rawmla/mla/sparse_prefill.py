@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import jit
 from ..call.arrays import READERS, Fields, address_of, read_given
-from ..call.checks import as_bool, as_softmax_scale, check_streams, usable_strides
+from ..call.checks import as_bool, as_softmax_scale, check_streams, show, usable_strides
 from ..call.memo import Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
@@ -229,7 +229,7 @@ def flash_mla_sparse_fwd(
 def _as_lse_factor(log_base: Any) -> float:
     """What numbers in base 2 are multiplied by to be in `log_base`, "2" or "e"."""
     if not isinstance(log_base, str):
-        raise TypeError(f"log_base: expected a str, got {type(log_base).__name__}")
+        raise TypeError(f"log_base: expected a str, got {show(log_base)}")
     factor = _LSE_FACTORS.get(log_base)
     if factor is None:
         raise ValueError(f"log_base: expected '2' or 'e', got {log_base!r}")
