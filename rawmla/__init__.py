@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         RawMLAError,
         UnsupportedGPUError,
     )
-    from .kernels import warmup
     from .mla.cache import dequantize_k_cache, gather_kv_cache, quantize_k_cache, write_kv_cache
     from .mla.decode import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
     from .mla.indices import convert_indices
     from .mla.merge import merge_attn_states
     from .mla.sparse_prefill import flash_mla_sparse_fwd
+    from .preload import warmup
 
 __all__ = [
     "CompileError",
@@ -71,7 +71,7 @@ _MODULE_OF = {
     "get_mla_metadata": ".mla.decode",
     "merge_attn_states": ".mla.merge",
     "quantize_k_cache": ".mla.cache",
-    "warmup": ".kernels",
+    "warmup": ".preload",
     "write_kv_cache": ".mla.cache",
 }
 

@@ -8,10 +8,12 @@ import struct
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
 from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_params
 
+import rawmla
 from rawmla import jit, reference
 from rawmla.call import checks
 from rawmla.jit import KernelSpec
@@ -28,9 +30,9 @@ from rawmla.kernels import (
     mla_sparse,
     mla_sparse_prefill,
     mla_unite_selections,
-    warmup,
 )
 from rawmla.kernels.division import divisor
+from rawmla.kernels.operations import OPERATIONS, OPTIONS
 from rawmla.testing import plans
 
 SPECS = all_specs()
@@ -83,16 +85,21 @@ def test_variants() -> None:
     ):
         with pytest.raises(ValueError, match="^sparse decode: expected"):
             mla_sparse.spec(*arguments)
-    for wanted in ({"sparse_formats": ["fp8"]}, {"prefill_formats": ["fp8"]}):
-        with pytest.raises(ValueError, match="^sparse formats: expected"):
-            warmup(**wanted, device=0)
+
+
+def loaded_by(monkeypatch: pytest.MonkeyPatch, *operations: str, **options: Any) -> list[KernelSpec]:
+    """What warmup loads."""
+    loaded: list[KernelSpec] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(jit, "get_kernel", lambda spec, device: loaded.append(spec))
+        rawmla.warmup(*operations, **options, device=0)
+    assert len(set(loaded)) == len(loaded) and set(loaded) <= set(SPECS)
+    return loaded
 
 
 def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a prefill call over caches of these formats launches is loaded."""
-    loaded: list[KernelSpec] = []
-    monkeypatch.setattr(jit, "get_kernel", lambda spec, device: loaded.append(spec))
-    warmup(dtypes=[], prefill_formats=["v32", "bf16"], device=0)
+    loaded = loaded_by(monkeypatch, dtypes=[], prefill_formats=["v32", "bf16"])
     assert set(loaded) == {
         *mla_metadata.specs(),
         *mla_combine.specs("bfloat16", max_logits=True),
@@ -102,6 +109,88 @@ def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
         *mla_unite_selections.specs(),
         mla_cache_gather.spec(mla_cache_rows.V32, False),
     }
+
+
+def test_warmup_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded_by(monkeypatch) == default_specs()
+    by_kernel = {(spec.name, dict(spec.defines).get("DTYPE", 0)) for spec in default_specs()}
+    names = ("mla_metadata", "mla_combine", "mla_merge_states", *DENSE_DECODE)
+    assert by_kernel == {*((name, 0) for name in names), ("mla_merge_states", 2)}
+    assert set(loaded_by(monkeypatch, dtypes=["bfloat16"], d_qk=[576], page_block_sizes=[192])) == set(
+        default_specs()
+    )
+
+
+def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {name: option.every for name, option in OPTIONS.items()}
+    assert loaded_by(monkeypatch, **options) == SPECS
+    assert loaded_by(monkeypatch, *OPERATIONS, **options) == SPECS
+
+
+@pytest.mark.parametrize(
+    ("operation", "kernels"),
+    [
+        ("dense_decode", {"mla_metadata", "mla_combine", *DENSE_DECODE}),
+        ("sparse_decode", {"mla_metadata", "mla_combine", *SPARSE_DECODE}),
+        (
+            "sparse_prefill",
+            {
+                *("mla_metadata", "mla_combine", "mla_cache_gather", "mla_find_not_finite"),
+                *("mla_unite_selections", *SPARSE_DECODE),
+            },
+        ),
+        ("cache", {"mla_cache_write", "mla_cache_gather"}),
+        ("indices", {"mla_convert_indices"}),
+        ("merge", {"mla_merge_states"}),
+    ],
+)
+def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
+    """Its kernels alone, over every format unless some are given."""
+    loaded = loaded_by(monkeypatch, operation)
+    assert {spec.name for spec in loaded} == kernels
+    if operation == "sparse_decode":
+        assert loaded == loaded_by(monkeypatch, operation, sparse_formats=["v32", "model1", "bf16"])
+        assert set(loaded) > set(loaded_by(monkeypatch, operation, sparse_formats=["v32"]))
+
+
+def test_every_operation_is_tested() -> None:
+    (mark,) = test_warmup_of_an_operation.pytestmark
+    assert {operation for operation, _ in mark.args[1]} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("operations", "options", "error", "text"),
+    [
+        ((), {"dtypes": "bfloat16"}, TypeError, "dtypes: expected an iterable of str, got 'bfloat16'"),
+        ((), {"d_qk": 576}, TypeError, "d_qk: expected an iterable of int, got 576"),
+        ((), {"d_qk": ["576"]}, TypeError, "d_qk: expected an iterable of int, got '576' in it"),
+        ((), {"d_qk": [True]}, TypeError, "d_qk: expected an iterable of int, got True in it"),
+        ((), {"dtypes": [16]}, TypeError, "dtypes: expected an iterable of str, got 16 in it"),
+        ((), {"dtypes": ["fp8"]}, ValueError, "dtypes: expected 'bfloat16' or 'float16', got 'fp8'"),
+        ((), {"d_qk": [192]}, ValueError, "d_qk: expected 576 or 512, got 192"),
+        ((), {"page_block_sizes": [0]}, ValueError, "page_block_sizes: expected 16, 32 or a multiple of 64"),
+        ((), {"page_block_sizes": [48]}, ValueError, "page_block_sizes: expected 16, 32 or a multiple of 64"),
+        ((), {"sparse_formats": ["fp8"]}, ValueError, "sparse_formats: expected 'v32' or 'model1' or 'bf16'"),
+        ((), {"prefill_formats": ["fp8"]}, ValueError, "prefill_formats: expected 'v32' or 'model1'"),
+        (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
+    ],
+)
+def test_warmup_checks_before_it_looks_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    operations: tuple[str, ...],
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    monkeypatch.setattr(jit, "current_device", lambda: pytest.fail("a device was looked for"))
+    with pytest.raises(error, match=f"^{text}"):
+        rawmla.warmup(*operations, **options)
+
+
+def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (
+        loaded_by(monkeypatch, d_qk=np.array([576]), page_block_sizes=iter([np.int32(64)])) == default_specs()
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
