@@ -28,8 +28,8 @@ def warmup(
     ----------
     *operations : str
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
-        reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`). None named: all of
-        them, as far as the options below select any.
+        reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
+        (`get_mla_metadata`). None named: all of them, as far as the options below select any.
     dtypes : iterable of str, optional
         dtypes of q and the cache in dense decoding, and of what is merged: "bfloat16", "float16". None:
         "bfloat16".

@@ -142,6 +142,7 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("cache", {"mla_cache_write", "mla_cache_gather"}),
         ("indices", {"mla_convert_indices"}),
         ("merge", {"mla_merge_states"}),
+        ("metadata", {"mla_metadata"}),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:

@@ -1,7 +1,7 @@
 """Which kernel variants each operation needs: for `rawmla.warmup` and for compiling ahead.
 
-An operation is an entry of `OPERATIONS`: a function whose parameters are the `OPTIONS` that its variants depend
-on. A new operation is one more entry, which `rawmla.warmup` then knows by its name.
+An operation is an entry of `OPERATIONS`: a function whose parameters are the `OPTIONS` that its variants
+depend on. A new operation is one more entry, which `rawmla.warmup` then knows by its name.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def _sparse_prefill(prefill_formats: Iterable[str]) -> list[KernelSpec]:
 
 def _cache(sparse_formats: Iterable[str]) -> list[KernelSpec]:
     formats = [known for name in sparse_formats for known in FORMATS[name]]
-    return [
-        spec for known in formats for spec in mla_cache_write.specs(known) + mla_cache_gather.specs(known)
-    ]
+    kernels = (mla_cache_write, mla_cache_gather)
+    return [spec for known in formats for kernel in kernels for spec in kernel.specs(known)]
 
 
 def _indices(sparse_formats: Iterable[str]) -> list[KernelSpec]:
@@ -100,6 +99,10 @@ def _merge(dtypes: Iterable[str]) -> list[KernelSpec]:
     return [spec for dtype in dtypes for spec in mla_merge_states.specs(dtype)]
 
 
+def _metadata() -> list[KernelSpec]:
+    return mla_metadata.specs()
+
+
 OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
@@ -107,14 +110,15 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "cache": _cache,
     "indices": _indices,
     "merge": _merge,
+    "metadata": _metadata,
 }
 
 
 def specs_of(operations: Sequence[str], **given: Any) -> list[KernelSpec]:
     """The variants that operations need, each once.
 
-    ``operations`` are names in `OPERATIONS`; none: all of them. ``given`` are values of `OPTIONS`; where one is
-    None, its default holds. An option without a default takes every value when operations are named.
+    ``operations`` are names in `OPERATIONS`; none: all of them. ``given`` are values of `OPTIONS`; where one
+    is None, its default holds. An option without a default takes every value when operations are named.
 
     Raises TypeError and ValueError for what is not known.
     """
