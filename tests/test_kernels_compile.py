@@ -189,9 +189,8 @@ def test_warmup_checks_before_it_looks_for_a_device(
 
 
 def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        loaded_by(monkeypatch, d_qk=np.array([576]), page_block_sizes=iter([np.int32(64)])) == default_specs()
-    )
+    loaded = loaded_by(monkeypatch, d_qk=np.array([576]), page_block_sizes=iter([np.int32(64)]))
+    assert loaded == default_specs()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)

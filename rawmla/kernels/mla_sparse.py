@@ -324,10 +324,9 @@ class PreparedSparse:
         q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
+        prefill: tuple[int, ...] = ()
         if self._max_logits:
             prefill = scratch + self._max_accum, addresses.max_logits, addresses.selected
-        else:
-            prefill = ()
         current = self._attend(stream, q_map, *addresses[:12], scratch, lse_accum, o_scale, *prefill)
         if self._combine is not None:
             self._combine(
