@@ -29,7 +29,7 @@ _MODULE_OF = {
     "merge_attn_states": "mla.merge",
     "quantize_k_cache": "mla.cache",
     "reference": "",
-    "warmup": "kernels",
+    "warmup": "preload",
     "write_kv_cache": "mla.cache",
 }
 
@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .errors import NVRTCNotFoundError as NVRTCNotFoundError
     from .errors import RawMLAError as RawMLAError
     from .errors import UnsupportedGPUError as UnsupportedGPUError
-    from .kernels import warmup as warmup
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache
     from .mla.cache import quantize_k_cache as quantize_k_cache
@@ -56,6 +55,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mla.plan import FlashMLASchedMeta as FlashMLASchedMeta
     from .mla.plan import get_mla_metadata as get_mla_metadata
     from .mla.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
+    from .preload import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:

@@ -38,10 +38,13 @@ def assert_in_header(name: str, conditions: Iterable[str], constexpr: Iterable[s
     _compile(SourceSet("probe.cu", main, tuple(texts.items())), ("-arch=sm_90a", "-std=c++20"))
 
 
-def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str]) -> None:
-    """Raise AssertionError unless each C++ condition holds at compile time at the end of a kernel's file."""
+def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str], declarations: str = "") -> None:
+    """Raise AssertionError unless each C++ condition holds at compile time at the end of a kernel's file.
+
+    `declarations` stand ahead of the conditions.
+    """
     sources = collect(find_source_root(), spec.name)
-    main = sources.main + _asserts(conditions).encode()
+    main = sources.main + f"\n{declarations}\n{_asserts(conditions)}".encode()
     options = (*nvrtc.compiler_options(spec), "--fdevice-syntax-only")
     _compile(SourceSet(sources.main_name, main, sources.headers), options)
 

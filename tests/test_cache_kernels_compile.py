@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
-import struct
 from collections.abc import Callable
 from math import prod
 from types import SimpleNamespace
@@ -12,70 +10,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cuda_probe import assert_in_header, assert_in_kernel, source
+from cuda_probe import assert_in_header, assert_in_kernel
+from kernel_params import read_params
 
 from rawmla import jit, reference
 from rawmla.jit import KernelSpec
-from rawmla.kernels import all_specs, common
-from rawmla.kernels import mla_cache_gather as cache_gather
-from rawmla.kernels import mla_cache_rows as cache_layout
-from rawmla.kernels import mla_cache_write as cache_write
-from rawmla.kernels import mla_convert_indices as convert_indices
-from rawmla.kernels import mla_merge_states as merge_states
+from rawmla.kernels import (
+    all_specs,
+    common,
+    mla_cache_gather,
+    mla_cache_rows,
+    mla_cache_write,
+    mla_convert_indices,
+    mla_merge_states,
+)
 from rawmla.kernels.division import divisor
 
-CODES = {
-    "unsigned char*": "Q", "u16*": "Q", "int*": "Q", "float*": "Q", "void*": "Q",
-    "i64": "q", "int": "i", "u32": "I",
-}  # fmt: skip
 SPECS = {
     name: [spec for spec in all_specs() if spec.name == name]
     for name in ("mla_cache_write", "mla_cache_gather", "mla_convert_indices", "mla_merge_states")
 }
-LAYOUT_NAMES = {"v32": "kV32", "model1": "kModel1", "bf16 576": "kBf16Wide", "bf16 512": "kBf16Narrow"}
-
-
-class Field(NamedTuple):
-    """A member of a kernel's Params: its name, Python `struct` code, elements and offset in bytes."""
-
-    name: str
-    code: str
-    length: int
-    offset: int
-
-
-def fields_of(kernel: str) -> list[Field]:
-    """The members of `struct Params` in order, aligned as C++ does it."""
-    body = re.search(r"struct Params \{(.*?)\n\};", source(f"kernels/{kernel}.cu"), re.DOTALL)
-    assert body
-    fields: list[Field] = []
-    offset = 0
-    for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
-        kind, names = re.fullmatch(  # type: ignore[union-attr]
-            r"\s*(?:const )?((?:unsigned )?\w+\*?) ([\w, \[\]]+)", declaration
-        ).groups()
-        for name in names.split(", "):
-            length = merge_states.MAX_PARTS if name.endswith("[kMaxParts]") else 1
-            fields.append(Field(name.removesuffix("[kMaxParts]"), CODES[kind], length, offset))
-            offset += struct.calcsize(f"<{CODES[kind]}") * length
-    return fields
-
-
-@pytest.mark.parametrize(
-    ("kernel", "packed"),
-    [
-        ("mla_cache_write", cache_write.PARAMS),
-        ("mla_cache_gather", cache_gather.PARAMS),
-        ("mla_convert_indices", convert_indices.PARAMS),
-        ("mla_merge_states", merge_states.PARAMS),
-    ],
-)
-def test_parameter_structs_have_one_layout(kernel: str, packed: struct.Struct) -> None:
-    conditions = [f"sizeof(Params) == {packed.size}"]
-    for name, code, length, offset in fields_of(kernel):
-        conditions.append(f"__INTADDR__(&static_cast<Params*>(nullptr)->{name}) == {offset}")
-        conditions.append(f"sizeof(Params::{name}) == {struct.calcsize(f'<{code}') * length}")
-    assert_in_kernel(SPECS[kernel][0], conditions)
+CPP_NAMES = {"v32": "kV32", "model1": "kModel1", "bf16 576": "kBf16Wide", "bf16 512": "kBf16Narrow"}
 
 
 def test_variants() -> None:
@@ -89,43 +44,44 @@ def test_variants() -> None:
 
 
 def test_constants_agree() -> None:
-    for layout in cache_layout.LAYOUTS:
-        spec = cache_write.spec(layout, True)
-        row = f"CacheRow<CacheLayout::{LAYOUT_NAMES[layout.name]}>"
+    for format in mla_cache_rows.CACHE_FORMATS:
+        spec = mla_cache_write.spec(format, True)
+        row = f"CacheRow<CacheLayout::{CPP_NAMES[format.name]}>"
         conditions = [
-            f"kLayout == CacheLayout::{LAYOUT_NAMES[layout.name]}",
-            f"{row}::kDimQk == {layout.d_qk} && {row}::kDimNope == {layout.d_nope}",
-            f"{row}::kQuantized == {str(layout.is_quantized).lower()}",
-            f"{row}::kRowBytes == {layout.row_bytes}",
-            f"kWarps * kUnitTokens == {cache_write._TOKENS_PER_CTA}",
+            f"kLayout == CacheLayout::{CPP_NAMES[format.name]}",
+            f"{row}::kDimQk == {format.d_qk} && {row}::kDimNope == {format.d_nope}",
+            f"{row}::kQuantized == {str(format.is_quantized).lower()}",
+            f"{row}::kRowBytes == {format.row_bytes}",
+            f"kWarps * kUnitTokens == {mla_cache_write._TOKENS_PER_CTA}",
             f"kV32MinScale == {reference.V32_MIN_SCALE!r}",
             f"kModel1MinAmax == {float(np.float32(1e-4))!r} && kE4m3Max == {reference.E4M3_MAX!r}",
             f"kMinCorrectableScale == {2.0**-90!r} && kTwoTo60 == {2.0**60!r}",
         ]
-        if layout.is_quantized:
-            known = reference.LAYOUTS[layout.name]
-            assert (known.d_nope, known.token_bytes) == (layout.d_nope, layout.token_bytes)
+        if format.is_quantized:
+            known = reference.LAYOUTS[format.name]
+            assert (known.d_nope, known.token_bytes) == (format.d_nope, format.token_bytes)
             conditions.append(f"{row}::kTile == {known.tile}")
-            if layout is cache_layout.MODEL1:
-                conditions.append(f"{row}::kRowBytes + {row}::kScalesBytes == {layout.token_bytes}")
+            if format is mla_cache_rows.MODEL1:
+                conditions.append(f"{row}::kRowBytes + {row}::kScalesBytes == {format.token_bytes}")
         assert_in_kernel(spec, conditions)
-        for is_paged in (True, False) if layout.is_quantized else (True,):
-            rows = cache_gather._rows_per_cta(is_paged)
-            assert_in_kernel(cache_gather.spec(layout, is_paged), [f"kRows == {rows}"])
+        for is_paged in (True, False) if format.is_quantized else (True,):
+            rows = mla_cache_gather._rows_per_cta(is_paged)
+            assert_in_kernel(mla_cache_gather.spec(format, is_paged), [f"kRows == {rows}"])
     for spec in SPECS["mla_convert_indices"]:
         assert_in_kernel(
-            spec, [f"kWarps == {convert_indices._WARPS}", f"kChunk == {convert_indices._WARP_COLUMNS}"]
+            spec,
+            [f"kWarps == {mla_convert_indices._WARPS}", f"kChunk == {mla_convert_indices._WARP_COLUMNS}"],
         )
     for spec in SPECS["mla_merge_states"]:
-        codes = {code: name for name, code in merge_states.OUT_DTYPES.items()}
+        codes = {code: name for name, code in mla_merge_states.OUT_DTYPES.items()}
         values = dict(spec.defines)
         assert_in_kernel(
             spec,
             [
-                f"kMaxParts == {merge_states.MAX_PARTS} && kDimV == {common.D_V}",
-                f"kValueBytes == {merge_states.ITEM_BYTES[codes[values['DTYPE']]]}",
-                f"kOutValueBytes == {merge_states.ITEM_BYTES[codes[values['OUT_DTYPE']]]}",
-                f"kRows == {merge_states.rows_per_cta(codes[values['DTYPE']])}",
+                f"kMaxParts == {mla_merge_states.MAX_PARTS} && kDimV == {common.D_V}",
+                f"kValueBytes == {mla_merge_states.ITEM_BYTES[codes[values['DTYPE']]]}",
+                f"kOutValueBytes == {mla_merge_states.ITEM_BYTES[codes[values['OUT_DTYPE']]]}",
+                f"kRows == {mla_merge_states.rows_per_cta(codes[values['DTYPE']])}",
             ],
         )
 
@@ -171,11 +127,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
         def launch(self, grid: tuple[int, int, int], params: bytes, stream: int, *, pdl: bool) -> None:
             assert stream == 0x51 and pdl and self.spec in all_specs()
-            named = {}
-            for name, code, length, offset in fields_of(self.spec.name):
-                values = struct.unpack_from(f"<{length}{code}", params, offset)
-                named[name] = values if length > 1 else values[0]
-            made.append(Launch(self.spec, grid, named))
+            made.append(Launch(self.spec, grid, read_params(self.spec, params)))
 
     def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool]) -> Recorder:
         assert device == 3 and capturing is not_capturing
@@ -199,22 +151,22 @@ def distinct(*names: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "slots"),
-    [(layout, 0x5000) for layout in cache_layout.LAYOUTS]
-    + [(layout, 0) for layout in cache_layout.QUANTIZED.values()],
+    ("format", "slots"),
+    [(format, 0x5000) for format in mla_cache_rows.CACHE_FORMATS]
+    + [(format, 0) for format in mla_cache_rows.QUANTIZED.values()],
 )
-def test_write_launch(launches: list[Launch], layout: cache_layout.CacheLayout, slots: int) -> None:
+def test_write_launch(launches: list[Launch], format: mla_cache_rows.CacheFormat, slots: int) -> None:
     given = distinct(
         "kv_c", "k_pe", "cache", "kv_c_stride", "k_pe_stride", "source_block_stride", "block_stride",
         "token_stride", "num_slots", "page_block_size",
     )  # fmt: skip
     given |= {"slots": slots, "tokens": 33, "slots_are_64bit": True, "sources_are_aligned": False}
-    cache_write.launch(layout, **PLACE, **given)  # type: ignore[arg-type]
+    mla_cache_write.launch(format, **PLACE, **given)  # type: ignore[arg-type]
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
     assert launch.grid == (5, 1, 1)  # eight tokens each
-    assert dict(launch.spec.defines) == {"LAYOUT": layout.code, "SLOTS": int(slots != 0)}
+    assert dict(launch.spec.defines) == {"FORMAT": format.code, "SLOTS": int(slots != 0)}
 
 
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 1), (100, 13), (2**31 - 1, 2**28)])
@@ -223,11 +175,11 @@ def test_gather_launch(launches: list[Launch], rows: int, ctas: int) -> None:
         "cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out", "table_stride",
         "out_stride", "block_stride", "token_stride", "b", "table_width", "num_blocks", "page_block_size",
     ) | {"rows": rows}  # fmt: skip
-    cache_gather.launch(cache_layout.V32, **PLACE, **given)
+    mla_cache_gather.launch(mla_cache_rows.V32, **PLACE, **given)
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
-    assert launch.grid == (ctas, 1, 1) and dict(launch.spec.defines) == {"LAYOUT": 0, "PAGED": 1}
+    assert launch.grid == (ctas, 1, 1) and dict(launch.spec.defines) == {"FORMAT": 0, "PAGED": 1}
 
 
 @pytest.mark.parametrize(("topk", "row_warps", "ctas"), [(1, 1, 2), (256, 1, 2), (257, 8, 12)])
@@ -237,7 +189,7 @@ def test_convert_launch(launches: list[Launch], topk: int, row_warps: int, ctas:
         "indices", "block_table", "request_ids", "out", "table_stride", "num_requests", "table_width",
         "page_block_size",
     ) | {"rows": 12, "s_q": 3, "topk": topk, "counts": counts}  # fmt: skip
-    convert_indices.launch(**PLACE, **given, indices_strides=(50, 60), out_strides=(70, 80))
+    mla_convert_indices.launch(**PLACE, **given, indices_strides=(50, 60), out_strides=(70, 80))
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     strides = {"indices_stride_n": 50, "indices_stride_s": 60, "out_stride_n": 70, "out_stride_s": 80}
@@ -249,12 +201,12 @@ def test_convert_launch(launches: list[Launch], topk: int, row_warps: int, ctas:
 @pytest.mark.parametrize(("dtype", "rows_per_cta"), [("bfloat16", 2), ("float32", 1)])
 def test_merge_launch(launches: list[Launch], dtype: str, rows_per_cta: int) -> None:
     parts = [
-        merge_states.State(100 + i, 200 + i, (300 + i, 400 + i, 500 + i), (600 + i, 700 + i, 800 + i))
+        mla_merge_states.State(100 + i, 200 + i, (300 + i, 400 + i, 500 + i), (600 + i, 700 + i, 800 + i))
         for i in range(5)
     ]
-    merged = merge_states.State(1, 2, (3, 4, 5), (6, 7, 8))
+    merged = mla_merge_states.State(1, 2, (3, 4, 5), (6, 7, 8))
     dims = {"n": 3, "s": 5, "h": 7}
-    merge_states.launch(parts, merged, dtype, "bfloat16", **PLACE, **dims)
+    mla_merge_states.launch(parts, merged, dtype, "bfloat16", **PLACE, **dims)
     (launch,) = launches
     arrays = ("outs", "lses", *(f"{kind}_strides_{axis}" for kind in ("out", "lse") for axis in "nsh"))
     for base, name in enumerate(arrays, start=1):

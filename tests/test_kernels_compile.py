@@ -8,37 +8,36 @@ import struct
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
+from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_params
 
+import rawmla
 from rawmla import jit, reference
 from rawmla.call import checks
 from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
-from rawmla.kernels import all_specs, common, default_specs, warmup
-from rawmla.kernels import mla_cache_gather as cache_gather
-from rawmla.kernels import mla_cache_rows as cache_layout
-from rawmla.kernels import mla_combine as combine
-from rawmla.kernels import mla_dense_decode as dense_decode
-from rawmla.kernels import mla_metadata as metadata
-from rawmla.kernels import mla_sparse as sparse_decode
-from rawmla.kernels import mla_sparse_prefill as sparse_prefill
-from rawmla.kernels import mla_unite_selections as unite_selections
+from rawmla.kernels import (
+    all_specs,
+    common,
+    default_specs,
+    mla_cache_gather,
+    mla_cache_rows,
+    mla_combine,
+    mla_dense_decode,
+    mla_metadata,
+    mla_sparse,
+    mla_sparse_prefill,
+    mla_unite_selections,
+)
 from rawmla.kernels.division import divisor
+from rawmla.kernels.operations import OPERATIONS, OPTIONS
 from rawmla.testing import plans
-
-
-def max_logits(spec: KernelSpec) -> bool:
-    """Whether a variant is one for prefill."""
-    return bool(dict(spec.defines).get("MAX_LOGITS"))
-
 
 SPECS = all_specs()
 # One variant of each, for decoding and for prefill
-BY_KERNEL = {(spec.name, max_logits(spec)): spec for spec in reversed(SPECS)}
-DENSE_DECODE = ("mla_dense_decode", "mla_dense_decode_few_rows")
-FP8_DECODE = ("mla_sparse_fp8", "mla_sparse_fp8_cluster")
-SPARSE_DECODE = (*FP8_DECODE, "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
+BY_KERNEL = {family(spec): spec for spec in reversed(SPECS)}
 REGISTERS_PER_SM = 65536
 
 
@@ -55,7 +54,7 @@ def test_variants() -> None:
     assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting} | {
         (name, True) for name in prefill
     }
-    assert not any(max_logits(spec) for spec in default_specs())
+    assert not any(prefill for _, prefill in map(family, default_specs()))
     values = {spec: dict(spec.defines) for spec in of("mla_dense_decode")}
     found = {(v["DTYPE"], v["D_QK"], v["BOX_ROWS"], v["CLUSTER"]) for v in values.values()}
     boxes = {(64, 1), (64, 2), (32, 1), (16, 1)}
@@ -76,7 +75,7 @@ def test_variants() -> None:
     assert few_heads == [(8, 0), (8, 1), (16, 0), (16, 1)]
     values = {spec: dict(spec.defines) for spec in of("mla_combine")}
     combines = {(v["DTYPE"], v["MAX_LOGITS"]) for v in values.values()}
-    assert combines == {(0, 0), (1, 0), (0, 1)} and len(values) == 3 * len(combine.MAPPINGS)
+    assert combines == {(0, 0), (1, 0), (0, 1)} and len(values) == 3 * len(mla_combine.MAPPINGS)
     for arguments in (
         ("v32", 512, 16),
         ("model1", 576, 16),
@@ -85,26 +84,113 @@ def test_variants() -> None:
         ("fp8", 576, 16),
     ):
         with pytest.raises(ValueError, match="^sparse decode: expected"):
-            sparse_decode.spec(*arguments)
-    for wanted in ({"sparse_formats": ["fp8"]}, {"prefill_formats": ["fp8"]}):
-        with pytest.raises(ValueError, match="^sparse formats: expected"):
-            warmup(**wanted, device=0)
+            mla_sparse.spec(*arguments)
+
+
+def loaded_by(monkeypatch: pytest.MonkeyPatch, *operations: str, **options: Any) -> list[KernelSpec]:
+    """What warmup loads."""
+    loaded: list[KernelSpec] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(jit, "get_kernel", lambda spec, device: loaded.append(spec))
+        rawmla.warmup(*operations, **options, device=0)
+    assert len(set(loaded)) == len(loaded) and set(loaded) <= set(SPECS)
+    return loaded
 
 
 def test_warmup_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a prefill call over caches of these formats launches is loaded."""
-    loaded: list[KernelSpec] = []
-    monkeypatch.setattr(jit, "get_kernel", lambda spec, device: loaded.append(spec))
-    warmup(dtypes=[], prefill_formats=["v32", "bf16"], device=0)
+    loaded = loaded_by(monkeypatch, dtypes=[], prefill_formats=["v32", "bf16"])
     assert set(loaded) == {
-        *metadata.specs(),
-        *combine.specs("bfloat16", max_logits=True),
-        *sparse_decode.specs("v32", max_logits=True),
-        *sparse_decode.specs("bf16", max_logits=True),
-        *[sparse_decode.spec("bf16", d_qk, 16, True, n) for d_qk in (512, 576) for n in (2, 4, 8)],
-        *unite_selections.specs(),
-        cache_gather.spec(cache_layout.V32, False),
+        *mla_metadata.specs(),
+        *mla_combine.specs("bfloat16", max_logits=True),
+        *mla_sparse.specs("v32", max_logits=True),
+        *mla_sparse.specs("bf16", max_logits=True),
+        *[mla_sparse.spec("bf16", d_qk, 16, True, n) for d_qk in (512, 576) for n in (2, 4, 8)],
+        *mla_unite_selections.specs(),
+        mla_cache_gather.spec(mla_cache_rows.V32, False),
     }
+
+
+def test_warmup_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded_by(monkeypatch) == default_specs()
+    by_kernel = {(spec.name, dict(spec.defines).get("DTYPE", 0)) for spec in default_specs()}
+    names = ("mla_metadata", "mla_combine", "mla_merge_states", *DENSE_DECODE)
+    assert by_kernel == {*((name, 0) for name in names), ("mla_merge_states", 2)}
+    assert set(loaded_by(monkeypatch, dtypes=["bfloat16"], d_qk=[576], page_block_sizes=[192])) == set(
+        default_specs()
+    )
+
+
+def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {name: option.every for name, option in OPTIONS.items()}
+    assert loaded_by(monkeypatch, **options) == SPECS
+    assert loaded_by(monkeypatch, *OPERATIONS, **options) == SPECS
+
+
+@pytest.mark.parametrize(
+    ("operation", "kernels"),
+    [
+        ("dense_decode", {"mla_metadata", "mla_combine", *DENSE_DECODE}),
+        ("sparse_decode", {"mla_metadata", "mla_combine", *SPARSE_DECODE}),
+        (
+            "sparse_prefill",
+            {
+                *("mla_metadata", "mla_combine", "mla_cache_gather", "mla_find_not_finite"),
+                *("mla_unite_selections", *SPARSE_DECODE),
+            },
+        ),
+        ("cache", {"mla_cache_write", "mla_cache_gather"}),
+        ("indices", {"mla_convert_indices"}),
+        ("merge", {"mla_merge_states"}),
+        ("metadata", {"mla_metadata"}),
+    ],
+)
+def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
+    """Its kernels alone, over every format unless some are given."""
+    loaded = loaded_by(monkeypatch, operation)
+    assert {spec.name for spec in loaded} == kernels
+    if operation == "sparse_decode":
+        assert loaded == loaded_by(monkeypatch, operation, sparse_formats=["v32", "model1", "bf16"])
+        assert set(loaded) > set(loaded_by(monkeypatch, operation, sparse_formats=["v32"]))
+
+
+def test_every_operation_is_tested() -> None:
+    (mark,) = test_warmup_of_an_operation.pytestmark
+    assert {operation for operation, _ in mark.args[1]} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("operations", "options", "error", "text"),
+    [
+        ((), {"dtypes": "bfloat16"}, TypeError, "dtypes: expected an iterable of str, got 'bfloat16'"),
+        ((), {"d_qk": 576}, TypeError, "d_qk: expected an iterable of int, got 576"),
+        ((), {"d_qk": ["576"]}, TypeError, "d_qk: expected an iterable of int, got '576' in it"),
+        ((), {"d_qk": [True]}, TypeError, "d_qk: expected an iterable of int, got True in it"),
+        ((), {"dtypes": [16]}, TypeError, "dtypes: expected an iterable of str, got 16 in it"),
+        ((), {"dtypes": ["fp8"]}, ValueError, "dtypes: expected 'bfloat16' or 'float16', got 'fp8'"),
+        ((), {"d_qk": [192]}, ValueError, "d_qk: expected 576 or 512, got 192"),
+        ((), {"page_block_sizes": [0]}, ValueError, "page_block_sizes: expected 16, 32 or a multiple of 64"),
+        ((), {"page_block_sizes": [48]}, ValueError, "page_block_sizes: expected 16, 32 or a multiple of 64"),
+        ((), {"sparse_formats": ["fp8"]}, ValueError, "sparse_formats: expected 'v32' or 'model1' or 'bf16'"),
+        ((), {"prefill_formats": ["fp8"]}, ValueError, "prefill_formats: expected 'v32' or 'model1'"),
+        (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
+    ],
+)
+def test_warmup_checks_before_it_looks_for_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+    operations: tuple[str, ...],
+    options: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    monkeypatch.setattr(jit, "current_device", lambda: pytest.fail("a device was looked for"))
+    with pytest.raises(error, match=f"^{text}"):
+        rawmla.warmup(*operations, **options)
+
+
+def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = loaded_by(monkeypatch, d_qk=np.array([576]), page_block_sizes=iter([np.int32(64)]))
+    assert loaded == default_specs()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.label)
@@ -172,26 +258,26 @@ def test_constants_of_the_plan_agree() -> None:
     ]
     for blocks in (*range(600), 8191, 8192, 8193, 1 << 20, (1 << 25) + 1):
         piece = max(
-            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_PIECES)
+            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_SPLITS)
         )
         conditions.append(f"all_tokens(nullptr).invariant_piece({blocks}) == {piece}")
     for topk, extra_topk in ((1, 0), (64, 64), (512, 0), (16384, 0), (16385, 0), (8192, 8193), (1 << 20, 7)):
         room = common.ceil_div(topk, 64) + common.ceil_div(extra_topk, 64)
         piece = max(
-            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(room, common.BATCH_INVARIANT_MAX_PIECES)
+            common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(room, common.BATCH_INVARIANT_MAX_SPLITS)
         )
         tokens = f"TokenCounts{{nullptr, nullptr, {topk}, {extra_topk}}}"
         conditions += [f"{tokens}.invariant_piece({blocks}) == {piece}" for blocks in (0, 1, room, 1 << 25)]
-        pieces = common.num_slots(1, 1, room, True) or 1
+        pieces = common.max_splits(1, 1, room, True) or 1
         assert common.ceil_div(room, piece) <= pieces  # scratch is enough for a request that fills the room
-    conditions.append(f"TokenCounts::kUnlimited == {metadata.TokenCounts(0).most}")
+    conditions.append(f"TokenCounts::kUnlimited == {mla_metadata.TokenCounts(0).most}")
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
         conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
         conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
     assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
-    assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
+    assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_SPLITS
     assert reference.PLAN_COLUMNS == checks.PLAN_COLUMNS
 
 
@@ -205,8 +291,8 @@ def test_constants_of_the_kernels_agree() -> None:
                 "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
             ],
         )
-    for b in (1, 512, 513, metadata.MAX_BATCH):
-        assert_in_kernel(metadata.spec(b), [f"kMaxBatch >= {b}"])
+    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
+        assert_in_kernel(mla_metadata.spec(b), [f"kMaxBatch >= {b}"])
     text = source("kernels/mla_metadata.cu")
     fixed = re.findall(r"min_int\(kMaxFixedCost, over_parts\(units_total\) / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
@@ -219,7 +305,7 @@ def test_constants_of_the_kernels_agree() -> None:
         conditions = [
             f"kDtype == {dtype}",
             f"kDimV == {common.D_V} && kDimV == {reference.D_V}",
-            f"kBlockM == {dense_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"kBlockM == {common.TILE_ROWS}",
             f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
             f"kQChunks * 64 == {values['D_QK']}",
         ]
@@ -227,14 +313,14 @@ def test_constants_of_the_kernels_agree() -> None:
     for spec in of("mla_dense_decode_few_rows"):
         assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
     formats = {"v32": "kV32", "model1": "kModel1"}
-    row_bytes = {name: layout.row_bytes for name, layout in cache_layout.QUANTIZED.items()}
+    row_bytes = {name: layout.row_bytes for name, layout in mla_cache_rows.QUANTIZED.items()}
     for spec in (spec for name in FP8_DECODE for spec in of(name)):
         values = dict(spec.defines)
-        format = {code: name for name, code in sparse_decode.FP8_FORMATS.items()}[values["FORMAT"]]
+        format = {known.code: name for name, known in mla_cache_rows.QUANTIZED.items()}[values["FORMAT"]]
         conditions = [
             f"kFormat == Format::{formats[format]}",
             f"kDimV == {common.D_V}",
-            f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"kBlockM == {common.TILE_ROWS}",
             f"kChunks * 64 == {values['D_QK']}"
             if spec.name == "mla_sparse_fp8"
             else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
@@ -248,28 +334,28 @@ def test_constants_of_the_kernels_agree() -> None:
         values = dict(spec.defines)
         conditions = [
             f"kDimV == {common.D_V}",
-            f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
+            f"kBlockM == {common.TILE_ROWS}",
             f"16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks == {values['D_QK']}",
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_sparse_fp8_few_heads"):
         conditions = [
-            f"kHeads == {sparse_decode.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
+            f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
             f"kRopeOffset + 2 * (576 - kDimV) == {row_bytes['v32']}",
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
-        mapping = combine.Mapping(
-            *(values[name] for name in ("PIECE_GROUPS", "PIECES_AT_ONCE", "ROWS_AT_ONCE"))
+        mapping = mla_combine.Mapping(
+            *(values[name] for name in ("SPLIT_GROUPS", "SPLITS_AT_ONCE", "ROWS_AT_ONCE"))
         )
         row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
         assert_in_kernel(
             spec,
             [
                 f"kRows == {mapping.rows_per_cta} && kThreads == {mapping.threads}",
-                f"{row_bytes} == {combine.slot_row_bytes(dtype, max_logits(spec))}",
+                f"{row_bytes} == {mla_combine.split_row_bytes(dtype, family(spec)[1])}",
             ],
         )
     for rows, batch_invariant, grid_x, mapping in (
@@ -281,91 +367,11 @@ def test_constants_of_the_kernels_agree() -> None:
         (21, True, 6, (1, 4, 1)),
         (1000, True, 250, (1, 4, 1)),
     ):
-        assert combine.launch_shape(rows, 3, 9, True, batch_invariant) == ((grid_x, 3, 1), mapping)
-    assert combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (8, 8, 1))
+        assert mla_combine.launch_shape(rows, 3, 9, True, batch_invariant) == ((grid_x, 3, 1), mapping)
+    assert mla_combine.launch_shape(8, 50, 7, False, False) == ((8, 7, 1), (8, 8, 1))
 
 
 # What a launch hands over, read by the names that the kernel has for it
-
-
-class Field(NamedTuple):
-    """A member of a kernel's Params: its name, Python `struct` code and offset in bytes."""
-
-    name: str
-    code: str
-    offset: int
-
-
-_CODES = {
-    "TensorMap": "128s",
-    "TokenCounts": "QQii",
-    "UniformPlan": "iii",
-    "i64": "q",
-    "int": "i",
-    "u32": "I",
-    "float": "f",
-}
-
-
-def fields_of(kernel: str, max_logits: bool) -> list[Field]:
-    """The members of `struct Params` in order, one right after another, as the source declares them, for
-    decoding or for prefill.
-    """
-    shared = dict.fromkeys(SPARSE_DECODE, "mla/selection.cuh")
-    shared |= dict.fromkeys(DENSE_DECODE, "mla/dense.cuh")
-    text = source(shared.get(kernel, f"kernels/{kernel}.cu"))
-    body = re.search(r"struct Params \{(.*?)\n(?:\};|\n    __device__)", text, re.DOTALL)
-    assert body
-    members = re.sub(r"#if MAX_LOGITS\n(.*?)#endif\n?", r"\1" if max_logits else "", body[1], flags=re.DOTALL)
-    fields: list[Field] = []
-    offset = 0
-    for declaration in re.sub(r"//.*", "", members).split(";")[:-1]:
-        kind, names = re.fullmatch(
-            r"\s*(?:const )?(?:unsigned )?(\w+\*?) ([\w, \[\]]+)", declaration
-        ).groups()  # type: ignore[union-attr]
-        code = "Q" if kind.endswith("*") else _CODES[kind]
-        for name, count in re.findall(r"(\w+)(?:\[(\d+)\])?(?:, |$)", names):
-            fields.append(Field(name, code * int(count or 1), offset))
-            offset += struct.calcsize(f"<{fields[-1].code}")
-    return fields
-
-
-@pytest.mark.parametrize(
-    ("kernel", "prefill", "packed"),
-    [
-        ("mla_metadata", False, metadata._PARAMS),
-        ("mla_find_not_finite", False, unite_selections._FIND_PARAMS),
-        ("mla_unite_selections", False, unite_selections._UNITE_PARAMS),
-        *(("mla_combine", prefill, packed) for prefill, packed in combine._PARAMS.items()),
-        *((kernel, False, dense_decode._PARAMS) for kernel in DENSE_DECODE),
-        *(
-            (kernel, prefill, packed)
-            for kernel in SPARSE_DECODE
-            for prefill, packed in sparse_decode._PARAMS.items()
-        ),
-    ],
-)
-def test_parameter_structs_have_one_layout(kernel: str, prefill: bool, packed: struct.Struct) -> None:
-    conditions = [f"sizeof(Params) == {packed.size}"]
-    for name, code, offset in fields_of(kernel, prefill):
-        conditions.append(f"__INTADDR__(&static_cast<Params*>(nullptr)->{name}) == {offset}")
-        conditions.append(f"sizeof(Params::{name}) == {struct.calcsize(f'<{code}')}")
-    assert_in_kernel(BY_KERNEL[kernel, prefill], conditions)
-
-
-@pytest.mark.parametrize("prefill", (False, True))
-def test_pointers_come_first(prefill: bool) -> None:
-    """A prepared launch fills in the first members of Params alone: tensor maps and addresses."""
-    for kernel, maps, pointers in (
-        ("mla_combine", "", combine._POINTERS),
-        *((kernel, "128s", sparse_decode._POINTERS) for kernel in SPARSE_DECODE),
-    ):
-        codes = "".join(field.code for field in fields_of(kernel, prefill))
-        assert codes.startswith(f"{maps}Q")
-        codes = codes.removeprefix(maps)
-        count = codes.count("Q")
-        assert len(codes) - len(codes.lstrip("Q")) == count
-        assert pointers[prefill].size == struct.calcsize(f"<{maps}{count}Q")
 
 
 class Launch(NamedTuple):
@@ -397,11 +403,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
             pdl: bool = False,
         ) -> None:
             assert stream == 0x51
-            named = {}
-            for name, code, offset in fields_of(self.spec.name, max_logits(self.spec)):
-                values = struct.unpack_from(f"<{code}", params, offset)
-                named[name] = values[0] if len(values) == 1 else values
-            made.append(Launch(self.spec, grid, named, cluster, pdl))
+            made.append(Launch(self.spec, grid, read_params(self.spec, params), cluster, pdl))
 
         def prepare(
             self,
@@ -436,7 +438,7 @@ def not_capturing() -> bool:
 def test_metadata_launch(
     launches: list[Launch], object_layout: bool, batch_invariant: bool, b: int, shares: tuple[int, int]
 ) -> None:
-    tokens = metadata.TokenCounts(0xA000, 0xD000, 2048, 512)
+    tokens = mla_metadata.TokenCounts(0xA000, 0xD000, 2048, 512)
     given = dict(
         tokens=tokens,
         b=b,
@@ -446,17 +448,17 @@ def test_metadata_launch(
         object_layout=object_layout,
         batch_invariant=batch_invariant,
     )
-    metadata.launch(device=0, stream=0x51, capturing=not_capturing, **given)  # type: ignore[arg-type]
+    mla_metadata.launch(device=0, stream=0x51, capturing=not_capturing, **given)  # type: ignore[arg-type]
     (launched,) = launches
     divisors = {"parts": 66, "b": b, "share": shares[1]}
     for name, d in divisors.items():
         magic, shift = launched.params.pop(f"{name}_magic"), launched.params.pop(f"{name}_shift")
         assert all(n * magic >> shift == n // d for n in (0, d - 1, d, 1000, 10**6, 2**31 - 1)), name
     given |= dict(zip(("requests_per_part", "parts_per_request"), shares, strict=True))
-    assert launched == Launch(metadata.spec(b), (1, 1, 1), given, None, True)
+    assert launched == Launch(mla_metadata.spec(b), (1, 1, 1), given, None, True)
 
 
-def dense_call(**changes: Any) -> dense_decode.DenseDecodeCall:
+def dense_call(**changes: Any) -> mla_dense_decode.DenseDecodeCall:
     """A call in which no two values are equal. Two tiles per KV head: 24 heads x 3 tokens."""
     values: dict[str, Any] = dict(
         device=0, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2, d_qk=576, page_block_size=192,
@@ -466,19 +468,20 @@ def dense_call(**changes: Any) -> dense_decode.DenseDecodeCall:
         block_table_stride=33, max_seqlen=40_000, num_parts=66, object_layout=True, batch_invariant=False,
         out_stride_b=80_000, out_stride_s=25_000, out_stride_h=520, softmax_scale=0.3, causal=False,
     )  # fmt: skip
-    return dense_decode.DenseDecodeCall(**{**values, **changes})
+    return mla_dense_decode.DenseDecodeCall(**{**values, **changes})
 
 
-ARRAYS = dict(
-    stream=0x51, k_cache=0x2000, q=0x1000, block_table=0x3000, cache_seqlens=0x4000, sched_meta=0x5000,
-    num_splits=0x6000, out=0x7000, lse=0x8000, scratch=0x9000,
+SCRATCH = 0x9000
+ADDRESSES = mla_dense_decode.DenseDecodeAddresses(
+    q=0x1000, k_cache=0x2000, block_table=0x3000, cache_seqlens=0x4000, sched_meta=0x5000,
+    num_splits=0x6000, out=0x7000, lse=0x8000,
 )  # fmt: skip
 
 
-def launch_decode(call: dense_decode.DenseDecodeCall) -> int:
+def launch_decode(call: mla_dense_decode.DenseDecodeCall) -> int:
     """Launch it once; returns the scratch bytes it asked for."""
-    prepared = dense_decode.PreparedDecode(call, not_capturing)
-    prepared.launch(**ARRAYS)
+    prepared = mla_dense_decode.PreparedDenseDecode(call, not_capturing)
+    prepared.launch(0x51, ADDRESSES, SCRATCH)
     return prepared.scratch_bytes
 
 
@@ -502,9 +505,9 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
     scratch_bytes = launch_decode(call)
     row_bytes = {"bfloat16": 2 * 512 + 12, "float16": 4 * 512 + 12}[call.dtype]
     blocks = -(-call.max_seqlen // 64)
-    num_slots = common.num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
-    assert scratch_bytes == num_slots * call.s_q * call.h_q * row_bytes
-    lse_accum = ARRAYS["scratch"] + num_slots * call.s_q * call.h_q * (row_bytes - 12)
+    max_splits = common.max_splits(call.num_parts, call.b, blocks, call.batch_invariant)
+    assert scratch_bytes == max_splits * call.s_q * call.h_q * row_bytes
+    lse_accum = SCRATCH + max_splits * call.s_q * call.h_q * (row_bytes - 12)
     heads_per_kv = call.h_q // call.h_kv
     rows = call.s_q * heads_per_kv
     derived = {
@@ -512,15 +515,15 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "heads_magic": -(-(2**32) // heads_per_kv),
         "rows": rows,
         "page_magic": -(-(2**32) // (call.page_block_size // 16)) % 2**32,
-        "num_slots": num_slots,
-        "o_accum": ARRAYS["scratch"],
+        "max_splits": max_splits,
+        "o_accum": SCRATCH,
         "lse_accum_log2": lse_accum,
-        "o_scale_log2": lse_accum + num_slots * call.s_q * call.h_q * 4,
+        "o_scale_log2": lse_accum + max_splits * call.s_q * call.h_q * 4,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "attn_sink": 0,
     }
 
-    given = {**call._asdict(), **ARRAYS}
+    given = {**call._asdict(), **ADDRESSES._asdict()}
     main, merge = launches
     for launch in launches:
         for name, value in launch.params.items():
@@ -549,33 +552,34 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
 def test_no_scratch_means_no_combine(launches: list[Launch]) -> None:
     assert launch_decode(dense_call(max_seqlen=64)) == 0
     (main,) = launches
-    assert (main.params["num_slots"], main.params["lse_accum_log2"]) == (0, 0)
+    assert (main.params["max_splits"], main.params["lse_accum_log2"]) == (0, 0)
 
 
-def sparse_call(**changes: Any) -> sparse_decode.SparseDecodeCall:
+def sparse_call(**changes: Any) -> mla_sparse.SparseCall:
     """A call in which no two values are equal. Two tiles of heads per token."""
     values: dict[str, Any] = dict(
         device=0, format="v32", d_qk=576, load_bytes=16, b=7, s_q=3, h_q=70,
-        cache=sparse_decode.Cache(64, 1000, 42_000, 656, 2050, 6200, 2060),
-        extra=sparse_decode.Cache(61, 333, 40_016, 672, 513, 1600, 520),
+        cache=mla_sparse.Cache(64, 1000, 42_000, 656, 2050, 6200, 2060),
+        extra=mla_sparse.Cache(61, 333, 40_016, 672, 513, 1600, 520),
         q_strides=(200_000, 45_000, 584), num_parts=22, object_layout=True, batch_invariant=False,
         out_strides=(150_000, 40_000, 528), softmax_scale=0.3,
     )  # fmt: skip
-    return sparse_decode.SparseDecodeCall(**{**values, **changes})
+    return mla_sparse.SparseCall(**{**values, **changes})
 
 
-SPARSE_ARRAYS: dict[str, Any] = dict(
-    stream=0x51, q=0x1000, caches=(0x2000, 0x2100), indices=(0x3000, 0x3100), lengths=(0x4000, 0x4100),
-    attn_sink=0x4F00, sched_meta=0x5000, num_splits=0x6000, out=0x7000, lse=0x8000, scratch=0x9000,
+SPARSE_ADDRESSES = mla_sparse.SparseAddresses(
+    q=0x1000, k_cache=0x2000, extra_k_cache=0x2100, indices=0x3000, extra_indices=0x3100,
+    topk_length=0x4000, extra_topk_length=0x4100, attn_sink=0x4F00, sched_meta=0x5000, num_splits=0x6000,
+    out=0x7000, lse=0x8000,
 )  # fmt: skip
 
 
-def _queries_described(call: sparse_decode.SparseDecodeCall) -> Any:
+def _queries_described(call: mla_sparse.SparseCall) -> Any:
     """The tensor map of q: columns of a chunk, heads, chunks, tokens, requests. Strides are in bytes."""
     stride_b, stride_s, stride_h = call.q_strides
     dims = (64, call.h_q, call.d_qk // 64, call.s_q, call.b)
     strides = (2 * stride_h, 128, 2 * stride_s, 2 * stride_b)
-    return SPARSE_ARRAYS["q"], "bfloat16", dims, strides, (64, 64, 1, 1, 1), "128b", "none"
+    return SPARSE_ADDRESSES.q, "bfloat16", dims, strides, (64, 64, 1, 1, 1), "128b", "none"
 
 
 @pytest.mark.parametrize(
@@ -586,13 +590,13 @@ def _queries_described(call: sparse_decode.SparseDecodeCall) -> Any:
         ({"h_q": 64}, None),
         ({"b": 2}, None),
         ({"b": 2, "format": "model1", "d_qk": 512, "batch_invariant": True}, (2, 1, 1)),
-        ({"b": 900, "s_q": 1, "extra": sparse_decode.NO_CACHE, "lse_factor": 1.0}, (2, 1, 1)),
+        ({"b": 900, "s_q": 1, "extra": mla_sparse.NO_CACHE, "lse_factor": 1.0}, (2, 1, 1)),
         ({"format": "bf16", "b": 200, "h_q": 64, "s_q": 1}, None),
         ({"h_q": 16, "load_bytes": 8}, None),
-        ({"format": "bf16", "d_qk": 512, "extra": sparse_decode.NO_CACHE, "batch_invariant": True}, None),
-        ({"cache": sparse_decode.Cache(576, 2**24, 377_856, 656, 64, 64, 64)}, None),  # > 2^31 slots
-        ({"format": "bf16", "extra": sparse_decode.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0}, None),
-        ({"h_q": 16, "extra": sparse_decode.NO_CACHE, "s_q": 1, "lse_factor": 0.5}, None),
+        ({"format": "bf16", "d_qk": 512, "extra": mla_sparse.NO_CACHE, "batch_invariant": True}, None),
+        ({"cache": mla_sparse.Cache(576, 2**24, 377_856, 656, 64, 64, 64)}, None),  # > 2^31 slots
+        ({"format": "bf16", "extra": mla_sparse.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0}, None),
+        ({"h_q": 16, "extra": mla_sparse.NO_CACHE, "s_q": 1, "lse_factor": 0.5}, None),
     ],
     ids=(
         "v32",
@@ -613,26 +617,30 @@ def test_sparse_decode_launch(
     launches: list[Launch], changes: dict[str, Any], cluster: tuple[int, int, int] | None
 ) -> None:
     call = sparse_call(**changes)
-    prepared = sparse_decode.PreparedSparseDecode(call, not_capturing)
+    prepared = mla_sparse.PreparedSparse(call, not_capturing)
     prefill = call.lse_factor is not None
-    prepared.launch(**SPARSE_ARRAYS, **({"max_logits": 0x8F00} if prefill else {}))
+    addresses = SPARSE_ADDRESSES._replace(**({"max_logits": 0x8F00} if prefill else {}))
+    prepared.launch(0x51, addresses, SCRATCH)
     pairs = (call.cache, call.extra)
     blocks = sum(-(-cache.topk // 64) for cache in pairs)
-    num_slots = common.num_slots(call.num_parts, call.b, blocks, call.batch_invariant)
-    slot_rows = num_slots * call.s_q * call.h_q
-    assert num_slots and prepared.scratch_bytes == slot_rows * (2 * 512 + 12 + 4 * prefill)
-    scratch = SPARSE_ARRAYS["scratch"]
+    max_splits = common.max_splits(call.num_parts, call.b, blocks, call.batch_invariant)
+    split_rows = max_splits * call.s_q * call.h_q
+    assert max_splits and prepared.scratch_bytes == split_rows * (2 * 512 + 12 + 4 * prefill)
     few_heads = call.format == "v32" and call.h_q <= 16
     tiles = 1 if few_heads else -(-call.h_q // 64)
     expected = {
-        **{
-            name: SPARSE_ARRAYS[name] for name in ("q", "attn_sink", "sched_meta", "num_splits", "out", "lse")
-        },
-        **{name: SPARSE_ARRAYS[name] for name in ("indices", "lengths")},
-        "cache": SPARSE_ARRAYS["caches"],
-        "o_accum": scratch,
-        "lse_accum_log2": scratch + slot_rows * 1024,
-        "o_scale_log2": scratch + slot_rows * 1028,
+        "q": 0x1000,
+        "cache": (0x2000, 0x2100),
+        "indices": (0x3000, 0x3100),
+        "lengths": (0x4000, 0x4100),
+        "attn_sink": 0x4F00,
+        "sched_meta": 0x5000,
+        "num_splits": 0x6000,
+        "out": 0x7000,
+        "lse": 0x8000,
+        "o_accum": SCRATCH,
+        "lse_accum_log2": SCRATCH + split_rows * 1024,
+        "o_scale_log2": SCRATCH + split_rows * 1028,
         **{
             name: tuple(getattr(cache, name) for cache in pairs)
             for name in ("block_stride", "token_stride", "index_stride_b", "index_stride_s", "topk")
@@ -645,13 +653,13 @@ def test_sparse_decode_launch(
         **dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), call.out_strides, strict=True)),
         **{name: getattr(call, name) for name in ("b", "s_q", "h_q", "object_layout")},
         "head_tiles": tiles,
-        "num_slots": num_slots,
+        "max_splits": max_splits,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
         "q_map": jit.tensor_map(*_queries_described(call)) if call.format == "bf16" else bytes(128),
     }
     if prefill:
-        expected |= {"max_accum_log2": scratch + slot_rows * 1036, "max_logits": 0x8F00}
+        expected |= {"max_accum_log2": SCRATCH + split_rows * 1036, "max_logits": 0x8F00}
         expected["lse_factor"] = call.lse_factor
         expected |= {"uniform": (0, 0, 0), "selected": 0}
     main, merge = launches
@@ -660,19 +668,19 @@ def test_sparse_decode_launch(
         for name, value in launch.params.items():
             assert value == expected[name], f"{launch.spec.label}: {name}"
     if few_heads:
-        assert main.spec == sparse_decode.few_heads_spec(call.load_bytes, prefill)
+        assert main.spec == mla_sparse.few_heads_spec(call.load_bytes, prefill)
     elif cluster:
-        assert main.spec == sparse_decode.cluster_spec(call.format, call.load_bytes, prefill)
+        assert main.spec == mla_sparse.cluster_spec(call.format, call.load_bytes, prefill)
     else:
-        assert main.spec == sparse_decode.spec(call.format, call.d_qk, call.load_bytes, prefill)
+        assert main.spec == mla_sparse.spec(call.format, call.d_qk, call.load_bytes, prefill)
     assert main.grid == (tiles * call.s_q, 1, call.num_parts) and main.pdl and main.cluster == cluster
     assert merge.pdl and merge.cluster is None and dict(merge.spec.defines)["DTYPE"] == 0
     assert (merge.grid, merge.spec) == _combine_launch(call)
     assert main.spec in SPECS and merge.spec in SPECS
 
 
-def prefill_arrays(topk_length: int, attn_sink: int) -> sparse_prefill.PrefillArrays:
-    return sparse_prefill.PrefillArrays(
+def prefill_addresses(topk_length: int, attn_sink: int) -> mla_sparse_prefill.PrefillAddresses:
+    return mla_sparse_prefill.PrefillAddresses(
         q=0x1000, kv=0x2000, indices=0x3000, topk_length=topk_length, attn_sink=attn_sink, out=0x7000,
         max_logits=0x8000, lse=0x9000,
     )  # fmt: skip
@@ -681,24 +689,24 @@ def prefill_arrays(topk_length: int, attn_sink: int) -> sparse_prefill.PrefillAr
 @pytest.mark.parametrize("topk", (64, 200))
 def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
     """Chunk after chunk: plan, attention, and the combine where a token has more than one block."""
-    monkeypatch.setattr(metadata, "MAX_BATCH", 40)
+    monkeypatch.setattr(mla_metadata, "MAX_BATCH", 40)
     h_q, parts = 70, 66
-    call = sparse_prefill.SparsePrefillCall(
+    call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=100, h_q=h_q,
-        cache=sparse_decode.Cache(1, 1000, 1280, 1152, topk, 300, 0),
+        cache=mla_sparse.Cache(1, 1000, 1280, 1152, topk, 300, 0),
         q_strides=(45_000, 584), out_strides=(40_000, 528), num_parts=parts, softmax_scale=0.3,
         lse_factor=0.5, limited=True,
     )  # fmt: skip
-    prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
+    prepared = mla_sparse_prefill.prepare(call, not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
     split = topk > 64
     names = ["mla_metadata", "mla_sparse_bf16", "mla_combine"][: 2 + split]
     assert [launch.spec.name for launch in launches] == names * 3
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
     splits = 0x10000 + parts * 32
     pieces = splits + 144  # 34 + 1 sums, in whole units of 16 bytes
-    slot_rows = 2 * parts * h_q if split else 0
-    assert prepared.scratch_bytes == pieces + slot_rows * (1024 + 16) - 0x10000
+    split_rows = 2 * parts * h_q if split else 0
+    assert prepared.scratch_bytes == pieces + split_rows * (1024 + 16) - 0x10000
     for number, launch in enumerate(launches):
         first = number // len(names) * 34
         expected = {
@@ -716,9 +724,9 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
             "max_logits": 0x8000 + 4 * h_q * first,
             "lse": 0x9000 + 4 * h_q * first,
             "o_accum": pieces,
-            "lse_accum_log2": pieces + slot_rows * 1024,
-            "o_scale_log2": pieces + slot_rows * 1028,
-            "max_accum_log2": pieces + slot_rows * 1036,
+            "lse_accum_log2": pieces + split_rows * 1024,
+            "o_scale_log2": pieces + split_rows * 1028,
+            "max_accum_log2": pieces + split_rows * 1036,
             "lse_factor": 0.5,
             "s_q": 1,
             "h_q": h_q,
@@ -744,28 +752,28 @@ def test_sparse_prefill_without_a_plan(
     launches: list[Launch], s_q: int, topk: int, uniform: tuple[int, ...]
 ) -> None:
     """Tokens that select equally many: attention, and the combine if they are cut."""
-    call = sparse_prefill.SparsePrefillCall(
+    call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=s_q, h_q=128,
-        cache=sparse_decode.Cache(1, 8192, 1152, 1152, topk, topk, 0),
+        cache=mla_sparse.Cache(1, 8192, 1152, 1152, topk, topk, 0),
         q_strides=(128 * 576, 576), out_strides=(128 * 512, 512), num_parts=66, softmax_scale=0.3,
         lse_factor=0.5, limited=False,
     )  # fmt: skip
-    prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(0x51, prefill_arrays(topk_length=0, attn_sink=0), 0x10000)
+    prepared = mla_sparse_prefill.prepare(call, not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0, attn_sink=0), 0x10000)
     split = s_q in (1, 4096)
     assert [launch.spec.name for launch in launches] == ["mla_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
-    assert launches[0].params["num_slots"] == (132 if split else 0)
+    assert launches[0].params["max_splits"] == (132 if split else 0)
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
         assert launches[1].params["uniform"] == uniform
         assert launches[1].params["by_request"] == (s_q == 1)
 
 
-def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:
-    return sparse_prefill.SparsePrefillCall(
+def _united_call(**changes: Any) -> mla_sparse_prefill.SparsePrefillCall:
+    return mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=1031, h_q=16,
-        cache=sparse_decode.Cache(1, 1000, 1280, 1280, 100, 120, 0),
+        cache=mla_sparse.Cache(1, 1000, 1280, 1280, 100, 120, 0),
         q_strides=(45_000, 584), out_strides=(16 * 528, 528), num_parts=66, softmax_scale=0.3,
         lse_factor=0.5, limited=True,
     )._replace(**changes)  # fmt: skip
@@ -778,15 +786,15 @@ def _united_call(**changes: Any) -> sparse_prefill.SparsePrefillCall:
         {"h_q": 24, "out_strides": (24 * 528, 528)},
         {"s_q": 511},
         {"out_strides": (17 * 528, 528)},
-        {"cache": sparse_decode.Cache(1, 1601, 1280, 1280, 100, 120, 0)},
-        {"cache": sparse_decode.Cache(1, 32_769, 1280, 1280, 4096, 4096, 0)},
-        {"cache": sparse_decode.Cache(1, 1000, 1280, 1280, 4097, 4097, 0)},
+        {"cache": mla_sparse.Cache(1, 1601, 1280, 1280, 100, 120, 0)},
+        {"cache": mla_sparse.Cache(1, 32_769, 1280, 1280, 4096, 4096, 0)},
+        {"cache": mla_sparse.Cache(1, 1000, 1280, 1280, 4097, 4097, 0)},
     ],
     ids=("a tile of heads", "no divisor", "few", "slice of heads", "seldom", "many rows", "many indices"),
 )
 def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: dict[str, Any]) -> None:
-    prepared = sparse_prefill.prepare(_united_call(**changes), not_capturing)
-    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
+    prepared = mla_sparse_prefill.prepare(_united_call(**changes), not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0), 0x10000)
     attention = next(launch for launch in launches if launch.spec.name == "mla_sparse_bf16")
     assert dict(attention.spec.defines)["GROUP_TOKENS"] == 1
     assert "mla_unite_selections" not in [launch.spec.name for launch in launches]
@@ -795,9 +803,9 @@ def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: di
 def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunk after chunk of groups of four tokens, then the three tokens that are left."""
     capacity, words = 448, 448 // 64 * 8 * 8
-    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
-    prepared = sparse_prefill.prepare(_united_call(), not_capturing)
-    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
+    monkeypatch.setattr(mla_sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
+    prepared = mla_sparse_prefill.prepare(_united_call(), not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
     group = ["mla_unite_selections", "mla_metadata", "mla_sparse_bf16", "mla_combine"]
     assert [launch.spec.name for launch in launches] == ["mla_find_not_finite", *group, *group, *group[1:]]
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
@@ -861,19 +869,19 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
 def test_fp8_rows_that_are_selected_often_are_copied(
     launches: list[Launch], format: str, changes: dict[str, Any], copied: bool | None
 ) -> None:
-    layout = cache_layout.QUANTIZED[format]
+    layout = mla_cache_rows.QUANTIZED[format]
     copied = copied if copied is not None else format == "model1"
     page = 53
-    call = sparse_prefill.SparsePrefillCall(
+    call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format=format, d_qk=layout.d_qk, load_bytes=16, s_q=32, h_q=64,
-        cache=sparse_decode.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0),
+        cache=mla_sparse.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0),
         q_strides=(64 * layout.d_qk, layout.d_qk), out_strides=(64 * 512, 512), num_parts=132,
         softmax_scale=0.3, lse_factor=0.5, limited=True,
     )._replace(**changes)  # fmt: skip
     if changes.get("s_q") == 31:
         call = call._replace(cache=call.cache._replace(num_blocks=47))  # 2,491 rows, 19,840 selected
-    prepared = sparse_prefill.prepare(call, not_capturing)
-    prepared.launch(0x51, prefill_arrays(topk_length=0x4000, attn_sink=0), 0x10000)
+    prepared = mla_sparse_prefill.prepare(call, not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0), 0x10000)
     names = [launch.spec.name for launch in launches]
     assert (names[0] == "mla_cache_gather") == copied
     attention = next(launch for launch in launches if launch.spec.name in SPARSE_DECODE)
@@ -893,24 +901,22 @@ def test_fp8_rows_that_are_selected_often_are_copied(
 
 
 def _combine_launch(
-    call: sparse_decode.SparseDecodeCall,
+    call: mla_sparse.SparseCall,
 ) -> tuple[tuple[int, int, int], KernelSpec]:
     """The grid and the variant of the combine behind a sparse call."""
     by_request = call.batch_invariant or call.b <= call.num_parts
     rows = call.s_q * call.h_q
-    grid, mapping = combine.launch_shape(rows, call.b, call.num_parts, by_request, call.batch_invariant)
-    return grid, combine.spec("bfloat16", mapping, call.lse_factor is not None)
+    grid, mapping = mla_combine.launch_shape(rows, call.b, call.num_parts, by_request, call.batch_invariant)
+    return grid, mla_combine.spec("bfloat16", mapping, call.lse_factor is not None)
 
 
 def test_sparse_call_of_one_block_needs_no_combine(launches: list[Launch]) -> None:
     cache = sparse_call().cache._replace(topk=64)
-    prepared = sparse_decode.PreparedSparseDecode(
-        sparse_call(cache=cache, extra=sparse_decode.NO_CACHE), not_capturing
-    )
+    prepared = mla_sparse.PreparedSparse(sparse_call(cache=cache, extra=mla_sparse.NO_CACHE), not_capturing)
     assert prepared.scratch_bytes == 0
-    prepared.launch(**{**SPARSE_ARRAYS, "scratch": 0})
+    prepared.launch(0x51, SPARSE_ADDRESSES, 0)
     (main,) = launches
-    assert [main.params[name] for name in ("num_slots", "o_accum", "lse_accum_log2")] == [0, 0, 0]
+    assert [main.params[name] for name in ("max_splits", "o_accum", "lse_accum_log2")] == [0, 0, 0]
 
 
 def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

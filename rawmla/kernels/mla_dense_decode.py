@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Literal, NamedTuple, cast
 
@@ -148,7 +148,7 @@ def box_rows(page_block_size: int) -> int:
     return min(page_block_size, BLOCK_TOKENS)
 
 
-def specs(dtype: str, d_qk: int, page_block_sizes: list[int]) -> list[jit.KernelSpec]:
+def specs(dtype: str, d_qk: int, page_block_sizes: Iterable[int]) -> list[jit.KernelSpec]:
     """The variants that caches with these page sizes need."""
     boxes = dict.fromkeys(box_rows(page) for page in page_block_sizes)
     pairs = [(box, cluster) for box in boxes for cluster in ((1, 2) if box == BLOCK_TOKENS else (1,))]

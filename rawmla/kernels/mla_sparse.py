@@ -320,18 +320,18 @@ class PreparedSparse:
 
     def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
         """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
-        q, *_, attn_sink, sched_meta, num_splits, out, lse, max_logits, selected = addresses
+        q = addresses.q
+        q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         prefill: tuple[int, ...] = ()
         if self._max_logits:
-            prefill = scratch + self._max_accum, max_logits, selected
-        q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
+            prefill = scratch + self._max_accum, addresses.max_logits, addresses.selected
         current = self._attend(stream, q_map, *addresses[:12], scratch, lse_accum, o_scale, *prefill)
         if self._combine is not None:
             self._combine(
-                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
-                *prefill[:2], context_is_current=current,
+                stream, addresses.sched_meta, addresses.num_splits, scratch, lse_accum, o_scale,
+                addresses.out, addresses.lse, addresses.attn_sink, *prefill[:2], context_is_current=current,
             )  # fmt: skip
 
     def _encode(self, q: int) -> bytes:

@@ -1,0 +1,169 @@
+"""Which kernel variants each operation needs: for `rawmla.warmup` and for compiling ahead.
+
+An operation is an entry of `OPERATIONS`: a function whose parameters are the `OPTIONS` that its variants
+depend on. A new operation is one more entry, which `rawmla.warmup` then knows by its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+from ..jit import KernelSpec
+from . import (
+    mla_cache_gather,
+    mla_cache_write,
+    mla_combine,
+    mla_convert_indices,
+    mla_dense_decode,
+    mla_merge_states,
+    mla_metadata,
+    mla_sparse,
+    mla_sparse_prefill,
+)
+from .common import BLOCK_TOKENS, D_QK, DTYPES
+from .mla_cache_rows import FORMATS
+
+__all__ = ["OPERATIONS", "OPTIONS", "all_specs", "default_specs", "specs_of"]
+
+
+class Option(NamedTuple):
+    """What may be chosen among the variants of operations.
+
+    ``every`` selects all variants. ``allows`` tells which values are allowed; None: those of ``every``.
+    """
+
+    default: tuple[Any, ...]
+    every: tuple[Any, ...]
+    expected: str
+    allows: Callable[[Any], bool] | None = None
+
+
+def _one_of(default: tuple[Any, ...], every: Iterable[Any]) -> Option:
+    values = tuple(every)
+    return Option(default, values, " or ".join(map(repr, values)))
+
+
+OPTIONS = {
+    "dtypes": _one_of(("bfloat16",), DTYPES),
+    "d_qk": _one_of((576,), D_QK),
+    "page_block_sizes": Option(
+        (BLOCK_TOKENS,),
+        mla_dense_decode.BOX_ROWS,
+        f"16, 32 or a multiple of {BLOCK_TOKENS}",
+        lambda size: size in (16, 32) or size > 0 and size % BLOCK_TOKENS == 0,
+    ),
+    "sparse_formats": _one_of((), FORMATS),
+    "prefill_formats": _one_of((), FORMATS),
+}
+
+
+def _dense_decode(
+    dtypes: Iterable[str], d_qk: Iterable[int], page_block_sizes: Iterable[int]
+) -> list[KernelSpec]:
+    specs = mla_metadata.specs()
+    for dtype in dtypes:
+        specs += mla_combine.specs(dtype)
+        for width in d_qk:
+            specs += mla_dense_decode.specs(dtype, width, page_block_sizes)
+    return specs
+
+
+def _sparse_decode(sparse_formats: Iterable[str]) -> list[KernelSpec]:
+    specs = mla_metadata.specs()
+    for format in sparse_formats:
+        specs += mla_sparse.specs(format) + mla_combine.specs("bfloat16")
+    return specs
+
+
+def _sparse_prefill(prefill_formats: Iterable[str]) -> list[KernelSpec]:
+    specs = mla_metadata.specs()
+    for format in prefill_formats:
+        specs += mla_sparse_prefill.specs(format) + mla_combine.specs("bfloat16", max_logits=True)
+    return specs
+
+
+def _cache(sparse_formats: Iterable[str]) -> list[KernelSpec]:
+    formats = [known for name in sparse_formats for known in FORMATS[name]]
+    kernels = (mla_cache_write, mla_cache_gather)
+    return [spec for known in formats for kernel in kernels for spec in kernel.specs(known)]
+
+
+def _indices(sparse_formats: Iterable[str]) -> list[KernelSpec]:
+    return mla_convert_indices.specs() if sparse_formats else []
+
+
+def _merge(dtypes: Iterable[str]) -> list[KernelSpec]:
+    return [spec for dtype in dtypes for spec in mla_merge_states.specs(dtype)]
+
+
+def _metadata() -> list[KernelSpec]:
+    return mla_metadata.specs()
+
+
+OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
+    "dense_decode": _dense_decode,
+    "sparse_decode": _sparse_decode,
+    "sparse_prefill": _sparse_prefill,
+    "cache": _cache,
+    "indices": _indices,
+    "merge": _merge,
+    "metadata": _metadata,
+}
+
+
+def specs_of(operations: Sequence[str], **given: Any) -> list[KernelSpec]:
+    """The variants that operations need, each once.
+
+    ``operations`` are names in `OPERATIONS`; none: all of them. ``given`` are values of `OPTIONS`; where one
+    is None, its default holds. An option without a default takes every value when operations are named.
+
+    Raises TypeError and ValueError for what is not known.
+    """
+    for name in operations:
+        if name not in OPERATIONS:
+            raise ValueError(f"operations: expected names among {', '.join(OPERATIONS)}, got {name!r}")
+    options = {}
+    for name, option in OPTIONS.items():
+        if given.get(name) is None:
+            options[name] = option.default or (option.every if operations else ())
+        else:
+            options[name] = _checked(name, given[name])
+    found: dict[KernelSpec, None] = {}
+    for name in operations or OPERATIONS:
+        needs = OPERATIONS[name]
+        specs = needs(**{option: options[option] for option in inspect.signature(needs).parameters})
+        found.update(dict.fromkeys(specs))
+    return list(found)
+
+
+def all_specs() -> list[KernelSpec]:
+    """Every variant of every kernel."""
+    return specs_of((), **{name: option.every for name, option in OPTIONS.items()})
+
+
+def default_specs() -> list[KernelSpec]:
+    """The variants that `rawmla.warmup` loads when it is called without arguments."""
+    return specs_of(())
+
+
+def _checked(name: str, values: Any) -> tuple[Any, ...]:
+    option = OPTIONS[name]
+    kind = type(option.every[0])
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name}: expected an iterable of {kind.__name__}, got {values!r}")
+    checked = []
+    for value in values:
+        if kind is int and not isinstance(value, bool):
+            try:
+                value = index(value)  # of NumPy, too
+            except TypeError:
+                pass
+        if type(value) is not kind:
+            raise TypeError(f"{name}: expected an iterable of {kind.__name__}, got {value!r} in it")
+        if not (value in option.every if option.allows is None else option.allows(value)):
+            raise ValueError(f"{name}: expected {option.expected}, got {value!r}")
+        checked.append(value)
+    return tuple(checked)

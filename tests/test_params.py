@@ -1,0 +1,157 @@
+"""Parameter structs: what they pack, and that C++ lays them out alike."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from cuda_probe import assert_in_kernel
+from kernel_params import PARAMS, family
+
+from rawmla.jit import KernelSpec
+from rawmla.jit.params import (
+    F32,
+    I32,
+    I64,
+    POINTER,
+    TENSOR_MAP,
+    U32,
+    CType,
+    ParamStruct,
+    struct_type,
+)
+from rawmla.kernels import all_specs
+
+SPECS: dict[tuple[str, bool], KernelSpec] = {family(spec): spec for spec in reversed(all_specs())}
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
+
+
+MIXED = ParamStruct(
+    TENSOR_MAP("map"),
+    POINTER("q"),
+    POINTER("cache", elements=("k_cache", "extra_k_cache")),
+    I32("b"),
+    I64("stride"),
+    U32("magic", length=3),
+    struct_type(Pair, I32, I64)("pair"),
+    F32("scale"),
+    changing=("map", "q", "k_cache", "extra_k_cache"),
+)
+
+
+def pack_mixed(**changes: object) -> bytes:
+    given = dict(b=-7, stride=-(2**40), magic=(1, 2, 2**32 - 1), pair=Pair(3, -4), scale=0.5)
+    return MIXED.pack(**{**given, **changes})
+
+
+def test_offsets_follow_the_alignment_of_cpp() -> None:
+    offsets = [(member.name, member.offset) for member in MIXED.members]
+    assert offsets == [
+        ("map", 0), ("q", 128), ("cache", 136), ("b", 152), ("stride", 160), ("magic", 168), ("pair", 184),
+        ("scale", 200),
+    ]  # fmt: skip
+    assert MIXED.size == 256  # a multiple of the 64 bytes that a tensor map is aligned to
+
+
+def test_pack_fills_what_does_not_change() -> None:
+    expected = struct.pack("<152x i4x q 3I4x i4xq f52x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5)
+    assert pack_mixed() == expected
+
+
+def test_changing_packs_the_first_members() -> None:
+    params = bytearray(pack_mixed())
+    MIXED.changing.pack_into(params, 0, b"\x11" * 128, 1, 2, 2**64 - 1)
+    assert params[:152] == b"\x11" * 128 + struct.pack("<3Q", 1, 2, 2**64 - 1)
+    assert params[152:] == pack_mixed()[152:] and MIXED.changing.size == 152
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [({"q": 1}, ()), ({"sm_scale": 1.0}, ()), ({}, ("scale",)), ({}, ("b", "pair"))],
+    ids=str,
+)
+def test_wrong_members_are_a_type_error(changes: dict[str, object], missing: tuple[str, ...]) -> None:
+    given = dict(b=1, stride=2, magic=(1, 2, 3), pair=(3, 4), scale=0.5, **changes)
+    for name in missing:
+        del given[name]
+    with pytest.raises(TypeError, match="|".join([*missing, *changes])):
+        MIXED.pack(**given)
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    for changes in ({"b": 2**31}, {"stride": 2**63}, {"magic": (1, 2)}, {"magic": (1, 2, -1)}):
+        with pytest.raises(struct.error):
+            pack_mixed(**changes)
+
+
+@pytest.mark.parametrize(
+    "changing", [("q",), ("map", "cache"), ("map", "q", "k_cache"), ("map", "k_cache"), ("map", "q", "no")]
+)
+def test_changing_members_are_the_first_in_their_order(changing: tuple[str, ...]) -> None:
+    declared = (TENSOR_MAP("map"), POINTER("q"), POINTER("cache", elements=("k_cache", "extra_k_cache")))
+    with pytest.raises(ValueError, match=r"^changing: expected the first members \['map'"):
+        ParamStruct(*declared, I32("b"), changing=changing)
+
+
+def test_every_kernel_has_a_struct() -> None:
+    assert set(PARAMS) == set(SPECS)
+
+
+def conditions_of(path: str, type: CType, length: int, offset: int) -> Iterator[str]:
+    """What has to hold in C++ for a member: its offset, its type and that of its members."""
+    member = f"static_cast<Params*>(nullptr)->{path}"
+    yield f"__INTADDR__(&{member}) == {offset}"
+    yield f"sizeof({member}) == {type.size * (length or 1)}"
+    # A cast that the types do not allow is an error; sizeof keeps it from being evaluated.
+    if type is POINTER:
+        yield f"sizeof(static_cast<const void*>({member}{'[0]' * bool(length)})) == 8"
+    else:
+        array = f"(*)[{length}]" if length else "*"
+        yield f"sizeof(static_cast<{type.name} {array}>(&{member})) == 8"
+    inner = 0
+    for name, kind in type.members:
+        inner = -(-inner // kind.alignment) * kind.alignment
+        yield from conditions_of(f"{path}.{name}", kind, 0, offset + inner)
+        inner += kind.size
+
+
+def has_members(count: int) -> str:
+    """Declares a concept: a struct has at least so many members, one for each initializer."""
+    values = ", ".join(["{}"] * count)
+    return f"template <class T> concept Has{count} = requires {{ T{{{values}}}; }};"
+
+
+@pytest.mark.parametrize("kernel", PARAMS, ids=lambda kernel: f"{kernel[0]}{' prefill' * kernel[1]}")
+def test_cpp_has_the_same_members(kernel: tuple[str, bool]) -> None:
+    declared = PARAMS[kernel]
+    count = len(declared.members)
+    conditions = [f"sizeof(Params) == {declared.size}"]
+    conditions.append(f"Has{count}<Params> && !Has{count + 1}<Params>")
+    for member in declared.members:
+        conditions += conditions_of(member.name, member.type, member.length, member.offset)
+    assert_in_kernel(SPECS[kernel], conditions, has_members(count) + has_members(count + 1))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "sizeof(static_cast<int*>(&static_cast<Params*>(nullptr)->page_magic)) == 8",
+        "sizeof(static_cast<const void*>(static_cast<Params*>(nullptr)->out_stride)) == 8",
+        "__INTADDR__(&static_cast<Params*>(nullptr)->out) == 32",
+        "Has16<Params> && !Has17<Params>",
+        "Has18<Params> && !Has19<Params>",
+    ],
+)
+def test_the_comparison_can_fail(wrong: str) -> None:
+    kernel = ("mla_cache_gather", False)
+    assert len(PARAMS[kernel].members) == 17
+    with pytest.raises(
+        AssertionError, match=r"mla_cache_gather.cu\(\d+\): error: (static assert|invalid type)"
+    ):
+        assert_in_kernel(SPECS[kernel], [wrong], "".join(map(has_members, range(16, 20))))
