@@ -136,7 +136,7 @@ def flash_mla_with_kvcache(
         raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
     queries = _read_q(q, ("b", "s_q", "h_q", "d_qk"), ("bfloat16",), " with indices")
     b, s_q, h_q, d_qk = queries.shape
-    target = _Target.of(out, queries)
+    target, sink = _Target.of(out, queries), _read_sink(attn_sink, h_q)
     rows, axes = (b, s_q), ("b", "b and s_q are those of q")
     cache = _read_cache("k_cache", k_cache, d_qk, is_fp8_kvcache)
     sources = [_select(cache, "", indices, topk_length, rows, axes)]
@@ -160,7 +160,7 @@ def flash_mla_with_kvcache(
     use_plan(*plan, config, sparse_blocks(b, sources[0].topk, sources[0].lengths, *extra), queries)
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
     result, lse = _sparse(queries.values.astype(np.float64), sources, scale)
-    _apply_sink(result, lse, _read_sink(attn_sink, h_q))
+    _apply_sink(result, lse, sink)
     return target.receive(result), like(lse, "float32", queries)
 
 

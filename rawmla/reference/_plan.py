@@ -204,8 +204,8 @@ def use_plan(
         field = next(name for name in wanted if planned[name] != wanted[name])
         raise ValueError(
             f"tile_scheduler_metadata: expected a plan for {field} = {wanted[field]}, that of this call, got "
-            f"a FlashMLASchedMeta filled for {field} = {planned[field]}; take one from get_mla_metadata() for "
-            "each configuration"
+            f"a FlashMLASchedMeta filled for {field} = {planned[field]}; take one from get_mla_metadata() "
+            "for each configuration"
         )
     if not config.b or not config.s_q:
         return
