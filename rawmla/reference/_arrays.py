@@ -89,7 +89,7 @@ def like(values: NDArray[Any], dtype: str, array: Array) -> Any:
 
 
 def check_target(x: Any, name: str) -> None:
-    """Check that an argument that is written to has memory of its own."""
+    """Check that an argument is an array that can be written to."""
     if not is_tensor(x) and not isinstance(x, np.ndarray):
         raise TypeError(f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}")
 

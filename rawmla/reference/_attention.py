@@ -105,7 +105,7 @@ def flash_mla_with_kvcache(
         NotImplementedError: `is_fp8_kvcache` without `indices`.
         IndexError: block_table names a page outside the cache, or is too narrow for a length.
     """
-    check_d_v("head_dim_v", head_dim_v)
+    _check_d_v("head_dim_v", head_dim_v)
     causal = as_bool("causal", causal)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
@@ -204,7 +204,7 @@ def flash_mla_sparse_fwd(
     Raises:
         TypeError, ValueError: those of `rawmla.flash_mla_sparse_fwd`, alignment and strides aside.
     """
-    check_d_v("d_v", d_v)
+    _check_d_v("d_v", d_v)
     sm_scale = as_softmax_scale(sm_scale, "sm_scale", "a float")
     if not isinstance(log_base, str):
         raise TypeError(f"log_base: expected a str, got {type(log_base).__name__}")
@@ -230,7 +230,7 @@ def flash_mla_sparse_fwd(
     return target.receive(result), like(top / unit, "float32", tokens), like(lse / unit, "float32", tokens)
 
 
-def check_d_v(name: str, d_v: Any) -> None:
+def _check_d_v(name: str, d_v: Any) -> None:
     """The number of value columns is a fixed one."""
     if as_count(name, d_v) != D_V:
         raise ValueError(f"{name}: expected {D_V}, got {d_v}")
