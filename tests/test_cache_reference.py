@@ -140,12 +140,63 @@ class TestQuantising:
             assert (back[tile:] == 448).all()
 
     def test_errors(self) -> None:
-        with pytest.raises(ValueError, match="layout: expected 'v32' or 'model1'"):
+        with pytest.raises(ValueError, match="^layout: expected 'v32' or 'model1', got 'v4'"):
             reference.quantize_k_cache(np.zeros((1, 1, 1, 576)), "v4")
-        with pytest.raises(ValueError, match=r"k_cache: expected shape .* 576\], got"):
+        with pytest.raises(TypeError, match="^layout: expected 'v32' or 'model1', got int"):
+            reference.dequantize_k_cache(np.zeros((1, 1, 1, 576)), 32)
+        with pytest.raises(ValueError, match=r"^k_cache: expected shape .* 576\] .*, got \[1, 1, 1, 512\]"):
             reference.quantize_k_cache(np.zeros((1, 1, 1, 512)), "v32")
-        with pytest.raises(ValueError, match=r"cache: expected bytes of shape .* 584\], got"):
+        with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got int64"):
+            reference.quantize_k_cache(np.zeros((1, 1, 1, 576), np.int64), "v32")
+        with pytest.raises(
+            ValueError, match=r"^out: expected shape \[2, 1, 1, 656\] .*, got \[1, 1, 1, 656\]"
+        ):
+            reference.quantize_k_cache(
+                np.zeros((2, 1, 1, 576)), "v32", out=np.zeros((1, 1, 1, 656), np.uint8)
+            )
+        with pytest.raises(ValueError, match=r"^cache: expected shape .* 584\] .*, got \[1, 1, 1, 656\]"):
             reference.dequantize_k_cache(np.zeros((1, 1, 1, 656), np.uint8), "model1")
+        with pytest.raises(
+            TypeError, match="^cache: expected dtype float8_e4m3fn or uint8 or int8, got float32"
+        ):
+            reference.dequantize_k_cache(np.zeros((1, 1, 1, 656), np.float32), "v32")
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_given_out(self, layout: str) -> None:
+        """Into blocks that are padded; bytes of other types hold the same."""
+        k_cache = bf16_values((3, 5, 1, COLUMNS[layout]))
+        want = reference.quantize_k_cache(k_cache, layout)
+        buffer = np.full((3, 7, *want.shape[2:]), 0xEE, np.uint8)
+        out = buffer[:, :5].view(np.int8)
+        assert reference.quantize_k_cache(k_cache, layout, out=out) is out
+        np.testing.assert_array_equal(buffer[:, :5], want)
+        assert (buffer[:, 5:] == 0xEE).all()
+        np.testing.assert_array_equal(
+            reference.dequantize_k_cache(out, layout), reference.dequantize_k_cache(want, layout)
+        )
+        np.testing.assert_array_equal(
+            reference.dequantize_k_cache(want.view(E4M3), layout), reference.dequantize_k_cache(want, layout)
+        )
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_torch(self, layout: str) -> None:
+        torch = pytest.importorskip("torch")
+        k_cache = bf16_values((3, 5, 1, COLUMNS[layout]), scale=20)
+        tensor = torch.from_numpy(k_cache.view(np.int16)).view(torch.bfloat16)
+        want = reference.quantize_k_cache(k_cache, layout)
+        cache = reference.quantize_k_cache(tensor, layout)
+        assert cache.dtype == torch.uint8
+        np.testing.assert_array_equal(cache.numpy(), want)
+        for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+            out = torch.zeros_like(cache).view(dtype)
+            assert reference.quantize_k_cache(tensor, layout, out=out) is out
+            assert torch.equal(out.view(torch.uint8), cache)
+            back = reference.dequantize_k_cache(out, layout)
+            assert back.dtype == torch.bfloat16
+            exact = reference.dequantize_k_cache(want, layout)
+            np.testing.assert_array_equal(back.double().numpy(), reference.round_to_bf16(exact))
+        with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got float32"):
+            reference.quantize_k_cache(tensor.float(), layout)
 
 
 def empty_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
@@ -194,6 +245,80 @@ class TestWritingAndGathering:
         want[0] = values[3, 2, 0]
         np.testing.assert_array_equal(out, want)
 
+    def test_torch(self, kind: str) -> None:
+        """Written and gathered in place, as in NumPy; other elements stay."""
+        torch = pytest.importorskip("torch")
+
+        def tensor(array: np.ndarray) -> Any:
+            shared = torch.from_numpy(array.view(np.int16) if array.dtype == BF16 else array)
+            return shared.view(torch.bfloat16) if array.dtype == BF16 else shared
+
+        columns = COLUMNS.get(kind) or int(kind[5:])
+        rows, slots = bf16_values((5, columns)), np.array([7, -1, 2, 99, 7])
+        want, cache = empty_cache(kind, 3, 4), empty_cache(kind, 3, 4)
+        reference.write_kv_cache(rows[:, :-64], rows[:, -64:], want, slots)
+        reference.write_kv_cache(*map(tensor, (rows[:, :-64], rows[:, -64:], cache, slots)))
+        np.testing.assert_array_equal(cache.view(np.uint8), want.view(np.uint8))
+
+        table, lengths = np.array([[1, 0], [2, 5]], np.int32), np.array([6, 5], np.int32)
+        places = np.array([2, 9], np.int32)
+        wanted, out = (np.full((13, columns), -7, BF16) for _ in range(2))
+        reference.gather_kv_cache(want, table, lengths, wanted, workspace_starts=places)
+        reference.gather_kv_cache(*map(tensor, (cache, table, lengths, out)), workspace_starts=tensor(places))
+        np.testing.assert_array_equal(out, wanted)
+        assert (out[:2] == -7).all() and (out[8] == -7).all() and (out[2:8] != -7).any()
+
+    def test_bad_arguments(self, kind: str) -> None:
+        columns = COLUMNS.get(kind) or int(kind[5:])
+        cache, rows = empty_cache(kind, 2, 4), bf16_values((3, columns))
+        nope, rope, slots = rows[:, :-64], rows[:, -64:], np.arange(3)
+        for changed, error, text in (
+            (
+                (nope[:, 1:], rope, cache, slots),
+                ValueError,
+                rf"kv_c: expected shape \[T, {columns - 64}\] for a",
+            ),
+            (
+                (nope, rope[:2], cache, slots),
+                ValueError,
+                r"k_pe: expected shape \[3, 64\] \(T is that of kv_c\)",
+            ),
+            (
+                (nope, rope, cache[0], slots),
+                ValueError,
+                r"kv_cache: expected shape \[num_blocks, page_block_size",
+            ),
+            (
+                (nope, rope, cache, slots[1:]),
+                ValueError,
+                r"slot_mapping: expected shape \[3\] \(T is that of kv",
+            ),
+            (
+                (nope, rope, cache, slots * 1.0),
+                TypeError,
+                "slot_mapping: expected dtype int32 or int64, got f",
+            ),
+            (
+                (nope, rope, cache.tolist(), slots),
+                TypeError,
+                "kv_cache: expected a torch CPU tensor or a NumPy",
+            ),
+        ):
+            with pytest.raises(error, match="^" + text):
+                reference.write_kv_cache(*changed)
+        out, table = np.zeros((4, columns)), [[0], [1]]
+        for changed, text in (
+            ((cache, [0], [1, 1], out, [0, 1]), r"block_table: expected shape \[b, max_blocks\], got \[1\]"),
+            (
+                (cache, table, [1], out, [0, 1]),
+                r"cache_seqlens: expected shape \[2\] \(b is that of block_table",
+            ),
+            ((cache, table, [1, 1], out, [0]), r"workspace_starts: expected shape \[2\]"),
+            ((cache, table, [1, 1], out[:, 1:], [0, 1]), rf"out: expected shape \[rows, {columns}\]"),
+        ):
+            with pytest.raises(ValueError, match="^" + text):
+                reference.gather_kv_cache(*changed[:4], workspace_starts=changed[4])
+
 
 class TestIndices:
     TABLE = np.array([[4, 9, -1], [2**30, 3, 0]])
@@ -213,6 +338,36 @@ class TestIndices:
         )
         assert slots.tolist() == [[[40, 41], [90, -1]], [[-1, -1]] * 2, [[-1, -1]] * 2]
         assert counts.tolist() == [[2, 1], [0, 0], [0, 0]]
+
+    def test_torch_and_out(self) -> None:
+        torch = pytest.importorskip("torch")
+        indices = torch.tensor([[0, 9, 30], [19, -1, 20]], dtype=torch.int32)
+        table = torch.from_numpy(self.TABLE.astype(np.int32))
+        slots, counts = reference.convert_indices(indices, table, 10, compact=True)
+        assert slots.dtype == counts.dtype == torch.int32
+        assert slots.tolist() == [[40, 49, -1], [39, 0, -1]] and counts.tolist() == [2, 2]
+        assert reference.convert_indices(indices, table, 10, out=indices) is indices
+        assert indices.tolist() == [[40, 49, -1], [39, -1, 0]]
+        with pytest.raises(TypeError, match="^indices: expected dtype int32, got int64"):
+            reference.convert_indices(indices.long(), table, 10)
+
+    def test_bad_arguments(self) -> None:
+        indices = np.zeros((2, 3), np.int32)
+        bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+            ((indices[0], self.TABLE, 10), {}, r"indices: expected shape \[T, topk\] or \[b, s_q, topk\]"),
+            ((indices, self.TABLE[0], 10), {}, r"block_table: expected shape \[at least 2, max_blocks\]"),
+            ((indices, self.TABLE[:1], 10), {}, r"block_table: expected shape \[at least 2, max_blocks\]"),
+            ((indices, self.TABLE, 0), {}, "page_block_size: expected an int of at least 1, got 0"),
+            ((indices, self.TABLE, 10), {"request_ids": [0]}, r"request_ids: expected shape \[2\]"),
+            (
+                (indices, self.TABLE, 10),
+                {"out": indices[:1]},
+                r"out: expected shape \[2, 3\], that of indices",
+            ),
+        ]
+        for arguments, options, text in bad:
+            with pytest.raises(ValueError, match="^" + text):
+                reference.convert_indices(*arguments, **options)
 
 
 def attention(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -244,3 +399,33 @@ class TestMerging:
         out, lse = reference.merge_attn_states(outs, [np.full((2, 1), np.inf), np.array([[-np.inf], [3.0]])])
         assert (out[0] == 0).all() and (out[1] == 1).all()
         assert lse.tolist() == [[np.inf], [3.0]]
+
+    def test_torch_and_out(self) -> None:
+        torch = pytest.importorskip("torch")
+        draw = np.random.default_rng(0)
+        outs, lses = draw.standard_normal((3, 2, 3, 5, 512)), draw.standard_normal((3, 2, 5, 3))
+        tensors = [torch.from_numpy(x).half() for x in outs], [torch.from_numpy(x).float() for x in lses]
+        want = reference.merge_attn_states(*([x.numpy() for x in part] for part in tensors))
+        out, lse = reference.merge_attn_states(*tensors)
+        assert torch.equal(out, torch.from_numpy(want[0]).half())
+        assert torch.equal(lse, torch.from_numpy(want[1]).float())
+        given = tensors[0][1]
+        assert reference.merge_attn_states(*tensors, out=given)[0] is given and torch.equal(given, out)
+
+    def test_bad_arguments(self) -> None:
+        out, lse = np.zeros((2, 3, 5, 512)), np.zeros((2, 5, 3))
+        bad: list[tuple[Any, Any, type[Exception], str]] = [
+            (out, [lse], TypeError, "outs: expected a list or tuple of arrays, got ndarray"),
+            (
+                [out],
+                [lse, lse],
+                ValueError,
+                "lses: expected at least 1, and as many as outs, got 2 lses and 1",
+            ),
+            ([out[..., :9]], [lse], ValueError, r"outs\[0\]: expected shape \[b, s_q, h_q, 512\] or"),
+            ([out, out[1:]], [lse, lse], ValueError, r"outs\[1\]: expected shape \[2, 3, 5, 512\], that of"),
+            ([out], [lse[1:]], ValueError, r"lses\[0\]: expected shape \[2, 5, 3\] for outs of shape"),
+        ]
+        for outs, lses, error, text in bad:
+            with pytest.raises(error, match="^" + text):
+                reference.merge_attn_states(outs, lses)

@@ -81,7 +81,14 @@ def test_sdist_contents(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(CUDA_SOURCES) <= names
-    assert {"pyproject.toml", "README.md", "LICENSE", "tests/test_packaging.py", "scripts/bench.py"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "tests/test_packaging.py",
+        "scripts/bench.py",
+        "examples/decode_torch.py",
+    } <= names
 
 
 def test_installed_wheel_finds_its_sources(installed: Path, tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """`rawmla.reference.flash_mla_sparse_fwd`, and that on the device, against formulas written in other ways."""
 
-import inspect
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-import rawmla
 from rawmla import reference
 from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
 
@@ -19,6 +17,16 @@ CASES = (
     SparseCase(**{**SHAPE, "page_block_size": 7}, layout="v32", sink=True, empty_rows=0.3),
     SparseCase(**{**SHAPE, "page_block_size": 7}, layout="model1", lengths="random", block_gap=1),
 )
+
+
+def on_numpy(inputs: Any) -> Any:
+    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
+    moved = {}
+    for field in fields(inputs):
+        array = getattr(inputs, field.name)
+        if hasattr(array, "element_size"):
+            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
+    return replace(inputs, **moved)
 
 
 def kv_of(inputs: SparseInputs) -> Any:
@@ -118,21 +126,62 @@ def test_out_receives_the_result() -> None:
 
 def test_bad_arguments() -> None:
     inputs = make_sparse_inputs(CASES[0], "numpy")
-    for wrong in ({"d_v": 576}, {"log_base": "10"}, {"topk_length": np.zeros(3)}):
-        with pytest.raises(ValueError):
-            prefill(inputs, **wrong)
-    with pytest.raises(ValueError, match="kv"):
-        reference.flash_mla_sparse_fwd(inputs.q[:, 0], inputs.k_cache, inputs.indices, 0.1)
-    with pytest.raises(ValueError, match="indices"):
-        reference.flash_mla_sparse_fwd(inputs.q[:, 0], kv_of(inputs), inputs.indices[1:], 0.1)
-
-
-def test_same_arguments_as_the_gpu_function() -> None:
-    own = inspect.signature(reference.flash_mla_sparse_fwd).parameters
-    gpu = inspect.signature(rawmla.flash_mla_sparse_fwd).parameters
-    assert [(p.name, p.kind, p.default) for p in own.values()] == [
-        (p.name, p.kind, p.default) for p in gpu.values()
+    q, kv = inputs.q[:, 0], kv_of(inputs)
+    good = {"q": q, "kv": kv, "indices": inputs.indices, "sm_scale": 0.1}
+    bad: list[tuple[str, Any, type[Exception], str]] = [
+        ("d_v", 576, ValueError, "d_v: expected 512, got 576"),
+        ("log_base", "10", ValueError, "log_base: expected '2' or 'e', got '10'"),
+        ("log_base", 2, TypeError, "log_base: expected a str"),
+        ("sm_scale", None, TypeError, "sm_scale: expected a float, got None"),
+        ("is_fp8_kvcache", 0, TypeError, "is_fp8_kvcache: expected a bool"),
+        ("enable_batch_invariant", None, TypeError, "enable_batch_invariant: expected a bool"),
+        ("q", inputs.q, ValueError, r"q: expected shape \[s_q, h_q, d_qk\], got \[7, 1, 5, 576\]"),
+        ("q", q[:, :0], ValueError, "q: expected at least 1 head"),
+        ("kv", inputs.k_cache, ValueError, r"kv: expected shape \[s_kv, 1, 576\] \(d_qk is that of q\), got"),
+        ("kv", kv[:0], ValueError, "kv: expected at least 1 token"),
+        ("kv", kv.view(np.uint16), TypeError, "kv: expected dtype bfloat16 with is_fp8_kvcache=False, got u"),
+        (
+            "indices",
+            inputs.indices[1:],
+            ValueError,
+            r"indices: expected shape \[7, 1, topk\] \(s_q is that of",
+        ),
+        (
+            "indices",
+            inputs.indices[..., :0],
+            ValueError,
+            r"indices: .* with topk at least 1, got \[7, 1, 0\]",
+        ),
+        (
+            "topk_length",
+            np.zeros(3, np.int32),
+            ValueError,
+            r"topk_length: expected shape \[7\] \(s_q is that",
+        ),
+        ("topk_length", np.zeros(7), TypeError, "topk_length: expected dtype int32, got float64"),
+        ("attn_sink", np.zeros(4), ValueError, r"attn_sink: expected shape \[5\] \(h_q is that of q\), got"),
     ]
+    for name, value, error, text in bad:
+        with pytest.raises(error, match="^" + text):
+            reference.flash_mla_sparse_fwd(**{**good, name: value})
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_torch_tensors(case: SparseCase) -> None:
+    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
+    torch = pytest.importorskip("torch")
+    given = make_sparse_inputs(case, "torch", "cpu")
+    got, wanted = prefill(given), prefill(on_numpy(given))
+    for one, want, dtype in zip(got, wanted, (torch.bfloat16, torch.float32, torch.float32), strict=True):
+        assert one.dtype == dtype and torch.equal(one, torch.from_numpy(want).to(dtype))
+    out = torch.zeros_like(got[0])
+    assert prefill(given, out=out)[0] is out and torch.equal(out, got[0])
+
+
+def test_tokens_never_depend_on_each_other() -> None:
+    inputs = make_sparse_inputs(CASES[1], "numpy")
+    for one, same in zip(prefill(inputs), prefill(inputs, enable_batch_invariant=True), strict=True):
+        np.testing.assert_array_equal(one, same)
 
 
 @pytest.mark.parametrize("chunk_elements", (1 << 28, 2 * 33 * 600))
@@ -146,13 +195,7 @@ def test_reference_on_the_device(
     monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", chunk_elements)
     inputs = make_sparse_inputs(case, "torch", "cpu")
     got = torch_reference.sparse_prefill(inputs, 0.1)
-    names = ("q", "k_cache", "indices", "topk_length", "attn_sink")
-    moved = {}
-    for name in names:
-        array = getattr(inputs, name)
-        if array is not None:
-            moved[name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
-    for one, want in zip(got, prefill(replace(inputs, **moved)), strict=True):
+    for one, want in zip(got, prefill(on_numpy(inputs)), strict=True):
         np.testing.assert_allclose(one.numpy(), want, rtol=1e-10, atol=1e-14)
 
 

@@ -2,7 +2,11 @@
 
 import inspect
 import math
-from dataclasses import replace
+import re
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -192,37 +196,101 @@ def test_strides_do_not_matter() -> None:
     np.testing.assert_allclose(got[0], want[0], rtol=1e-12, atol=1e-15)
 
 
-def test_same_arguments_as_the_gpu_function() -> None:
-    gpu = inspect.signature(rawmla.flash_mla_with_kvcache).parameters
-    assert list(inspect.signature(reference.flash_mla_with_kvcache).parameters) == list(gpu)
+FUNCTIONS = (
+    "convert_indices",
+    "dequantize_k_cache",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "gather_kv_cache",
+    "get_mla_metadata",
+    "merge_attn_states",
+    "quantize_k_cache",
+    "write_kv_cache",
+)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_same_arguments_as_the_gpu_function(name: str) -> None:
+    """In the same order and of the same kind. The reference may have more of them, and more defaults."""
+    gpu = inspect.signature(getattr(rawmla, name)).parameters
+    own = inspect.signature(getattr(reference, name)).parameters
+    assert [x for x in own if x in gpu] == list(gpu)
+    for argument, there in gpu.items():
+        assert own[argument].kind == there.kind
+        assert there.default in (inspect.Parameter.empty, own[argument].default)
+
+
+def test_every_public_function_has_a_counterpart() -> None:
+    public = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))}
+    assert set(FUNCTIONS) == public - {"warmup"}
 
 
 @pytest.mark.parametrize(
-    "argument",
-    ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "is_fp8_kvcache"),
+    "argument", ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
 )
 def test_sparse_arguments_need_indices(argument: str) -> None:
     inputs = make_dense_inputs(CASES[0], "numpy")
-    with pytest.raises(ValueError, match=rf"`{argument}`.*`indices`"):
-        decode(inputs, **{argument: True})
+    with pytest.raises(ValueError, match=rf"^{argument}: expected None without indices"):
+        decode(inputs, **{argument: np.ones(3)})
 
 
-def test_shapes_that_do_not_fit() -> None:
+def test_dense_decoding_has_no_fp8_cache() -> None:
+    inputs = make_dense_inputs(CASES[0], "numpy")
+    with pytest.raises(NotImplementedError, match="is_fp8_kvcache=True"):
+        decode(inputs, is_fp8_kvcache=True)
+
+
+def test_dense_arguments_that_do_not_fit() -> None:
     inputs = make_dense_inputs(CASES[1], "numpy")
-    arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
-    with pytest.raises(ValueError, match="head_dim_v"):
-        reference.flash_mla_with_kvcache(*arguments, 256)
-    bad = {
-        "k_cache": (0, inputs.q[..., :500]),
-        "heads": (0, inputs.q[:, :, :5]),
-        "block_table": (2, inputs.block_table[:-1]),
-        "cache_seqlens": (3, inputs.cache_seqlens[:-1]),
-    }
-    for text, (position, value) in bad.items():
-        changed = [*arguments]
-        changed[position] = value
-        with pytest.raises(ValueError, match=text):
-            reference.flash_mla_with_kvcache(*changed, 512)
+    names = ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v")
+    good = dict(
+        zip(names, (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512), strict=True)
+    )
+    q, k_cache = inputs.q, inputs.k_cache
+    bad: list[tuple[str, Any, type[Exception], str]] = [
+        ("head_dim_v", 256, ValueError, "head_dim_v: expected 512, got 256"),
+        ("head_dim_v", "512", TypeError, "head_dim_v: expected an int"),
+        ("q", q[0], ValueError, r"q: expected shape \[b, s_q, h_q, d_qk\], got \[3, 6, 512\]"),
+        ("q", q[..., :500], ValueError, r"q: expected a last dimension \(d_qk\) of 576 or 512"),
+        ("q", q[:, :, :5], ValueError, "q: expected h_q to be a positive multiple of the h_kv of k_cache"),
+        ("q", q.astype(np.int32), TypeError, "q: expected dtype bfloat16 or float16, got int32"),
+        ("q", None, TypeError, "q: expected a torch CPU tensor or a NumPy array, got NoneType"),
+        (
+            "k_cache",
+            k_cache[0],
+            ValueError,
+            r"k_cache: expected shape \[num_blocks, page_block_size, h_kv, d",
+        ),
+        ("k_cache", k_cache[..., :500], ValueError, "k_cache: expected a last dimension of 512, that of q"),
+        ("k_cache", k_cache[:, :33], ValueError, "k_cache: expected a page_block_size of 16, 32 or a mult"),
+        ("k_cache", k_cache[:0], ValueError, "k_cache: expected at least 1 block"),
+        ("k_cache", k_cache.view(np.uint16), TypeError, "k_cache: expected dtype bfloat16, that of q, got u"),
+        (
+            "block_table",
+            inputs.block_table[:-1],
+            ValueError,
+            r"block_table: expected shape \[4, max_blocks\] \(b",
+        ),
+        (
+            "block_table",
+            inputs.block_table + 0.5,
+            TypeError,
+            "block_table: expected dtype int32, got float64",
+        ),
+        (
+            "cache_seqlens",
+            [1],
+            ValueError,
+            r"cache_seqlens: expected shape \[4\] \(b is that of q\), got \[1\]",
+        ),
+        ("causal", 1, TypeError, "causal: expected a bool"),
+        ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
+        ("out", np.zeros((4, 3, 6, 576)), ValueError, r"out: expected shape \[4, 3, 6, 512\], got"),
+        ("out", [0.0], TypeError, "out: expected a torch CPU tensor or a NumPy array, got list"),
+    ]
+    for name, value, error, text in bad:
+        with pytest.raises(error, match="^" + text):
+            reference.flash_mla_with_kvcache(**{**good, name: value})
 
 
 def test_pages_outside_the_cache_are_an_error_within_the_length_only() -> None:
@@ -366,16 +434,237 @@ def test_a_sink_changes_out_alone() -> None:
 def test_sparse_combinations_that_mean_nothing() -> None:
     inputs = make_sparse_inputs(SPARSE_CASES[0], "numpy")
     bad: dict[str, dict[str, Any]] = {
-        "causal": {"causal": True},
-        "expected both or none": {"extra_k_cache": inputs.k_cache},
-        "extra_topk_length": {"extra_topk_length": np.ones(3)},
-        r"indices of `k_cache`": {"indices": inputs.indices[:2]},
-        r"length of `k_cache`": {"topk_length": np.ones(4)},
-        r"`k_cache`: expected shape": {"is_fp8_kvcache": False},
+        "causal: expected False with indices, got True": {"causal": True},
+        "extra_indices_in_kvcache: expected an array": {"extra_k_cache": inputs.k_cache},
+        "extra_topk_length: expected None without extra_k_cache": {"extra_topk_length": np.ones(3, int)},
+        r"indices: expected shape \[3, 2, topk\] .* got \[2, 2, 33\]": {"indices": inputs.indices[:2]},
+        r"topk_length: expected shape \[3\] \(b is that of q\)": {"topk_length": np.ones(4, int)},
+        r"attn_sink: expected shape \[5\]": {"attn_sink": np.ones(4)},
     }
     for text, arguments in bad.items():
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match="^" + text):
             sparse_decode(inputs, **arguments)
+    with pytest.raises(
+        TypeError, match="^k_cache: expected dtype bfloat16 with is_fp8_kvcache=False, got uint"
+    ):
+        sparse_decode(inputs, is_fp8_kvcache=False)
+    caches = (
+        (inputs.k_cache[..., :9], ValueError, r"expected shape \[num_blocks, page_block_size, 1, 656\]"),
+        (inputs.k_cache[:0], ValueError, "expected at least 1 block of at least 1 token"),
+        (
+            inputs.k_cache.astype(np.int32),
+            TypeError,
+            "expected dtype float8_e4m3fn or uint8 or int8 with is_",
+        ),
+    )
+    for k_cache, error, text in caches:
+        with pytest.raises(error, match="^k_cache: " + text):
+            sparse_decode(replace(inputs, k_cache=k_cache))
+
+
+# ---- plans
+
+
+def test_an_empty_plan_is_filled_by_the_first_call() -> None:
+    inputs = make_dense_inputs(CASES[1], "numpy")
+    metadata, num_splits = reference.get_mla_metadata()
+    assert num_splits is None and not metadata.have_initialized and metadata.config is None
+    out, lse = decode(inputs, tile_scheduler_metadata=metadata)
+    wanted = decode(inputs)
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(lse, wanted[1])
+    assert metadata.have_initialized and metadata.config.b == 4
+    want = reference.plan(inputs.cache_seqlens, 66)  # 3 tokens of 3 heads are a tile of each of 2 KV heads
+    np.testing.assert_array_equal(metadata.tile_scheduler_metadata, want.object_rows)
+    np.testing.assert_array_equal(metadata.num_splits, want.num_splits)
+    decode(inputs, tile_scheduler_metadata=metadata)
+
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: expected a plan for causal = False"):
+        decode(inputs, tile_scheduler_metadata=metadata, causal=False)
+    with pytest.raises(ValueError, match="^tile_scheduler_metadata: .* enable_batch_invariant = True"):
+        decode(inputs, tile_scheduler_metadata=metadata, enable_batch_invariant=True)
+    with pytest.raises(ValueError, match="^num_splits: expected None with a FlashMLASchedMeta"):
+        decode(inputs, tile_scheduler_metadata=metadata, num_splits=metadata.num_splits)
+
+
+def test_an_empty_plan_of_a_sparse_call() -> None:
+    inputs = make_sparse_inputs(SPARSE_CASES[4], "numpy")
+    for invariant in (False, True):
+        metadata, _ = reference.get_mla_metadata(enable_batch_invariant=invariant)
+        sparse_decode(inputs, tile_scheduler_metadata=metadata)
+        blocks = reference.sparse_blocks(3, 33, inputs.topk_length, 9, inputs.extra_topk_length)
+        want = reference.plan_blocks(blocks, 66, invariant, 2)
+        np.testing.assert_array_equal(metadata.tile_scheduler_metadata, want.object_rows)
+        assert metadata.config.enable_batch_invariant == invariant
+        assert (metadata.config.topk, metadata.config.extra_topk) == (33, 9)
+
+
+def test_plans_in_arrays_are_checked() -> None:
+    inputs = make_dense_inputs(CASES[0], "numpy")
+    rows, splits = reference.get_mla_metadata(inputs.cache_seqlens, 4, 1)
+    decode(inputs, tile_scheduler_metadata=rows, num_splits=splits)
+    bad: tuple[tuple[Any, Any, str], ...] = (
+        (rows, None, "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata"),
+        (rows[:, :5], splits, r"tile_scheduler_metadata: expected shape \[num_sm_parts, 8\]"),
+        (rows, splits[:3], r"num_splits: expected shape \[n\] with n >= b \+ 1 = 4, got \[3\]"),
+    )
+    for tiles, given, text in bad:
+        with pytest.raises(ValueError, match="^" + text):
+            decode(inputs, tile_scheduler_metadata=tiles, num_splits=given)
+
+
+def test_plans_are_computed_again_in_place() -> None:
+    rows, splits = reference.get_mla_metadata([5000, 70], 128, 1)
+    again = reference.get_mla_metadata([3, 9000], num_heads_per_head_k=128, num_heads_k=1, out=(rows, splits))
+    assert again[0] is rows and again[1] is splits
+    for got, want in zip(again, reference.get_mla_metadata([3, 9000], 128, 1), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+    inputs = make_dense_inputs(CASES[0], "numpy")
+    metadata, _ = reference.get_mla_metadata()
+    decode(inputs, tile_scheduler_metadata=metadata)
+    assert reference.get_mla_metadata([9, 1, 700], 4, 1, out=metadata) == (metadata, None)
+    np.testing.assert_array_equal(
+        metadata.tile_scheduler_metadata, reference.plan([9, 1, 700], 132).object_rows
+    )
+
+
+def test_bad_arguments_of_get_mla_metadata() -> None:
+    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"cache_seqlens": [[1]]}, ValueError, r"cache_seqlens: expected shape \[b\], got \[1, 1\]"),
+        ({"cache_seqlens": [0.5]}, TypeError, "cache_seqlens: expected dtype int32, got float64"),
+        ({"num_heads_k": 0}, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
+        ({"num_heads_q": 3}, ValueError, "num_heads_q: expected a multiple of num_heads_k"),
+        ({"topk": 64, "num_heads_k": 2}, ValueError, "num_heads_k: expected 1 with topk, got 2"),
+        ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache=True"),
+        ({"num_heads_per_head_k": 4}, TypeError, "num_heads_per_head_k: expected None when"),
+        ({"out": 3}, TypeError, "out: expected a pair"),
+        ({"out": reference.FlashMLASchedMeta()}, ValueError, "out: expected a FlashMLASchedMeta that a dec"),
+    ]
+    good = {"cache_seqlens": [5], "num_q_tokens_per_head_k": 16, "num_heads_k": 1}
+    for arguments, error, text in bad:
+        with pytest.raises(error, match="^" + text):
+            reference.get_mla_metadata(**{**good, **arguments})
+
+
+# ---- torch
+
+
+def on_numpy(inputs: Any) -> Any:
+    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
+    moved = {}
+    for field in fields(inputs):
+        array = getattr(inputs, field.name)
+        if hasattr(array, "element_size"):
+            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
+    return replace(inputs, **moved)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_torch_tensors(case: DenseCase) -> None:
+    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
+    torch = pytest.importorskip("torch")
+    given = make_dense_inputs(case, "torch", "cpu")
+    rows, splits = reference.get_mla_metadata(
+        given.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv
+    )
+    assert rows.dtype == splits.dtype == torch.int32
+    arrays = (given.q, given.k_cache, given.block_table, given.cache_seqlens, 512)
+    out, lse = reference.flash_mla_with_kvcache(*arrays, rows, splits, causal=case.causal)
+    want_out, want_lse = (torch.from_numpy(x) for x in decode(on_numpy(given)))
+    assert torch.equal(out, want_out.to(given.q.dtype)) and torch.equal(lse, want_lse.float())
+
+    buffer = torch.zeros(case.b, case.s_q, case.h_q + 3, 512, dtype=given.q.dtype)
+    target = buffer[:, :, 1:-2]
+    metadata, _ = reference.get_mla_metadata()
+    again, _ = reference.flash_mla_with_kvcache(*arrays, metadata, causal=case.causal, out=target)
+    assert again is target and torch.equal(buffer[:, :, 1:-2], out) and not buffer[:, :, 0].any()
+    assert metadata.tile_scheduler_metadata.dtype == torch.int32
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_sparse_torch_tensors(case: SparseCase) -> None:
+    torch = pytest.importorskip("torch")
+    given = make_sparse_inputs(case, "torch", "cpu")
+    want_out, want_lse = (torch.from_numpy(x) for x in sparse_decode(on_numpy(given)))
+    byte_types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    for dtype in byte_types if case.layout != "bf16" else (torch.bfloat16,):
+        caches = {"extra_k_cache": given.extra_k_cache.view(dtype)} if case.extra_topk else {}
+        out, lse = reference.flash_mla_with_kvcache(
+            given.q, given.k_cache.view(dtype), None, None, 512, **{**given.keywords(), **caches}
+        )
+        assert torch.equal(out, want_out.bfloat16()) and torch.equal(lse, want_lse.float())
+
+
+def test_torch_dtypes_are_those_of_the_gpu_function() -> None:
+    torch = pytest.importorskip("torch")
+    inputs = make_dense_inputs(CASES[0], "torch", "cpu")
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    good = {name: getattr(inputs, name) for name in names}
+    bad: list[tuple[str, Any, type[Exception], str]] = [
+        ("q", inputs.q.float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
+        (
+            "k_cache",
+            inputs.k_cache.half(),
+            TypeError,
+            "k_cache: expected dtype bfloat16, that of q, got float16",
+        ),
+        ("block_table", inputs.block_table.long(), TypeError, "block_table: expected dtype int32, got int64"),
+        (
+            "cache_seqlens",
+            inputs.cache_seqlens.long(),
+            TypeError,
+            "cache_seqlens: expected dtype int32, got i",
+        ),
+        ("out", torch.zeros(3, 1, 4, 512), TypeError, "out: expected dtype bfloat16, that of q, got float32"),
+        ("q", inputs.q.to("meta"), ValueError, "q: expected a tensor in CPU memory, got a torch tensor on d"),
+        ("q", inputs.q.to_sparse(), TypeError, "q: expected a dense torch tensor with memory, got Tensor"),
+        (
+            "q",
+            inputs.q.clone().requires_grad_(),
+            ValueError,
+            "q: expected a tensor that does not require grad",
+        ),
+    ]
+    for name, value, error, text in bad:
+        with pytest.raises(error, match="^" + text):
+            reference.flash_mla_with_kvcache(**{**good, name: value})
+    with torch.no_grad():
+        reference.flash_mla_with_kvcache(**{**good, "q": inputs.q.clone().requires_grad_()})
+
+
+def test_torch_is_not_imported_for_others() -> None:
+    code = (
+        "import sys; from rawmla import reference; import numpy as np; "
+        "reference.flash_mla_with_kvcache(np.zeros((1, 1, 1, 512)), np.zeros((1, 16, 1, 512)), [[0]], [4]); "
+        "print({'torch', 'cupy', 'ml_dtypes'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+# ---- the README's examples
+
+
+def test_readme_examples_run_on_the_reference() -> None:
+    """As they stand, with `rawmla.reference` in place of rawmla, on the CPU; `warmup` has no counterpart."""
+    torch = pytest.importorskip("torch")
+    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    names: dict[str, Any] = {}
+    for marker in ("example", "sparse example"):
+        found = re.search(rf"<!-- {marker} -->\n```python\n(.*?)```", readme, re.DOTALL)
+        assert found, marker
+        code = re.sub(r"^rawmla\.warmup\(.*\n", "", found.group(1), flags=re.MULTILINE)
+        code = code.replace("import rawmla\n", "from rawmla import reference as rawmla\n").replace(
+            '"cuda"', '"cpu"'
+        )
+        exec(compile(code, "README.md", "exec"), names)
+    assert names["rawmla"] is reference
+    for prefix in ("", "sparse_"):
+        out, lse = names[f"{prefix}out"], names[f"{prefix}lse"]
+        assert tuple(out.shape) == (4, 1, 128, 512) and out.dtype == torch.bfloat16
+        assert tuple(lse.shape) == (4, 128, 1) and lse.dtype == torch.float32
+        assert bool(torch.isfinite(out).all()) and out.any()
+    assert bool((names["out"][3] == 0).all()) and bool(torch.isposinf(names["lse"][3]).all())
 
 
 # ---- blocks of sparse requests

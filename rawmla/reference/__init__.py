@@ -1,16 +1,24 @@
-"""What rawmla computes, written down in plain NumPy and float64.
+"""What rawmla computes, written down in plain NumPy and float64, for the CPU.
 
-`flash_mla_with_kvcache` and `flash_mla_sparse_fwd` have the names and the argument order of the GPU functions
-and follow their definitions line by line, with nothing tiled, split or rounded. `plan` is the scheduling plan
-that the GPU computes, equal in every number. They are the oracle of the tests and the place to look up what
-an argument means. They run on the CPU, need NumPy alone, and are slow on purpose: one request and one query
-token at a time.
+The functions of rawmla have the same names and arguments here and follow their definitions line by line, with
+nothing tiled, split or rounded in between; `warmup` has no counterpart. They are the oracle of the tests, the
+place to look up what an argument means, and a stand-in for rawmla on a machine without a GPU. They need
+NumPy alone and are slow on purpose: one request and one query token at a time. `plan` is the scheduling plan
+that the GPU computes, equal in every number.
 
-Inputs are NumPy arrays of any float type, `ml_dtypes.bfloat16` included; results are float64.
+Results come in the kind of the first array:
+
+- NumPy arrays, of `ml_dtypes` types too, and lists: floats and integers of any width are accepted, and
+  floating point results are float64, not rounded.
+- torch CPU tensors: dtypes are checked as on the GPU, and results are tensors of the dtypes that the GPU
+  functions return, rounded at the end.
+
+Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions.
 """
 
-from ._attention import D_V, flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
+from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
 from ._cache import (
+    D_V,
     E4M3_MAX,
     LAYOUTS,
     MODEL1_MIN_AMAX,
@@ -39,7 +47,9 @@ from ._plan import (
     MAX_SHORT_PART,
     PLAN_COLUMNS,
     SHORT_PART_FACTOR,
+    FlashMLASchedMeta,
     Plan,
+    SchedConfig,
     get_mla_metadata,
     plan,
     plan_blocks,
@@ -63,7 +73,9 @@ __all__ = [
     "SHORT_PART_FACTOR",
     "V32_MIN_SCALE",
     "CacheLayout",
+    "FlashMLASchedMeta",
     "Plan",
+    "SchedConfig",
     "bf16_bits",
     "convert_indices",
     "decode_bf16",

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import isqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from ..call.checks import as_bool, as_count
+from ._arrays import INT_DTYPES, Array, check_dtype, like, read, store
 
 BLOCK_TOKENS = 64
 """Tokens per block; plans cut requests between blocks only."""
 
 PLAN_COLUMNS = 8
 """Integers per row of a plan."""
+
+SM_COUNT = 132
+"""Multiprocessors of an H100 SXM or H200."""
 
 MAX_FIXED_COST = 3
 FIXED_COST_DIVISOR = 3
@@ -36,47 +43,228 @@ BATCH_INVARIANT_MARK = 0x62690001
 """Last column of the rows of a batch-invariant plan."""
 
 
+@dataclass
+class SchedConfig:
+    """The call that a `FlashMLASchedMeta` was filled for; see `rawmla.mla.plan.SchedConfig`."""
+
+    b: int
+    s_q: int
+    h_q: int
+    page_block_size: int
+    h_k: int
+    causal: bool
+    is_fp8_kvcache: bool = False
+    topk: int | None = None
+    extra_page_block_size: int | None = None
+    extra_topk: int | None = None
+    enable_batch_invariant: bool = False
+
+
+@dataclass(eq=False)
+class FlashMLASchedMeta:
+    """A plan that the first decode call fills and later calls check, as `rawmla.FlashMLASchedMeta`."""
+
+    have_initialized: bool = False
+    config: SchedConfig | None = None
+    tile_scheduler_metadata: Any = None
+    num_splits: Any = None
+    enable_batch_invariant: bool = False
+
+
 def get_mla_metadata(
-    cache_seqlens: ArrayLike,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
+    cache_seqlens: Any = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
     *,
-    sm_count: int = 132,
+    num_heads_per_head_k: int | None = None,
     enable_batch_invariant: bool = False,
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    out: Any = None,
+    sm_count: int = SM_COUNT,
+) -> tuple[Any, Any]:
     """What `rawmla.get_mla_metadata` computes for a GPU with `sm_count` multiprocessors: see `plan`.
 
     Args:
         cache_seqlens: integers `[b]`, tokens per request. With `topk` only their number counts.
-        num_q_tokens_per_head_k: `s_q * h_q // h_kv`.
-        num_heads_k: `h_kv`.
+        num_q_tokens_per_head_k: `s_q * h_q // h_kv`. `num_heads_per_head_k` is its older name.
+        num_heads_k: `h_kv`; 1 with `topk`.
         num_heads_q: `h_q`; None means `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1.
-        is_fp8_kvcache: accepted and ignored; the plan is the same.
+        is_fp8_kvcache: needs `topk`; the plan is the same.
         topk: indices per query token of a sparse call. Every request then has `ceil(topk / 64)` blocks.
-        sm_count: 132 is an H100 SXM or H200.
         enable_batch_invariant: cut each request by its own length alone.
+        out: a plan to compute again in place: `(tile_scheduler_metadata, num_splits)`, or an object that a
+            decode call has filled. It keeps its number of rows.
+        sm_count: 132 is an H100 SXM or H200.
 
     Returns:
-        tile_scheduler_metadata: int32 `[num_sm_parts, 8]`, rows in the order of bare tensors.
-        num_splits: int32 `[b + 1]`.
+        tile_scheduler_metadata: int32 `[num_sm_parts, 8]`, rows in the order of bare tensors; `out` if that
+        is an object.
+        num_splits: int32 `[b + 1]`; None with an object.
+        `(FlashMLASchedMeta(), None)` without arguments (`enable_batch_invariant` and `sm_count` aside).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: those of `rawmla.get_mla_metadata`.
     """
+    batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
+    if as_bool("is_fp8_kvcache", is_fp8_kvcache) and topk is None:
+        refuse_dense_fp8()
+    if num_heads_per_head_k is not None:
+        if num_q_tokens_per_head_k is not None:
+            raise TypeError(
+                "num_heads_per_head_k: expected None when num_q_tokens_per_head_k, its newer name, is given, "
+                f"got {num_heads_per_head_k!r}"
+            )
+        num_q_tokens_per_head_k = num_heads_per_head_k
+    if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
+        return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+
+    lengths = read(cache_seqlens, "cache_seqlens")
+    check_dtype("cache_seqlens", lengths, INT_DTYPES)
+    if len(lengths.shape) != 1:
+        raise ValueError(f"cache_seqlens: expected shape [b], got {list(lengths.shape)}")
+    b = lengths.shape[0]
+    h_kv = as_count("num_heads_k", num_heads_k)
+    rows_q = as_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k) * h_kv
+    h_q = rows_q if num_heads_q is None else as_count("num_heads_q", num_heads_q)
+    if h_q % h_kv or rows_q % h_q:
+        raise ValueError(
+            "num_heads_q: expected a multiple of num_heads_k that divides num_q_tokens_per_head_k * "
+            f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
+        )
     if topk is None:
-        tiles = -(-num_q_tokens_per_head_k // 64) * num_heads_k  # CTAs that one part takes
-        made = plan(cache_seqlens, max(sm_count // tiles, 1), enable_batch_invariant)
+        blocks, num_parts = dense_blocks(lengths.values), dense_num_parts(rows_q // h_q, h_q, h_kv, sm_count)
     else:
-        h_q = num_heads_q or num_q_tokens_per_head_k * num_heads_k
-        s_q = num_q_tokens_per_head_k * num_heads_k // h_q
-        blocks = sparse_blocks(len(np.asarray(cache_seqlens)), topk)
-        made = plan_blocks(blocks, sparse_num_parts(s_q, h_q, sm_count), enable_batch_invariant)
-    return made.tensor_rows, made.num_splits
+        if h_kv != 1:
+            raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
+        blocks = sparse_blocks(b, as_count("topk", topk))
+        num_parts = sparse_num_parts(rows_q // h_q, h_q, sm_count)
+    if out is None:
+        made = plan_blocks(blocks, num_parts, batch_invariant)
+        return like(made.tensor_rows, "int32", lengths), like(made.num_splits, "int32", lengths)
+
+    is_object = isinstance(out, FlashMLASchedMeta)
+    if is_object:
+        tiles, splits = out.tile_scheduler_metadata, out.num_splits
+        if tiles is None or splits is None:
+            raise ValueError(
+                "out: expected a FlashMLASchedMeta that a decode call has filled, got one without arrays"
+            )
+        batch_invariant = batch_invariant or out.enable_batch_invariant
+        if out.config is not None:
+            batch_invariant = out.config.enable_batch_invariant
+    elif isinstance(out, (tuple, list)) and len(out) == 2:
+        tiles, splits = out
+    else:
+        raise TypeError(
+            "out: expected a pair (tile_scheduler_metadata, num_splits) or a FlashMLASchedMeta, "
+            f"got {type(out).__name__}"
+        )
+    check_plan(tiles, splits, b, ("out[0]", "out[1]"))
+    made = plan_blocks(blocks, len(tiles), batch_invariant)
+    store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
+    store(splits, slice(b + 1), made.num_splits)
+    return (out, None) if is_object else (tiles, splits)
 
 
-def sparse_num_parts(s_q: int, h_q: int, sm_count: int = 132) -> int:
+def use_plan(
+    metadata: Any, num_splits: Any, config: SchedConfig, blocks: NDArray[np.int64], queries: Array
+) -> None:
+    """Check the plan of a decode call, and fill it if it is an empty object.
+
+    Args:
+        metadata, num_splits: what the call was given; `metadata` may be None.
+        config: that of the call.
+        blocks: 64-token blocks per request.
+        queries: q, which decides what arrays an empty object gets.
+    """
+    if metadata is None:
+        return
+    if not isinstance(metadata, FlashMLASchedMeta):
+        if num_splits is None:
+            raise ValueError(
+                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+            )
+        check_plan(metadata, num_splits, config.b)
+        return
+    if num_splits is not None:
+        raise ValueError(
+            "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
+            f"{type(num_splits).__name__}"
+        )
+    config.enable_batch_invariant = config.enable_batch_invariant or metadata.enable_batch_invariant
+    if metadata.have_initialized and metadata.config is None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
+            "True, got config None"
+        )
+    if metadata.have_initialized and metadata.config != config:
+        planned, wanted = vars(metadata.config), vars(config)
+        field = next(name for name in wanted if planned[name] != wanted[name])
+        raise ValueError(
+            f"tile_scheduler_metadata: expected a plan for {field} = {wanted[field]}, that of this call, got "
+            f"a FlashMLASchedMeta filled for {field} = {planned[field]}; take one from get_mla_metadata() "
+            "for each configuration"
+        )
+    if not config.b or not config.s_q:
+        return
+    if metadata.tile_scheduler_metadata is None:
+        room = None
+        if config.topk is None:
+            num_parts = dense_num_parts(config.s_q, config.h_q, config.h_k, SM_COUNT)
+        else:
+            num_parts = sparse_num_parts(config.s_q, config.h_q, SM_COUNT)
+            room = int(sparse_blocks(1, config.topk, None, config.extra_topk or 0)[0])
+        made = plan_blocks(blocks, num_parts, config.enable_batch_invariant, room)
+        metadata.tile_scheduler_metadata = like(made.object_rows, "int32", queries)
+        metadata.num_splits = like(made.num_splits, "int32", queries)
+    else:
+        check_plan(metadata.tile_scheduler_metadata, metadata.num_splits, config.b)
+    metadata.config = config
+    metadata.have_initialized = True
+
+
+def check_plan(
+    tiles: Any,
+    num_splits: Any,
+    b: int,
+    names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
+) -> None:
+    """Check the two arrays of a plan for `b` requests."""
+    rows, splits = read(tiles, names[0]), read(num_splits, names[1])
+    check_dtype(names[0], rows, INT_DTYPES)
+    if len(rows.shape) != 2 or rows.shape[1] != PLAN_COLUMNS or not rows.shape[0]:
+        raise ValueError(f"{names[0]}: expected shape [num_sm_parts, {PLAN_COLUMNS}], got {list(rows.shape)}")
+    check_dtype(names[1], splits, INT_DTYPES)
+    if len(splits.shape) != 1 or splits.shape[0] <= b:
+        raise ValueError(
+            f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(splits.shape)}"
+        )
+
+
+def refuse_dense_fp8() -> NoReturn:
+    """Raise for an FP8 cache without indices."""
+    raise NotImplementedError(
+        "is_fp8_kvcache=True: FP8 caches are for sparse decoding, expected indices (get_mla_metadata: topk) "
+        "with it"
+    )
+
+
+def dense_num_parts(s_q: int, h_q: int, h_kv: int, sm_count: int) -> int:
+    """Rows of a dense call's plan: a CTA computes up to 64 rows of one KV head."""
+    return max(sm_count // (-(-(s_q * h_q // h_kv) // 64) * h_kv), 1)
+
+
+def sparse_num_parts(s_q: int, h_q: int, sm_count: int = SM_COUNT) -> int:
     """Rows of a sparse call's plan: a CTA computes up to 64 heads of one query token."""
     return max(sm_count // (s_q * -(-h_q // 64)), 1)
+
+
+def dense_blocks(cache_seqlens: ArrayLike) -> NDArray[np.int64]:
+    """Blocks of 64 tokens per request, at least 1: some part has to write the output of an empty one."""
+    lengths = np.maximum(np.asarray(cache_seqlens, dtype=np.int64), 0)
+    return np.maximum(-(-lengths // BLOCK_TOKENS), 1)
 
 
 def sparse_blocks(
@@ -125,16 +313,14 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
     """The plan of `rawmla.get_mla_metadata` for a dense batch, cut into a given number of parts.
 
     Args:
-        cache_seqlens: integers `[b]`, tokens per request; one without tokens counts as one block, because
-            some part has to write its output.
+        cache_seqlens: integers `[b]`, tokens per request.
         num_parts: rows of the plan, at least 1.
         batch_invariant: cut each request into pieces that its own length decides.
 
     Returns:
         The plan. Rows of parts without work have begin_req b and end_req -1.
     """
-    lengths = np.maximum(np.asarray(cache_seqlens, dtype=np.int64), 0)
-    return plan_blocks(np.maximum(-(-lengths // BLOCK_TOKENS), 1), num_parts, batch_invariant)
+    return plan_blocks(dense_blocks(cache_seqlens), num_parts, batch_invariant)
 
 
 def plan_blocks(
