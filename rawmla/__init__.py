@@ -30,6 +30,7 @@ _MODULE_OF = {
     "quantize_k_cache": "mla.cache",
     "reference": "",
     "warmup": "preload",
+    "warmup_call": "preload",
     "write_kv_cache": "mla.cache",
 }
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mla.plan import get_mla_metadata as get_mla_metadata
     from .mla.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
     from .preload import warmup as warmup
+    from .preload import warmup_call as warmup_call
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from . import jit
+from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
+from .mla.plan import FlashMLASchedMeta
 
-__all__ = ["warmup"]
+__all__ = ["warmup", "warmup_call"]
 
 
 def warmup(
@@ -78,3 +82,111 @@ def warmup(
         device = jit.current_device()
     for spec in specs:
         jit.get_kernel(spec, device)
+
+
+def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Compile and load what one call needs: `function(*args, **kwargs)` up to the launch of its kernels.
+
+    Parameters
+    ----------
+    function : callable
+        A function of rawmla that takes arrays, such as `rawmla.flash_mla_with_kvcache`.
+    *args, **kwargs
+        Its arguments. Arrays are looked at as in the call itself, and neither read nor written. A plan object
+        is not filled, and no result is given.
+
+    Raises
+    ------
+    TypeError
+        `function` is not of rawmla.
+    TypeError, ValueError, RawMLAError
+        What the call itself raises.
+
+    Notes
+    -----
+    Allocates no memory of the GPU and enqueues nothing; blocks until everything is loaded.
+
+    Examples
+    --------
+    >>> rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, q, kv, indices, 576**-0.5)
+    """
+    if not str(getattr(function, "__module__", "")).startswith("rawmla."):
+        raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
+    function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
+
+
+_ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
+
+
+class _StandIn:
+    """Stands for an array in a call that launches nothing: the caller's, or one that the call makes."""
+
+    def __init__(self, array: Any = None) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> _StandIn:
+        return self
+
+    def reshape(self, *shape: int) -> _StandIn:
+        """As of an array."""
+        return self
+
+
+def _read(x: _StandIn, name: str) -> Fields:
+    ptr, shape, strides, dtype, device, framework, _ = READERS[type(x.array)](x.array, name)
+    return ptr, shape, strides, dtype, device, _framework_of(framework), x
+
+
+READERS[_StandIn] = _read
+
+
+def _stand_in(value: Any) -> Any:
+    """The argument of a call that launches nothing, for that of a call."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_stand_in, value))
+    if isinstance(value, FlashMLASchedMeta):
+        arrays = value.tile_scheduler_metadata, value.num_splits
+        rows, num_splits = map(_stand_in, arrays)
+        return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
+    return _StandIn(value) if is_array(value) else value
+
+
+class _NoFramework:
+    """The framework of a call that launches nothing: it makes no arrays, and its stream takes no kernels."""
+
+    def __init__(self, framework: Framework) -> None:
+        self.name = framework.name
+        self.is_capturing = framework.is_capturing
+        self.capture_query = framework.capture_query
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """As of `Framework`."""
+        return _StandIn()
+
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """As of `Framework`."""
+        return lambda: [_StandIn() for _ in range(len(arrays) + 1)]
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """As of `Framework`."""
+        return _StandIn()
+
+    def fill(self, array: Any, value: int) -> None:
+        """As of `Framework`."""
+
+    def pointer(self, array: Any) -> int:
+        """As of `Framework`."""
+        return _ADDRESS
+
+    def current_stream(self, device: int) -> int:
+        """As of `Framework`."""
+        return jit.NO_LAUNCH
+
+
+_frameworks: dict[Framework, _NoFramework] = {}
+
+
+def _framework_of(framework: Framework) -> _NoFramework:
+    return _frameworks.setdefault(framework, _NoFramework(framework))

@@ -284,6 +284,19 @@ def test_prepared_launch_on_another_device(library: FakeLibrary) -> None:
     assert library.asked_context == asked and len(library.launches) == 3
 
 
+def test_the_stream_that_takes_no_launches(library: FakeLibrary) -> None:
+    kernel = make_kernel(library)
+    prepared = kernel.prepare((1, 1, 1), bytes(PARAM_BYTES), struct.Struct("@N"))
+    kernel.launch((1, 1, 1), bytes(PARAM_BYTES), launch.NO_LAUNCH)
+    assert prepared.launch(launch.NO_LAUNCH, 5) is False
+    assert not library.launches
+    kernel.launch((1, 1, 1), bytes(PARAM_BYTES), 0x51)
+    prepared.launch(0x51, 5)
+    prepared.launch(launch.NO_LAUNCH, 5)
+    prepared.launch(0x51, 6)
+    assert len(library.launches) == 3
+
+
 def test_failed_prepared_launch(library: FakeLibrary) -> None:
     library.set_current(CONTEXT_A)
     prepared = make_kernel(library).prepare((7, 8, 9), PARAMS, CHANGING)

@@ -15,7 +15,6 @@ from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_
 
 import rawmla
 from rawmla import jit, reference
-from rawmla.call import checks
 from rawmla.jit import KernelSpec
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import (
@@ -253,7 +252,7 @@ def test_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> None:
 def test_constants_of_the_plan_agree() -> None:
     conditions = [
         f"kBlockTokens == {common.BLOCK_TOKENS}",
-        f"kPlanRowInts == {checks.PLAN_COLUMNS}",
+        f"kPlanRowInts == {mla_metadata.PLAN_COLUMNS}",
         f"kBatchInvariantMark == {reference.BATCH_INVARIANT_MARK}",
     ]
     for blocks in (*range(600), 8191, 8192, 8193, 1 << 20, (1 << 25) + 1):
@@ -278,7 +277,7 @@ def test_constants_of_the_plan_agree() -> None:
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_SPLITS
-    assert reference.PLAN_COLUMNS == checks.PLAN_COLUMNS
+    assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
 def test_constants_of_the_kernels_agree() -> None:

@@ -325,6 +325,11 @@ def read_given(x: Any, name: str) -> Fields | None:
     return None if x is None else READERS[type(x)](x, name)
 
 
+def is_array(x: Any) -> bool:
+    """Whether `x` is of a kind that `inspect` looks at."""
+    return type(x) in READERS or _find_reader(type(x)) is not None
+
+
 def address_of(view: Fields | None) -> int:
     """The address in the fields of an optional argument; 0 if it was not given."""
     return 0 if view is None else view[0]

@@ -15,7 +15,7 @@ from rawmla.jit.builder import CompiledKernel, build
 from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
+__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
@@ -34,6 +34,10 @@ _ID_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
 
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+NO_LAUNCH = -1
+"""Given as a stream, it makes a launch do nothing: what remains is the loading of the kernel."""
 
 
 class _Slot:
@@ -146,6 +150,8 @@ class Kernel:
         LaunchError
             The driver refused the launch (or reports an earlier asynchronous error).
         """
+        if stream == NO_LAUNCH:
+            return
         kind = (cluster, pdl)
         free = self._free.get(kind)
         # Taking a slot out of the list is what makes this thread safe: list.pop and append are atomic.
@@ -268,6 +274,9 @@ class PreparedLaunch:
             slot = self._new_slot()
         slot.fill(*members)
         if stream != slot.stream:
+            if stream == NO_LAUNCH:
+                self._free.append(slot)
+                return False
             _STREAM.pack_into(slot.config, _STREAM_AT, stream)
             slot.stream = stream
         if not context_is_current:

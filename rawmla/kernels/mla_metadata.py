@@ -14,6 +14,7 @@ __all__ = [
     "MAX_BATCH",
     "NOT_UNIFORM",
     "PARAMS",
+    "PLAN_COLUMNS",
     "TOKEN_COUNTS",
     "UNIFORM_PLAN",
     "TokenCounts",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 MAX_BATCH = 16384
+PLAN_COLUMNS = 8
+"""int32 of a row of sched_meta."""
 """Requests of a plan."""
 # Constants of the plan, in blocks: see mla_metadata.cu
 _MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3

@@ -21,7 +21,6 @@ from .mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
 
 __all__ = ["PrefillAddresses", "Prepared", "SparsePrefillCall", "prepare", "specs"]
 
-_PLAN_ROW_BYTES = 32
 _ALIGNMENT = 16  # bytes, of arrays in scratch
 _ROWS_ALIGNMENT = 128  # of copied rows: aligned 128 bytes of a row then are one cache line
 # An FP8 cache is copied when its rows are selected so many times each, on average. 1,024 tokens with 128
@@ -227,7 +226,7 @@ class _PreparedTokens:
             )
             for size in sizes
         }
-        self._num_splits = call.num_parts * _PLAN_ROW_BYTES
+        self._num_splits = call.num_parts * 4 * mla_metadata.PLAN_COLUMNS
         plan_bytes = self._num_splits + 4 * (self._chunk + 1) if self._needs_plan else 0
         layout = _Layout()
         layout.take(plan_bytes)
@@ -312,7 +311,7 @@ class _PreparedGroups:
             size: mla_sparse.PreparedSparse(self._call_of_groups(size), capturing) for size in sizes
         }
         layout = _Layout()
-        self._plan = layout.take(call.num_parts * _PLAN_ROW_BYTES)
+        self._plan = layout.take(call.num_parts * 4 * mla_metadata.PLAN_COLUMNS)
         self._num_splits = layout.take(4 * (self._chunk + 1))
         self._not_finite = layout.take(mla_unite_selections.not_finite_bytes(call.cache.num_blocks))
         self._sinks = layout.take(4 * TILE_ROWS)

@@ -31,7 +31,6 @@ __all__ = [
     "resolve_plan",
 ]
 
-_PLAN_COLUMNS = 8
 _MAX_PARTS = 65_535  # CTAs along grid z
 
 
@@ -420,12 +419,12 @@ def _check_arrays(
     ptr, shape, strides, dtype, _, _, rows_owner = rows
     if dtype != "int32":
         raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
-    if len(shape) != 2 or shape[1] != _PLAN_COLUMNS or not 0 < shape[0] <= _MAX_PARTS:
+    if len(shape) != 2 or shape[1] != mla_metadata.PLAN_COLUMNS or not 0 < shape[0] <= _MAX_PARTS:
         raise ValueError(
-            f"{names[0]}: expected shape [num_sm_parts, {_PLAN_COLUMNS}] with 1 to {_MAX_PARTS} rows, got "
-            f"{list(shape)}"
+            f"{names[0]}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {_MAX_PARTS} "
+            f"rows, got {list(shape)}"
         )
-    if strides[1] != 1 or strides[0] != _PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
+    if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
         raise ValueError(
             f"{names[0]}: expected a contiguous array at a 16-byte aligned address, got strides "
             f"{list(strides)} (elements), address {ptr:#x}"
@@ -454,7 +453,7 @@ def _num_parts(device: int, s_q: int, h_q: int, h_kv: int, is_sparse: bool) -> i
 def _empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> tuple[Any, Any]:
     """The two arrays of a plan, not yet computed."""
     return (
-        framework.empty((num_parts, _PLAN_COLUMNS), "int32", device),
+        framework.empty((num_parts, mla_metadata.PLAN_COLUMNS), "int32", device),
         framework.empty((b + 1,), "int32", device),
     )
 
