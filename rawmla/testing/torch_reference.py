@@ -6,6 +6,7 @@ over chunks of requests or query tokens, so that its memory stays bounded whatev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 from typing import Any
 
@@ -164,6 +165,28 @@ def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
     kept = torch.sigmoid(lse - attn_sink.double()[:, None])  # [b, h_q, s_q]
     kept = torch.where(lse == float("inf"), 0.0, kept)  # nothing attended: out is 0 whatever the sink
     return out * kept.transpose(1, 2)[..., None]
+
+
+def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
+    """Merged results over disjoint parts of the keys in float64, as `rawmla.reference` defines them: out in the
+    shape of `outs`, lse in that of `lses`.
+
+    torch tensors on any device.
+    """
+    import torch
+
+    scores = torch.stack([lse.double() for lse in lses])
+    scores.masked_fill_(scores == float("inf"), float("-inf"))  # of parts without keys
+    log_sum = torch.logsumexp(scores, dim=0)
+    empty = log_sum == float("-inf")
+    weights = scores.sub(log_sum.masked_fill(empty, 0.0)).exp_()
+    if outs[0].ndim == 4:  # lses are [b, h_q, s_q]
+        scores, weights = scores.transpose(2, 3), weights.transpose(2, 3)
+    merged = torch.zeros(outs[0].shape, dtype=torch.float64, device=outs[0].device)
+    for out, score, weight in zip(outs, scores, weights, strict=True):
+        counted = (score != float("-inf"))[..., None]
+        merged += torch.where(counted, out.double() * weight[..., None], 0.0)
+    return merged, log_sum.masked_fill(empty, float("inf"))
 
 
 def dequantise(k_cache: Any, slots: Any, form: RowFormat) -> Any:

@@ -1,17 +1,19 @@
-"""Small as the sparse calls of these tests are, few would reach the kernel for clusters by themselves."""
+"""Fresh memory is poison in every test; small sparse calls are forced to the kernel for clusters, which few
+of them would reach by themselves.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
+from gpu_support import forced_clusters, poison, poisonable_allocations
 
-from rawmla.kernels import mla_sparse as sparse_decode
-from rawmla.mla import sparse_decode as sparse
-from rawmla.mla import sparse_prefill as prefill
-
-FORCED = {"test_prefill_edges", "test_prefill_sanitizer", "test_sparse_sanitizer"}
+FORCED = {"test_prefill_edges", "test_prefill_numbers", "test_prefill_sanitizer", "test_sparse_sanitizer"}
 TWICE = {
     "test_sparse_bits",
     "test_sparse_edges",
-    "test_sparse_graphs",
     "test_sparse_matrix",
+    "test_sparse_numbers",
     "test_sparse_plans",
 }
 
@@ -22,10 +24,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def clusters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether mla_sparse_fp8_cluster.cu takes every call that it can, also those with short parts."""
-    if getattr(request, "param", request.module.__name__ in FORCED):
-        monkeypatch.setattr(sparse_decode, "_CLUSTER_MIN_BLOCKS", 0)
-        # What is prepared is kept from call to call
-        monkeypatch.setattr(sparse, "_known", {})
-        monkeypatch.setattr(prefill, "_known", {})
+def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whether calls are forced to the kernel for clusters: by the file, a parameter, or the operation."""
+    parameters = getattr(getattr(request.node, "callspec", None), "params", {})
+    operation = parameters.get("operation")
+    forced = request.module.__name__ in FORCED or (operation is not None and operation.clusters)
+    with forced_clusters() if getattr(request, "param", forced) else nullcontext():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poisonable_allocations() -> Iterator[None]:
+    with poisonable_allocations():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _poison(request: pytest.FixtureRequest) -> Iterator[None]:
+    """compute-sanitizer takes poison for initialised memory, so its cases go without."""
+    markers = ("sanitizer", "unpoisoned")
+    with poison(not any(request.node.get_closest_marker(name) for name in markers)):
+        yield

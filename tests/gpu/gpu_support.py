@@ -1,14 +1,24 @@
-"""Shared by the GPU tests: torch and CuPy where there is a GPU, and one way to call the public API."""
+"""Shared by the GPU tests: torch and CuPy where there is a GPU, one way to call the public API, poison in
+what the library allocates, and all that the tests know of the library's private names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 import rawmla
+from rawmla.call import arrays
+from rawmla.jit import launch
+from rawmla.kernels import mla_metadata, mla_sparse, mla_sparse_prefill
 from rawmla.kernels.mla_sparse import FEW_HEADS
+from rawmla.mla import decode as dense_module
+from rawmla.mla import sparse_decode as sparse_module
+from rawmla.mla import sparse_prefill as prefill_module
 from rawmla.testing import (
     DenseInputs,
     SparseCase,
@@ -30,22 +40,30 @@ else:  # collected to be skipped; importing the frameworks would only take time
     cupy = torch = None
 
 __all__ = [
+    "POISON_BYTE",
+    "assert_poison",
     "assert_same_bits",
     "bits",
     "call_arguments",
     "check",
     "cupy",
     "decode",
+    "forced_clusters",
+    "forget_prepared_calls",
     "in_batch",
+    "no_kernel_loaded",
     "plan",
     "plan_arguments",
-    "poisoned_allocations",
+    "poison",
+    "poisonable_allocations",
     "prefill",
     "prefill_check",
     "prefill_kv",
     "prefill_reference",
     "reference",
+    "replaced_launches",
     "rounds_keys",
+    "small_plans",
     "sparse_arguments",
     "sparse_check",
     "sparse_decode",
@@ -55,22 +73,144 @@ __all__ = [
     "sparse_plan_arguments",
     "sparse_reference",
     "torch",
+    "united_selections",
     "without_extra",
 ]
 
 
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """Inside, `torch.empty` returns NaN (floats) or the largest value (integers).
+# ---- poison
 
-    Without it, memory that a kernel forgot to write may still hold the right answer of the call before.
+POISON_BYTE = 0xFF  # NaN in every float type, -1 in every integer type
+_fresh_memory_is_poison = False
+
+
+@contextmanager
+def poison(on: bool) -> Iterator[None]:
+    """Inside, whether every array that the library allocates (results, scratch, plans) is filled with poison.
+
+    Without it, memory that a kernel forgot to write may still hold the right answer of the call before. With
+    it, a fill stands on the stream between the launches of some calls, which can then not overlap.
     """
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    global _fresh_memory_is_poison
+    before, _fresh_memory_is_poison = _fresh_memory_is_poison, on
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        _fresh_memory_is_poison = before
+
+
+@contextmanager
+def poisonable_allocations() -> Iterator[None]:
+    """Inside, `poison` works: both frameworks' `empty` and `allocator` are wrapped.
+
+    The wrapped functions look at the switch when they allocate, so a prepared allocator that a call keeps
+    obeys it too.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for framework in (arrays.TorchFramework, arrays.CupyFramework):
+            patch.setattr(framework, "empty", _poisoned_empty(framework.empty))
+            patch.setattr(framework, "allocator", _poisoned_allocator(framework.allocator))
+        yield
+
+
+def _poisoned_empty(empty: Callable[..., Any]) -> Callable[..., Any]:
+    def poisoned(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        made = empty(self, *arguments, **keywords)
+        _fill_with_poison([made])
+        return made
+
+    return poisoned
+
+
+def _poisoned_allocator(allocator: Callable[..., Any]) -> Callable[..., Any]:
+    def poisoned(self: Any, *arguments: Any, **keywords: Any) -> Callable[[], Any]:
+        allocate = allocator(self, *arguments, **keywords)
+
+        def allocate_poisoned() -> Any:
+            made = allocate()
+            _fill_with_poison([array for array in made if array is not None])
+            return made
+
+        return allocate_poisoned
+
+    return poisoned
+
+
+def _fill_with_poison(fresh: list[Any]) -> None:
+    """On the stream that the arrays were allocated for; inside a capture, at every replay."""
+    if not _fresh_memory_is_poison:
+        return
+    for array in fresh:
+        if isinstance(array, torch.Tensor):
+            if array.numel():
+                array.view(torch.uint8).fill_(POISON_BYTE)
+        elif array.nbytes:  # of CuPy, whose `fill` may have to load a kernel: illegal in a capture
+            with cupy.cuda.Device(array.data.device_id):
+                array.data.memset_async(POISON_BYTE, array.nbytes)
+
+
+def assert_poison(name: str, array: Any) -> None:
+    """Raise unless every byte of a torch tensor or CuPy array is poison."""
+    if not isinstance(array, torch.Tensor):
+        array = torch.from_dlpack(array)
+    count = int((array.contiguous().view(torch.uint8) != POISON_BYTE).sum())
+    assert not count, f"{name}: {count} of {array.numel() * array.element_size()} bytes are no poison"
+
+
+# ---- private names of the library
+
+
+def forget_prepared_calls() -> None:
+    """The next call of each kind checks its arguments and prepares its launches anew."""
+    for module in (dense_module, sparse_module, prefill_module):
+        module._known.clear()
+
+
+@contextmanager
+def _patched(*patches: tuple[Any, str, Any]) -> Iterator[None]:
+    """Replace names of the library, and forget what was prepared before and meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in patches:
+            patch.setattr(owner, name, value)
+        forget_prepared_calls()
+        yield
+    forget_prepared_calls()
+
+
+def forced_clusters() -> Any:
+    """Inside, mla_sparse_fp8_cluster.cu takes every call that it can, also those with few blocks per part."""
+    return _patched((mla_sparse, "_CLUSTER_MIN_BLOCKS", 0))
+
+
+def united_selections(scratch_bytes: int, tokens: int | None = None) -> Any:
+    """Inside, united selections have this much scratch, and are used from this many query tokens on."""
+    patches: list[tuple[Any, str, Any]] = [(mla_sparse_prefill, "_UNITED_SCRATCH", scratch_bytes)]
+    if tokens is not None:
+        patches.append((mla_sparse_prefill, "_UNITED_TOKENS", tokens))
+    return _patched(*patches)
+
+
+def small_plans(max_batch: int) -> Any:
+    """Inside, a plan takes so many requests only."""
+    return _patched((mla_metadata, "MAX_BATCH", max_batch))
+
+
+def no_kernel_loaded() -> Any:
+    """Inside, it is as in a process that has not loaded a kernel yet."""
+    return _patched((launch, "_kernels", type(launch._kernels)()))
+
+
+def replaced_launches(instead: Callable[[], None]) -> Any:
+    """Inside, `instead` is called in place of every launch."""
+
+    def enqueue(*arguments: Any, **keywords: Any) -> bool:
+        instead()
+        return True
+
+    return _patched((launch.Kernel, "launch", enqueue), (launch.PreparedLaunch, "launch", enqueue))
+
+
+# ---- dense decoding
 
 
 def plan(inputs: DenseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -89,13 +229,12 @@ def plan_arguments(inputs: DenseInputs) -> tuple[Any, int, int, int]:
 def decode(
     inputs: DenseInputs, form: str = "tensors", enable_batch_invariant: bool = False, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Plan and decode, in poisoned memory."""
-    with poisoned_allocations():
-        metadata, num_splits = plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
-        kwargs["enable_batch_invariant"] = enable_batch_invariant
-        return rawmla.flash_mla_with_kvcache(
-            *call_arguments(inputs), metadata, num_splits, causal=inputs.case.causal, **kwargs
-        )
+    """Plan and decode."""
+    metadata, num_splits = plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
+    kwargs["enable_batch_invariant"] = enable_batch_invariant
+    return rawmla.flash_mla_with_kvcache(
+        *call_arguments(inputs), metadata, num_splits, causal=inputs.case.causal, **kwargs
+    )
 
 
 def in_batch(inputs: DenseInputs, requests: list[int]) -> DenseInputs:
@@ -134,6 +273,9 @@ def check(inputs: DenseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | Non
     check_close(f"{case.id} lse", lse, want_lse, lse_tolerance(SHARP_FACTOR if case.sharp else 1.0))
 
 
+# ---- sparse decoding
+
+
 def sparse_plan_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
     """The arguments of `get_mla_metadata` for a sparse call.
 
@@ -163,11 +305,10 @@ def sparse_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
 def sparse_decode(
     inputs: SparseInputs, form: str = "object", enable_batch_invariant: bool = False, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Plan and decode, in poisoned memory."""
-    with poisoned_allocations():
-        metadata, num_splits = sparse_plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
-        kwargs = {**inputs.keywords(), **kwargs, "enable_batch_invariant": enable_batch_invariant}
-        return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
+    """Plan and decode."""
+    metadata, num_splits = sparse_plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
+    kwargs = {**inputs.keywords(), **kwargs, "enable_batch_invariant": enable_batch_invariant}
+    return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
 
 
 def without_extra(inputs: SparseInputs) -> SparseInputs:
@@ -221,23 +362,25 @@ def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, An
     check_close(f"{inputs.case.id} lse", lse, want_lse, sparse_lse_tolerance(inputs))
 
 
+# ---- sparse prefill
+
+
 def prefill_kv(inputs: SparseInputs) -> Any:
     """The kv of a prefill call: rows of a bf16 cache of pages of one token, else the whole cache."""
     return inputs.k_cache[:, 0] if inputs.case.layout == "bf16" else inputs.k_cache
 
 
 def prefill(inputs: SparseInputs, sm_scale: float | None = None, **kwargs: Any) -> tuple[Any, Any, Any]:
-    """Prefill the requests of a sparse case, of one query token each, in poisoned memory."""
+    """Prefill the requests of a sparse case, of one query token each."""
     given = {
         "attn_sink": inputs.attn_sink,
         "topk_length": inputs.topk_length,
         "is_fp8_kvcache": inputs.case.layout != "bf16",
     }
     scale = inputs.case.width**-0.5 if sm_scale is None else sm_scale
-    with poisoned_allocations():
-        return rawmla.flash_mla_sparse_fwd(
-            inputs.q[:, 0], prefill_kv(inputs), inputs.indices, scale, **{**given, **kwargs}
-        )
+    return rawmla.flash_mla_sparse_fwd(
+        inputs.q[:, 0], prefill_kv(inputs), inputs.indices, scale, **{**given, **kwargs}
+    )
 
 
 def prefill_reference(inputs: SparseInputs, sm_scale: float | None = None) -> tuple[Any, Any, Any]:
@@ -261,9 +404,12 @@ def prefill_check(
         check_close(f"{case.id} {name}", one, wanted, tolerance)
 
 
+# ---- bits
+
+
 def bits(tensor: Any) -> Any:
     """The tensor's bits as integers, so that NaN equals NaN and 0 differs from -0."""
-    integer = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.contiguous().view(integer)
 
 

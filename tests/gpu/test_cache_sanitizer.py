@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from gpu_support import torch
-from test_cache import (
+from caches import (
     COLUMNS,
     KINDS,
     LAYOUTS,
@@ -15,7 +14,8 @@ from test_cache import (
     to_host,
     values,
 )
-from test_merge import check, make_parts
+from gpu_support import torch
+from operations import check_merged, make_parts
 
 import rawmla
 from rawmla import reference
@@ -72,4 +72,6 @@ def test_convert(topk: int, compact: bool) -> None:
 @pytest.mark.parametrize("parts", (1, 9, 33))
 def test_merge(parts: int, dtype: str) -> None:
     outs, lses = make_parts(parts, (1, 2, 3, 512), dtype)
-    check(outs, lses, rawmla.merge_attn_states(outs, lses))
+    got = rawmla.merge_attn_states(outs, lses)
+    on_host = [[x.cpu() for x in arrays] for arrays in (outs, lses, got)]
+    check_merged(on_host[0], on_host[1], tuple(on_host[2]))

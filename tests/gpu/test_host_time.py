@@ -17,6 +17,7 @@ CALLS = 1000
 CALLS_IN_FLIGHT = 50
 
 
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("form", ("object", "tensors"))
 @pytest.mark.parametrize("s_k", (64, 8192), ids=("one_block", "split"))
 def test_host_time(s_k: int, form: str, record_property: pytest.FixtureRequest) -> None:

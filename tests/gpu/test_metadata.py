@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import call_arguments, poisoned_allocations, torch
+from gpu_support import call_arguments, torch
 
 import rawmla
 from rawmla import reference
@@ -40,14 +40,13 @@ def make_plan(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The device's plan on the host. The object layout is that of a FlashMLASchedMeta recomputed in place."""
     cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    with poisoned_allocations():
-        rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, **kwargs)
-        if layout == "object":
-            metadata = rawmla.FlashMLASchedMeta()
-            metadata.tile_scheduler_metadata = torch.empty_like(rows)
-            metadata.num_splits = torch.empty_like(num_splits)
-            rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, out=metadata, **kwargs)
-            rows, num_splits = metadata.tile_scheduler_metadata, metadata.num_splits
+    rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, **kwargs)
+    if layout == "object":
+        metadata = rawmla.FlashMLASchedMeta()
+        metadata.tile_scheduler_metadata = torch.full_like(rows, -1)
+        metadata.num_splits = torch.full_like(num_splits, -1)
+        rawmla.get_mla_metadata(cache_seqlens, s_q * h_q // h_kv, h_kv, h_q, out=metadata, **kwargs)
+        rows, num_splits = metadata.tile_scheduler_metadata, metadata.num_splits
     assert rows.dtype == torch.int32 and rows.shape[1] == 8
     assert num_splits.dtype == torch.int32 and num_splits.shape == (len(lengths) + 1,)
     return rows.cpu().numpy(), num_splits.cpu().numpy()
@@ -80,7 +79,7 @@ def test_plan_is_that_of_the_reference(b: int, kind: str, batch_invariant: bool)
     """Integer for integer, in both layouts, for any number of parts."""
     lengths = lengths_of(kind, b)
     cache_seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    num_splits = torch.empty(b + 1, dtype=torch.int32, device="cuda")
+    num_splits = torch.full((b + 1,), -1, dtype=torch.int32, device="cuda")
     for parts in (1, 2, 7, 66, 131, 132, 1000, 2000):
         want = reference.plan(lengths, parts, batch_invariant)
         for layout, want_rows in zip(LAYOUTS, want[:2], strict=True):

@@ -1,34 +1,25 @@
-"""Prefill at the edges: indices, lengths, sinks, strides, FP8 caches, bits, graphs and other frameworks."""
+"""Prefill at the edges: indices, lengths, rows that overlap, FP8 caches. Numbers are in
+test_prefill_numbers.py.
+"""
 
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from gpu_support import (
     assert_same_bits,
-    cupy,
-    poisoned_allocations,
     prefill,
     prefill_check,
-    prefill_kv,
-    prefill_reference,
-    sparse_decode,
     torch,
+    united_selections,
 )
 
-import rawmla
-from rawmla import reference
-from rawmla.jit import launch
-from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,
     check_close,
     make_sparse_inputs,
-    prefill_lse_tolerance,
     prefill_out_tolerance,
 )
 from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields
@@ -101,18 +92,6 @@ def test_every_length_zero(kind: dict[str, Any]) -> None:
     for b in (1, 200):
         inputs = make(kind, b=b, h_q=70, topk=130, lengths=(0,) * b, sink=True)
         assert_empty(prefill(inputs))
-
-
-@pytest.mark.parametrize("given", (False, True))
-def test_no_query_tokens(given: bool) -> None:
-    inputs = make(KINDS[0], b=3, h_q=16)
-    target = torch.empty(0, 16, 512, dtype=torch.bfloat16, device="cuda") if given else None
-    out, max_logits, lse = rawmla.flash_mla_sparse_fwd(
-        inputs.q[:0, 0], prefill_kv(inputs), inputs.indices[:0], 0.1, out=target
-    )
-    assert out.shape == (0, 16, 512) and max_logits.shape == lse.shape == (0, 16)
-    assert not given or out is target
-    torch.cuda.synchronize()
 
 
 # ---- what must not be read
@@ -240,136 +219,14 @@ def test_united_duplicates(h_q: int) -> None:
         assert_same_bits(name, one, again)
 
 
-def test_united_selections_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_united_selections_in_chunks() -> None:
     """Groups that scratch has no room for at once are attended one chunk after the other."""
-    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 1 << 20)
     inputs = make(KINDS[0], b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
-    prefill_check(inputs, prefill(inputs))
-
-
-# ---- sinks and scales
-
-
-@kinds
-@pytest.mark.parametrize("log_base", ("2", "e"))
-def test_sink_values(log_base: str, kind: dict[str, Any]) -> None:
-    """A sink never changes max_logits or lse; -inf changes nothing, +inf takes everything."""
-    for b, topk in ((4, 200), (2, 3000), (200, 100)):
-        inputs = make(kind, b=b, h_q=16, s_k=3000, topk=topk, empty_rows=0.2)
-        want = prefill(inputs, log_base=log_base)
-        for value in (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf):
-            inputs.attn_sink = torch.full((16,), value, device="cuda")
-            got = prefill(inputs, log_base=log_base)
-            check_close(
-                f"out with sink {value}", got[0], prefill_reference(inputs)[0], prefill_out_tolerance()
-            )
-            assert_same_bits("max_logits", got[1], want[1])
-            assert_same_bits("lse", got[2], want[2])
-            if value in (-math.inf, -1e30):
-                assert_same_bits(f"out with sink {value}", got[0], want[0])
-            if value in (1e30, math.inf):
-                assert not bool(got[0].any())
-
-
-@kinds
-def test_natural_logarithms(kind: dict[str, Any]) -> None:
-    for b in (2, 200):
-        inputs = make(kind, b=b, h_q=66, s_k=2000, topk=300, empty_rows=0.1)
-        out, max_logits, lse = prefill(inputs, log_base="e")
-        two = prefill(inputs)
-        assert_same_bits("out", out, two[0])
-        want = prefill_reference(inputs)
-        for name, got, wanted in (("max_logits", max_logits, want[1]), ("lse", lse, want[2])):
-            check_close(name, got, wanted * math.log(2.0), prefill_lse_tolerance())
-
-
-@kinds
-def test_is_decoding_with_a_request_per_token(kind: dict[str, Any]) -> None:
-    inputs = make(kind, b=300, h_q=16, s_k=9000, topk=200, lengths="random", sink=True)
-    out, _, lse = prefill(inputs, log_base="e")
-    want_out, want_lse = sparse_decode(inputs)
-    assert_same_bits("out", out, want_out[:, 0])
-    assert_same_bits("lse", lse, want_lse[:, :, 0])
-
-
-@pytest.mark.parametrize(("layout", "h_q"), (("v32", 64), ("model1", 16), ("model1", 130)))
-def test_fp8_rows_that_are_selected_often(layout: str, h_q: int) -> None:
-    """They are attended as the bf16 rows that dequantising gives."""
-    kind = {"layout": layout, "page_block_size": 61, "block_gap": 1}
-    inputs = make(kind, b=300, h_q=h_q, s_k=700, topk=200, lengths="random", sink=True)
-    rows = rawmla.dequantize_k_cache(inputs.k_cache, layout).reshape(slots_of(inputs), 1, -1)
-    want = rawmla.flash_mla_sparse_fwd(
-        inputs.q[:, 0],
-        rows,
-        inputs.indices,
-        inputs.case.width**-0.5,
-        attn_sink=inputs.attn_sink,
-        topk_length=inputs.topk_length,
-    )
-    for name, one, wanted in zip(NAMES, prefill(inputs), want, strict=True):
-        assert_same_bits(name, one, wanted)
-
-
-@kinds
-@pytest.mark.parametrize("h_q", (16, 128))
-def test_sharp_softmax_rows(h_q: int, kind: dict[str, Any]) -> None:
-    """The running reference of the softmax is not the largest score."""
-    for b in (5, 200):
-        inputs = make(kind, b=b, h_q=h_q, s_k=3000, topk=2048, sharp=True)
+    with united_selections(scratch_bytes=1 << 20):
         prefill_check(inputs, prefill(inputs))
 
 
-@kinds
-@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
-def test_scores_in_order(descending: bool, kind: dict[str, Any]) -> None:
-    """The largest score is in the last block, or in the first."""
-    for b in (2, 200):
-        inputs = make(kind, b=b, h_q=64, s_k=700, topk=640, invalid=0.0, duplicates=0.0)
-        inputs.q = inputs.q[:1, :, :1].expand_as(inputs.q).contiguous()
-        named = inputs.indices.unique()
-        one = replace(
-            inputs,
-            case=replace(inputs.case, b=len(named), topk=1),
-            q=inputs.q[:1].expand(len(named), -1, -1, -1),
-            indices=named[:, None, None],
-        )
-        score = torch.zeros(slots_of(inputs), dtype=torch.float64, device="cuda")
-        score[named.long()] = prefill_reference(one)[1][:, 0]
-        order = score[inputs.indices.long()].argsort(dim=2, descending=descending)
-        inputs.indices = inputs.indices.gather(2, order)
-        for scale in (None, 1.0, 4.0):
-            want = prefill_reference(inputs, scale)
-            out, max_logits, lse = prefill(inputs, scale)
-            size = 1.0 if scale is None else scale / inputs.case.width**-0.5
-            check_close("out", out, want[0], prefill_out_tolerance())
-            check_close("max_logits", max_logits, want[1], prefill_lse_tolerance(size))
-            check_close("lse", lse, want[2], prefill_lse_tolerance(size))
-
-
 # ---- arrays
-
-
-@pytest.mark.parametrize("h_q", (16, 128))
-def test_query_index_and_kv_strides(h_q: int) -> None:
-    inputs = make(KINDS[0], b=9, h_q=h_q, topk=133, lengths="random", block_gap=1)
-    want = prefill(inputs)
-    prefill_check(inputs, want)
-    q = inputs.q
-    wide = torch.full((9, 1, h_q + 8, 576), float("nan"), dtype=torch.bfloat16, device="cuda")
-    wide[:, :, 4 : 4 + h_q] = q
-    odd = torch.empty(9 * h_q * 576 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(q.shape)
-    odd.copy_(q)
-    table = torch.full((18, 1, 300), INT_MAX, dtype=torch.int32, device="cuda")
-    table[::2, :, :133] = inputs.indices
-    changes: dict[str, dict[str, Any]] = {
-        "a slice of the heads": {"q": wide[:, :, 4 : 4 + h_q]},
-        "heads outermost": {"q": q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)},
-        "an address that is copied": {"q": odd},
-        "rows of a wider table": {"indices": table[::2, :, :133]},
-        "contiguous kv": {"k_cache": inputs.k_cache.contiguous()},
-    }
-    for name, change in changes.items():
-        assert_all_same_bits(name, prefill(replace(inputs, **change)), want)
 
 
 def test_one_row_of_indices_for_all_tokens() -> None:
@@ -389,22 +246,6 @@ def test_rows_of_kv_that_overlap(stride: int) -> None:
     got = prefill(windows)
     prefill_check(apart, got)
     assert_all_same_bits("overlapping", got, prefill(apart))
-
-
-@kinds
-def test_out_is_written_whole_between_canaries(kind: dict[str, Any]) -> None:
-    for b in (6, 200):
-        inputs = make(kind, b=b, h_q=16, topk=200, lengths="random", empty_rows=0.2, sink=True)
-        fresh = prefill(inputs)
-        prefill_check(inputs, fresh)
-        buffer = torch.full((b + 2, 40, 528), -7.0, dtype=torch.bfloat16, device="cuda")
-        given = buffer[1 : b + 1, 8:24, 8:520]
-        given.fill_(float("nan"))
-        got = prefill(inputs, out=given)
-        assert got[0] is given
-        assert_all_same_bits("given and fresh", got, fresh)
-        given.fill_(-7.0)
-        assert bool((buffer == -7.0).all()), "the call wrote outside `out`"
 
 
 @pytest.mark.parametrize("layout", ("v32", "model1"))
@@ -438,110 +279,3 @@ def test_kv_past_2_31_elements() -> None:
     want = prefill(inputs)
     moved = replace(inputs, k_cache=kv, indices=torch.where(valid, inputs.indices + first, -1))
     assert_all_same_bits("at the end", prefill(moved), want)
-
-
-# ---- bits, graphs, frameworks
-
-RERUN_CASES = (
-    SparseCase(b=1, h_q=128, s_k=9000, topk=8192, **KINDS[0], shared=True),
-    SparseCase(b=7, h_q=16, s_k=3000, topk=2048, lengths="random", sink=True, **KINDS[2], shared=True),
-    SparseCase(b=500, h_q=66, s_k=1000, topk=576, empty_rows=0.1, **KINDS[1], shared=True),
-    SparseCase(b=20_000, h_q=3, s_k=300, topk=130, lengths="random", **KINDS[0], shared=True),
-    SparseCase(b=40, h_q=64, s_k=900, topk=500, **KINDS[3], shared=True),
-)
-
-
-@pytest.mark.parametrize("case", RERUN_CASES, ids=lambda case: case.id)
-def test_reruns_give_the_same_bits(case: SparseCase) -> None:
-    """Twenty calls in flight at once; scratch of one is that of the next."""
-    inputs = make_sparse_inputs(case)
-    first = prefill(inputs)
-    results = [prefill(inputs) for _ in range(20)]
-    for run, got in enumerate(results):
-        assert_all_same_bits(f"run {run}", got, first)
-    prefill_check(inputs, first)
-
-
-@pytest.mark.parametrize("case", RERUN_CASES, ids=lambda case: case.id)
-def test_graph(case: SparseCase) -> None:
-    """Captured once, replayed while indices and lengths change in place."""
-    inputs = make_sparse_inputs(replace(case, lengths="random"))
-    rawmla.warmup(prefill_formats=[case.layout])
-    graph = torch.cuda.CUDAGraph()
-    with poisoned_allocations(), torch.cuda.graph(graph):
-        got = prefill(inputs)
-    topk, draw = case.topk, torch.Generator(device="cuda").manual_seed(5)
-    chosen = inputs.indices.clone()
-    for share in (1.0, 0.0, 0.3, 1.0):
-        lengths = torch.rand(case.b, generator=draw, device="cuda").add(share).clamp(max=1.0) * topk * share
-        inputs.topk_length.copy_(lengths.int())
-        # Indices that were past the length may name poison.
-        order = torch.rand(chosen.shape, generator=draw, device="cuda").argsort(dim=2)
-        counted = torch.arange(topk, device="cuda") < inputs.topk_length[:, None, None]
-        alive = live_rows(inputs, chosen)
-        inputs.indices.copy_(torch.where(counted, alive.gather(2, order), INT_MAX))
-        graph.replay()
-        prefill_check(inputs, got)
-        assert_all_same_bits("replayed and eager", got, prefill(inputs))
-
-
-def live_rows(inputs: SparseInputs, indices: "torch.Tensor") -> "torch.Tensor":
-    """The indices, -1 in place of those that name poison."""
-    form, page = inputs.case.format, inputs.case.page_block_size
-    rows, _ = block_fields(inputs.k_cache.view(torch.uint8), form)
-    rope = rows[..., form.rope_offset :][..., : 2 * form.rope].contiguous().view(torch.bfloat16)
-    alive = rope.isfinite().all(dim=-1).reshape(-1)
-    valid = (indices >= 0) & (indices < slots_of(inputs))
-    assert page * inputs.k_cache.shape[0] == len(alive)
-    return torch.where(valid & alive[indices.long().masked_fill(~valid, 0)], indices, -1)
-
-
-def test_kernel_missing_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = make(KINDS[0], b=5, h_q=16, topk=130)
-    want = prefill(inputs)
-    with monkeypatch.context() as patched:
-        patched.setattr(launch, "_kernels", {})
-        patched.setattr(sys.modules["rawmla.mla.sparse_prefill"], "_known", {})
-        with pytest.raises(rawmla.KernelNotReadyError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            prefill(inputs)
-    assert_all_same_bits("afterwards", prefill(inputs), want)
-
-
-@kinds
-def test_cupy(kind: dict[str, Any]) -> None:
-    case = SparseCase(b=9, h_q=16, s_k=300, topk=133, lengths="random", sink=True, **{"shared": True, **kind})
-    inputs = make_sparse_inputs(case, "cupy")
-    keywords = {"attn_sink": inputs.attn_sink, "topk_length": inputs.topk_length}
-    keywords["is_fp8_kvcache"] = case.layout != "bf16"
-    arguments = (inputs.q[:, 0], prefill_kv(inputs), inputs.indices, 0.05)
-    got = rawmla.flash_mla_sparse_fwd(*arguments, **keywords)
-    assert all(isinstance(x, cupy.ndarray) for x in got)
-    on_host = [cupy.asnumpy(x) if isinstance(x, cupy.ndarray) else x for x in arguments]
-    want = reference.flash_mla_sparse_fwd(
-        *on_host, **{name: cupy.asnumpy(x) if name != "is_fp8_kvcache" else x for name, x in keywords.items()}
-    )
-    tolerances = (prefill_out_tolerance(), prefill_lse_tolerance(), prefill_lse_tolerance())
-    for name, one, wanted, tolerance in zip(NAMES, got, want, tolerances, strict=True):
-        check_close(name, cupy.asnumpy(one), wanted, tolerance)
-    assert got[1].dtype == got[2].dtype == np.float32
-
-
-def test_torch_side_stream() -> None:
-    """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
-    inputs = make(KINDS[0], b=20, h_q=64, s_k=900, topk=500)
-    want = prefill(inputs)
-    valid_q = inputs.q.clone()
-    inputs.q.fill_(float("nan"))
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        prefill(inputs)  # so that the allocator holds memory for the stream
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
-        inputs.q.copy_(valid_q)
-        got = prefill(inputs)
-        assert not stream.query(), "the call waited for the device"
-        inputs.q.fill_(float("nan"))
-    stream.synchronize()
-    assert_all_same_bits("on a side stream", got, want)

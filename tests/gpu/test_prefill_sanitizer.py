@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import prefill_kv
+from gpu_support import prefill_kv, small_plans, united_selections
 from test_sparse_sanitizer import on_gpu
 
 import rawmla
 from rawmla import reference
-from rawmla.kernels import mla_metadata as metadata
-from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.testing import (
     SparseCase,
     SparseInputs,
@@ -78,24 +76,24 @@ def test_small_prefill_call(case: SparseCase) -> None:
     check_prefill_on_host(host, rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device)))
 
 
-def test_prefill_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_in_chunks() -> None:
     """Plans of a few tokens each, which use the same scratch one after the other."""
-    monkeypatch.setattr(metadata, "MAX_BATCH", 5)
     case = SparseCase(b=13, h_q=17, d_qk=512, s_k=150, topk=140, lengths="random", sink=True, **ROWS)
     host, device = on_gpu(case)
-    got = rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device))
+    with small_plans(max_batch=5):
+        got = rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device))
     check_prefill_on_host(host, got)
     assert not any(np.isnan(x.cpu().numpy()).any() for x in got[1:])
 
 
 @pytest.mark.parametrize(("h_q", "layout"), ((8, "bf16"), (16, "v32"), (32, "model1")))
-def test_united_selections(monkeypatch: pytest.MonkeyPatch, h_q: int, layout: str) -> None:
+def test_united_selections(h_q: int, layout: str) -> None:
     """Query tokens that share the rows of a tile, rows that are selected twice, and chunks."""
-    monkeypatch.setattr(sparse_prefill, "_UNITED_TOKENS", 1)
-    monkeypatch.setattr(sparse_prefill, "_UNITED_SCRATCH", 1 << 15)
     case = SparseCase(
         b=37, h_q=h_q, s_k=41, topk=70, duplicates=0.3, layout=layout, page_block_size=1, lengths="random",
         shared=True, sink=True, power_of_two_scales=layout == "v32",
     )  # fmt: skip
     host, device = on_gpu(case)
-    check_prefill_on_host(host, rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device)))
+    with united_selections(scratch_bytes=1 << 15, tokens=1):
+        got = rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device))
+    check_prefill_on_host(host, got)

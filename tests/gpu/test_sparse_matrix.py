@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from gpu_support import rounds_keys, sparse_check, sparse_decode, without_extra
+from gpu_support import poison, rounds_keys, sparse_check, sparse_decode, without_extra
 
 from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
 from rawmla.testing.torch_reference import apply_sink
@@ -69,7 +69,8 @@ def test_sparse_matrix(layout: str, shape: tuple[tuple[int, int, int], tuple[int
             for number, (h_q, extra, sink) in enumerate(product(HEADS, (False, True), (False, True))):
                 inputs = with_heads(whole, h_q, extra=extra, sink=sink)
                 form = ("object", "tensors")[number % 2 ^ extra]
-                results.append((inputs, extra, sparse_decode(inputs, form)))
+                with poison(form == "tensors" or s_q == 1):  # without it, plan and attention overlap
+                    results.append((inputs, extra, sparse_decode(inputs, form)))
             want = {
                 (extra, rounded): float64_reference(whole, extra=extra, rounded_keys=rounded)
                 for extra, rounded in {(extra, rounds_keys(inputs.case)) for inputs, extra, _ in results}

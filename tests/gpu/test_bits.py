@@ -1,0 +1,72 @@
+"""The same call gives the same bits; batch-invariant calls whatever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from operations import Operation, assert_results, for_each, is_planned
+
+RERUNS = 20
+
+
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@for_each("rerun_cases", only=is_planned)
+def test_reruns_of_planned_calls(operation: Operation, case: Any, form: str) -> None:
+    """Each with a plan of its own."""
+    call = operation.make(case)
+    want = call.run(form)
+    for run in range(RERUNS):
+        assert_results(f"run {run}", call, call.run(form), want)
+    call.check(want)
+
+
+@for_each("rerun_cases", only=lambda operation: not is_planned(operation))
+def test_reruns(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    want = call.run()
+    for run in range(RERUNS):
+        assert_results(f"run {run}", call, call.run(), want)
+    call.check(want)
+
+
+@pytest.mark.unpoisoned
+@for_each("rerun_cases")
+def test_reruns_back_to_back(operation: Operation, case: Any) -> None:
+    """Twenty calls in flight at once, as a model's layers make them; scratch of one is that of the next.
+
+    Without poison, whose fills would keep the launches from overlapping.
+    """
+    call = operation.make(case)
+    plan = {}
+    if call.plan is not None:
+        plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan()
+    results = [call.run(**plan) for _ in range(RERUNS)]
+    fresh_plans = [call.run() for _ in range(RERUNS if call.plan is not None else 0)]
+    for run, got in enumerate([*results, *fresh_plans]):
+        assert_results(f"run {run}", call, got, results[0])
+    call.check(results[0])
+
+
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@for_each("invariant_cases", only=is_planned)
+def test_batch_invariance(operation: Operation, case: Any, form: str) -> None:
+    """Alone, in batches of 2 to all, in any position and company, a request keeps its bits."""
+    call = operation.make(case)
+    whole = call.run(form, invariant=True)
+    call.check(whole)
+
+    draw = random.Random(3)
+    everyone = list(range(case.b))
+    lengths = getattr(call.inputs, "lengths", None) or call.inputs.topk_length.tolist()
+    longest = max(everyone, key=lengths.__getitem__)
+    shortest = min(everyone, key=lengths.__getitem__)
+    batches = [[i] for i in {0, case.b - 1, longest, shortest, *draw.sample(everyone, 4)}]
+    batches += [[longest] * 3, [longest, shortest], [shortest, longest, shortest]]
+    batches += [draw.sample(everyone, size) for size in (2, 3, 5, 8, case.b // 2, case.b)]
+    batches += [draw.choices(everyone, k=256), list(reversed(everyone))]
+    assert operation.part is not None
+    for requests in batches:
+        got = operation.part(call, requests).run(form, invariant=True)
+        assert_results(f"batch of {len(requests)}", call, got, tuple(x[requests] for x in whole))

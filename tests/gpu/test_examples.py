@@ -1,0 +1,49 @@
+"""The examples and the README's Python blocks run on the GPU, each in a fresh process."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
+
+
+def run(*arguments: str) -> None:
+    """Run Python, which has to end well."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str) -> None:
+    run(example)
+
+
+def test_readme() -> None:
+    """Its Python blocks one after the other, as a reader would paste them; results are finite."""
+    text = (ROOT / "README.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert blocks
+    check = (
+        "import torch\n"
+        "torch.cuda.synchronize()\n"
+        "found = {n: x for n, x in list(globals().items()) if n.rpartition('_')[2] == 'out'}\n"
+        "assert found and all(bool(torch.isfinite(x).all()) for x in found.values()), found\n"
+    )
+    run("-c", "\n".join([*blocks, check]))

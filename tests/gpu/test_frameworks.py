@@ -1,0 +1,272 @@
+"""torch, CuPy and DLPack in; streams, devices and threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpu_support import assert_same_bits, cupy, torch
+from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
+
+DELAY_CYCLES = 100_000_000  # about 50 ms: a call on the wrong stream has long finished by then
+
+
+def forms(call: Call) -> tuple[str, ...]:
+    """The forms of plan that a call can have."""
+    return ("object", "tensors") if call.plan is not None else ("object",)
+
+
+def to_cupy(x: Any) -> Any:
+    """A CuPy array on the same memory; the CuPy array that it is."""
+    return x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)
+
+
+# ---- arrays
+
+
+@for_each("cases")
+def test_cupy(operation: Operation, case: Any) -> None:
+    """CuPy arrays in, CuPy arrays out, with the bits that torch gets."""
+    call = operation.make(case)
+    in_cupy = call.mapped(to_cupy)
+    for form in forms(call):
+        want = call.run(form)
+        call.check(want)
+        got = in_cupy.run(form)
+        assert all(isinstance(x, cupy.ndarray) for x in got)
+        assert [x.dtype.name for x in got] == [str(x.dtype).removeprefix("torch.") for x in want]
+        cupy.cuda.get_current_stream().synchronize()
+        assert_results(f"CuPy, {form}", call, tuple(torch.from_dlpack(x) for x in got), want)
+    if call.plan is not None:
+        metadata, num_splits = in_cupy.make_plan("tensors")
+        assert isinstance(metadata, cupy.ndarray) and isinstance(num_splits, cupy.ndarray)
+
+
+@for_first(only=lambda operation: operation.out)
+def test_cupy_out_slice(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    want = call.run()
+    wide = torch.full((want[0].shape[0] + 2, *want[0].shape[1:]), 7, dtype=torch.uint8, device="cuda")
+    wide = wide.to(want[0].dtype)
+    given = to_cupy(wide)[1:-1]
+    if call.fresh is not None:
+        wide[1:-1].copy_(call.fresh())
+    torch.cuda.synchronize()
+    got = call.mapped(to_cupy).run(out=given)
+    assert got[0] is given
+    cupy.cuda.get_current_stream().synchronize()
+    assert_same_bits("out", wide[1:-1], want[0])
+    assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
+
+
+class Producer:
+    """An array of a library that nobody has heard of: DLPack and nothing else."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.tensor.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+@for_each("cases")
+def test_dlpack_producer(operation: Operation, case: Any) -> None:
+    """Taken over by CuPy, which then also holds the results; what is written in place is written there."""
+    call = operation.make(case)
+    torch.cuda.synchronize()
+    produced = call.mapped(Producer)
+    for form in forms(call):
+        want = call.run(form)
+        got = produced.run(form)
+        cupy.cuda.get_current_stream().synchronize()
+        if call.written is not None:
+            assert_results("a producer", call, (got[0].tensor,), want)
+            continue
+        assert all(isinstance(x, cupy.ndarray) for x in got)
+        assert_results(f"a producer, {form}", call, tuple(torch.from_dlpack(x) for x in got), want)
+
+
+# ---- streams
+
+
+class Late:
+    """Arguments that become valid only when `restore` has run; until then they hold garbage that is safe."""
+
+    def __init__(self, call: Call) -> None:
+        given = [*call.arrays().values(), *(call.plan or {}).values()]
+        arrays = [x for value in given for x in (value if isinstance(value, list) else [value])]
+        self.valid = [(x, x.clone()) for x in arrays if isinstance(x, torch.Tensor)]
+
+    def spoil(self) -> None:
+        for x, _ in self.valid:
+            x.fill_(float("nan") if x.is_floating_point() else 0)
+
+    def restore(self) -> None:
+        for x, valid in self.valid:
+            x.copy_(valid)
+
+
+def warmed_up_stream(call: Call, form: str) -> Any:
+    """An idle stream for which the allocator holds memory already: allocating may wait for the device."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call.run(form)
+    torch.cuda.synchronize()
+    return stream
+
+
+@for_first()
+def test_torch_side_stream(operation: Operation, case: Any) -> None:
+    """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
+    call = operation.make(case)
+    for form in forms(call):
+        want = call.run(form)
+        late, target = Late(call), call.target()
+        stream = warmed_up_stream(call, form)
+        late.spoil()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(DELAY_CYCLES)
+            late.restore()
+            got = call.run(form, **target)
+            assert not stream.query(), "the call waited for the device"
+            late.spoil()
+        stream.synchronize()
+        assert_results(f"on a side stream, {form}", call, got, want)
+        late.restore()
+
+
+@for_first()
+def test_default_stream_is_not_involved(operation: Operation, case: Any) -> None:
+    """A call on a side stream finishes while the default stream is held up (non-blocking streams)."""
+    call = operation.make(case)
+    want = call.run()
+    target = call.target()
+    stream = warmed_up_stream(call, "object")
+    torch.cuda._sleep(4 * DELAY_CYCLES)
+    with torch.cuda.stream(stream):
+        got = call.run(**target)
+    stream.synchronize()
+    assert not torch.cuda.default_stream().query(), "the call waited for the default stream"
+    torch.cuda.synchronize()
+    assert_results("on a side stream", call, got, want)
+
+
+@for_first()
+def test_cupy_side_stream(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    want = call.run()
+    late = Late(call)
+    in_cupy = call.mapped(to_cupy)
+    target = in_cupy.target()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:  # loads the kernels, and gives the pool memory for this stream
+        in_cupy.run()
+    stream.synchronize()
+    late.spoil()
+    cupy.cuda.Device().synchronize()
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        torch.cuda._sleep(DELAY_CYCLES)
+        late.restore()
+        got = in_cupy.run(**target)
+        assert not stream.done, "the call waited for the device"
+    stream.synchronize()
+    assert_results("on a side stream", call, tuple(torch.from_dlpack(x) for x in got), want)
+
+
+# ---- devices
+
+
+@for_first()
+def test_second_device(operation: Operation, case: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    call = operation.make(case)
+    want = call.run()
+    moved = call.mapped(lambda x: x.to("cuda:1"))
+    torch.cuda.synchronize("cuda:1")
+    for form in forms(call):
+        got = moved.run(form)
+        assert torch.cuda.current_device() == 0
+        assert all(x.device == torch.device("cuda:1") for x in got)
+        at_home = call.run(form)
+        assert_results(f"on the second device, {form}", call, tuple(x.to("cuda:0") for x in got), at_home)
+    with cupy.cuda.Device(1):
+        in_cupy = moved.mapped(to_cupy)
+        target = in_cupy.target()
+    got = in_cupy.run(**target)
+    assert all(x.device.id == 1 for x in got)
+    cupy.cuda.Device(1).synchronize()
+    on_host = tuple(torch.from_numpy(cupy.asnumpy(x.view(cupy.uint8))) for x in map(contiguous, got))
+    for name, one, wanted in zip(call.results, on_host, want, strict=True):
+        assert torch.equal(one, wanted.contiguous().view(torch.uint8).cpu()), name
+
+
+def contiguous(x: Any) -> Any:
+    """A CuPy array without gaps, on its own device."""
+    with cupy.cuda.Device(x.device.id):
+        return cupy.ascontiguousarray(x)
+
+
+@for_first()
+def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    call = operation.make(case)
+    call.run()
+    names = [*operation.arrays]
+    if call.written is None:
+        del names[0]  # where this one is, the others have to be
+    for name in names:
+        value = call.arguments[name]
+        moved = [*value[:-1], value[-1].to("cuda:1")] if isinstance(value, list) else value.to("cuda:1")
+        with pytest.raises(ValueError, match=rf"^{name}"):
+            call.run(**{name: moved})
+
+
+# ---- threads
+
+
+def test_threads() -> None:
+    """A thread per operation, each with a stream of its own, gets the bits that it would get alone."""
+    operations = [operation for operation in OPERATIONS if not operation.clusters]
+    calls = [operation.make(case) for operation in operations for case in operation.cases]
+    wanted = [call.run() for call in calls]
+    for call, want in zip(calls, wanted, strict=True):
+        call.check(want)
+    torch.cuda.synchronize()
+    results: list[list[tuple[Any, ...]]] = [[] for _ in calls]
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(calls))
+
+    def work(call: Call, own: list[tuple[Any, ...]]) -> None:
+        try:
+            start.wait()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                own.extend(call.run() for _ in range(20))
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    def run_all(target: Callable[..., None]) -> None:
+        threads = [threading.Thread(target=target, args=pair) for pair in zip(calls, results, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run_all(work)
+    assert not errors, errors
+    torch.cuda.synchronize()
+    for call, own, want in zip(calls, results, wanted, strict=True):
+        assert len(own) == 20
+        for got in own:
+            assert_results("in a thread", call, got, want)

@@ -1,0 +1,198 @@
+"""CUDA graphs: captured once, replayed while the arguments and plans change in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_support import POISON_BYTE, assert_poison, no_kernel_loaded, torch
+from operations import (
+    OPERATIONS,
+    Operation,
+    all_canaries,
+    assert_results,
+    between_canaries,
+    fill_with_canaries,
+    for_each,
+    for_first,
+    is_planned,
+)
+
+import rawmla
+
+PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
+
+
+def capture(work: Any) -> tuple[Any, Any]:
+    """Capture what `work` enqueues. Its results live in the graph's memory, and their poison is part of the
+    graph, so every replay starts from poison.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph, result
+
+
+PLANNED = [
+    (operation, case, plan)
+    for operation in OPERATIONS
+    if is_planned(operation)
+    for case in operation.graph_cases
+    for plan in (*PLANS, *(("tensors, before",) if operation.plan_serves_all_lengths else ()))
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "plan"),
+    PLANNED,
+    ids=[f"{operation.name}-{plan}-{case.id}" for operation, case, plan in PLANNED],
+)
+def test_planned_calls(operation: Operation, case: Any, plan: str) -> None:
+    """The plan is computed in the graph by the call ("object") or beside it ("inside"), or into the buffers
+    that the graph reads, before each replay ("outside") or once ("before").
+    """
+    call = operation.make(case)
+    form, _, how = plan.partition(", ")
+    invariant = how == "invariant"
+    call.run(form, invariant=invariant)  # loads the kernels
+    metadata, num_splits = call.make_plan(form, invariant=invariant)
+
+    def work() -> Any:
+        if how == "inside":
+            call.replan(metadata, num_splits)
+        return call.run(
+            invariant=invariant and form == "tensors", tile_scheduler_metadata=metadata, num_splits=num_splits
+        )
+
+    graph, got = capture(work)
+    assert operation.changes is not None
+    for _ in operation.changes(call):
+        if how == "inside":
+            metadata.fill_(-1)
+        if how == "outside":
+            call.replan(metadata, num_splits)
+        graph.replay()
+        call.check(got)
+        if form == "object":
+            assert_results("replayed and eager", call, got, call.run(form, invariant=invariant))
+
+
+@for_each("graph_cases", only=lambda operation: not is_planned(operation))
+def test_calls(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    call.run()  # loads the kernels
+    target = call.target()
+    graph, got = capture(lambda: call.run(**target))
+    assert operation.changes is not None
+    for _ in operation.changes(call):
+        if call.fresh is not None:
+            got[0].copy_(call.fresh())
+        graph.replay()
+        call.check(got)
+        assert_results("replayed and eager", call, got, call.run())
+
+
+@for_each("graph_cases", only=is_planned)
+def test_one_object_for_several_layers(operation: Operation, case: Any) -> None:
+    """The first layer computes the plan inside the graph, the others read it there."""
+    call = operation.make(case)
+    call.run()
+    metadata, _ = call.make_plan()
+    graph, results = capture(lambda: [call.run(tile_scheduler_metadata=metadata) for _ in range(3)])
+    assert operation.changes is not None
+    for number, _ in enumerate(operation.changes(call)):
+        graph.replay()
+        call.check(results[0])
+        for got in results[1:]:
+            assert_results("later layer", call, got, results[0])
+        if number == 4:
+            break
+
+
+@for_each("graph_cases", only=lambda operation: operation.out)
+def test_out_given_and_other_memory_reused_between_replays(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    assert operation.changes is not None and operation.out is not None
+    first = call.run()
+    buffer, given = between_canaries(first[0], operation.out(first[0]))
+    metadata = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
+    graph, got = capture(lambda: call.run(**metadata, out=given))
+    assert got[0] is given
+    for _ in operation.changes(call):
+        if call.fresh is not None:
+            given.copy_(call.fresh())
+        else:
+            given.view(torch.uint8).fill_(POISON_BYTE)
+        other = [torch.full((n << 20,), float("nan"), device="cuda") for n in (1, 2, 8)]
+        graph.replay()
+        call.check(got)
+        del other
+    fill_with_canaries(given)
+    assert all_canaries(buffer), "a replay wrote outside `out`"
+
+
+SMALLER = [
+    (operation, case, form, invariant)
+    for operation in OPERATIONS
+    if is_planned(operation)
+    for case in operation.graph_cases
+    if case.b > 1
+    for form in ("tensors", "object")
+    for invariant in (False, True)
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "form", "invariant"),
+    SMALLER,
+    ids=[
+        f"{operation.name}-{form}{'-invariant' * invariant}-{case.id}"
+        for operation, case, form, invariant in SMALLER
+    ],
+)
+def test_batch_smaller_than_captured(operation: Operation, case: Any, form: str, invariant: bool) -> None:
+    """Between replays the plan is made for the first requests only, by `get_mla_metadata(..., out=)`: rows of
+    the others are not written, whatever the plan before said of them.
+    """
+    call = operation.make(case)
+    metadata, num_splits = call.make_plan(form, invariant=invariant)
+    plan = {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
+    call.run(invariant=invariant, **plan)  # loads the kernels, fills an object
+    given = torch.empty((case.b, case.s_q, case.h_q, 512), dtype=call.arguments["q"].dtype, device="cuda")
+    graph, (out, lse) = capture(lambda: call.run(invariant=invariant, **plan, out=given))
+    assert operation.changes is not None and operation.part is not None
+    for _ in operation.changes(call):
+        for size in sorted({1, 3, case.b - 1}):
+            call.replan(metadata, num_splits, invariant=invariant)  # says of all requests that they are split
+            call.replan(metadata, num_splits, size, invariant=invariant)
+            fill_with_canaries(given)
+            graph.replay()
+            small = operation.part(call, list(range(size)))
+            small.check((out[:size], lse[:size]))
+            if invariant:
+                want = small.run("tensors", invariant=True)
+                assert_results(f"the first {size}", call, (out[:size], lse[:size]), want)
+            assert all_canaries(out[size:]), f"out of requests from {size} on was written"
+            assert_poison(f"lse of requests from {size} on", lse[size:])
+    call.replan(metadata, num_splits, invariant=invariant)
+    graph.replay()
+    call.check((out, lse))
+
+
+@for_first()
+def test_kernel_missing_in_a_capture(operation: Operation, case: Any) -> None:
+    """Nothing is compiled or loaded in a capture, and the refused call leaves nothing behind: the same plan
+    object, still empty, serves the next call.
+    """
+    call = operation.make(case)
+    want = call.run()
+    target = call.target()
+    metadata = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
+    with no_kernel_loaded():
+        with (
+            pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            call.run(**metadata, **target)
+        assert_results("after a refused capture", call, call.run(**metadata), want)
+    assert_results("afterwards", call, call.run(), want)

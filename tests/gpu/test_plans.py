@@ -1,0 +1,222 @@
+"""Plans: both forms and layouts, plans written by somebody else, re-use. What a plan looks like is in
+test_metadata.py, configurations of objects in test_dense_plans.py and test_sparse_plans.py.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpu_support import assert_same_bits, torch
+from operations import DENSE, Call, Operation, dense_call, for_each, is_planned, sparse_call, sparse_operation
+
+import rawmla
+from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, write_plan
+
+LENGTHS = (700, 0, 64, 65, 3000, 1, 0, 1999, 0)
+SPARSE_LENGTHS = (700, 0, 64, 65, 2100, 1, 0, 1999, 0)
+EXTRA_LENGTHS = (0, 0, 1, 64, 500, 65, 0, 130, 3)
+SPLITS = (1, 2, 31, 32, 33, 64, 100, 160, 161, 256)
+
+DENSE_SHAPE: dict[str, Any] = {"b": len(LENGTHS), "lengths": LENGTHS, "causal": True, "sharp": True}
+SPARSE_SHAPE: dict[str, Any] = {"b": len(LENGTHS), "s_k": 2200, "topk": 2100, "lengths": SPARSE_LENGTHS}
+SPARSE_CASES = {
+    "v32": SparseCase(s_q=2, h_q=16, **SPARSE_SHAPE),
+    "bf16": SparseCase(h_q=128, layout="bf16", sink=True, **SPARSE_SHAPE),
+    "model1": SparseCase(
+        s_q=2,
+        h_q=64,
+        layout="model1",
+        extra_topk=500,
+        extra_page_block_size=2,
+        extra_lengths=EXTRA_LENGTHS,
+        sink=True,
+        sharp=True,
+        **SPARSE_SHAPE,
+    ),
+}
+CASES: tuple[tuple[Operation, Any], ...] = (
+    (DENSE, DenseCase(h_q=16, **DENSE_SHAPE)),
+    (DENSE, DenseCase(h_q=128, s_q=2, **DENSE_SHAPE)),
+    *((sparse_operation(layout), case) for layout, case in SPARSE_CASES.items()),
+    *((sparse_operation(layout, clusters=True), SPARSE_CASES[layout]) for layout in ("v32", "model1")),
+)
+IDS = [f"{operation.name}-h{case.h_q}" for operation, case in CASES]
+
+
+def block_tokens(case: Any) -> list[int]:
+    """Tokens per request as plans count them: in sparse calls those of either cache in whole blocks of 64."""
+    if isinstance(case, DenseCase):
+        return case.request_lengths()
+    tokens = [-(-length // 64) * 64 for length in case.lengths]
+    if case.extra_topk:
+        tokens = [n + -(-length // 64) * 64 for n, length in zip(tokens, case.extra_lengths, strict=True)]
+    return tokens
+
+
+def run_with_plan(call: Call, rows: Any, num_splits: Any, layout: str) -> tuple[Any, ...]:
+    """Decode with a plan written on the host, in either of its forms."""
+    metadata: Any = torch.from_numpy(rows).cuda()
+    splits: Any = torch.from_numpy(num_splits).cuda()
+    if layout == "object":
+        plan = rawmla.FlashMLASchedMeta()
+        plan.tile_scheduler_metadata, plan.num_splits = metadata, splits
+        metadata, splits = plan, None
+    return call.run(tile_scheduler_metadata=metadata, num_splits=splits)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("idle_form", IDLE_FORMS)
+@pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
+def test_external_plans_and_idle_rows(operation: Operation, case: Any, idle_form: str, layout: str) -> None:
+    call = operation.make(case)
+    tokens = block_tokens(case)
+    total = sum(-(-length // 64) for length in tokens)
+    draw = random.Random(5)
+    plans = {
+        "one row": [total],
+        "two rows": [total // 2, total],
+        "a row per block": [1] * total,
+        "more rows than blocks": [1] * (total + 40),
+        "uneven": [draw.randint(1, 9) for _ in range(60)],
+        "everything split at odd places": [3, 5, 7, 11, 1, 1, 13] * 6,
+    }
+    for name, shares in plans.items():
+        for idle_before, idle_after in ((0, 0), (1, 0), (0, 7), (3, 150)):
+            rows, num_splits = write_plan(
+                tokens, shares, layout, idle_form=idle_form, idle_before=idle_before, idle_after=idle_after
+            )
+            got = run_with_plan(call, rows, num_splits, layout)
+            try:
+                call.check(got)
+            except AssertionError as error:
+                raise AssertionError(f"{name}, {idle_before} + {idle_after} idle rows: {error}") from error
+
+
+def long_call(operation: Operation) -> Call:
+    """A request of 256 blocks and one of two."""
+    lengths = (64 * 256, 100)
+    if operation is DENSE:
+        return dense_call(make_dense_inputs(DenseCase(b=2, h_q=64, lengths=lengths, sharp=True)))
+    return sparse_call(
+        make_sparse_inputs(
+            SparseCase(b=2, h_q=64, s_k=17000, topk=lengths[0], layout="model1", lengths=lengths, sharp=True)
+        )
+    )
+
+
+SPLIT_OPERATIONS = (DENSE, sparse_operation("model1"), sparse_operation("model1", clusters=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("operation", SPLIT_OPERATIONS, ids=[one.name for one in SPLIT_OPERATIONS])
+def test_any_number_of_splits(operation: Operation, layout: str) -> None:
+    call = long_call(operation)
+    lengths = (64 * 256, 100)
+    for splits in SPLITS:
+        shares = [256 // splits] * (splits - 1) + [256 - (splits - 1) * (256 // splits)] + [2]
+        rows, num_splits = write_plan(lengths, shares, layout)
+        assert num_splits.tolist() == [0, splits, splits + 1]
+        try:
+            call.check(run_with_plan(call, rows, num_splits, layout))
+        except AssertionError as error:
+            raise AssertionError(f"{splits} splits: {error}") from error
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
+def test_idle_rows_anywhere(operation: Operation, case: Any, layout: str) -> None:
+    call = operation.make(case)
+    rows, num_splits = write_plan(block_tokens(case), [4] * 30, layout, idle_after=30)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).numpy()
+    call.check(run_with_plan(call, rows[order], num_splits, layout))
+
+
+def without_lengths(case: Any) -> Any:
+    """The case as a plan of tensors sees it: sparse ones without topk_length."""
+    return case if isinstance(case, DenseCase) else replace(case, lengths=None, extra_lengths=None)
+
+
+@for_each("rerun_cases", only=is_planned)
+def test_both_forms_agree(operation: Operation, case: Any) -> None:
+    """The two layouts of the library's own plan describe the same split, so the bits agree too."""
+    call = operation.make(without_lengths(case))
+    by_object, by_tensors = call.run("object"), call.run("tensors")
+    call.check(by_object)
+    for name, one, other in zip(call.results, by_object, by_tensors, strict=True):
+        assert_same_bits(name, one, other)
+
+
+@pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
+def test_copied_plan(operation: Operation, case: Any) -> None:
+    """Engines copy plans into buffers of their own, with room to spare: rows that are idle, and numbers of
+    splits that nobody may read.
+    """
+    call = operation.make(case)
+    metadata, num_splits = call.make_plan("tensors")
+    want = call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
+    call.check(want)
+    buffer = torch.full((metadata.shape[0] + 20, 8), -1, dtype=torch.int32, device="cuda")
+    buffer[: metadata.shape[0]] = metadata
+    for spare in (-1, 1 << 28):
+        splits = torch.full((100,), spare, dtype=torch.int32, device="cuda")
+        splits[: case.b + 1] = num_splits
+        got = call.run(tile_scheduler_metadata=buffer, num_splits=splits)
+        for name, one, other in zip(call.results, got, want, strict=True):
+            assert_same_bits(name, one, other)
+
+
+@pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
+def test_object_is_filled_once_and_reused(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    metadata, nothing = call.make_plan()
+    assert nothing is None and not metadata.have_initialized and metadata.config is None
+    first = call.run(tile_scheduler_metadata=metadata)
+    rows, num_splits = metadata.tile_scheduler_metadata, metadata.num_splits
+    assert metadata.have_initialized
+    assert rows.shape[1] == 8 and rows.dtype == torch.int32 and rows.is_cuda
+    assert num_splits.shape == (case.b + 1,) and num_splits.dtype == torch.int32
+    config = metadata.config
+    assert (config.b, config.s_q, config.h_q, config.h_k) == (case.b, case.s_q, case.h_q, 1)
+    second = call.run(tile_scheduler_metadata=metadata)
+    assert metadata.tile_scheduler_metadata is rows and metadata.num_splits is num_splits
+    call.check(first)
+    for name, one, other in zip(call.results, second, first, strict=True):
+        assert_same_bits(name, one, other)
+
+
+@for_each("cases", only=is_planned)
+def test_refused_call_leaves_an_empty_plan_empty(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    metadata, _ = call.make_plan()
+    name = "cache_seqlens" if call.arguments["cache_seqlens"] is not None else "indices"
+    with pytest.raises(ValueError, match=name):
+        call.run(tile_scheduler_metadata=metadata, **{name: call.arguments[name][:-1]})
+    assert not metadata.have_initialized
+    assert (
+        metadata.config is None and metadata.tile_scheduler_metadata is None and metadata.num_splits is None
+    )
+
+
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@for_each("graph_cases", only=is_planned)
+def test_recomputed_in_place(operation: Operation, case: Any, form: str) -> None:
+    """New lengths, same plan buffers; also for a batch smaller than the one the buffers were made for."""
+    call = operation.make(case)
+    metadata, num_splits = call.make_plan(form)
+    call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
+    rows = metadata.tile_scheduler_metadata if form == "object" else metadata
+    assert operation.changes is not None and operation.part is not None
+    for _ in operation.changes(call):
+        rows.fill_(-1)
+        call.replan(metadata, num_splits)
+        call.check(call.run(tile_scheduler_metadata=metadata, num_splits=num_splits))
+        if form == "tensors":  # an object serves calls of its batch only
+            for size in sorted({1, max(case.b // 2, 1), case.b}):
+                rows.fill_(-1)
+                call.replan(metadata, num_splits, size)
+                small = operation.part(call, list(range(size)))
+                small.check(small.run(tile_scheduler_metadata=metadata, num_splits=num_splits))

@@ -1,0 +1,107 @@
+"""Batch-invariant prefill: a token's bits depend on what it selects and on nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gpu_support import assert_same_bits, prefill, prefill_check, torch
+from operations import PREFILL_KINDS
+
+from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
+
+NAMES = ("out", "max_logits", "lse")
+HEADS = (8, 16, 32, 64, 128)
+TOKENS = 1100  # enough for selections to be united, and for FP8 caches to be copied to bf16 rows
+
+
+def make(kind: dict[str, Any], **changes: Any) -> SparseInputs:
+    """Tokens that select few rows, each of them many times."""
+    shape: dict[str, Any] = {"b": TOKENS, "s_k": 1500, "topk": 200, "lengths": "random", "sink": True}
+    return make_sparse_inputs(SparseCase(**{**shape, **kind, **changes}, empty_rows=0.05))
+
+
+def of_tokens(inputs: SparseInputs, tokens: list[int]) -> SparseInputs:
+    """The call of these query tokens, in this order."""
+    rows = torch.tensor(tokens, device="cuda")
+    names = ("q", "indices", "topk_length")
+    chosen = {name: getattr(inputs, name) for name in names}
+    chosen = {name: None if array is None else array[rows] for name, array in chosen.items()}
+    case = replace(inputs.case, b=len(tokens), lengths=inputs.case.lengths and "random")
+    return replace(inputs, case=case, **chosen)
+
+
+def assert_bits(text: str, got: Any, want: Any, tokens: Any = slice(None)) -> None:
+    """All three results have the bits that these tokens have in `want`."""
+    for name, one, wanted in zip(NAMES, got, want, strict=True):
+        assert_same_bits(f"{name}, {text}", one, wanted[tokens])
+
+
+def batches_of(b: int) -> list[list[int]]:
+    """Alone, few, a range, the whole in another order, the same token many times."""
+    draw = random.Random(3)
+    everyone = list(range(b))
+    batches = [[i] for i in (0, b - 1, *draw.sample(everyone, 3))]
+    batches += [sorted(draw.sample(everyone, size)) for size in (2, 7, 64, 132, 300, b // 2)]
+    batches += [list(range(100, 700)), list(reversed(everyone)), [5] * 520 + everyone]
+    return batches
+
+
+@pytest.mark.parametrize("h_q", HEADS)
+@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
+def test_tokens_keep_their_bits(kind: dict[str, Any], h_q: int) -> None:
+    """Whatever other tokens are in the call, and however many."""
+    inputs = make(kind, h_q=h_q)
+    want = prefill(inputs, enable_batch_invariant=True)
+    prefill_check(inputs, want)
+    assert_bits("the same call", prefill(inputs, enable_batch_invariant=True), want)
+    for tokens in batches_of(TOKENS):
+        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
+        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
+
+
+@pytest.mark.parametrize("h_q", HEADS)
+@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
+def test_neighbours_and_their_lengths_do_not_matter(kind: dict[str, Any], h_q: int) -> None:
+    """Other tokens get other queries, indices and lengths; one in seven stays, and keeps its bits."""
+    inputs = make(kind, h_q=h_q)
+    want = prefill(inputs, enable_batch_invariant=True)
+    kept = torch.arange(TOKENS, device="cuda") % 7 == 3
+    others = (~kept)[:, None, None]
+    for length in (0, 1, 200):
+        rolled = inputs.topk_length.roll(1, dims=0).clamp(max=length)
+        changed = replace(
+            inputs,
+            q=torch.where(others[..., None], -inputs.q, inputs.q),
+            indices=torch.where(others, inputs.indices.roll(1, dims=0), inputs.indices),
+            topk_length=torch.where(kept, inputs.topk_length, rolled),
+        )
+        got = prefill(changed, enable_batch_invariant=True)
+        assert_bits(f"length {length}", [x[kept] for x in got], want, kept)
+
+
+@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
+def test_without_lengths(kind: dict[str, Any]) -> None:
+    """The plan of such a call may be known beforehand; long selections, of which few tokens are split."""
+    inputs = make(kind, b=300, h_q=64, s_k=4000, topk=3000, lengths=None)
+    want = prefill(inputs, enable_batch_invariant=True)
+    prefill_check(inputs, want)
+    for tokens in ([0], [299, 0, 7], list(range(132)), list(reversed(range(300)))):
+        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
+        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
+    limited = replace(
+        inputs,
+        case=replace(inputs.case, lengths="random"),
+        topk_length=torch.full((300,), 3000, dtype=torch.int32, device="cuda"),
+    )
+    assert_bits("lengths that say the same", prefill(limited, enable_batch_invariant=True), want)
+
+
+def test_more_tokens_than_a_plan_takes() -> None:
+    inputs = make(PREFILL_KINDS["bf16"], b=40_000, h_q=8, s_k=300, topk=70)
+    want = prefill(inputs, enable_batch_invariant=True)
+    for tokens in (list(range(16_000, 17_000)), list(range(39_000, 40_000)), [0, 39_999]):
+        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
+        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
