@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla.call import arrays
+from rawmla.call import arrays, memo
 from rawmla.jit import launch
 from rawmla.kernels import mla_metadata, mla_sparse, mla_sparse_prefill
 from rawmla.kernels.mla_sparse import FEW_HEADS
-from rawmla.mla import decode as dense_module
-from rawmla.mla import sparse_decode as sparse_module
-from rawmla.mla import sparse_prefill as prefill_module
 from rawmla.testing import (
     DenseInputs,
     SparseCase,
@@ -162,8 +159,7 @@ def assert_poison(name: str, array: Any) -> None:
 
 def forget_prepared_calls() -> None:
     """The next call of each kind checks its arguments and prepares its launches anew."""
-    for module in (dense_module, sparse_module, prefill_module):
-        module._known.clear()
+    memo.clear_all()
 
 
 @contextmanager
