@@ -10,11 +10,31 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
-TOP_LEVEL = ("cuda_src", "docs", "rawmla", "scripts", "tests")
+TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
+MAX_README_LINES = 200
+MAX_KERNEL_PAGE_WORDS = 1000
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.name)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@kernel_pages
+def test_kernel_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= MAX_KERNEL_PAGE_WORDS
+
+
+@kernel_pages
+def test_kernel_pages_are_of_kernels(page: Path) -> None:
+    """A page is named after a kernel, or after the first part of the names of several."""
+    assert list((ROOT / "cuda_src" / "kernels").glob(f"{page.stem}*.cu"))
+    assert f"docs/kernels/{page.name}" in (ROOT / "README.md").read_text()
 
 
 def code_spans(text: str) -> list[str]:
@@ -31,10 +51,29 @@ def test_paths_exist(page: Path) -> None:
 
 
 @pages
+def test_file_names_exist(page: Path) -> None:
+    """Source files that a page names without their folder."""
+    known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
+    for span in code_spans(page.read_text()):
+        for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", span):
+            assert name in known, f"{page.name} names {name}"
+
+
+def headings(page: Path) -> set[str]:
+    """What links to headings of a page end in, as GitHub makes it."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pages
 def test_links_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if not re.match(r"[a-z]+://", target):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if re.match(r"[a-z]+://", target):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if heading:
+            assert heading in headings(linked), f"{page.name} links to {target}#{heading}"
 
 
 @pages
@@ -68,7 +107,7 @@ def test_options_exist() -> None:
     programs = [["-m", "rawmla", "info"], ["-m", "rawmla", "compile"]]
     programs += [[f"scripts/{name}.py"] for name in ("bench", "gpu_check", "update_figures")]
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
-    for page in (ROOT / "README.md", ROOT / "docs" / "benchmark.md"):
+    for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))
         assert named - known - OTHER_PROGRAMS_OPTIONS == set(), page.name
 
@@ -76,9 +115,8 @@ def test_options_exist() -> None:
 def test_every_public_name_is_in_the_api_table() -> None:
     import rawmla
 
-    readme = (ROOT / "README.md").read_text()
-    for name in rawmla.__all__:
-        assert name == "__version__" or f"`rawmla.{name}`" in readme
+    table = "\n".join(re.findall(r"^\| (`rawmla\..*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`rawmla\.(\w+)`", table)) == set(rawmla.__all__) - {"__version__"}
 
 
 def test_environment_variables() -> None:
