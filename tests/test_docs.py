@@ -13,6 +13,8 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
+FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # of "how to add" in docs/architecture.md
+CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mla", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 200
 MAX_KERNEL_PAGE_WORDS = 1000
@@ -56,12 +58,23 @@ def test_file_names_exist(page: Path) -> None:
     known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
     for span in code_spans(page.read_text()):
         for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", span):
-            assert name in known, f"{page.name} names {name}"
+            assert name in known | FILES_TO_WRITE, f"{page.name} names {name}"
+
+
+def test_cuda_folders_use_those_above_them() -> None:
+    for i, folder in enumerate(CUDA_FOLDERS):
+        allowed = {*CUDA_FOLDERS[: i + 1], "ptx"}
+        for path in (ROOT / "cuda_src" / folder).iterdir():
+            used = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
+            assert used <= allowed, f"{path.name} of {folder} includes {used - allowed}"
+    map_of_tree = (ROOT / "docs" / "architecture.md").read_text().split("cuda_src/ ")[1]
+    assert re.findall(r"^  (\w+)/ ", map_of_tree, re.MULTILINE) == list(CUDA_FOLDERS)
 
 
 def headings(page: Path) -> set[str]:
     """What links to headings of a page end in, as GitHub makes it."""
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
