@@ -1,5 +1,6 @@
 """What README and docs name exists: paths, links, functions, command-line options, environment variables."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -13,7 +14,14 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
-FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # of "how to add" in docs/architecture.md
+FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # "how to add" in docs/architecture.md
+PYTHON_FOLDERS = {
+    "mla": {"call", "kernels", "jit", "errors"},
+    "kernels": {"jit", "errors"},
+    "call": {"errors"},
+    "jit": {"errors"},
+}
+"""What docs/architecture.md says that a folder of rawmla may import, besides itself."""
 CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mla", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 200
@@ -67,8 +75,50 @@ def test_cuda_folders_use_those_above_them() -> None:
         for path in (ROOT / "cuda_src" / folder).iterdir():
             used = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
             assert used <= allowed, f"{path.name} of {folder} includes {used - allowed}"
-    map_of_tree = (ROOT / "docs" / "architecture.md").read_text().split("cuda_src/ ")[1]
-    assert re.findall(r"^  (\w+)/ ", map_of_tree, re.MULTILINE) == list(CUDA_FOLDERS)
+    cuda_part = map_of_tree().split("cuda_src/ ")[1]
+    assert re.findall(r"^  (\w+)/ ", cuda_part, re.MULTILINE) == list(CUDA_FOLDERS)
+
+
+def map_of_tree() -> str:
+    """The picture of the tree in docs/architecture.md."""
+    return (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+
+
+def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
+    """Of every folder of the package that the map opens, it names all modules and no others."""
+    package = ROOT / "rawmla"
+    drawn: dict[str, set[str]] = {"": set()}
+    folder = ""
+    for line in map_of_tree().split("cuda_src/ ")[0].splitlines()[2:]:
+        names = re.findall(r"\w+\.py\b", re.split(r"\s{3,}", line.strip())[0])
+        if opened := re.match(r"  (\w+)/ ", line):
+            folder = opened.group(1)
+            drawn[folder] = set()
+        else:
+            drawn["" if re.match(r"  \w", line) else folder] |= set(names)
+    for folder, names in drawn.items():
+        if folder == "" or names:
+            there = {path.name for path in (package / folder).glob("*.py")}
+            assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
+
+
+def imported(path: Path) -> set[str]:
+    """What a module of a folder of rawmla imports of the package: the first names below rawmla."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".")
+            if node.level == 2:
+                found |= {module[0]} if module[0] else {alias.name for alias in node.names}
+            elif node.level == 0 and module[0] == "rawmla":
+                found |= {module[1]} if module[1:] else {alias.name for alias in node.names}
+    return found
+
+
+def test_python_folders_import_what_they_may() -> None:
+    for folder, allowed in PYTHON_FOLDERS.items():
+        for path in (ROOT / "rawmla" / folder).glob("*.py"):
+            assert imported(path) <= allowed | {folder}, f"{folder}/{path.name}"
 
 
 def headings(page: Path) -> set[str]:
