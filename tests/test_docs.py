@@ -1,5 +1,6 @@
 """What README and docs name exists: paths, links, functions, command-line options, environment variables."""
 
+import ast
 import importlib
 import re
 import subprocess
@@ -10,11 +11,40 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
-TOP_LEVEL = ("cuda_src", "docs", "rawmla", "scripts", "tests")
+FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # "how to add" in docs/architecture.md
+PYTHON_FOLDERS = {
+    "mla": {"call", "kernels", "jit", "errors"},
+    "kernels": {"jit", "errors"},
+    "call": {"errors"},
+    "jit": {"errors"},
+}
+"""What docs/architecture.md says that a folder of rawmla may import, besides itself."""
+CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mla", "kernels")  # as in docs/architecture.md
+TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
+MAX_README_LINES = 200
+MAX_KERNEL_PAGE_WORDS = 1000
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.name)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@kernel_pages
+def test_kernel_pages_are_short(page: Path) -> None:
+    assert len(page.read_text().split()) <= MAX_KERNEL_PAGE_WORDS
+
+
+@kernel_pages
+def test_kernel_pages_are_of_kernels(page: Path) -> None:
+    """A page is named after a kernel, or after the first part of the names of several."""
+    assert list((ROOT / "cuda_src" / "kernels").glob(f"{page.stem}*.cu"))
+    assert f"docs/kernels/{page.name}" in (ROOT / "README.md").read_text()
 
 
 def code_spans(text: str) -> list[str]:
@@ -31,10 +61,82 @@ def test_paths_exist(page: Path) -> None:
 
 
 @pages
+def test_file_names_exist(page: Path) -> None:
+    """Source files that a page names without their folder."""
+    known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
+    for span in code_spans(page.read_text()):
+        for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", span):
+            assert name in known | FILES_TO_WRITE, f"{page.name} names {name}"
+
+
+def test_cuda_folders_use_those_above_them() -> None:
+    for i, folder in enumerate(CUDA_FOLDERS):
+        allowed = {*CUDA_FOLDERS[: i + 1], "ptx"}
+        for path in (ROOT / "cuda_src" / folder).iterdir():
+            used = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
+            assert used <= allowed, f"{path.name} of {folder} includes {used - allowed}"
+    cuda_part = map_of_tree().split("cuda_src/ ")[1]
+    assert re.findall(r"^  (\w+)/ ", cuda_part, re.MULTILINE) == list(CUDA_FOLDERS)
+
+
+def map_of_tree() -> str:
+    """The picture of the tree in docs/architecture.md."""
+    return (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+
+
+def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
+    """Of every folder of the package that the map opens, it names all modules and no others."""
+    package = ROOT / "rawmla"
+    drawn: dict[str, set[str]] = {"": set()}
+    folder = ""
+    for line in map_of_tree().split("cuda_src/ ")[0].splitlines()[2:]:
+        names = re.findall(r"\w+\.py\b", re.split(r"\s{3,}", line.strip())[0])
+        if opened := re.match(r"  (\w+)/ ", line):
+            folder = opened.group(1)
+            drawn[folder] = set()
+        else:
+            drawn["" if re.match(r"  \w", line) else folder] |= set(names)
+    for folder, names in drawn.items():
+        if folder == "" or names:
+            there = {path.name for path in (package / folder).glob("*.py")}
+            assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
+
+
+def imported(path: Path) -> set[str]:
+    """What a module of a folder of rawmla imports of the package: the first names below rawmla."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = (node.module or "").split(".")
+            if node.level == 2:
+                found |= {module[0]} if module[0] else {alias.name for alias in node.names}
+            elif node.level == 0 and module[0] == "rawmla":
+                found |= {module[1]} if module[1:] else {alias.name for alias in node.names}
+    return found
+
+
+def test_python_folders_import_what_they_may() -> None:
+    for folder, allowed in PYTHON_FOLDERS.items():
+        for path in (ROOT / "rawmla" / folder).glob("*.py"):
+            assert imported(path) <= allowed | {folder}, f"{folder}/{path.name}"
+
+
+def headings(page: Path) -> set[str]:
+    """What links to headings of a page end in, as GitHub makes it."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pages
 def test_links_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-        if not re.match(r"[a-z]+://", target):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if re.match(r"[a-z]+://", target):
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if heading:
+            assert heading in headings(linked), f"{page.name} links to {target}#{heading}"
 
 
 @pages
@@ -68,7 +170,7 @@ def test_options_exist() -> None:
     programs = [["-m", "rawmla", "info"], ["-m", "rawmla", "compile"]]
     programs += [[f"scripts/{name}.py"] for name in ("bench", "gpu_check", "update_figures")]
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
-    for page in (ROOT / "README.md", ROOT / "docs" / "benchmark.md"):
+    for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))
         assert named - known - OTHER_PROGRAMS_OPTIONS == set(), page.name
 
@@ -76,9 +178,8 @@ def test_options_exist() -> None:
 def test_every_public_name_is_in_the_api_table() -> None:
     import rawmla
 
-    readme = (ROOT / "README.md").read_text()
-    for name in rawmla.__all__:
-        assert name == "__version__" or f"`rawmla.{name}`" in readme
+    table = "\n".join(re.findall(r"^\| (`rawmla\..*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`rawmla\.(\w+)`", table)) == set(rawmla.__all__) - {"__version__"}
 
 
 def test_environment_variables() -> None:

@@ -1,4 +1,4 @@
-"""The README's example and commands are what they claim to be."""
+"""The README's examples and commands are what they claim to be."""
 
 import re
 import shlex
@@ -29,10 +29,16 @@ def test_example_compiles_and_is_short() -> None:
     assert len([line for line in example().splitlines() if line.strip()]) <= 15
 
 
-def test_sparse_example_compiles_and_is_short() -> None:
-    text = block_after("sparse example")
+@pytest.mark.parametrize("marker", ["sparse example", "prefill example"])
+def test_further_examples_compile_and_are_short(marker: str) -> None:
+    text = block_after(marker)
     compile(text, "README.md", "exec")
     assert len([line for line in text.splitlines() if line.strip()]) <= 15
+
+
+def test_every_python_block_is_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks == [example(), block_after("sparse example"), block_after("prefill example")]
 
 
 def test_example_without_a_gpu() -> None:
@@ -60,6 +66,11 @@ def test_example_on_the_gpu() -> None:
     assert tuple(out.shape) == (4, 1, 128, 512)  # type: ignore[attr-defined]
     assert tuple(lse.shape) == (4, 128, 1)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+    exec(compile(block_after("prefill example"), "README.md", "exec"), names)
+    out, max_logits, lse = (names[name] for name in ("prefill_out", "max_logits", "prefill_lse"))
+    assert tuple(out.shape) == (256, 128, 512)  # type: ignore[attr-defined]
+    assert tuple(max_logits.shape) == tuple(lse.shape) == (256, 128)  # type: ignore[attr-defined]
+    assert bool(torch.isfinite(out).all()) and bool((max_logits <= lse).all())  # type: ignore[operator]
 
 
 def test_commands_are_one_line_each() -> None:
