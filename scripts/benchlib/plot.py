@@ -1,6 +1,7 @@
 """The roofline plot."""
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,7 @@ def roofline(run: dict[str, Any], title: str, path: Path) -> None:
         )
     axes.set_xlim(INTENSITIES)
     axes.set_ylim(top=2.2 * matmul)
-    axes.text(ridge / 2.2, 1.22 * matmul, f"copy {tera_bytes:.2f} TB/s", ha="right", va="center")
-    axes.annotate(
-        "",
-        (ridge / 1.5, tera_bytes * ridge / 1.5),
-        (ridge / 2.1, 1.18 * matmul),
-        arrowprops={"arrowstyle": "-"},
-    )
+    copy_label = axes.text(40, 40 * tera_bytes * 1.2, f"copy {tera_bytes:.2f} TB/s", rotation_mode="anchor")
     axes.text(
         INTENSITIES[1] / 1.1, 1.12 * matmul, f"bf16 matmul {matmul:.0f} TFLOP/s", ha="right", va="bottom"
     )
@@ -65,6 +60,8 @@ def roofline(run: dict[str, Any], title: str, path: Path) -> None:
         loc="lower center", ncols=len(families), frameon=False, handletextpad=0.2, columnspacing=1.5
     )
     figure.tight_layout(rect=(0, 0.06, 1, 1))
+    (x0, y0), (x1, y1) = axes.transData.transform([(40, 40 * tera_bytes), (80, 80 * tera_bytes)])
+    copy_label.set_rotation(math.degrees(math.atan2(y1 - y0, x1 - x0)))  # along the roof
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120, metadata={"Software": ""})
     pyplot.close(figure)

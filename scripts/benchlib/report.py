@@ -67,11 +67,12 @@ def aligned(cells: Cells) -> str:
     return "\n".join(lines)
 
 
-def markdown(cells: Cells) -> str:
-    """A table as GitHub writes it, numbers to the right."""
+def markdown(cells: Cells, *, code: bool = True) -> str:
+    """A table as GitHub writes it, the first column as code unless said otherwise."""
     headings, *rows = cells
     lines = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
-    lines += ["| " + " | ".join([f"`{row[0]}`", *row[1:]]) + " |" for row in rows]
+    for first, *others in rows:
+        lines.append("| " + " | ".join([f"`{first}`" if code else first, *others]) + " |")
     return "\n".join(lines)
 
 
