@@ -1050,12 +1050,94 @@ def test_timed_prefill_inputs_and_their_check(
             prefill_measure.check_output(case, inputs, wrong)
 
 
+def without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the calls of a graph, two where there would be ten, and time nothing."""
+    from benchlib import measure, prefill_measure, timing
+
+    class Once:
+        def __init__(self, calls: Any, count: int) -> None:
+            calls()
+
+        def rested(self, replays: int) -> timing.Timing:
+            return timing.Timing(20.0, 19.0, 21.0)
+
+        without_rests = rested
+
+    for module in (measure, prefill_measure):
+        monkeypatch.setattr(module, "rest", lambda: None)
+        monkeypatch.setattr(module, "CALLS_PER_GRAPH", 2)
+    for module in (measure, timing):
+        monkeypatch.setattr(module, "Graph", Once)
+
+
+DECODE_CASES = (
+    cases.DecodeCase(3, 2, 100, 6, causal=True, varlen=True),
+    cases.DecodeCase(2, 1, 70, 4, causal=False, varlen=False, dtype="fp16", batch_invariant=True),
+    cases.SparseCase(3, 2, 100, 6, 40, "v32", 576, 32, 20, 7, extra_tokens=31),
+    cases.SparseCase(2, 1, 100, 3, 40, "bf16", 512, 64),
+)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.id)
+def test_decode_row(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls to time give the right result, use every set and the plan; here nothing is timed."""
+    torch = pytest.importorskip("torch")
+    import rawmla
+    from benchlib import measure, sparse_measure
+    from rawmla import reference
+
+    plans: list[Any] = []
+    called: list[int] = []
+
+    def get_mla_metadata(*_: Any, enable_batch_invariant: bool, out: Any = None) -> Any:
+        plans.append(enable_batch_invariant)
+        return out or ("plan", "splits")
+
+    def in_numpy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (
+            value.double().numpy()
+            if value.is_floating_point() and value.element_size() == 2
+            else value.numpy()
+        )
+
+    def decode(
+        q: Any, k_cache: Any, table: Any, lengths: Any, d_v: int, meta: Any, *_: Any, **keywords: Any
+    ) -> Any:
+        assert meta == "plan"
+        called.append((keywords["indices"] if table is None else table).data_ptr())
+        if "enable_batch_invariant" in keywords:
+            assert keywords.pop("enable_batch_invariant") == case.batch_invariant
+        given = {key: in_numpy(value) for key, value in keywords.items()}
+        out, _ = reference.flash_mla_with_kvcache(
+            in_numpy(q), in_numpy(k_cache), in_numpy(table), in_numpy(lengths), d_v, **given
+        )
+        return torch.from_numpy(out).to(q.dtype), None
+
+    module: Any = sparse_measure if isinstance(case, cases.SparseCase) else measure
+    make_inputs = module.make_inputs
+    monkeypatch.setattr(module, "make_inputs", lambda case, sets: make_inputs(case, sets, "cpu"))
+    monkeypatch.setattr(module, "l2_bytes", lambda: case.bytes_moved() + 1)
+    monkeypatch.setattr(sparse_measure, "time_plan", lambda case, replays: 3.0)
+    without_timing(monkeypatch)
+    monkeypatch.setattr(measure, "METADATA_GRAPH_CALLS", (1, 2))
+    monkeypatch.setattr(rawmla, "flash_mla_with_kvcache", decode, raising=False)
+    monkeypatch.setattr(rawmla, "get_mla_metadata", get_mla_metadata, raising=False)
+    row = measure.time_attention(case, module.prepare, families.Settings(5, 0.0, False), ())
+    assert row["case"] == case.id and row["cold_us"] == 20.0 and "meta_us" in row
+    assert len(set(called)) == measure.rotated_sets(case, case.bytes_moved() + 1) > 1
+    assert set(plans) == {case.batch_invariant}
+    assert 0 < row["rel_l2"] < 0.005
+    assert row["gbps"] == pytest.approx(case.bytes_moved() / 20e3)
+
+
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
 def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls to time give the right result and use every set; here nothing is timed."""
     torch = pytest.importorskip("torch")
     import rawmla
-    from benchlib import measure, prefill_measure, timing
+    from benchlib import measure, prefill_measure
     from rawmla.testing import torch_reference
     from rawmla.testing.sparse import row_format
 
@@ -1071,23 +1153,10 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
         slots = page * case.page_block_size + token % case.page_block_size
         rows[int(workspace_starts[0]) :] = torch_reference.dequantise(cache, slots, row_format("v32", 576))
 
-    class Once:
-        def __init__(self, calls: Any, count: int) -> None:
-            calls()
-
-        def rested(self, replays: int) -> timing.Timing:
-            return timing.Timing(20.0, 19.0, 21.0)
-
-        without_rests = rested
-
     make_inputs = prefill_measure.make_inputs
     monkeypatch.setattr(prefill_measure, "make_inputs", lambda case, sets: make_inputs(case, sets, "cpu"))
     monkeypatch.setattr(prefill_measure, "l2_bytes", lambda: 2 * case.bytes_moved())
-    for module in (measure, prefill_measure):
-        monkeypatch.setattr(module, "rest", lambda: None)
-        monkeypatch.setattr(module, "CALLS_PER_GRAPH", 2)
-    monkeypatch.setattr(measure, "Graph", Once)
-    monkeypatch.setattr(timing, "Graph", Once)
+    without_timing(monkeypatch)
     monkeypatch.setattr(rawmla, "flash_mla_sparse_fwd", prefill, raising=False)
     monkeypatch.setattr(rawmla, "gather_kv_cache", gather)
     settings = families.Settings(5, 0.0, False)
