@@ -1240,6 +1240,8 @@ def test_the_tests_of_a_tree(
     if not arguments:
         pytest.importorskip("xdist")
     small_suite(tmp_path)
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):  # of the run that this test is in
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     path = tmp_path / "record.json"
     options = gpu_check.parse_arguments(["--record", str(path), *arguments])
