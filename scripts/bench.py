@@ -151,7 +151,7 @@ def environment() -> dict[str, Any]:
 
 def sustain_seconds(chosen: Sequence[families.Case], wanted: float) -> float:
     """Seconds of load per case: what is wanted, or less where SUSTAINED_TOTAL_SECONDS has no room for it."""
-    count = sum(families.family_of(case.id).sustained for case in chosen)
+    count = sum(families.family_of(case.id).attention for case in chosen)
     return min(wanted, SUSTAINED_TOTAL_SECONDS / max(count, 1))
 
 

@@ -48,7 +48,7 @@ def made_up_row(case: Any, us: float, family: families.Family | None = None) -> 
     if family.name == "metadata":
         return {**row, "unrested_us": us}
     row["gbps"] = case.bytes_moved() / us / 1e3
-    if family.sustained:
+    if family.attention:
         row |= {"us_min": us, "us_max": us, "rel_l2": 0.002, "unrested_us": 1.05 * us}
         row |= {"sustained_us": 1.1 * us, "sustained_watts": 690.4, "sustained_mhz": 1605.2}
         row["tflops"] = case.flops() / us / 1e6
@@ -439,7 +439,7 @@ def test_roofline_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert [file.name for file in tmp_path.iterdir()] == ["roofline.png"]
         (figure,) = closed
         (axes,), (legend,) = figure.axes, figure.legends
-        plotted = [family for family in families.FAMILIES if family.plotted]
+        plotted = [family for family in families.FAMILIES if family.attention]
         assert [text.get_text() for text in legend.get_texts()] == [family.name for family in plotted]
         points = [collection for collection in axes.collections if len(collection.get_offsets())]
         assert [len(found.get_offsets()) for found in points] == [len(family.cases()) for family in plotted]
@@ -675,7 +675,7 @@ def test_a_timed_run(
 
 def test_the_load_of_all_cases_is_bounded() -> None:
     everything = families.all_cases()
-    under_load = [case for case in everything if families.family_of(case.id).sustained]
+    under_load = [case for case in everything if families.family_of(case.id).attention]
     assert bench.sustain_seconds(everything, 2.0) == 2.0
     assert bench.sustain_seconds(under_load[:3], 5.0) == 5.0
     long = bench.sustain_seconds(everything, 5.0)
@@ -850,16 +850,13 @@ class FakeGraph:
     """A graph of calls that notes what is done with it and by whom."""
 
     log: list[tuple[str, str]] = []
+    called: list[str] = []
 
     def __init__(self, calls: Callable[[], None], count: int) -> None:
-        from benchlib import measure
-
-        self.count = count
-        made: list[str] = []
-        measure.FAKE_CALLS = made  # type: ignore[attr-defined]
+        self.called.clear()
         calls()
-        self.name = made[0]
-        assert len(made) == count
+        assert len(self.called) == count
+        self.name = self.called[0]
 
     def us(self, way: str) -> float:
         self.log.append((self.name, way))
@@ -885,7 +882,7 @@ def test_libraries_run_beside_in_turns_and_alike(monkeypatch: pytest.MonkeyPatch
     from benchlib import measure, peers
 
     def call(name: str) -> Callable[[int], Any]:
-        return lambda _: measure.FAKE_CALLS.append(name)  # type: ignore[attr-defined]
+        return lambda _: FakeGraph.called.append(name)
 
     def missing(*_: Any) -> Any:
         raise ImportError("no module named b")

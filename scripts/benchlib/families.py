@@ -41,15 +41,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of cases. `plotted` ones appear in the roofline; `sustained` ones are also put under load."""
+    """A family of cases. Those of attention are also put under load, and appear in the roofline."""
 
     name: str
     cases: Callable[[], Sequence[Case]]
     measure: Callable[[Any, Settings], Row]
     columns: tuple[Column, ...]
     method: str = ""
-    sustained: bool = False
-    plotted: bool = False
+    attention: bool = False
 
 
 def _time_dense(case: cases.DecodeCase, settings: Settings) -> Row:
@@ -120,7 +119,7 @@ AROUND_METHOD = (
 )
 
 FAMILIES = (
-    Family("dense decode", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, True, plotted=True),
+    Family("dense decode", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True),
     *(
         Family(
             f"sparse {name}",
@@ -128,8 +127,7 @@ FAMILIES = (
             _time_sparse,
             columns.DECODE,
             SPARSE_METHOD,
-            sustained=True,
-            plotted=True,
+            attention=True,
         )
         for name, layout in (("V3.2", "v32"), ("MODEL1", "model1"), ("bf16", "bf16"))
     ),
@@ -139,8 +137,7 @@ FAMILIES = (
         _time_prefill,
         columns.PREFILL,
         PREFILL_METHOD,
-        sustained=True,
-        plotted=True,
+        attention=True,
     ),
     Family(
         "metadata",

@@ -16,7 +16,7 @@ MARKERS = "osD^v<>P"
 
 
 def roofline(run: dict[str, Any], title: str, path: Path) -> None:
-    """Write a PNG with every row of the plotted families of a run under the roofs of that run. Each family
+    """Write a PNG with every row of attention of a run under the roofs of that run. Each family
     has its own marker and colour; the legend lies below the axes.
     """
     import matplotlib
@@ -33,7 +33,7 @@ def roofline(run: dict[str, Any], title: str, path: Path) -> None:
     edges = [INTENSITIES[0], ridge, INTENSITIES[1]]
     axes.plot(edges, [min(x * tera_bytes, matmul) for x in edges], color="black", linewidth=1.2)
     rows = named(run["rows"])
-    families = [family for family in FAMILIES if family.plotted]
+    families = [family for family in FAMILIES if family.attention]
     for number, (family, marker) in enumerate(zip(families, MARKERS, strict=False)):
         own = [row for row in rows if family_of(row["case"]) is family]
         axes.scatter(
