@@ -10,28 +10,40 @@ import argparse
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
+from typing import Any, NoReturn
 
 import benchlib
-from benchlib import against, cache_cases, cases, plot, report, source
+from benchlib import against, families, files, plot, report, source
+from rawmla.testing.gpu import missing_hopper_reason
 
-TERMINAL_WIDTH = 200
+SUSTAINED_TOTAL_SECONDS = 180.0
+"""Load of all cases together; with more cases than it has room for, each gets less than --sustain-seconds."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """The command line, checked as far as it can be before anything runs. `chosen` are the cases, `stored`
+    the times to compare with.
+    """
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--cases", metavar="REGEX", help="run the cases whose name matches, e.g. 'b128-q1' or 'metadata'"
     )
@@ -39,30 +51,55 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--replays", type=int, default=5, help="graph replays per figure, at least 5 (default 5)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="print the ratio to a stored run")
     parser.add_argument(
-        "--compare", action="store_true", help="time flash_mla, FlashAttention-3 and torch where importable"
+        "--sustain-seconds",
+        type=float,
+        default=2.0,
+        metavar="S",
+        help="seconds of load without rest for the sustained figure of an attention case (default 2, 0: none;"
+        f" all cases together at most {SUSTAINED_TOTAL_SECONDS:.0f})",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="time flash_mla, FlashAttention-3 and torch where importable, in turns with rawmla",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline PNG to FILE")
     options = parser.parse_args(arguments)
     if options.replays < 5:
-        parser.error("--replays must be at least 5")
+        parser.error("argument --replays: expected at least 5")
+    if not (math.isfinite(options.sustain_seconds) and options.sustain_seconds >= 0):
+        parser.error("argument --sustain-seconds: expected 0 or more")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error('argument --plot: matplotlib is not installed (pip install "rawmla[plot]")')
+    checks: dict[str, Any] = {
+        "cases": lambda: families.select(options.cases),
+        "against": lambda: against.load(options.against) if options.against else [],
+        "json": lambda: files.check_writable(options.json) if options.json else None,
+        "plot": lambda: files.check_writable(options.plot) if options.plot else None,
+    }
+    answers = {}
+    for name, check in checks.items():
+        try:
+            answers[name] = check()
+        except ValueError as error:
+            parser.error(f"argument --{name}: {error}")
+    options.chosen, options.stored = answers["cases"], answers["against"]
     return options
 
 
 def why_no_timing() -> str | None:
-    """None on a machine that can time; else the reason in a sentence."""
-    if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed (timing needs it: pip install torch)."
+    """None on a machine that can time; else the reason."""
+    reason = missing_hopper_reason()
+    if reason is not None:
+        return reason
     import torch
 
-    if not torch.cuda.is_available():
-        return "No CUDA GPU is visible to PyTorch."
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return f"{torch.cuda.get_device_name()} has compute capability {capability}, not (9, 0) (Hopper)."
-    return None
+    return None if torch.cuda.is_available() else "PyTorch sees no CUDA GPU"
 
 
 def kernel_compilers() -> list[str]:
@@ -112,107 +149,90 @@ def environment() -> dict[str, Any]:
     }
 
 
-def run_cases(
-    chosen: list[cases.Case], options: argparse.Namespace, progress: Progress, console: Console
-) -> list[dict[str, Any]]:
-    """Time every chosen case; with --compare the peers on the same inputs too."""
+def sustain_seconds(chosen: Sequence[families.Case], wanted: float) -> float:
+    """Seconds of load per case: what is wanted, or less where SUSTAINED_TOTAL_SECONDS has no room for it."""
+    count = sum(families.family_of(case.id).attention for case in chosen)
+    return min(wanted, SUSTAINED_TOTAL_SECONDS / max(count, 1))
+
+
+def run_cases(chosen: Sequence[families.Case], settings: families.Settings) -> list[dict[str, Any]]:
+    """Time every chosen case."""
     import torch
 
-    from benchlib import measure, peers, prefill_measure, sparse_measure
-
     rows = []
-    failures: dict[str, str] = {}
-    for case in progress.track(chosen, description="timing"):
-        if isinstance(case, cases.MetadataCase):
-            rows.append(measure.time_metadata_case(case, options.replays))
-            continue
-        if isinstance(case, cache_cases.Case):
-            rows.append(measure.time_cache_case(case, options.replays))
-            torch.cuda.empty_cache()
-            continue
-        inputs: Any
-        if isinstance(case, cases.SparseCase):
-            row, inputs = sparse_measure.time_sparse(case, options.replays)
-        elif isinstance(case, cases.PrefillCase):
-            row, inputs = prefill_measure.time_prefill(case, options.replays)
-        else:
-            row, inputs = measure.time_decode(case, options.replays)
-        if options.compare:
-            answers = peers.time_peers(case, inputs, options.replays)
-            row["peers"] = {name: us for name, us in answers.items() if isinstance(us, float)}
-            failures |= {name: text for name, text in answers.items() if isinstance(text, str)}
+    progress = report.Progress(len(chosen), sys.stderr)
+    for case in chosen:
+        row = families.family_of(case.id).measure(case, settings)
         rows.append(row)
-        del inputs
+        progress.step(f"{row['us']:8.1f} µs  {case.id}")
         torch.cuda.empty_cache()
-    for name, text in failures.items():
-        console.print(f"not compared with {name}: {text}", markup=False)
     return rows
 
 
-def run_timed(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+def run_timed(options: argparse.Namespace) -> dict[str, Any]:
     """Ceilings, cases, ceilings again; prints the tables and returns the results."""
     from benchlib import measure
 
-    chosen = cases.select(cases.all_cases(), options.cases)
-    stored = against.load(options.against) if options.against else []
     if os.environ.get("RAWMLA_CUBIN_DIR"):
         # A kernel that the prebuilt folder lacks would be compiled by another NVRTC, and the figures
         # mislabelled.
         warnings.filterwarnings("error", message=".*RAWMLA_CUBIN_DIR")
+    settings = families.Settings(
+        options.replays, sustain_seconds(options.chosen, options.sustain_seconds), options.compare
+    )
     result: dict[str, Any] = {"timed": True, "date": datetime.date.today().isoformat(), **environment()}
     result |= {
         "git_commit": source.git_commit(benchlib.REPO_ROOT),
-        "method": report.methods([case.fields() for case in chosen]),
-        "replays": options.replays,
+        "method": families.methods(options.chosen),
+        "replays": settings.replays,
+        "sustain_seconds": settings.sustain_seconds,
     }
-    ceilings = [measure.measure_ceilings(options.replays)]
-    with report.progress_bar(console) as progress:
-        rows = run_cases(chosen, options, progress, console)
-    ceilings.append(measure.measure_ceilings(options.replays))
+    ceilings = [measure.measure_ceilings(settings.replays)]
+    rows = run_cases(options.chosen, settings)
+    ceilings.append(measure.measure_ceilings(settings.replays))
     result |= {"host": measure.time_host(), "ceilings": ceilings, "rows": rows}
     report.add_shares(rows, report.best_ceilings(ceilings))
-    console.print(
-        f"{result['device']}, driver {result['driver']}, versions {result['versions']}", markup=False
-    )
-    console.print(report.describe_ceilings(ceilings))
-    for table in (
-        report.decode_table,
-        report.sparse_table,
-        report.prefill_table,
-        report.metadata_table,
-        report.cache_table,
-    ):
-        filled = table(rows, stored)
-        if filled.row_count:
-            console.print(filled)
-    if stored:
-        console.print(report.means_table(rows, stored))
-    host = result["host"]
-    console.print(report.describe_host(host))
-    console.print(result["method"], soft_wrap=True, markup=False)
+    print(f"{result['device']}, driver {result['driver']}, versions {result['versions']}")
+    print(report.describe_ceilings(ceilings))
+    print(f"\n{report.text_report(rows, options.stored)}\n")
+    failures = {name: text for row in rows for name, text in row.get("not_compared", {}).items()}
+    for name, text in failures.items():
+        print(f"not compared with {name}: {text}")
+    print(report.describe_host(result["host"]))
+    print(result["method"])
     if options.plot:
-        plot.roofline({"rawmla": result}, result["device"], options.plot)
+        plot.roofline(
+            result, f"rawmla on {result['device']}, under the ceilings of the same run", options.plot
+        )
     return result
+
+
+def run(arguments: list[str] | None) -> int:
+    """The program; see main."""
+    options = parse_arguments(arguments)
+    if options.list:
+        print("\n".join(case.id for case in options.chosen))
+        return 0
+    reason = why_no_timing()
+    if reason is None:
+        result = run_timed(options)
+    else:
+        from benchlib import nogpu
+
+        result = nogpu.run(reason)
+    result = {"source_sha256": source.source_hash(benchlib.REPO_ROOT), **result}
+    if options.json:
+        files.write_whole(options.json, json.dumps(result, indent=1) + "\n")
+    return 0 if result.get("good", True) else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit status is 0 unless a kernel does not compile or the reference differs."""
-    options = parse_arguments(arguments)
-    if options.list:
-        print("\n".join(case.id for case in cases.all_cases()))
-        return 0
-    console = Console() if sys.stdout.isatty() else Console(width=TERMINAL_WIDTH)
-    reason = why_no_timing()
-    if reason is None:
-        result = run_timed(options, console)
-    else:
-        from benchlib import nogpu
-
-        result = nogpu.run(console, reason)
-    result = {"source_sha256": source.source_hash(benchlib.REPO_ROOT), **result}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if result.get("good", True) else 1
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
 Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests heat the GPU and slow it),
-`tests` (every test file, its own pytest process), `sanitizer` (the cases marked `sanitizer`, under each tool
-of compute-sanitizer; keep their shapes tiny). Each result is merged into the record as soon as it exists, so
-the stages, and even the files of one stage, can run in separate commands. A record made from other sources
-is started afresh.
+`tests` (every test file by several processes, then those that measure time by themselves), `sanitizer` (the
+cases marked `sanitizer`, under each tool of compute-sanitizer; keep their shapes tiny). Each result is merged
+into the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
+commands. A record made from other sources is started afresh. Tests that need two GPUs run where there are
+two, and are counted as skipped elsewhere.
 """
 
 import argparse
@@ -26,12 +27,14 @@ from typing import Any
 
 import bench
 import benchlib
-from benchlib import source
+from benchlib import files, source
 
 ROOT = benchlib.REPO_ROOT
 RECORD = ROOT / "docs" / "gpu-record.json"
 STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+MEASURING_TESTS = r"host_time"
+"""Names of the test files that measure time: they run with no other test beside them."""
 SANITIZER_ERROR = 86
 """Exit status that compute-sanitizer is told to give when it finds something."""
 
@@ -46,6 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--skip-sanitizer", action="store_true", help="leave the sanitizer stage out")
     parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
+    parser.add_argument(
+        "--test-args",
+        default="-n 4 --dist loadfile",
+        metavar="TEXT",
+        help="how pytest-xdist runs the tests (default: %(default)r, four processes share the GPU)",
+    )
     parser.add_argument(
         "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
     )
@@ -90,16 +99,14 @@ def load_record(path: Path, source_sha256: str) -> dict[str, Any]:
 def save_record(record: dict[str, Any], path: Path) -> None:
     """Write the record beside its place and rename it, so an interrupted run leaves a whole one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    aside.replace(path)
+    files.write_whole(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Device, driver and package versions. Raises SystemExit without a Hopper GPU."""
+    """Device, number of GPUs, driver and package versions. Raises SystemExit without a Hopper GPU."""
     reason = bench.why_no_timing()
     if reason is not None:
-        raise SystemExit(f"gpu_check.py needs a Hopper GPU. {reason}")
+        raise SystemExit(f"gpu_check.py needs a Hopper GPU: {reason}")
     import cupy
     import numpy
     import torch
@@ -112,30 +119,60 @@ def describe_machine() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "cuda_bindings": bindings.__version__,
     }
-    return {"device": torch.cuda.get_device_name(), "driver": bench.driver_version(), "versions": versions}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "driver": bench.driver_version(),
+        "versions": versions,
+    }
 
 
-def parse_junit(text: str) -> dict[str, Any]:
-    """Counts, seconds and the names of what failed, from pytest's JUnit XML."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    failures = []
-    seconds = 0.0
+def empty_counts() -> dict[str, Any]:
+    """Of a file that no test was reported of."""
+    return {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": [], "skip_reasons": {}}
+
+
+def file_of(case: ElementTree.Element) -> str:
+    """The test file of a JUnit case. One that could not be collected is named by its module instead."""
+    module = case.get("name", "") if not case.get("classname") else case.get("classname", "")
+    return case.get("file") or module.replace(".", "/") + ".py"
+
+
+def parse_junit(text: str) -> dict[str, dict[str, Any]]:
+    """Per test file its counts, seconds, the names of what failed and why tests were skipped, from pytest's
+    JUnit XML.
+    """
+    found: dict[str, dict[str, Any]] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
-        seconds += float(case.get("time", "0"))
+        counts = found.setdefault(file_of(case), empty_counts())
+        counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
+        skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
-            failures.append(f"{case.get('classname')}::{case.get('name')}")
-        elif case.find("skipped") is not None:
+            counts["failures"].append(f"{case.get('classname')}::{case.get('name')}")
+        elif skipped is not None:
             counts["skipped"] += 1
+            reason = skipped.get("message", "")
+            counts["skip_reasons"][reason] = counts["skip_reasons"].get(reason, 0) + 1
         else:
             counts["passed"] += 1
-    return {**counts, "seconds": round(seconds, 1), "failures": failures}
+    return found
+
+
+def sum_counts(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The counts of all files together."""
+    total: dict[str, Any] = {
+        key: sum(counts[key] for counts in found.values()) for key in ("passed", "failed", "skipped")
+    }
+    return total | {"failures": [name for counts in found.values() for name in counts["failures"]]}
 
 
 def run_pytest(
     arguments: list[str], prefix: list[str], environment: dict[str, str]
-) -> tuple[dict[str, Any], int, str]:
-    """Run pytest with a JUnit report; returns its counts, exit status and output (shown as it comes)."""
+) -> tuple[dict[str, dict[str, Any]], int, str]:
+    """Run pytest with a JUnit report; returns the counts per file, exit status and output (shown as it
+    comes).
+    """
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [
@@ -146,6 +183,8 @@ def run_pytest(
             "-q",
             "-p",
             "no:cacheprovider",
+            "-o",
+            "junit_family=xunit1",  # the one that names the file of a test
             f"--junitxml={junit}",
         ]
         print("$", shlex.join([*command, *arguments]), flush=True)
@@ -163,22 +202,29 @@ def run_pytest(
             print(line, end="", flush=True)
             lines.append(line)
         status = process.wait()
-        counts = parse_junit(junit.read_text()) if junit.exists() else parse_junit("<testsuites/>")
-    return counts, status, "".join(lines)
+        results = parse_junit(junit.read_text()) if junit.exists() else {}
+    return results, status, "".join(lines)
 
 
 def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Run each test file and merge its counts; True when all passed."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
-    names = [path.relative_to(ROOT).as_posix() for path in files]
+    """Run the test files and merge their counts; True when all passed."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    names = [path.relative_to(ROOT).as_posix() for path in paths]
+    names = [name for name in names if not options.tests or re.search(options.tests, name)]
+    alone = [name for name in names if re.search(MEASURING_TESTS, name)]
+    together = [name for name in names if name not in alone]
     good = True
-    for name in names:
-        if options.tests and not re.search(options.tests, name):
+    for chosen, arguments in ((together, shlex.split(options.test_args)), (alone, [])):
+        if not chosen:
             continue
-        counts, status, _ = run_pytest([name], [], {})
-        record["tests"][name] = {**counts, "exit_status": status}
-        good &= status in (0, 5)  # 5: the file has no test for this machine
+        results, status, _ = run_pytest([*arguments, *chosen], [], {})
+        for name, counts in results.items():
+            record["tests"][name] = {**counts, "gpus": record["gpus"]}
+        good &= status in (0, 5) and bool(results)  # 5: the files have no test for this machine
         save_record(record, options.record)
+    for name in set(record["tests"]) - {path.relative_to(ROOT).as_posix() for path in paths}:
+        print(f"{name}: in the record, not in the tree")
+        good = False
     return good
 
 
@@ -204,10 +250,11 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
         extra = shlex.split(options.sanitizer_args)
         prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), *extra]
         start = time.monotonic()
-        counts, status, output = run_pytest(
+        results, status, output = run_pytest(
             ["-m", "sanitizer", "tests/gpu"], prefix, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         )
         errors = sanitizer_errors(output)
+        counts = sum_counts(results)
         clean = status == 0 and counts["passed"] > 0 and errors == 0
         record["sanitizer"][tool] = {
             **counts,

@@ -1,13 +1,18 @@
 """The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import threading
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -15,66 +20,123 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import bench  # noqa: E402
 import gpu_check  # noqa: E402
 import update_figures  # noqa: E402
-from benchlib import against, cache_cases, cases, nogpu, plot, report, source  # noqa: E402
+from benchlib import (  # noqa: E402
+    against,
+    cases,
+    columns,
+    families,
+    files,
+    nogpu,
+    plot,
+    power,
+    report,
+    source,
+)
 
 PEERS = ROOT / "docs" / "peers-h200.json"
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
+SLOWER = "decode-b128-q1-k8192-h64-bf16-fixed"
+"""A case that FlashAttention-3 has a stored time of: 282.2 µs."""
 
 
-def made_up_row(case: cases.DecodeCase | cases.SparseCase | cases.PrefillCase, us: float) -> dict[str, Any]:
-    """A result row as bench.py writes it, for a time that nobody measured."""
-    row = {**case.fields(), "us": us, "us_min": us, "us_max": us, "rel_l2": 0.002}
-    if not isinstance(case, cases.PrefillCase):
-        row["meta_us"] = 3.0
-    elif case.layout != "bf16":
-        row |= {"gathered_us": us + 7, "gather_us": 7.0}
-    row["tflops"] = case.flops() / us / 1e6
+def made_up_row(case: Any, us: float, family: families.Family | None = None) -> dict[str, Any]:
+    """A result row as bench.py writes it, for a time that nobody measured: 5 % more without rests and 10 %
+    more under load.
+    """
+    family = family or families.family_of(case.id)
+    row = {"case": case.id, **case.fields(), "us": us}
+    if family.name == "metadata":
+        return {**row, "unrested_us": us}
     row["gbps"] = case.bytes_moved() / us / 1e3
+    if family.attention:
+        row |= {"us_min": us, "us_max": us, "rel_l2": 0.002, "unrested_us": 1.05 * us}
+        row |= {"sustained_us": 1.1 * us, "sustained_watts": 690.4, "sustained_mhz": 1605.2}
+        row["tflops"] = case.flops() / us / 1e6
+        row |= {"meta_us": 3.0} if columns.DECODE == family.columns else {}
+        if family.columns == columns.PREFILL and case.layout != "bf16":
+            row |= {"gathered_us": us + 7, "gather_us": 7.0}
     report.add_shares([row], report.best_ceilings(CEILINGS))
     return row
 
 
+def made_up_us(case: Any) -> float:
+    """A time near what the roofs allow."""
+    work = case.flops() if hasattr(case, "flops") else 0
+    data = case.bytes_moved() if hasattr(case, "bytes_moved") else 0
+    return max(work / 6e8, data / 3e6) + 2
+
+
 def made_up_run() -> dict[str, Any]:
-    rows = [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.decode_cases()]
-    rows += [made_up_row(case, case.bytes_moved() / 2e6 + 10) for case in cases.sparse_cases()]
-    rows += [made_up_row(case, case.flops() / 6e8 + 10) for case in cases.prefill_cases()]
-    rows += [{**cases.MetadataCase(b).fields(), "us": 3.0} for b in cases.METADATA_BATCHES]
-    for case in cache_cases.all_cases():
-        us = case.bytes_moved() / 2e6 + 2
-        fields = case.fields()
-        rows.append({"case": case.id, "op": fields["family"], **fields, "us": us})
-        rows[-1]["gbps"] = case.bytes_moved() / us / 1e3
-    report.add_shares(rows, report.best_ceilings(CEILINGS))
+    rows = [made_up_row(case, made_up_us(case)) for case in families.all_cases()]
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0, "decode_call_quiet_us": 14.0}
     method = "a method"
     return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
 
 
+def older(run: dict[str, Any]) -> dict[str, Any]:
+    """The run as it was written before rows had names, figures without rests and under load."""
+    rows = []
+    for row in run["rows"]:
+        old = {key: value for key, value in row.items() if not key.startswith(("unrested", "sustained"))}
+        if "family" not in row:
+            del old["case"]
+        rows.append(old)
+    return {**run, "rows": rows}
+
+
 def made_up_record() -> dict[str, Any]:
     return {
         "source_sha256": "0" * 64,
-        "device": "a device",
+        "device": "NVIDIA H200",
         "driver": "0",
         "date": "2000-01-01",
-        "tests": {"tests/test_a.py": {"passed": 3, "failed": 0, "skipped": 1}},
-        "sanitizer": {"memcheck": {"clean": True}},
+        "tests": {
+            "tests/gpu/test_dense_bits.py": {"passed": 3, "failed": 0, "skipped": 0, "gpus": 2},
+            "tests/gpu/test_dense_frameworks.py": {
+                "passed": 1000,
+                "failed": 0,
+                "skipped": 2,
+                "gpus": 1,
+                "skip_reasons": {"needs two GPUs": 2},
+            },
+            "tests/gpu/test_examples.py": {"passed": 4, "failed": 1, "skipped": 0},
+            "tests/test_readme.py": {"passed": 1, "failed": 0, "skipped": 1},
+            "tests/test_cli.py": {"passed": 5, "failed": 0, "skipped": 0},
+        },
+        "sanitizer": {"memcheck": {"clean": True, "passed": 9}, "initcheck": {"clean": False, "passed": 8}},
         "bench": {"0.0": made_up_run()},
     }
 
 
-def test_case_names_are_unique() -> None:
-    names = [case.id for case in cases.all_cases()]
-    assert len(set(names)) == len(names)
+def test_every_case_is_of_one_family_and_has_one_name() -> None:
+    everything = [case for family in families.FAMILIES for case in family.cases()]
+    assert len({case.id for case in everything}) == len(everything) == len(families.all_cases())
+    assert len(cases.sparse_cases()) == sum(
+        len(f.cases()) for f in families.FAMILIES if "sparse " in f.name
+    ) - len(cases.prefill_cases())
+    for family in families.FAMILIES:
+        for case in family.cases():
+            assert families.family_of(case.id) is family and families.case_named(case.id) == case
+            assert case.group and "op" in case.fields()
+
+
+def test_rows_without_a_name_are_recognised() -> None:
+    run = made_up_run()
+    assert families.named(older(run)["rows"]) == [
+        {**old, "case": row["case"]} for old, row in zip(older(run)["rows"], run["rows"], strict=True)
+    ]
+    assert families.named([{"case": "of another time", "us": 1.0}, {"op": "dense_decode", "b": 1}]) == []
 
 
 def test_select() -> None:
-    everything = cases.all_cases()
-    assert cases.select(everything, None) == everything
-    assert {case.id for case in cases.select(everything, "^metadata")} == {
+    assert families.select(None) == families.all_cases()
+    assert {case.id for case in families.select("^metadata")} == {
         f"metadata-b{b}" for b in cases.METADATA_BATCHES
     }
-    with pytest.raises(ValueError, match="matches none"):
-        cases.select(everything, "no such case")
+    with pytest.raises(ValueError, match="no case matches 'no such case'"):
+        families.select("no such case")
+    with pytest.raises(ValueError, match="expected a regular expression"):
+        families.select("(")
 
 
 def test_lengths() -> None:
@@ -103,7 +165,7 @@ def test_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
 
 def stored_sparse_rows() -> list[dict[str, Any]]:
     data = json.loads(PEERS.read_text())
-    return [row for row in data["FlashMLA@9241ae3"] if cases.is_sparse(row)]
+    return [row for row in data["FlashMLA@9241ae3"] if row["op"].startswith("sparse_decode")]
 
 
 @pytest.mark.parametrize(
@@ -122,17 +184,21 @@ def test_sparse_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
     assert case.bytes_moved() / row["us"] / 1e3 == pytest.approx(row["gbps"], rel=1e-3)
 
 
+def stored_of(found: list[against.Stored], *names: str) -> list[against.Stored]:
+    """Those of the families that have these names."""
+    return [other for other in found if families.family_of(other.case).name in names]
+
+
 def test_stored_sparse_rows_match_one_case_each() -> None:
-    rows = [case.fields() for case in cases.sparse_cases()]
-    stored = [row for row in against.load(PEERS) if cases.is_sparse(row)]
-    assert len(stored) == len(stored_sparse_rows()) + 3
-    for other in stored:
-        assert sum(against.matches(other, row) for row in rows) == 1
+    stored = stored_of(against.load(PEERS), "sparse V3.2", "sparse MODEL1", "sparse bf16")
+    assert len(stored) == len({other.case for other in stored}) == len(stored_sparse_rows()) + 3
+    assert {other.label for other in stored} == {"FlashMLA"}
+    assert not any("invariant" in other.case or "bf16" in other.case for other in stored)
 
 
 def stored_prefill_rows() -> list[dict[str, Any]]:
     data = json.loads(PEERS.read_text())
-    return [row for row in data["FlashMLA@9241ae3"] if cases.is_prefill(row)]
+    return [row for row in data["FlashMLA@9241ae3"] if row["op"].startswith("sparse_prefill")]
 
 
 @pytest.mark.parametrize(
@@ -156,23 +222,25 @@ def test_prefill_bytes() -> None:
 
 
 def test_stored_prefill_rows_match_one_case_each() -> None:
-    rows = [case.fields() for case in cases.prefill_cases()]
-    stored = [row for row in against.load(PEERS) if cases.is_prefill(row)]
+    stored = stored_of(against.load(PEERS), "sparse prefill")
     assert len(stored) == len(stored_prefill_rows()) + 2
-    for other in stored:
-        assert sum(against.matches(other, row) for row in rows) == 1
-    compared = [against.ratios(stored, {**row, "us": 1.0}) for row in rows]
-    assert [len(found) for found in compared] == [int(cases.layout_of(row) == "bf16") for row in rows]
+    assert {other.case for other in stored} == {
+        case.id for case in cases.prefill_cases() if case.layout == "bf16"
+    }
 
 
 def test_other_names_of_fields(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
-    row = {**cases.sparse_cases()[-9].fields(), "us": 10.0}
-    assert row["extra_topk"] > 0
+    case = cases.sparse_cases()[-9]
+    fields = case.fields()
+    assert fields["extra_topk"] > 0
     other = {new: old for old, new in against.OTHER_NAMES.items()}
-    path.write_text(json.dumps({"list": [{other.get(key, key): value for key, value in row.items()}]}))
-    assert against.ratios(against.load(path), {**row, "us": 5.0}) == {"list": pytest.approx(2.0)}
-    assert not against.ratios(against.load(path), {**row, "extra_length": not row["extra_length"]})
+    stored = {other.get(key, key): value for key, value in {**fields, "us": 10.0}.items()}
+    path.write_text(json.dumps({"list": [stored]}))
+    assert against.load(path) == [against.Stored("list", case.id, {"no rests": 10.0})]
+    path.write_text(json.dumps({"list": [{**stored, "extra_len": not fields["extra_length"]}]}))
+    with pytest.raises(ValueError, match="no times"):
+        against.load(path)
 
 
 def test_extra_lengths() -> None:
@@ -186,63 +254,123 @@ def test_extra_lengths() -> None:
 
 
 def test_fixed_length_rows_have_their_case() -> None:
-    stored = [row for row in against.load(PEERS) if row["label"].endswith(" fixed")]
-    assert len(stored) == 32
-    rows = [case.fields() for case in cases.decode_cases()]
-    for other in stored:
-        assert any(against.matches(other, row) for row in rows)
+    stored = [other for other in against.load(PEERS) if other.case.endswith("-fixed")]
+    assert sum(other.label == "FlashAttention-3" for other in stored) == 16
+    # One FlashMLA row of the other list has fixed lengths too.
+    assert sum(other.label == "FlashMLA" for other in stored) >= 16
 
 
-def test_ratios(tmp_path: Path) -> None:
-    case = cases.DecodeCase(128, 1, 8192, 16, causal=False, varlen=False)
-    ratios = against.ratios(against.load(PEERS), made_up_row(case, 200.0))
-    assert ratios == {"flashmla fixed": pytest.approx(278.2 / 200), "fa3 fixed": pytest.approx(281.6 / 200)}
-    varied = cases.DecodeCase(128, 1, 8192, 16, causal=False, varlen=True)
-    assert set(against.ratios(against.load(PEERS), made_up_row(varied, 200.0))) == {"FlashMLA@9241ae3"}
-    metadata = {**cases.MetadataCase(128).fields(), "us": 4.0}
-    assert against.ratios(against.load(PEERS), metadata) == {"FlashMLA@9241ae3": pytest.approx(5.0)}
+def ratios(row: dict[str, Any], stored: list[against.Stored]) -> dict[tuple[str, str], float]:
+    return {(pair.label, pair.way): pair.ratio for pair in against.pairs(row, stored)}
+
+
+def test_stored_times_are_compared_with_figures_without_rests_alone() -> None:
+    stored = against.load(PEERS)
+    row = made_up_row(families.case_named(SLOWER), 200.0)
+    assert ratios(row, stored) == {
+        ("FlashMLA", "no rests"): pytest.approx(299.6 / 210),
+        ("FlashAttention-3", "no rests"): pytest.approx(282.2 / 210),
+    }
+    rested_only = {key: value for key, value in row.items() if key != "unrested_us"}
+    assert against.pairs(rested_only, stored) == []
+    varied = made_up_row(families.case_named(SLOWER.replace("fixed", "varlen")), 200.0)
+    assert set(ratios(varied, stored)) == {("FlashMLA", "no rests")}
+    metadata = made_up_row(families.case_named("metadata-b128"), 4.0)
+    assert ratios(metadata, stored) == {("FlashMLA", "no rests"): pytest.approx(5.0)}
+
+
+def test_a_row_where_another_library_is_faster_shows() -> None:
+    """FlashAttention-3 is faster here, FlashMLA is not: the better of the two counts, everywhere."""
+    stored = against.load(PEERS)
+    row = {**made_up_row(families.case_named(SLOWER), 280.0), "unrested_us": 292.2}
+    pair = against.better(against.pairs(row, stored), "no rests")
+    assert pair is not None and pair.label == "FlashAttention-3"
+    faster = made_up_row(families.case_named("decode-b128-q1-k8192-h16-bf16-fixed"), 200.0)
+    text = report.text_report([row, faster], stored)
+    line = next(line for line in text.splitlines() if line.startswith(SLOWER))
+    assert line.split()[-3:] == ["299.6", "282.2", "0.966"]
+    summary = text[text.index("the better of the other libraries") :]
+    assert any(line.split()[-2:] == ["0.966", SLOWER] for line in summary.splitlines())
+    assert "programmatic dependent launch" in summary
+
+
+def test_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    run = made_up_run()
+    path.write_text(json.dumps(run))
+    stored = against.load(path)
+    for row in run["rows"]:
+        assert ratios(row, stored) == {("run", "rested"): pytest.approx(1.0)}
+    path.write_text(json.dumps(older(run)))
+    assert len(against.load(path)) == len(run["rows"])
+    only_without_rests = {key: value for key, value in run["rows"][0].items() if key != "us"}
+    assert ratios(only_without_rests, stored) == {("run", "no rests"): pytest.approx(1.0)}
+    assert ratios(only_without_rests, against.load(path)) == {}
+    path.write_text(json.dumps(made_up_record()))
+    assert set(ratios(run["rows"][0], against.load(path))) == {("run NVRTC 0.0", "rested")}
+
+
+def test_libraries_that_ran_beside() -> None:
+    row = made_up_row(families.case_named(SLOWER), 200.0)
+    row["beside"] = {
+        "rawmla": {"us": 210.0, "unrested_us": 220.0, "sustained_us": 240.0, "sustained_watts": 690.0},
+        "FlashMLA": {"us": 315.0, "unrested_us": 330.0, "sustained_us": 240.0, "sustained_watts": 680.0},
+        "FlashAttention-3": {"us": 189.0, "unrested_us": 440.0, "sustained_us": 360.0},
+    }
+    found = ratios(row, [])
+    assert found["FlashMLA beside", "rested"] == pytest.approx(1.5)
+    assert found["FlashMLA beside", "sustained"] == pytest.approx(1.0)
+    assert found["FlashAttention-3 beside", "rested"] == pytest.approx(0.9)
+    assert len(found) == 6
+    headings, cells = report.family_cells(families.family_of(SLOWER), [row], [])
+    shown = dict(zip(headings, cells, strict=True))
+    assert shown["rawmla beside sustained µs"] == "240.0" and shown["better / ours, rested"] == "0.900"
+    assert shown["better / ours, no rests"] == "1.500" and shown["FlashMLA beside rested µs"] == "315.0"
 
 
 def test_the_best_split_count_is_the_one_compared(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
-    row = {"b": 1, "s_q": 1, "s_k": 64, "h_q": 8, "fa3_us": 20.0, "fa3_best_us": 10.0}
+    row = {"b": 1, "s_q": 1, "s_k": 8192, "h_q": 128, "fa3_us": 20.0, "fa3_best_us": 10.0}
     path.write_text(json.dumps({"list": [row]}))
-    assert [(found["label"], found["us"]) for found in against.load(path)] == [("fa3 fixed", 10.0)]
+    assert against.load(path) == [
+        against.Stored("FlashAttention-3", "decode-b1-q1-k8192-h128-bf16-fixed", {"no rests": 10.0})
+    ]
 
 
-def test_against_reads_its_own_formats(tmp_path: Path) -> None:
-    run = made_up_run()
-    stored = tmp_path / "run.json"
-    stored.write_text(json.dumps(run))
-    for row in run["rows"]:
-        assert against.ratios(against.load(stored), row) == {"run": pytest.approx(1.0)}
-    stored.write_text(json.dumps(made_up_record()))
-    assert set(against.ratios(against.load(stored), run["rows"][0])) == {"run NVRTC 0.0"}
-    stored.write_text("{}")
-    with pytest.raises(ValueError, match="no timings"):
-        against.load(stored)
+@pytest.mark.parametrize("text", ("{}", "[]", "no JSON", '{"rows": []}', '{"list": [{"b": 5, "us": 1}]}'))
+def test_files_without_times_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "stored.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="stored.json"):
+        against.load(path)
+    with pytest.raises(ValueError, match="missing.json"):
+        against.load(tmp_path / "missing.json")
 
 
 def test_means_by_family() -> None:
     rows = made_up_run()["rows"]
-    stored = [{**row, "label": "twice", "us": 2 * row["us"]} for row in rows]
-    means = report.group_means(rows, stored)["twice"]
-    families = {"b >= 64, h_q 128", "b >= 64, h_q 8 to 64", "b 16 to 32", "b <= 4"}
-    families |= {"sparse V3.2, b >= 64", "sparse V3.2, b <= 16", "sparse V3.2, h_q 8 to 16"}
-    families |= {
-        "sparse MODEL1, b >= 64",
-        "sparse MODEL1, b <= 16",
-        "sparse bf16, b >= 64",
-        "sparse bf16, b <= 16",
+    stored = [against.Stored("twice", row["case"], {"rested": 2 * row["us"]}) for row in rows]
+    slow = against.Stored("once", rows[3]["case"], {"rested": rows[3]["us"]})
+    found = against.means(rows, [*stored, slow])
+    assert {mean.way for mean in found} == {"rested"}
+    whole = {mean.family: mean for mean in found if mean.group == "all"}
+    assert set(whole) == {family.name for family in families.FAMILIES}
+    assert sum(mean.rows for mean in whole.values()) == len(rows)
+    groups = {family: [m for m in found if m.family == family and m.group != "all"] for family in whole}
+    for family, parts in groups.items():
+        assert len(parts) != 1 and sum(part.rows for part in parts) in (0, whole[family].rows)
+    assert {part.group for part in groups["dense decode"]} == {
+        "b >= 64, h_q 128",
+        "b >= 64, h_q 8 to 64",
+        "b 16 to 32",
+        "b <= 4",
+        "batch-invariant",
     }
-    families |= {"prefill V3.2", "prefill bf16, h_q 8 to 16"}
-    families |= {"prefill bf16, s_q >= 512", "prefill bf16, s_q <= 64"}
-    families |= {"cache", "convert indices", "merge attn states"}
-    assert set(means) == families | {"batch-invariant", "sparse, batch-invariant", "metadata"}
-    assert sum(count for _, _, count in means.values()) == len(rows)
-    assert all(
-        mean == pytest.approx(2.0) and least == pytest.approx(2.0) for mean, least, _ in means.values()
-    )
+    dense = whole.pop("dense decode")
+    assert dense.least == pytest.approx(1.0) and dense.least_case == rows[3]["case"]
+    assert dense.mean == pytest.approx(2 ** (1 - 1 / dense.rows))
+    for mean in whole.values():
+        assert mean.mean == pytest.approx(2.0) and mean.least == pytest.approx(2.0)
     assert against.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
@@ -256,47 +384,74 @@ def test_share_of_the_nearer_roof() -> None:
     assert report.intensity(row) == pytest.approx(case.flops() / case.bytes_moved())
 
 
-def test_tables() -> None:
-    run = made_up_run()
-    console = Console(width=240, record=True, quiet=True)
+def test_tables_are_complete_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each figure in full, whatever the terminal says of itself."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = made_up_run()["rows"]
     stored = against.load(PEERS)
-    for table in (
-        report.decode_table,
-        report.sparse_table,
-        report.prefill_table,
-        report.metadata_table,
-        report.means_table,
-    ):
-        console.print(table(run["rows"], stored))
-    assert report.cache_table(run["rows"], stored).row_count == len(cache_cases.all_cases())
-    text = report.markdown_results(run["rows"])
-    dense, sparse, prefill, metadata, cache = (
-        part.splitlines() for part in text.split("\n\n") if part.startswith("|")
-    )
-    assert len(dense) == 2 + len(cases.decode_cases())
-    assert len(sparse) == 2 + len(cases.sparse_cases())
-    assert len(prefill) == 2 + len(cases.prefill_cases())
-    assert len(metadata) == 3 and len(cache) == 2 + len(cache_cases.all_cases())
-    for lines in (dense, sparse, prefill, metadata, cache):
-        assert all(line.startswith("|") and line.endswith("|") for line in lines)
-        assert len({line.count("|") for line in lines}) == 1
-    assert any("128 + up to 1024 | 256 + 2" in line for line in sparse)
-    assert sum(line.startswith("| V3.2 ") and "(gather 7.0)" in line for line in prefill) == 2
-    assert sum(line.startswith("| bf16 ") and line.endswith("| - |") for line in prefill) == 14
+    text = report.text_report(rows, stored)
+    assert "…" not in text
+    lines = text.splitlines()
+    for row in rows:
+        cells = next(line.split() for line in lines if line.split()[:1] == [row["case"]])
+        digits = 2 if row["case"].startswith("metadata") else 1
+        assert f"{row['us']:.{digits}f}" in cells
+        for key in ("unrested_us", "sustained_us"):
+            assert key not in row or f"{row[key]:.{digits}f}" in cells
+    for family in families.FAMILIES:
+        cells = report.family_cells(family, rows, stored)
+        assert len(cells) == 1 + len(family.cases()) and len({len(row) for row in cells}) == 1
+        assert all(cell for row in cells for cell in row)
+        table = report.aligned(cells).splitlines()
+        assert len({len(line) for line in table}) == 1 and "\n".join(table) in text
+        page = report.markdown(cells).splitlines()
+        assert len({line.count("|") for line in page}) == 1
+        assert len({row[0] for row in cells}) == len(cells)
+
+
+def test_cells() -> None:
+    stored = against.load(PEERS)
+    case = next(case for case in cases.prefill_cases() if case.layout == "v32")
+    headings, cells = report.family_cells(families.family_of(case.id), [made_up_row(case, 50.0)], stored)
+    shown = dict(zip(headings, cells, strict=True))
+    assert shown["gathered first µs (gather)"] == "57.0 (7.0)"
+    assert (shown["no rests µs"], shown["sustained µs"]) == ("52.5", "55.0")
+    assert (shown["W"], shown["MHz"], shown["cold L2 µs"]) == ("690", "1605", "-")
 
 
 def test_methods() -> None:
-    rows = made_up_run()["rows"]
-    everything = (report.METHOD, report.SPARSE_METHOD, report.PREFILL_METHOD, report.CACHE_METHOD)
-    assert report.methods(rows) == " ".join(everything)
-    assert report.methods([row for row in rows if row["op"] in ("dense_decode", "metadata")]) == report.METHOD
+    everything = families.methods(families.all_cases())
+    for family in families.FAMILIES:
+        assert family.method in everything
+    dense = families.methods(families.select("^decode|^metadata"))
+    assert dense == f"{families.ATTENTION_METHOD} {families.DENSE_METHOD}"
 
 
-def test_roofline_plot(tmp_path: Path) -> None:
+def test_roofline_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    closed: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", closed.append)
     path = tmp_path / "roofline.png"
-    plot.roofline({"NVRTC 0.0": made_up_run(), "NVRTC 0.1": made_up_run()}, "a device", path)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    for run in (made_up_run(), older(made_up_run())):
+        plot.roofline(run, "a device", path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert [file.name for file in tmp_path.iterdir()] == ["roofline.png"]
+        (figure,) = closed
+        (axes,), (legend,) = figure.axes, figure.legends
+        plotted = [family for family in families.FAMILIES if family.attention]
+        assert [text.get_text() for text in legend.get_texts()] == [family.name for family in plotted]
+        points = [collection for collection in axes.collections if len(collection.get_offsets())]
+        assert [len(found.get_offsets()) for found in points] == [len(family.cases()) for family in plotted]
+        assert len({tuple(found.get_edgecolors()[0]) for found in points}) == len(plotted)
+        box, whole = legend.get_window_extent(), figure.bbox
+        assert not box.overlaps(axes.get_window_extent())
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+        for found in points:
+            x, y = found.get_offsets().data.T
+            low, high = axes.get_xlim(), axes.get_ylim()
+            assert low[0] < min(x) and max(x) < low[1] and high[0] < min(y) and max(y) < high[1]
+        closed.clear()
 
 
 def tiny_tree(root: Path) -> Path:
@@ -324,7 +479,7 @@ def test_reference_agrees_with_an_independent_computation() -> None:
 def test_bench_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "why_no_timing", lambda: "No GPU in this test.")
+    monkeypatch.setattr(bench, "why_no_timing", lambda: "no GPU in this test")
     path = tmp_path / "bench.json"
     assert bench.main(["--json", str(path)]) == 0
     result = json.loads(path.read_text())
@@ -334,14 +489,436 @@ def test_bench_without_a_gpu(
     assert all(
         row["spill_stores"] == row["spill_loads"] == row["local_bytes"] == 0 for row in result["kernels"]
     )
-    assert "Nothing was timed." in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert printed.out.startswith("no GPU in this test. Nothing is timed")
+    assert "Nothing was timed." in printed.out
+    for row in result["kernels"]:
+        assert row["label"] in printed.out and f"compiled {row['label']}" in printed.err
+    assert os.listdir(tmp_path) == ["bench.json"]
 
 
-def test_bench_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench.parse_arguments(["--replays", "4"])
+def test_bench_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rawmla.testing import gpu
+
+    monkeypatch.setattr(gpu, "_open_driver", lambda: None)
+    gpu.missing_hopper_reason.cache_clear()
+    try:
+        assert "no NVIDIA driver" in str(bench.why_no_timing())
+    finally:
+        gpu.missing_hopper_reason.cache_clear()
+
+
+def test_kernels_are_compiled_on_all_cores(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three at a time here, or the barrier breaks; the rows keep the order of the kernels."""
+    together = threading.Barrier(3, timeout=30)
+
+    def build(spec: Any) -> Any:
+        together.wait()
+        if spec.label == "b":
+            raise nogpu.CompileError("b is broken", log="", options=(), source_path=None)
+        return types.SimpleNamespace(meta={"registers": 1})
+
+    specs = [types.SimpleNamespace(label=label) for label in "abc"]
+    monkeypatch.setattr(nogpu.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(nogpu.kernels, "all_specs", lambda: specs)
+    monkeypatch.setattr(nogpu.jit, "build", build)
+    rows = nogpu.compile_all()
+    assert [row["label"] for row in rows] == ["a", "b", "c"]
+    assert "b is broken" in rows[1]["problem"] and "problem" not in rows[2]
+    assert "[3/3]" in capsys.readouterr().err
+
+
+def test_list_obeys_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--list"]) == 0
-    assert "metadata-b4096" in capsys.readouterr().out
+    assert capsys.readouterr().out.split() == [case.id for case in families.all_cases()]
+    assert bench.main(["--list", "--cases", "metadata-b4096|merge-p2-b1-"]) == 0
+    assert capsys.readouterr().out.split() == ["metadata-b4096", "merge-p2-b1-h128-bfloat16"]
+
+
+WRONG_USAGE = {
+    "replays": ["--replays", "4"],
+    "negative load": ["--sustain-seconds", "-1"],
+    "endless load": ["--sustain-seconds", "inf"],
+    "pattern": ["--cases", "("],
+    "no such case": ["--cases", "no such case"],
+    "no such case, listed": ["--list", "--cases", "no such case"],
+    "no stored file": ["--against", "missing.json"],
+    "stored text": ["--against", "text.json"],
+    "stored folder": ["--against", "folder"],
+    "stored times of nothing": ["--against", "empty.json"],
+    "results into no folder": ["--json", "missing/bench.json"],
+    "results into a file": ["--json", "text.json/bench.json"],
+    "results over a folder": ["--json", "folder"],
+    "plot into no folder": ["--plot", "missing/roofline.png"],
+    "plot over a folder": ["--plot", "folder"],
+    "no such option": ["--no-such-option"],
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG_USAGE.values(), ids=WRONG_USAGE)
+def test_wrong_usage_is_refused_before_anything_runs(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def must_not_run(*_: Any) -> None:
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(bench, "why_no_timing", must_not_run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text.json").write_text("no JSON")
+    (tmp_path / "empty.json").write_text("{}")
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(arguments)
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert sorted(os.listdir(tmp_path)) == ["empty.json", "folder", "text.json"]
+
+
+def test_plot_without_matplotlib_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        bench.main(["--plot", str(tmp_path / "roofline.png")])
+    assert 'pip install "rawmla[plot]"' in capsys.readouterr().err
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text("old")
+    files.check_writable(path)
+    assert path.read_text() == "old"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            files.write_whole(path, "new")
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["bench.json"]
+    files.write_whole(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["bench.json"]
+
+
+INTERRUPTED = """
+import sys, time
+sys.path.insert(0, "scripts")
+import bench
+def wait():
+    print("running", flush=True)
+    time.sleep(60)
+bench.why_no_timing = wait
+sys.exit(bench.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, "--json", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (out, err) == ("", "interrupted\n")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("stored", (False, True), ids=("alone", "against"))
+def test_a_timed_run(
+    stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole program but for the measuring: settings arrive, each case is measured once, all of it is
+    printed and stored.
+    """
+    torch = pytest.importorskip("torch")
+    from benchlib import measure
+
+    seen: list[tuple[str, families.Settings]] = []
+
+    def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
+        seen.append((case.id, settings))
+        return made_up_row(case, made_up_us(case), family_by_name[case.id])
+
+    family_by_name = {case.id: families.family_of(case.id) for case in families.all_cases()}
+    host = made_up_run()["host"]
+    for family in families.FAMILIES:
+        monkeypatch.setitem(family.__dict__, "measure", measured)
+    monkeypatch.setattr(bench, "why_no_timing", lambda: None)
+    monkeypatch.setattr(bench, "environment", lambda: {"device": "D", "driver": "1", "versions": {}})
+    monkeypatch.setattr(measure, "measure_ceilings", lambda replays: CEILINGS[0])
+    monkeypatch.setattr(measure, "time_host", lambda: host)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    path = tmp_path / "bench.json"
+    arguments = ["--cases", "^decode-b128|metadata|merge", "--json", str(path)]
+    assert bench.main([*arguments, *(["--against", str(PEERS)] if stored else [])]) == 0
+    chosen = families.select("^decode-b128|metadata|merge")
+    assert [name for name, _ in seen] == [case.id for case in chosen]
+    assert {settings for _, settings in seen} == {families.Settings(5, 2.0, False)}
+    printed = capsys.readouterr()
+    assert all(case.id in printed.out and case.id in printed.err for case in chosen)
+    assert ("the better of the other libraries" in printed.out) == stored
+    result = json.loads(path.read_text())
+    assert result["timed"] is True and result["sustain_seconds"] == 2.0
+    assert [row["case"] for row in result["rows"]] == [case.id for case in chosen]
+    assert families.DENSE_METHOD in result["method"] and families.SPARSE_METHOD not in result["method"]
+
+
+def test_the_load_of_all_cases_is_bounded() -> None:
+    everything = families.all_cases()
+    under_load = [case for case in everything if families.family_of(case.id).attention]
+    assert bench.sustain_seconds(everything, 2.0) == 2.0
+    assert bench.sustain_seconds(under_load[:3], 5.0) == 5.0
+    long = bench.sustain_seconds(everything, 5.0)
+    assert long * len(under_load) == pytest.approx(bench.SUSTAINED_TOTAL_SECONDS)
+    assert bench.sustain_seconds(everything, 0.0) == bench.sustain_seconds(families.select("merge"), 0.0) == 0
+
+
+class FakeGPU:
+    """A GPU and the host's clock in seconds, for timing.Graph: replays are queued and run one after another.
+    After half a second of work without a pause of a tenth, a replay takes half as long again.
+    """
+
+    def __init__(self, replay: float) -> None:
+        self.replay_seconds = replay
+        self.now = self.free_at = 0.0
+        self.busy_since = 0.0
+        self.runs: list[tuple[float, float]] = []
+        self.naps: list[tuple[float, float]] = []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool = False) -> None:
+                self.time: float | None = None
+
+            def record(self) -> None:
+                self.time = max(gpu.now, gpu.free_at)
+
+            def synchronize(self) -> None:
+                assert self.time is not None
+                gpu.now = max(gpu.now, self.time)
+
+            def elapsed_time(self, end: Any) -> float:
+                return (end.time - self.time) * 1e3
+
+        class Graph:
+            def replay(self) -> None:
+                gpu.now += 1e-7
+                start = max(gpu.now, gpu.free_at)
+                if start - gpu.free_at > 0.1:
+                    gpu.busy_since = start
+                slow = 1.5 if start - gpu.busy_since > 0.5 else 1.0
+                gpu.free_at = start + slow * gpu.replay_seconds
+                gpu.runs.append((start, gpu.free_at))
+
+        class Context:
+            def __init__(self, *_: Any, **__: Any) -> None: ...
+            def __enter__(self) -> None: ...
+            def __exit__(self, *_: Any) -> None: ...
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None: ...
+            def synchronize(self) -> None:
+                gpu.now = max(gpu.now, gpu.free_at)
+
+        self.torch = types.SimpleNamespace(
+            cuda=types.SimpleNamespace(
+                Event=Event,
+                CUDAGraph=Graph,
+                Stream=Stream,
+                current_stream=Stream,
+                stream=Context,
+                graph=Context,
+                synchronize=lambda: Stream().synchronize(),
+            )
+        )
+        self.time = types.SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append((self.now, seconds))
+        self.now += seconds
+
+
+def on_fake_gpu(monkeypatch: pytest.MonkeyPatch, replay: float) -> FakeGPU:
+    from benchlib import timing
+
+    gpu = FakeGPU(replay)
+    monkeypatch.setattr(timing, "torch", gpu.torch)
+    monkeypatch.setattr(timing, "time", gpu.time)
+    monkeypatch.setattr(power, "read_smi", lambda: (690.0, 1600.0))
+    monkeypatch.setattr(power.importlib.util, "find_spec", lambda name: None)
+    return gpu
+
+
+def gaps(runs: list[tuple[float, float]]) -> list[float]:
+    return [after[0] - before[1] for before, after in zip(runs, runs[1:], strict=False)]
+
+
+@pytest.mark.parametrize("replay", (1e-4, 5e-3, 4e-2), ids=lambda value: f"{1e3 * value:g}ms")
+def test_the_ways_of_timing(replay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import timing
+
+    gpu = on_fake_gpu(monkeypatch, replay)
+    calls: list[int] = []
+    graph = timing.Graph(timing.repeat(calls.append, 10), 10)
+    assert calls == 2 * list(range(10))  # once before the capture
+
+    unrested = graph.without_rests(5)
+    assert unrested.us == pytest.approx(replay * 1e5, rel=0.01)
+    assert len(gpu.runs) >= 5 + timing.WARMUP_REPLAYS and gpu.runs[-6][1] >= timing.WARMUP_SECONDS
+    assert max(gaps(gpu.runs)) < 1e-4 and not gpu.naps
+
+    gpu.runs.clear()
+    assert graph.rested(5).us == pytest.approx(replay * 1e5, rel=0.01)
+    *before, after = [seconds for _, seconds in gpu.naps]
+    assert after == pytest.approx(10 * 5 * replay, rel=0.01)
+    assert len(before) == (1 if replay > 1e-3 else 0)
+    assert (
+        max(gaps(gpu.runs)) == pytest.approx(20 * replay, rel=0.01) if before else max(gaps(gpu.runs)) < 1e-4
+    )
+
+    gpu.runs.clear()
+    gpu.naps.clear()
+    figures = graph.sustained(2.0)
+    load = [run for run in gpu.runs if run[1] <= gpu.naps[0][0] + 1e-9]
+    assert load == gpu.runs and max(gaps(load[3:])) < 1e-4, "the load pauses"
+    assert 2.0 <= load[-1][1] - load[0][0] < 2.3
+    assert figures["us"] == pytest.approx(1.5 * replay * 1e5, rel=1e-6), "not the mean of the second half"
+    assert gpu.naps[0][1] == timing.REST_AFTER_LOAD_SECONDS
+
+
+def test_a_load_shorter_than_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import timing
+
+    on_fake_gpu(monkeypatch, 0.04)
+    graph = timing.Graph(lambda: None, 1)
+    assert graph.sustained(0.001)["us"] == pytest.approx(4e4)
+
+
+def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([(600.0, 1700.0), (700.0, 1500.0)])
+    read = threading.Event()
+
+    def nvml() -> tuple[float, float]:
+        try:
+            return next(readings)
+        except StopIteration:
+            read.set()
+            raise RuntimeError("NVML is gone") from None
+
+    monkeypatch.setattr(power.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(power, "read_nvml", nvml)
+    monkeypatch.setattr(power, "SECONDS_BETWEEN", 0.0)
+    with power.Meter(0.0) as meter:
+        assert read.wait(30)
+    assert meter.figures() == {"watts": 650.0, "mhz": 1600.0}
+    with power.Meter(3600.0) as meter:
+        pass
+    assert meter.figures() == {}
+
+
+@pytest.mark.parametrize(
+    ("output", "reading"), [("697.35, 1605\n", (697.35, 1605.0)), ("[N/A], 1605\n", None), ("", None)]
+)
+def test_nvidia_smi(
+    output: str, reading: tuple[float, float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = types.SimpleNamespace(pci_bus_id="0000:1B:00.0")
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+
+    def run(command: list[str], **_: Any) -> Any:
+        assert "--id=0000:1B:00.0" in command
+        return types.SimpleNamespace(stdout=output)
+
+    monkeypatch.setattr(power.subprocess, "run", run)
+    assert power.read_smi() == reading
+
+
+class FakeGraph:
+    """A graph of calls that notes what is done with it and by whom."""
+
+    log: list[tuple[str, str]] = []
+    called: list[str] = []
+
+    def __init__(self, calls: Callable[[], None], count: int) -> None:
+        self.called.clear()
+        calls()
+        assert len(self.called) == count
+        self.name = self.called[0]
+
+    def us(self, way: str) -> float:
+        self.log.append((self.name, way))
+        return {"ours": 100.0, "slow": 300.0, "fast": 150.0}[self.name] + {"rested": 0, "no rests": 5}[way]
+
+    def rested(self, replays: int) -> Any:
+        from benchlib.timing import Timing
+
+        return Timing.of([self.us("rested")])
+
+    def without_rests(self, replays: int) -> Any:
+        from benchlib.timing import Timing
+
+        return Timing.of([self.us("no rests")])
+
+    def sustained(self, seconds: float) -> dict[str, float]:
+        self.log.append((self.name, f"{seconds} s"))
+        return {"us": 120.0, "watts": 690.0, "mhz": 1600.0}
+
+
+def test_libraries_run_beside_in_turns_and_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import measure, peers
+
+    def call(name: str) -> Callable[[int], Any]:
+        return lambda _: FakeGraph.called.append(name)
+
+    def missing(*_: Any) -> Any:
+        raise ImportError("no module named b")
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("no such shape")
+
+    others = (
+        peers.Peer("A", "a", lambda case, inputs: [call("slow"), call("fast")]),
+        peers.Peer("B", "b", missing),
+        peers.Peer("C", "c", broken),
+    )
+    monkeypatch.setattr(measure, "Graph", FakeGraph)
+    monkeypatch.setattr(measure, "rest", lambda: None)
+    case = cases.PrefillCase(4096, 8192, 128, 576, 2048)
+    ready = measure.Prepared(None, call("ours"), 1, 0.001, lambda replays: {"more": 1.0}, 4)
+    FakeGraph.log.clear()
+    row = measure.time_attention(case, lambda case: ready, families.Settings(5, 2.0, True), others)
+    assert row["case"] == case.id and row["more"] == 1.0
+    assert (row["us"], row["unrested_us"], row["sustained_us"]) == (100.0, 105.0, 120.0)
+    assert (row["sustained_watts"], row["sustained_mhz"]) == (690.0, 1600.0)
+    assert row["not_compared"] == {"B": "b: not importable here", "C": "ValueError: no such shape"}
+    assert set(row["beside"]) == {"rawmla", "A"}
+    assert row["beside"]["A"]["us"] == 150.0 and row["beside"]["rawmla"]["sustained_us"] == 120.0
+    # Without rests first; then in turns, each library as often and in the same ways as ours.
+    assert FakeGraph.log[:3] == [("ours", "no rests"), ("ours", "rested"), ("ours", "2.0 s")]
+    turns = [entry for entry in FakeGraph.log[3:] if entry[0] != "slow"]
+    turns.remove(("fast", "no rests"))  # when the faster of A's two calls was looked for
+    assert turns[0::2] == [("ours", way) for _, way in turns[1::2]]
+    assert all(name == "fast" for name, _ in turns[1::2])
+    assert ratios(row, [])["A beside", "rested"] == 1.5
+
+    FakeGraph.log.clear()
+    row = measure.time_attention(case, lambda case: ready, families.Settings(5, 0.0, False), others)
+    assert FakeGraph.log == [("ours", "no rests"), ("ours", "rested")]
+    assert "sustained_us" not in row and "beside" not in row
 
 
 def test_timed_check_agrees_with_the_reference() -> None:
@@ -470,6 +1047,88 @@ def test_timed_prefill_inputs_and_their_check(
             prefill_measure.check_output(case, inputs, wrong)
 
 
+def without_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the calls of a graph, two where there would be ten, and time nothing."""
+    from benchlib import measure, prefill_measure, timing
+
+    class Once:
+        def __init__(self, calls: Any, count: int) -> None:
+            calls()
+
+        def rested(self, replays: int) -> timing.Timing:
+            return timing.Timing(20.0, 19.0, 21.0)
+
+        without_rests = rested
+
+    for module in (measure, prefill_measure):
+        monkeypatch.setattr(module, "rest", lambda: None)
+        monkeypatch.setattr(module, "CALLS_PER_GRAPH", 2)
+    for module in (measure, timing):
+        monkeypatch.setattr(module, "Graph", Once)
+
+
+DECODE_CASES = (
+    cases.DecodeCase(3, 2, 100, 6, causal=True, varlen=True),
+    cases.DecodeCase(2, 1, 70, 4, causal=False, varlen=False, dtype="fp16", batch_invariant=True),
+    cases.SparseCase(3, 2, 100, 6, 40, "v32", 576, 32, 20, 7, extra_tokens=31),
+    cases.SparseCase(2, 1, 100, 3, 40, "bf16", 512, 64),
+)
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=lambda case: case.id)
+def test_decode_row(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls to time give the right result, use every set and the plan; here nothing is timed."""
+    torch = pytest.importorskip("torch")
+    import rawmla
+    from benchlib import measure, sparse_measure
+    from rawmla import reference
+
+    plans: list[Any] = []
+    called: list[int] = []
+
+    def get_mla_metadata(*_: Any, enable_batch_invariant: bool, out: Any = None) -> Any:
+        plans.append(enable_batch_invariant)
+        return out or ("plan", "splits")
+
+    def in_numpy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (
+            value.double().numpy()
+            if value.is_floating_point() and value.element_size() == 2
+            else value.numpy()
+        )
+
+    def decode(
+        q: Any, k_cache: Any, table: Any, lengths: Any, d_v: int, meta: Any, *_: Any, **keywords: Any
+    ) -> Any:
+        assert meta == "plan"
+        called.append((keywords["indices"] if table is None else table).data_ptr())
+        if "enable_batch_invariant" in keywords:
+            assert keywords.pop("enable_batch_invariant") == case.batch_invariant
+        given = {key: in_numpy(value) for key, value in keywords.items()}
+        out, _ = reference.flash_mla_with_kvcache(
+            in_numpy(q), in_numpy(k_cache), in_numpy(table), in_numpy(lengths), d_v, **given
+        )
+        return torch.from_numpy(out).to(q.dtype), None
+
+    module: Any = sparse_measure if isinstance(case, cases.SparseCase) else measure
+    make_inputs = module.make_inputs
+    monkeypatch.setattr(module, "make_inputs", lambda case, sets: make_inputs(case, sets, "cpu"))
+    monkeypatch.setattr(module, "l2_bytes", lambda: case.bytes_moved() + 1)
+    monkeypatch.setattr(sparse_measure, "time_plan", lambda case, replays: 3.0)
+    without_timing(monkeypatch)
+    monkeypatch.setattr(measure, "METADATA_GRAPH_CALLS", (1, 2))
+    monkeypatch.setattr(rawmla, "flash_mla_with_kvcache", decode, raising=False)
+    monkeypatch.setattr(rawmla, "get_mla_metadata", get_mla_metadata, raising=False)
+    row = measure.time_attention(case, module.prepare, families.Settings(5, 0.0, False), ())
+    assert row["case"] == case.id and row["cold_us"] == 20.0 and "meta_us" in row
+    assert len(set(called)) == measure.rotated_sets(case, case.bytes_moved() + 1) > 1
+    assert set(plans) == {case.batch_invariant}
+    assert 0 < row["rel_l2"] < 0.005
+    assert row["gbps"] == pytest.approx(case.bytes_moved() / 20e3)
+
+
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
 def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls to time give the right result and use every set; here nothing is timed."""
@@ -491,26 +1150,19 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
         slots = page * case.page_block_size + token % case.page_block_size
         rows[int(workspace_starts[0]) :] = torch_reference.dequantise(cache, slots, row_format("v32", 576))
 
-    def run_once(calls: Any, count: int, replays: int) -> measure.Timing:
-        calls()
-        return measure.Timing(20.0, 19.0, 21.0)
-
     make_inputs = prefill_measure.make_inputs
     monkeypatch.setattr(prefill_measure, "make_inputs", lambda case, sets: make_inputs(case, sets, "cpu"))
     monkeypatch.setattr(prefill_measure, "l2_bytes", lambda: 2 * case.bytes_moved())
-    monkeypatch.setattr(prefill_measure, "rest", lambda: None)
-    monkeypatch.setattr(prefill_measure, "time_graph", run_once)
-    monkeypatch.setattr(prefill_measure, "CALLS_PER_GRAPH", 2)
+    without_timing(monkeypatch)
     monkeypatch.setattr(rawmla, "flash_mla_sparse_fwd", prefill, raising=False)
     monkeypatch.setattr(rawmla, "gather_kv_cache", gather)
-    row, inputs = prefill_measure.time_prefill(case, 5)
-    assert {kv.data_ptr() for kv in inputs.kv_sets} <= set(called)
-    assert len(inputs.kv_sets) == 7 and row["cold_us"] == 20.0
+    settings = families.Settings(5, 0.0, False)
+    row = measure.time_attention(case, prefill_measure.prepare, settings, ())
+    assert len(set(called)) == 7 + (case.layout != "bf16")  # the sets, and the rows gathered into
+    assert row["cold_us"] == 20.0
     assert 0 < row["rel_l2"] < 0.005
     assert row["tflops"] == pytest.approx(case.flops() / 20e6)
     assert ("gathered_us" in row) == ("gather_us" in row) == (case.layout != "bf16")
-    report.add_shares([row], report.best_ceilings(CEILINGS))
-    assert report.prefill_table([row], []).row_count == 1
 
 
 def test_calls_per_graph() -> None:
@@ -536,17 +1188,78 @@ def test_rotated_sets() -> None:
 
 
 JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.test_a" name="test_one" time="1.5"/>
-<testcase classname="tests.test_a" name="test_two" time="0.5"><failure message="no">no</failure></testcase>
-<testcase classname="tests.test_a" name="test_three" time="0"><skipped message="no GPU"/></testcase>
-<testcase classname="tests.test_a" name="test_four" time="0"><error message="broken">broken</error></testcase>
+<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_one" time="1.5"/>
+<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_two" time="0.5">
+<failure message="no">no</failure></testcase>
+<testcase classname="tests.test_b.TestClass" file="tests/test_b.py" name="test_three" time="0">
+<skipped message="no GPU"/></testcase>
+<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_four" time="0">
+<error message="broken">broken</error></testcase>
+<testcase classname="" name="tests.test_c" time="0"><error message="not collected">no</error></testcase>
 </testsuite></testsuites>"""
 
 
 def test_junit_counts() -> None:
-    counts = gpu_check.parse_junit(JUNIT)
-    failures = ["tests.test_a::test_two", "tests.test_a::test_four"]
-    assert counts == {"passed": 1, "failed": 2, "skipped": 1, "seconds": 2.0, "failures": failures}
+    found = gpu_check.parse_junit(JUNIT)
+    assert list(found) == ["tests/gpu/test_a.py", "tests/test_b.py", "tests/test_c.py"]
+    failures = ["tests.gpu.test_a::test_two", "tests.gpu.test_a::test_four"]
+    assert found["tests/gpu/test_a.py"] == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 0,
+        "seconds": 2.0,
+        "failures": failures,
+        "skip_reasons": {},
+    }
+    assert found["tests/test_b.py"]["skip_reasons"] == {"no GPU": 1}
+    assert found["tests/test_c.py"]["failed"] == 1
+    total = gpu_check.sum_counts(found)
+    assert (total["passed"], total["failed"], total["skipped"], len(total["failures"])) == (1, 3, 1, 3)
+
+
+def small_suite(root: Path) -> None:
+    (root / "tests" / "gpu").mkdir(parents=True)
+    (root / "tests" / "gpu" / "test_a.py").write_text(
+        "import pytest\ndef test_one(): pass\n"
+        "@pytest.mark.skip(reason='needs two GPUs')\ndef test_two(): pass\n"
+    )
+    (root / "tests" / "gpu" / "test_host_time.py").write_text(
+        "import os\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+    )
+    (root / "tests" / "test_b.py").write_text("def test_three(): pass\n")
+
+
+@pytest.mark.parametrize("arguments", ([], ["--test-args", ""]), ids=("several", "one"))
+def test_the_tests_of_a_tree(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One run with several processes, counted per file; what measures time runs alone."""
+    if not arguments:
+        pytest.importorskip("xdist")
+    small_suite(tmp_path)
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):  # of the run that this test is in
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    path = tmp_path / "record.json"
+    options = gpu_check.parse_arguments(["--record", str(path), *arguments])
+    record = {**gpu_check.load_record(path, "a"), "gpus": 2}
+    assert gpu_check.run_tests(record, options)
+    assert json.loads(path.read_text()) == record
+    counts = {
+        name: (found["passed"], found["failed"], found["skipped"], found["gpus"])
+        for name, found in record["tests"].items()
+    }
+    assert counts == {
+        "tests/gpu/test_a.py": (1, 0, 1, 2),
+        "tests/gpu/test_host_time.py": (1, 0, 0, 2),
+        "tests/test_b.py": (1, 0, 0, 2),
+    }
+    (tmp_path / "tests" / "test_b.py").write_text("import no_such_module\n")
+    (tmp_path / "tests" / "gpu" / "test_a.py").rename(tmp_path / "tests" / "gpu" / "test_c.py")
+    options = gpu_check.parse_arguments(["--record", str(path), "--tests", "test_b", *arguments])
+    assert not gpu_check.run_tests(record, options)
+    assert record["tests"]["tests/test_b.py"]["failed"] == 1
+    assert "tests/gpu/test_a.py: in the record, not in the tree" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -598,19 +1311,75 @@ def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
         gpu_check.cubin_compiler(tmp_path)
 
 
-def test_figures() -> None:
-    assert update_figures.figures(None) == update_figures.NOTHING_YET
-    text = update_figures.figures(made_up_record())
-    assert "3 passed, 0 failed, 1 skipped" in text
-    assert "memcheck clean" in text
-    assert "NVRTC 0.0" in text
-    assert text.count("a method") == 1
+def test_the_tests_are_named_by_group() -> None:
+    text = update_figures.describe_tests(made_up_record())
+    assert "1,013 passed, 1 failed, 3 skipped" in text
+    assert "(dense 1,003 and 2 skipped, examples 4 and 1 failed, no GPU needed 5, " in text
+    assert "README's examples 1 and 1 skipped)" in text
+    assert "3 of those that passed ran where there were 2 GPUs" in text
+    assert "memcheck clean (9 tests)" in text and "initcheck not clean (8 tests)" in text
+    assert "not run" in update_figures.describe_tests({"tests": {}, "sanitizer": {}})
+
+
+def test_readme_cases_are_a_fair_choice() -> None:
+    """Twelve, each beside a stored time; where another library is faster by its stored time among them."""
+    names = update_figures.README_CASES
+    assert len(set(names)) == 12
+    stored = {other.case for other in against.load(PEERS)}
+    assert set(names) <= stored
+    chosen = [families.family_of(name).name for name in names]
+    assert [chosen.count(name) for name in ("dense decode", "sparse V3.2", "sparse MODEL1")] == [5, 3, 1]
+    assert chosen.count("sparse prefill") == 3 and SLOWER in names
+
+
+def test_readme_section() -> None:
+    assert update_figures.readme_section(None, PEERS) == update_figures.NOTHING_YET
+    record = made_up_record()
+    row = next(row for row in record["bench"]["0.0"]["rows"] if row["case"] == SLOWER)
+    row |= {"us": 280.0, "unrested_us": 292.2, "sustained_us": 300.0}
+    text = update_figures.readme_section(record, PEERS)
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in rows] == list(update_figures.README_CASES)
+    (line,) = (line for line in rows if SLOWER in line)
+    assert line == f"| `{SLOWER}` | 280.0 | 292.2 | 300.0 | 282.2 FlashAttention-3 | 0.97 |"
+    assert "NVRTC 0.0" in text and "docs/performance.md" in text and "programmatic" in text
     page = f"before\n{update_figures.BEGIN}\nold\n{update_figures.END}\nafter\n"
-    replaced = update_figures.replace_section(page, "new")
-    assert replaced == page.replace("old", "new")
+    assert update_figures.replace_section(page, "new") == page.replace("old", "new")
     with pytest.raises(ValueError, match="once each"):
         update_figures.replace_section("no markers", "new")
 
 
-def test_readme_figures_come_from_the_record() -> None:
+def test_older_records_and_other_devices_show_no_ratio() -> None:
+    record = made_up_record()
+    record["bench"] = {"0.0": older(record["bench"]["0.0"])}
+    text = update_figures.readme_section(record, PEERS)
+    assert f"| `{SLOWER}` |" in text and " - | - | 282.2 FlashAttention-3 | - |" in text
+    assert "better / ours" not in update_figures.performance_page(record, PEERS)
+    record = {**made_up_record(), "device": "NVIDIA H100"}
+    text = update_figures.readme_section(record, PEERS)
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == 12 and all(line.endswith("| - | - |") for line in rows)
+
+
+def test_performance_page_has_every_figure() -> None:
+    record = made_up_record()
+    record["bench"]["0.10"] = made_up_run()
+    assert update_figures.compilers({"bench": {"12.9.86": 0, "13.10.1": 0, "13.9.2": 0}}) == [
+        "13.10.1",
+        "13.9.2",
+        "12.9.86",
+    ]
+    text = update_figures.performance_page(record, PEERS)
+    assert text.index("NVRTC 0.10") < text.index("NVRTC 0.0") and text.count("a method") == 1
+    for case in families.all_cases():
+        assert text.count(f"| `{case.id}` |") == 2
+    for family in families.FAMILIES:
+        assert text.count(f"### {family.name.capitalize()}\n") == 2
+    assert text.count("geometric mean") == 2 and "Skipped because: needs two GPUs." in text
+    tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
+    assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
+    assert update_figures.NOTHING_YET in update_figures.performance_page(None, PEERS)
+
+
+def test_the_pages_come_from_the_record() -> None:
     assert update_figures.main(["--check"]) == 0

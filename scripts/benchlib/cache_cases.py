@@ -32,7 +32,7 @@ class CacheCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         return f"cache-{self.op}-{self.layout}-t{self.tokens}-b{self.requests}"
 
     def bytes_moved(self) -> int:
@@ -42,8 +42,13 @@ class CacheCase:
         return self.tokens * (2 * columns + token_bytes) + indices.get(self.op, 0)
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
+        """What identifies the case, as the leading fields of a result row."""
         return {"family": "cache", **asdict(self)}
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        return "caches"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class ConvertCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         return f"convert-r{self.rows}-k{self.topk}{'-compact' if self.compact else ''}"
 
     def bytes_moved(self) -> int:
@@ -66,8 +71,13 @@ class ConvertCase:
         return self.rows * (8 * self.topk + (4 if self.compact else 0))
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
-        return {"family": "convert_indices", **asdict(self)}
+        """What identifies the case, as the leading fields of a result row."""
+        return {"op": "convert_indices", "family": "convert_indices", **asdict(self)}
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        return "index conversion"
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ class MergeCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         return f"merge-p{self.parts}-b{self.b}-h{self.h_q}-{self.dtype}"
 
     def bytes_moved(self) -> int:
@@ -90,8 +100,13 @@ class MergeCase:
         return (self.parts + 1) * self.b * self.h_q * row_bytes
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
-        return {"family": "merge_attn_states", **asdict(self)}
+        """What identifies the case, as the leading fields of a result row."""
+        return {"op": "merge_attn_states", "family": "merge_attn_states", **asdict(self)}
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        return "merging"
 
 
 Case = CacheCase | ConvertCase | MergeCase

@@ -1,14 +1,13 @@
-"""What the benchmark measures: dense and sparse decode cases, sparse prefill cases and metadata batches,
-their lengths, operation and byte counts. The operations around decoding are in `cache_cases`.
+"""The cases of dense and sparse decoding, of sparse prefill and of the metadata kernel: their lengths,
+operation and byte counts. The operations around decoding are in `cache_cases`, the families in `families`.
+
+Every case has an `id`, its only name: what --list prints, --cases searches, tables and JSON show. `fields()`
+are what identifies it in results of other libraries, and `group` is what its ratios are averaged in.
 """
 
 import random
-import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
-
-from . import cache_cases
 
 D_V = 512
 """Value head dimension: V is the first 512 columns of K."""
@@ -37,11 +36,22 @@ class DecodeCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         mask = "-causal" if self.causal else ""
         kind = "varlen" if self.varlen else "fixed"
         mode = "-invariant" if self.batch_invariant else ""
         return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}{mode}"
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        if self.batch_invariant:
+            return "batch-invariant"
+        if self.b <= 4:
+            return "b <= 4"
+        if self.b < 64:
+            return "b 16 to 32"
+        return "b >= 64, h_q 128" if self.h_q >= 128 else "b >= 64, h_q 8 to 64"
 
     def lengths(self) -> list[int]:
         """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation
@@ -67,7 +77,7 @@ class DecodeCase:
         return 2 * (cache + q_and_out)
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
+        """What identifies the case, as the leading fields of a result row."""
         return {"op": "dense_decode", **asdict(self)}
 
 
@@ -98,13 +108,22 @@ class SparseCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         extra = f"-extra{self.extra_topk}page{self.extra_page_block_size}" if self.extra_topk else ""
         length = "" if self.extra_tokens is None else "-lengths"
         mode = "-invariant" if self.batch_invariant else ""
         shape = f"b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}-top{self.topk}"
         layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
         return f"sparse-{layout}-{shape}{extra}{length}{mode}"
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        if self.batch_invariant:
+            return "batch-invariant"
+        if self.h_q < 64:
+            return "h_q 8 to 32"
+        return "b >= 64" if self.b >= 64 else "b <= 16"
 
     def extra_lengths(self) -> list[int] | None:
         """extra_topk_length: drawn evenly from 0 to extra_topk, then moved one by one to their sum."""
@@ -136,7 +155,7 @@ class SparseCase:
         return self.tokens() * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
+        """What identifies the case, as the leading fields of a result row."""
         values = asdict(self)
         del values["layout"]
         extra_length = values.pop("extra_tokens") is not None
@@ -160,9 +179,18 @@ class PrefillCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
         return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}"
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        if self.layout == "v32":
+            return "V3.2 cache"
+        if self.h_q < 64:
+            return "h_q 8 to 16"
+        return "s_q >= 512" if self.s_q >= 512 else "s_q <= 64"
 
     def flops(self) -> int:
         """Multiplications and additions of Q·K^T and P·V over every selected token."""
@@ -177,7 +205,7 @@ class PrefillCase:
         return tokens * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
+        """What identifies the case, as the leading fields of a result row."""
         values = asdict(self)
         layout = values.pop("layout")
         return {"op": "sparse_prefill" if layout == "bf16" else f"sparse_prefill_{layout}", **values}
@@ -195,19 +223,21 @@ class MetadataCase:
 
     @property
     def id(self) -> str:
-        """Readable name, the text that --cases searches."""
+        """The name of the case."""
         return f"metadata-b{self.b}"
+
+    @property
+    def group(self) -> str:
+        """The cases that its ratios are averaged with."""
+        return "all batches"
 
     def lengths(self) -> list[int]:
         """Tokens of each request, drawn as for a varlen decode case."""
         return DecodeCase(self.b, 1, self.s_k, self.h_q, causal=False, varlen=True).lengths()
 
     def fields(self) -> dict[str, Any]:
-        """The case as the leading fields of a result row."""
+        """What identifies the case, as the leading fields of a result row."""
         return {"op": "metadata", **asdict(self)}
-
-
-Case = DecodeCase | SparseCase | PrefillCase | MetadataCase | cache_cases.Case
 
 
 def _decode(
@@ -327,80 +357,3 @@ def prefill_cases() -> list[PrefillCase]:
     ]
     v32 = [PrefillCase(s_q, 8192, 128, 576, 2048, "v32", 64) for s_q in (4096, 64)]
     return bf16 + v32
-
-
-def all_cases() -> list[Case]:
-    """Every case of the benchmark, in the order of the tables."""
-    metadata = [MetadataCase(b) for b in METADATA_BATCHES]
-    return [*decode_cases(), *sparse_cases(), *prefill_cases(), *metadata, *cache_cases.all_cases()]
-
-
-def select(cases: Sequence[Case], pattern: str | None) -> list[Case]:
-    """The cases whose id contains a match of the regular expression; all of them without one.
-
-    Raises ValueError when nothing matches, so a typing error cannot pass for an empty run.
-    """
-    if pattern is None:
-        return list(cases)
-    chosen = [case for case in cases if re.search(pattern, case.id)]
-    if not chosen:
-        raise ValueError(f"--cases {pattern!r} matches none of: " + ", ".join(case.id for case in cases))
-    return chosen
-
-
-def is_sparse(row: dict[str, Any]) -> bool:
-    """Whether a result row is of sparse decoding."""
-    return str(row["op"]).startswith("sparse_decode")
-
-
-def is_decode(row: dict[str, Any]) -> bool:
-    """Whether a result row is of decoding, dense or sparse."""
-    return row["op"] == "dense_decode" or is_sparse(row)
-
-
-def is_prefill(row: dict[str, Any]) -> bool:
-    """Whether a result row is of sparse prefill."""
-    return str(row["op"]).startswith("sparse_prefill")
-
-
-def layout_of(row: dict[str, Any]) -> str:
-    """The cache layout of a row of sparse decoding or prefill: "v32", "model1" or "bf16"."""
-    if row["op"] == "sparse_prefill":
-        return "bf16"
-    return str(row["op"]).removeprefix("sparse_decode_").removeprefix("sparse_prefill_")
-
-
-def _sparse_group_of(row: dict[str, Any]) -> str:
-    if row["batch_invariant"]:
-        return "sparse, batch-invariant"
-    name = {"v32": "sparse V3.2", "model1": "sparse MODEL1", "bf16": "sparse bf16"}[layout_of(row)]
-    if row["h_q"] < 64:
-        return f"{name}, h_q 8 to 16"
-    return f"{name}, b >= 64" if row["b"] >= 64 else f"{name}, b <= 16"
-
-
-def _prefill_group_of(row: dict[str, Any]) -> str:
-    if layout_of(row) == "v32":
-        return "prefill V3.2"
-    if row["h_q"] < 64:
-        return "prefill bf16, h_q 8 to 16"
-    return "prefill bf16, s_q >= 512" if row["s_q"] >= 512 else "prefill bf16, s_q <= 64"
-
-
-def group_of(row: dict[str, Any]) -> str:
-    """The family that a result row's ratio is averaged in."""
-    if row.get("op") == "metadata":
-        return "metadata"
-    if "family" in row:
-        return str(row["family"]).replace("_", " ")
-    if is_sparse(row):
-        return _sparse_group_of(row)
-    if is_prefill(row):
-        return _prefill_group_of(row)
-    if row["batch_invariant"]:
-        return "batch-invariant"
-    if row["b"] <= 4:
-        return "b <= 4"
-    if row["b"] < 64:
-        return "b 16 to 32"
-    return "b >= 64, h_q 128" if row["h_q"] >= 128 else "b >= 64, h_q 8 to 64"

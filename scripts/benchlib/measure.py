@@ -1,11 +1,11 @@
-"""Timing on the GPU through torch: CUDA graphs, medians, and the ceilings of the same run.
+"""Measuring a case: dense decoding, what all attention cases share, the metadata kernel, ceilings, host time.
 
 Needs torch with a Hopper GPU. Times are in microseconds.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,13 @@ import torch
 import rawmla
 
 from . import cache_cases
+from .against import OURS, WAYS
 from .cases import D_V, DecodeCase, MetadataCase, PrefillCase, SparseCase
+from .columns import Row
+from .families import Settings
+from .peers import Peer
+from .timing import CALLS_PER_GRAPH, REST_SECONDS, Graph, repeat, rest, slope, time_graph
 
-CALLS_PER_GRAPH = 10
-WARMUP_REPLAYS = 2
-# After memory was allocated, the first 5 to 10 ms of 27 us calls have been seen 2 us slower than the rest.
-WARMUP_SECONDS = 0.02
-REST_SECONDS = 0.2
-# An H200 holds its full clock for 35 to 80 ms of dense decoding with 128 heads, then its power limit slows
-# it. Warm-up and timed replays that last longer than this together are parted by a rest, so that the timed
-# ones begin with the power budget of a chip at rest. Shorter ones do not reach the limit, and the first
-# replay after a rest has been seen 3 us a call slower.
-FULL_CLOCK_SECONDS = 0.03
-# Of rest, times as long as what ran before it: two replays of warm-up; and the timed ones, for the next case.
-COOL_DOWN = 10
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 COLD_L2_FACTOR = 3
@@ -37,20 +30,109 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA_GRAPH_CALLS = (20, 120)
 HOST_BURSTS = 10
 HOST_CALLS = 500  # of a burst
+ROUNDS_BESIDE = 3
+
+AttentionCase = DecodeCase | SparseCase | PrefillCase
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Time of one call over several graph replays, in microseconds."""
+class Prepared:
+    """A case that is ready to be timed: its result was right by `rel_l2`.
 
-    us: float
-    us_min: float
-    us_max: float
+    `call` makes a call over one of the `sets` of pages or tokens, `calls` of them go into a graph, `more`
+    measures what only this family has, given the number of replays.
+    """
 
-    @staticmethod
-    def of(samples: list[float]) -> "Timing":
-        """Median and range of the samples."""
-        return Timing(statistics.median(samples), min(samples), max(samples))
+    inputs: Any
+    call: Callable[[int], Any]
+    sets: int
+    rel_l2: float
+    more: Callable[[int], Row]
+    calls: int = CALLS_PER_GRAPH
+
+
+def time_attention(
+    case: AttentionCase,
+    prepare: Callable[[Any], Prepared],
+    settings: Settings,
+    peers: Sequence[Peer],
+) -> Row:
+    """Measure one case every way: without rests, rested, over rotated pages where the data would fit in L2,
+    and under load; with settings.compare the other libraries beside it.
+    """
+    ready = prepare(case)
+    graph = Graph(repeat(lambda _: ready.call(0), ready.calls), ready.calls)
+    published = graph
+    if ready.calls != CALLS_PER_GRAPH:
+        published = Graph(repeat(lambda _: ready.call(0), CALLS_PER_GRAPH), CALLS_PER_GRAPH)
+    unrested = published.without_rests(settings.replays).us
+    del published
+    rest()
+    row: Row = {"case": case.id, **case.fields(), **vars(graph.rested(settings.replays))}
+    row |= {"unrested_us": unrested, "rel_l2": ready.rel_l2}
+    if ready.sets > 1:
+        row["cold_us"] = time_graph(repeat(ready.call, ready.sets), ready.sets, settings.replays).us
+    row |= ready.more(settings.replays)
+    row["tflops"] = case.flops() / row["us"] / 1e6
+    row["gbps"] = case.bytes_moved() / row["us"] / 1e3
+    if settings.sustain_seconds:
+        figures = graph.sustained(settings.sustain_seconds)
+        row |= {f"sustained_{key}": value for key, value in figures.items()}
+    if settings.compare and peers:
+        row["beside"], failures = time_beside(case, ready, graph, settings, peers)
+        if failures:
+            row["not_compared"] = failures
+    return row
+
+
+def time_beside(
+    case: AttentionCase, ready: Prepared, ours: Graph, settings: Settings, peers: Sequence[Peer]
+) -> tuple[dict[str, Row], dict[str, str]]:
+    """Our figures and those of each importable peer, taken in turns in this process and all the same way; and
+    what went wrong with the others.
+    """
+    graphs = {OURS: ours}
+    failures: dict[str, str] = {}
+    for peer in peers:
+        try:
+            graphs[peer.name] = _fastest(peer, case, ready, settings.replays)
+        except ImportError:
+            failures[peer.name] = f"{peer.modules}: not importable here"
+        except Exception as error:  # a peer's failure is a result to report, whatever its kind
+            failures[peer.name] = f"{type(error).__name__}: {error}"
+    if len(graphs) == 1:
+        return {}, failures
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in graphs}
+    for _ in range(ROUNDS_BESIDE):
+        for name, graph in graphs.items():
+            rest()
+            rested = graph.rested(settings.replays).us
+            samples[name].setdefault(WAYS["rested"], []).append(rested)
+        for name, graph in graphs.items():
+            unrested = graph.without_rests(settings.replays).us
+            samples[name].setdefault(WAYS["no rests"], []).append(unrested)
+    figures: dict[str, Row] = {
+        name: {key: statistics.median(values) for key, values in found.items()}
+        for name, found in samples.items()
+    }
+    if settings.sustain_seconds:
+        for name, graph in graphs.items():
+            load = graph.sustained(settings.sustain_seconds)
+            figures[name] |= {f"sustained_{key}": value for key, value in load.items()}
+    return figures, failures
+
+
+def _fastest(peer: Peer, case: AttentionCase, ready: Prepared, replays: int) -> Graph:
+    """The graph of a peer's calls; of several ways to make them, the fastest one's."""
+    count = peer.calls_per_graph or ready.calls
+    best: tuple[float, Graph] | None = None
+    for call in peer.calls(case, ready.inputs):
+        graph = Graph(repeat(call, count), count)
+        us = graph.without_rests(replays).us
+        if best is None or us < best[0]:
+            best = us, graph
+    assert best is not None
+    return best[1]
 
 
 @dataclass(frozen=True)
@@ -91,58 +173,6 @@ def make_inputs(case: DecodeCase, sets: int = 1, device: str = "cuda") -> Decode
     return DecodeInputs(q, k_cache, tables, torch.tensor(lengths, dtype=torch.int32, device=device))
 
 
-def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
-    """Capture `calls` (which enqueues `count` calls) in a CUDA graph, warm up with it, and time replays back
-    to back by events. Idles before them if warm-up and replays would last longer than FULL_CLOCK_SECONDS
-    together, and for COOL_DOWN times as long as the replays before it returns.
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            calls()
-        begin = time.perf_counter()
-        done = 0
-        while done < WARMUP_REPLAYS or time.perf_counter() - begin < WARMUP_SECONDS:
-            graph.replay()
-            stream.synchronize()
-            done += 1
-        warmup = time.perf_counter() - begin
-        replay = warmup / done
-        if warmup + replays * replay > FULL_CLOCK_SECONDS:
-            time.sleep(COOL_DOWN * WARMUP_REPLAYS * replay)
-        samples = []
-        for _ in range(replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e3 / count)
-        time.sleep(COOL_DOWN * sum(samples) * count * 1e-6)
-    torch.cuda.current_stream().wait_stream(stream)
-    return Timing.of(samples)
-
-
-def rest() -> None:
-    """Let the GPU idle, so that the heat and power of one case do not slow the next."""
-    torch.cuda.synchronize()
-    time.sleep(REST_SECONDS)
-
-
-def repeat(call: Callable[[int], Any], count: int) -> Callable[[], None]:
-    """A function that makes `count` calls, giving each its number."""
-
-    def calls() -> None:
-        for i in range(count):
-            call(i)
-
-    return calls
-
-
 def plan(case: DecodeCase | MetadataCase, cache_seqlens: Any, out: Any = None) -> tuple[Any, Any]:
     """Scheduling metadata of a case in tensor form, into `out` when given."""
     s_q, h_kv, invariant = 1, 1, False
@@ -155,18 +185,9 @@ def plan(case: DecodeCase | MetadataCase, cache_seqlens: Any, out: Any = None) -
 
 
 def time_metadata(case: DecodeCase | MetadataCase, cache_seqlens: Any, replays: int) -> float:
-    """Microseconds of one metadata kernel: the slope between graphs of two lengths, free of a graph's fixed
-    cost.
-    """
+    """Microseconds of one metadata kernel."""
     buffers = plan(case, cache_seqlens)
-
-    def call(_: int) -> None:
-        plan(case, cache_seqlens, buffers)
-
-    few, many = METADATA_GRAPH_CALLS
-    short = time_graph(repeat(call, few), 1, replays).us
-    long = time_graph(repeat(call, many), 1, replays).us
-    return (long - short) / (many - few)
+    return slope(lambda _: plan(case, cache_seqlens, buffers), *METADATA_GRAPH_CALLS, replays)
 
 
 def attention_of_request(case: DecodeCase, inputs: DecodeInputs, request: int) -> Any:
@@ -216,10 +237,8 @@ def rotated_sets(case: DecodeCase | SparseCase | PrefillCase, l2: int) -> int:
     return min(MAX_ROTATED_SETS, -(-COLD_L2_FACTOR * l2 // case.bytes_moved()) + 1)
 
 
-def time_decode(case: DecodeCase, replays: int) -> tuple[dict[str, Any], DecodeInputs]:
-    """Measure one case: identical calls, calls over rotated pages where the data would fit in L2, and its
-    metadata.
-    """
+def prepare(case: DecodeCase) -> Prepared:
+    """Inputs of a case, its plan and a first call, whose result is checked."""
     sets = rotated_sets(case, l2_bytes())
     inputs = make_inputs(case, sets)
     meta, num_splits = plan(case, inputs.cache_seqlens)
@@ -238,32 +257,29 @@ def time_decode(case: DecodeCase, replays: int) -> tuple[dict[str, Any], DecodeI
         )
 
     error = check_output(case, inputs, call(0)[0])
-    rest()
-    timing = time_graph(repeat(lambda _: call(0), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
-    row: dict[str, Any] = {**case.fields(), **vars(timing), "rel_l2": error}
-    if sets > 1:
-        row["cold_us"] = time_graph(repeat(call, sets), sets, replays).us
-    row["meta_us"] = time_metadata(case, inputs.cache_seqlens, replays)
-    row["tflops"] = case.flops() / row["us"] / 1e6
-    row["gbps"] = case.bytes_moved() / row["us"] / 1e3
-    return row, inputs
+
+    def more(replays: int) -> Row:
+        return {"meta_us": time_metadata(case, inputs.cache_seqlens, replays)}
+
+    return Prepared(inputs, call, sets, error, more)
 
 
-def time_metadata_case(case: MetadataCase, replays: int) -> dict[str, Any]:
-    """Measure the metadata kernel alone at one batch."""
+def time_metadata_case(case: MetadataCase, replays: int) -> Row:
+    """Measure the metadata kernel alone at one batch. Its graphs are too short for a rest, so that both
+    figures are the same.
+    """
     cache_seqlens = torch.tensor(case.lengths(), dtype=torch.int32, device="cuda")
-    return {**case.fields(), "us": time_metadata(case, cache_seqlens, replays)}
+    us = time_metadata(case, cache_seqlens, replays)
+    return {"case": case.id, **case.fields(), "us": us, "unrested_us": us}
 
 
-def time_cache_case(case: cache_cases.Case, replays: int) -> dict[str, Any]:
+def time_cache_case(case: cache_cases.Case, replays: int) -> Row:
     """Measure one of the operations around decoding."""
     call = cache_cases.make_call(case)
     rest()
     timing = time_graph(repeat(lambda _: call(), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
-    fields = case.fields()
-    row = {"case": case.id, "op": fields["family"], **fields, **vars(timing)}
-    row["gbps"] = case.bytes_moved() / timing.us / 1e3
-    return row
+    gbps = case.bytes_moved() / timing.us / 1e3
+    return {"case": case.id, **case.fields(), **vars(timing), "gbps": gbps}
 
 
 def measure_ceilings(replays: int) -> dict[str, float]:

@@ -1,18 +1,19 @@
 """What the benchmark does without a Hopper GPU: compile every kernel and check the reference."""
 
 import math
+import os
 import random
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from rawmla import jit, kernels, reference
 from rawmla.errors import CompileError
 
 from .cases import D_V
-from .report import progress_bar
+from .report import Cells, Progress, aligned
 
 TOLERANCE = 1e-10
 KEPT = (
@@ -31,50 +32,51 @@ KEPT = (
 """Fields of a kernel's build metadata that --json stores."""
 
 
-def compile_all(console: Console) -> list[dict[str, Any]]:
-    """Build every kernel variant (or take it from the cache) and return label, resources and compile time
-    of each; of one that does not compile, label and `problem`.
+def compile_all() -> list[dict[str, Any]]:
+    """Build every kernel variant on all cores, or take it from the cache, and return label, resources and
+    compile time of each; of one that does not compile, label and `problem`.
     """
-    rows: list[dict[str, Any]] = []
-    with progress_bar(console) as progress:
-        for spec in progress.track(kernels.all_specs(), description="compiling for sm_90a"):
-            try:
-                rows.append({"label": spec.label, **jit.build(spec).meta})
-            except CompileError as error:
-                rows.append({"label": spec.label, "problem": str(error)})
-    return rows
+    specs = kernels.all_specs()
+
+    def build(spec: jit.KernelSpec) -> dict[str, Any]:
+        try:
+            return {"label": spec.label, **jit.build(spec).meta}
+        except CompileError as error:
+            return {"label": spec.label, "problem": str(error)}
+
+    progress = Progress(len(specs), sys.stderr)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without the interpreter lock
+        jobs = {pool.submit(build, spec): spec for spec in specs}
+        try:
+            for job in as_completed(jobs):
+                progress.step(f"compiled {jobs[job].label}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [job.result() for job in jobs]
 
 
-def compile_table(rows: list[dict[str, Any]]) -> Table:
-    """compile_all for the terminal."""
-    table = Table(title="Kernels for sm_90a")
-    table.add_column("kernel")
-    for heading in (
-        "threads",
-        "registers",
-        "spill bytes",
-        "local bytes",
-        "shared bytes",
-        "compile s",
-        "NVRTC",
-        "from",
-    ):
-        table.add_column(heading, justify="right")
+def compile_cells(rows: list[dict[str, Any]]) -> Cells:
+    """compile_all as a table."""
+    cells = [
+        ["kernel", "threads", "registers", "spill B", "local B", "shared B", "compile s", "NVRTC", "from"]
+    ]
     for row in rows:
         if "problem" in row:
             continue
-        table.add_row(
-            row["label"],
-            str(row["threads"]),
-            str(row["registers"]),
-            str(row["spill_stores"] + row["spill_loads"]),
-            str(row["local_bytes"]),
-            str(row["static_shared_bytes"] + row["dynamic_shared_bytes"]),
-            f"{row['compile_seconds']:.2f}",
-            str(row["nvrtc"]),
-            str(row["origin"]),
+        cells.append(
+            [
+                row["label"],
+                str(row["threads"]),
+                str(row["registers"]),
+                str(row["spill_stores"] + row["spill_loads"]),
+                str(row["local_bytes"]),
+                str(row["static_shared_bytes"] + row["dynamic_shared_bytes"]),
+                f"{row['compile_seconds']:.2f}",
+                str(row["nvrtc"]),
+                str(row["origin"]),
+            ]
         )
-    return table
+    return cells
 
 
 def reference_error() -> float:
@@ -120,19 +122,19 @@ def reference_error() -> float:
     return worst
 
 
-def run(console: Console, reason: str) -> dict[str, Any]:
+def run(reason: str) -> dict[str, Any]:
     """Compile report and reference check; the result says that nothing was timed, and why."""
-    console.print(f"{reason} Nothing is timed: the kernels are compiled and the reference is checked.")
-    rows = compile_all(console)
-    console.print(compile_table(rows))
+    print(f"{reason}. Nothing is timed: the kernels are compiled and the reference is checked.", flush=True)
+    rows = compile_all()
+    print(aligned(compile_cells(rows)))
     problems = [row for row in rows if "problem" in row]
     for row in problems:
-        console.print(f"DOES NOT COMPILE: {row['problem']}", markup=False, soft_wrap=True)
+        print(f"DOES NOT COMPILE: {row['problem']}")
     error = reference_error()
     agrees = error < TOLERANCE
     verdict = "agrees with" if agrees else "DIFFERS from"
-    console.print(f"rawmla.reference {verdict} an independent computation: largest difference {error:.1e}.")
-    console.print("Nothing was timed.")
+    print(f"rawmla.reference {verdict} an independent computation: largest difference {error:.1e}.")
+    print("Nothing was timed.")
     return {
         "timed": False,
         "reason": reason,

@@ -1,72 +1,68 @@
 """The roofline plot."""
 
+import io
+import math
 from pathlib import Path
 from typing import Any
 
-from .cases import group_of, is_decode, is_prefill, is_sparse
+from .families import FAMILIES, family_of, named
+from .files import write_whole
 from .report import best_ceilings, intensity
 
-LARGEST_INTENSITY = 3000.0
-"""FLOP per byte where the plot ends."""
+INTENSITIES = (8.0, 4000.0)
+"""FLOP per byte where the plot begins and ends."""
+
+MARKERS = "osD^v<>P"
 
 
-def roofline(runs: dict[str, dict[str, Any]], device: str, path: Path) -> None:
-    """Write a PNG with every row of decoding and prefill of the runs (label -> rows and ceilings) under the
-    roofs of the first run; sparse rows are hollow, those of prefill with thick edges.
+def roofline(run: dict[str, Any], title: str, path: Path) -> None:
+    """Write a PNG with every row of attention of a run under the roofs of that run. Each family
+    has its own marker and colour; the legend lies below the axes.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    roofs = best_ceilings(next(iter(runs.values()))["ceilings"])
-    tera_bytes = roofs["copy_gbps"] / 1e3
-    ridge = roofs["matmul_tflops"] / tera_bytes
-    figure, axes = pyplot.subplots(figsize=(9, 5.5))
-    edges = [8.0, ridge, LARGEST_INTENSITY]
-    axes.plot(
-        edges, [min(x * tera_bytes, roofs["matmul_tflops"]) for x in edges], color="black", linewidth=1.2
-    )
-    axes.annotate(
-        f"copy {tera_bytes:.2f} TB/s", (9, 9 * tera_bytes), xytext=(14, -8), textcoords="offset points"
-    )
-    axes.annotate(
-        f"matmul {roofs['matmul_tflops']:.0f} TFLOP/s",
-        (LARGEST_INTENSITY, roofs["matmul_tflops"]),
-        xytext=(0, 5),
-        textcoords="offset points",
-        ha="right",
-    )
-    for (label, run), marker in zip(runs.items(), "osD^v", strict=False):
-        dense, sparse, prefill = (
-            [row for row in run["rows"] if is_decode(row) and not is_sparse(row)],
-            [row for row in run["rows"] if is_sparse(row)],
-            [row for row in run["rows"] if is_prefill(row)],
-        )
-        for rows in (dense, sparse, prefill):
-            for number, group in enumerate(sorted({group_of(row) for row in rows})):
-                chosen = [row for row in rows if group_of(row) == group]
-                name = f"{group} ({label})" if len(runs) > 1 else group
-                x, y = [intensity(row) for row in chosen], [row["tflops"] for row in chosen]
-                colour = f"C{number}"
-                axes.scatter(
-                    x,
-                    y,
-                    s=26,
-                    marker=marker,
-                    facecolors=colour if rows is dense else "none",
-                    edgecolors=colour,
-                    linewidths=2.5 if rows is prefill else 1.5,
-                    alpha=0.8,
-                    label=name,
-                )
+    roofs = best_ceilings(run["ceilings"])
+    tera_bytes, matmul = roofs["copy_gbps"] / 1e3, roofs["matmul_tflops"]
+    ridge = matmul / tera_bytes
+    figure, axes = pyplot.subplots(figsize=(9, 6))
     axes.set_xscale("log")
     axes.set_yscale("log")
+    edges = [INTENSITIES[0], ridge, INTENSITIES[1]]
+    axes.plot(edges, [min(x * tera_bytes, matmul) for x in edges], color="black", linewidth=1.2)
+    rows = named(run["rows"])
+    families = [family for family in FAMILIES if family.attention]
+    for number, (family, marker) in enumerate(zip(families, MARKERS, strict=False)):
+        own = [row for row in rows if family_of(row["case"]) is family]
+        axes.scatter(
+            [intensity(row) for row in own],
+            [row["tflops"] for row in own],
+            s=34,
+            marker=marker,
+            facecolors="none",
+            edgecolors=f"C{number}",
+            linewidths=1.4,
+            label=family.name,
+        )
+    axes.set_xlim(INTENSITIES)
+    axes.set_ylim(top=2.2 * matmul)
+    copy_label = axes.text(40, 40 * tera_bytes * 1.2, f"copy {tera_bytes:.2f} TB/s", rotation_mode="anchor")
+    axes.text(
+        INTENSITIES[1] / 1.1, 1.12 * matmul, f"bf16 matmul {matmul:.0f} TFLOP/s", ha="right", va="bottom"
+    )
     axes.set_xlabel("FLOP per byte")
     axes.set_ylabel("TFLOP/s")
-    axes.set_title(f"rawmla on {device}, under the ceilings of the same run")
+    axes.set_title(title)
     axes.grid(True, which="major", linewidth=0.3)
-    axes.legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, metadata={"Software": ""})
+    figure.legend(
+        loc="lower center", ncols=len(families), frameon=False, handletextpad=0.2, columnspacing=1.5
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    (x0, y0), (x1, y1) = axes.transData.transform([(40, 40 * tera_bytes), (80, 80 * tera_bytes)])
+    copy_label.set_rotation(math.degrees(math.atan2(y1 - y0, x1 - x0)))  # along the roof
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120, metadata={"Software": ""})
     pyplot.close(figure)
+    write_whole(path, picture.getvalue())

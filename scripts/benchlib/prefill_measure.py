@@ -1,4 +1,4 @@
-"""Timing of sparse prefill on the GPU; the method is that of dense decoding (`measure`)."""
+"""Sparse prefill on the GPU, made ready to be timed by `measure`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,9 @@ from rawmla.testing.sparse import SparseCase as Layout
 from rawmla.testing.sparse import SparseInputs, make_cache
 
 from .cases import PrefillCase
-from .measure import CALLS_PER_GRAPH, l2_bytes, repeat, rest, rotated_sets, time_graph
+from .columns import Row
+from .measure import Prepared, l2_bytes, rotated_sets
+from .timing import CALLS_PER_GRAPH, repeat, rest, time_graph
 
 GRAPH_FLOPS = 10**13
 """Operations of one graph at most, unless one call has more: 16 ms or so. Replays of ten calls of 4 ms would
@@ -107,7 +109,7 @@ def attend(case: PrefillCase, inputs: PrefillArrays, number: int) -> Any:
     return rawmla.flash_mla_sparse_fwd(inputs.q, kv, inputs.indices, scale, is_fp8_kvcache=fp8)[0]
 
 
-def time_gathered(case: PrefillCase, inputs: PrefillArrays, replays: int) -> dict[str, float]:
+def time_gathered(case: PrefillCase, inputs: PrefillArrays, replays: int) -> Row:
     """The other way to prefill from a paged cache: gather its tokens into bf16 rows and attend those. Both
     together, and the gather alone.
     """
@@ -132,21 +134,17 @@ def time_gathered(case: PrefillCase, inputs: PrefillArrays, replays: int) -> dic
     }
 
 
-def time_prefill(case: PrefillCase, replays: int) -> tuple[dict[str, Any], PrefillArrays]:
-    """Measure one case: identical calls, calls over rotated tokens where the data would fit in L2, and, of a
-    paged cache, the time with gathering first.
+def prepare(case: PrefillCase) -> Prepared:
+    """Inputs of a case and a first call, whose result is checked; of a paged cache also the time with
+    gathering first.
     """
     sets = rotated_sets(case, l2_bytes())
     inputs = make_inputs(case, sets)
     error = check_output(case, inputs, attend(case, inputs, 0))
-    rest()
-    count = calls_per_graph(case)
-    timing = time_graph(repeat(lambda _: attend(case, inputs, 0), count), count, replays)
-    row: dict[str, Any] = {**case.fields(), **vars(timing), "rel_l2": error}
-    if sets > 1:
-        row["cold_us"] = time_graph(repeat(lambda i: attend(case, inputs, i), sets), sets, replays).us
-    if inputs.block_table is not None:
-        row |= time_gathered(case, inputs, replays)
-    row["tflops"] = case.flops() / row["us"] / 1e6
-    row["gbps"] = case.bytes_moved() / row["us"] / 1e3
-    return row, inputs
+
+    def more(replays: int) -> Row:
+        return {} if inputs.block_table is None else time_gathered(case, inputs, replays)
+
+    return Prepared(
+        inputs, lambda number: attend(case, inputs, number), sets, error, more, calls_per_graph(case)
+    )

@@ -1,19 +1,34 @@
-"""Tables of results: for the terminal (rich) and for the README (Markdown)."""
+"""Results as text: aligned tables for the terminal, Markdown for the pages. Nothing is cut or left out,
+however narrow the terminal is.
+"""
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from .against import NOTE, OURS, WAYS, Stored, better, means, pairs
+from .columns import EMPTY, NAME, Column, Row, texts
+from .families import FAMILIES, Family, family_of
 
-from .against import geometric_mean, ratios
-from .cases import D_V, group_of, is_decode, is_prefill, is_sparse, layout_of
+Cells = list[list[str]]
+"""A table: the headings, then the rows."""
 
 
-def progress_bar(console: Console) -> Progress:
-    """Progress with a bar, the count and the elapsed time."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console)
+class Progress:
+    """A line on standard error for each thing that is done, with the count and the elapsed time."""
+
+    def __init__(self, total: int, stream: Any) -> None:
+        self._total = total
+        self._stream = stream
+        self._done = 0
+        self._begin = time.monotonic()
+
+    def step(self, text: str) -> None:
+        """Another one is done."""
+        self._done += 1
+        width = len(str(self._total))
+        seconds = time.monotonic() - self._begin
+        print(f"[{self._done:{width}}/{self._total}] {seconds:4.0f} s  {text}", file=self._stream, flush=True)
 
 
 def best_ceilings(ceilings: list[dict[str, float]]) -> dict[str, float]:
@@ -21,211 +36,108 @@ def best_ceilings(ceilings: list[dict[str, float]]) -> dict[str, float]:
     return {key: max(c[key] for c in ceilings) for key in ceilings[0]}
 
 
-def roof_share(row: dict[str, Any], ceilings: dict[str, float]) -> tuple[float, str]:
+def roof_share(row: Row, ceilings: dict[str, float]) -> tuple[float, str]:
     """The nearer roof and how much of it a row reaches: its least possible time there over its time."""
     compute = row["tflops"] / ceilings["matmul_tflops"]
     memory = row["gbps"] / ceilings["copy_gbps"]
     return (compute, "matmul") if compute >= memory else (memory, "copy")
 
 
-def intensity(row: dict[str, Any]) -> float:
+def intensity(row: Row) -> float:
     """Operations per byte of a row, from its rates."""
-    return row["tflops"] * 1e3 / row["gbps"]
+    return float(row["tflops"] * 1e3 / row["gbps"])
 
 
-def add_shares(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> None:
-    """Write `share` and `roof` into every row of decoding, prefill and the operations around them."""
+def add_shares(rows: list[Row], ceilings: dict[str, float]) -> None:
+    """Write `share` and `roof` into every row that has rates."""
     for row in rows:
-        if "family" in row:
-            row["share"], row["roof"] = row["gbps"] / ceilings["copy_gbps"], "copy"
-        elif is_decode(row) or is_prefill(row):
+        if "tflops" in row:
             row["share"], row["roof"] = roof_share(row, ceilings)
+        elif "gbps" in row:
+            row["share"], row["roof"] = row["gbps"] / ceilings["copy_gbps"], "copy"
 
 
-def _case_cells(row: dict[str, Any]) -> list[str]:
-    causal = "yes" if row["causal"] else "no"
-    lengths = "varied" if row["varlen"] else "fixed"
-    if row["batch_invariant"]:
-        lengths += ", batch-invariant"
-    return [str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), causal, row["dtype"], lengths]
-
-
-def _sparse_case_cells(row: dict[str, Any]) -> list[str]:
-    layout = {"v32": "V3.2", "model1": "MODEL1", "bf16": f"bf16 {row['d_qk']}"}[layout_of(row)]
-    topk, page = str(row["topk"]), str(row["page_block_size"])
-    if row["extra_topk"]:
-        topk += f" + {'up to ' if row['extra_length'] else ''}{row['extra_topk']}"
-        page += f" + {row['extra_page_block_size']}"
-    layout += ", batch-invariant" if row["batch_invariant"] else ""
-    return [layout, str(row["b"]), str(row["s_q"]), str(row["s_k"]), str(row["h_q"]), topk, page]
-
-
-def _prefill_case_cells(row: dict[str, Any]) -> list[str]:
-    layout = {"v32": "V3.2", "bf16": "bf16"}[layout_of(row)]
-    return [layout, *(str(row[field]) for field in ("s_q", "s_kv", "h_q", "d_qk", "topk"))]
-
-
-PREFILL_CASE_HEADINGS = ["kv", "s_q", "s_kv", "h_q", "d_qk", "topk"]
-SPARSE_CASE_HEADINGS = ["cache", "b", "s_q", "s_k", "h_q", "topk", "page"]
-CASE_HEADINGS = ["b", "s_q", "s_k", "h_q", "causal", "dtype", "lengths"]
-RATE_HEADINGS = ["µs", "cold L2 µs", "TFLOP/s", "GB/s", "share of roof"]
-RESULT_HEADINGS = [*RATE_HEADINGS, "metadata µs"]
-PREFILL_RESULT_HEADINGS = [*RATE_HEADINGS, "gathered first µs"]
-
-
-def _rate_cells(row: dict[str, Any]) -> list[str]:
-    cold = f"{row['cold_us']:.1f}" if "cold_us" in row else "-"
-    share = f"{100 * row['share']:.0f} % {row['roof']}"
-    return [f"{row['us']:.1f}", cold, f"{row['tflops']:.0f}", f"{row['gbps']:.0f}", share]
-
-
-def _result_cells(row: dict[str, Any]) -> list[str]:
-    return [*_rate_cells(row), f"{row['meta_us']:.1f}"]
-
-
-def _prefill_result_cells(row: dict[str, Any]) -> list[str]:
-    gathered = "-"
-    if "gathered_us" in row:
-        gathered = f"{row['gathered_us']:.1f} (gather {row['gather_us']:.1f})"
-    return [*_rate_cells(row), gathered]
-
-
-def _peer_cell(value: float | str | None) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else "-"
-
-
-def decode_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """Dense decode rows for the terminal, with the ratio to each stored label and the peers' times."""
-    rows = [row for row in rows if row["op"] == "dense_decode"]
-    title = "Dense decode (main kernel and combine; metadata apart)"
-    cells = [_case_cells(row) + _result_cells(row) for row in rows]
-    return _attention_table(title, CASE_HEADINGS + RESULT_HEADINGS, cells, rows, stored)
-
-
-def sparse_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """Sparse decode rows for the terminal, likewise."""
-    rows = [row for row in rows if is_sparse(row)]
-    title = "Sparse decode (main kernel and combine; metadata apart)"
-    cells = [_sparse_case_cells(row) + _result_cells(row) for row in rows]
-    return _attention_table(title, SPARSE_CASE_HEADINGS + RESULT_HEADINGS, cells, rows, stored)
-
-
-def prefill_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """Sparse prefill rows for the terminal, likewise."""
-    rows = [row for row in rows if is_prefill(row)]
-    cells = [_prefill_case_cells(row) + _prefill_result_cells(row) for row in rows]
-    headings = PREFILL_CASE_HEADINGS + PREFILL_RESULT_HEADINGS
-    return _attention_table("Sparse prefill", headings, cells, rows, stored)
-
-
-def _attention_table(
-    title: str,
-    headings: list[str],
-    row_cells: list[list[str]],
-    rows: list[dict[str, Any]],
-    stored: list[dict[str, Any]],
-) -> Table:
-    compared = [ratios(stored, row) for row in rows]
-    labels = list(dict.fromkeys(label for found in compared for label in found))
-    peers = list(dict.fromkeys(name for row in rows for name in row.get("peers", {})))
-    table = Table(title=title)
-    for heading in headings + [f"{label} µs / ours" for label in labels] + peers:
-        table.add_column(heading, justify="right")
-    for cells, row, found in zip(row_cells, rows, compared, strict=True):
-        ratio_cells = [f"{found[label]:.2f}x" if label in found else "-" for label in labels]
-        peer_cells = [_peer_cell(row.get("peers", {}).get(name)) for name in peers]
-        table.add_row(*cells, *ratio_cells, *peer_cells)
-    return table
-
-
-def metadata_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """Metadata rows for the terminal."""
-    table = Table(title="Metadata kernel")
-    for heading in ("batch", "µs", "stored µs / ours"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        if row["op"] == "metadata":
-            found = ratios(stored, row)
-            table.add_row(
-                str(row["b"]), f"{row['us']:.2f}", ", ".join(f"{k} {v:.2f}x" for k, v in found.items()) or "-"
-            )
-    return table
-
-
-def _cache_cells(row: dict[str, Any]) -> list[str]:
-    return [str(row["case"]), f"{row['us']:.1f}", f"{row['gbps']:.0f}", f"{100 * row['share']:.0f} %"]
-
-
-CACHE_HEADINGS = ["operation", "µs", "GB/s", "share of copy"]
-
-
-def cache_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """The operations around decoding for the terminal."""
-    table = Table(title="Cache readers and writers, index conversion, merging")
-    table.add_column(CACHE_HEADINGS[0])
-    for heading in (*CACHE_HEADINGS[1:], "stored µs / ours"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        if "family" in row:
-            found = ratios(stored, row)
-            table.add_row(*_cache_cells(row), ", ".join(f"{k} {v:.2f}x" for k, v in found.items()) or "-")
-    return table
-
-
-def group_means(
-    rows: list[dict[str, Any]], stored: list[dict[str, Any]]
-) -> dict[str, dict[str, tuple[float, float, int]]]:
-    """Per stored label and family of cases: geometric mean, smallest ratio and number of rows."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        for label, ratio in ratios(stored, row).items():
-            values.setdefault(label, {}).setdefault(group_of(row), []).append(ratio)
-    return {
-        label: {group: (geometric_mean(found), min(found), len(found)) for group, found in groups.items()}
-        for label, groups in values.items()
-    }
-
-
-def means_table(rows: list[dict[str, Any]], stored: list[dict[str, Any]]) -> Table:
-    """group_means for the terminal."""
-    table = Table(title="Stored µs / ours, by family (above 1: this run is faster)")
-    for heading in ("stored", "cases", "geometric mean", "smallest", "rows"):
-        table.add_column(heading, justify="right")
-    for label, groups in group_means(rows, stored).items():
-        for group, (mean, smallest, count) in groups.items():
-            table.add_row(label, group, f"{mean:.3f}x", f"{smallest:.3f}x", str(count))
-    return table
-
-
-def markdown_table(headings: list[str], rows: list[list[str]]) -> str:
-    """A GitHub table."""
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+def aligned(cells: Cells) -> str:
+    """A table as lines of text: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        first, *others = zip(row, widths, strict=True)
+        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]))
     return "\n".join(lines)
 
 
-def markdown_results(rows: list[dict[str, Any]]) -> str:
-    """All tables of one run, for the README."""
-    decode = [_case_cells(row) + _result_cells(row) for row in rows if row["op"] == "dense_decode"]
-    sparse = [_sparse_case_cells(row) + _result_cells(row) for row in rows if is_sparse(row)]
-    prefill = [_prefill_case_cells(row) + _prefill_result_cells(row) for row in rows if is_prefill(row)]
-    metadata = [row for row in rows if row["op"] == "metadata"]
-    cache = [_cache_cells(row) for row in rows if "family" in row]
+def markdown(cells: Cells, *, code: bool = True) -> str:
+    """A table as GitHub writes it, the first column as code unless said otherwise."""
+    headings, *rows = cells
+    lines = ["| " + " | ".join(headings) + " |", "|---|" + "---:|" * (len(headings) - 1)]
+    for first, *others in rows:
+        lines.append("| " + " | ".join([f"`{first}`" if code else first, *others]) + " |")
+    return "\n".join(lines)
+
+
+def comparison_columns(rows: Sequence[Row], stored: Sequence[Stored]) -> list[Column]:
+    """A column for each other library and run that any row is compared with, and one for the ratio to the
+    better of them, for each way that the figures were taken.
+    """
+    found = {row["case"]: pairs(row, stored) for row in rows}
+    kinds = list(dict.fromkeys((pair.label, pair.way) for items in found.values() for pair in items))
+
+    def time_of(label: str, way: str) -> Column:
+        def cell(row: Row) -> str:
+            times = [pair.theirs for pair in found[row["case"]] if (pair.label, pair.way) == (label, way)]
+            return f"{times[0]:.1f}" if times else EMPTY
+
+        return Column(f"{label} {way} µs", cell)
+
+    def ours_beside(way: str) -> Column:
+        def cell(row: Row) -> str:
+            figure = row.get("beside", {}).get(OURS, {}).get(WAYS[way])
+            return EMPTY if figure is None else f"{figure:.1f}"
+
+        return Column(f"{OURS} beside {way} µs", cell)
+
+    def ratio(way: str) -> Column:
+        def cell(row: Row) -> str:
+            pair = better(found[row["case"]], way)
+            return f"{pair.ratio:.3f}" if pair else EMPTY
+
+        return Column(f"better / ours, {way}", cell)
+
+    columns = []
+    for way in WAYS:
+        labels = [label for label, of in kinds if of == way]
+        columns += [time_of(label, way) for label in labels]
+        columns += [ours_beside(way)] if any(label.endswith(" beside") for label in labels) else []
+        columns += [ratio(way)] if labels else []
+    return columns
+
+
+def family_cells(family: Family, rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
+    """The table of a family; of the rows only its own count. No more than the headings when it has none."""
+    own = [row for row in rows if family_of(row["case"]) is family]
+    return texts([NAME, *family.columns, *comparison_columns(own, stored)], own)
+
+
+def summary_cells(rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
+    """Per family and per group of it: geometric mean and least of the ratios to the better library."""
+    headings = ["family", "cases", "figures", "rows", "geometric mean", "least", "least row"]
+    return [headings] + [
+        [m.family, m.group, m.way, str(m.rows), f"{m.mean:.3f}", f"{m.least:.3f}", m.least_case]
+        for m in means(rows, stored)
+    ]
+
+
+def text_report(rows: Sequence[Row], stored: Sequence[Stored]) -> str:
+    """All tables of a run for the terminal, the summary last."""
     parts = []
-    if decode:
-        parts.append(markdown_table(CASE_HEADINGS + RESULT_HEADINGS, decode))
-    if sparse:
-        parts.append("Sparse decoding:")
-        parts.append(markdown_table(SPARSE_CASE_HEADINGS + RESULT_HEADINGS, sparse))
-    if prefill:
-        parts.append("Sparse prefill:")
-        parts.append(markdown_table(PREFILL_CASE_HEADINGS + PREFILL_RESULT_HEADINGS, prefill))
-    if metadata:
-        headings = ["metadata kernel, batch", *(str(row["b"]) for row in metadata)]
-        parts.append(markdown_table(headings, [["µs", *(f"{row['us']:.1f}" for row in metadata)]]))
-    if cache:
-        parts.append("Around decoding:")
-        parts.append(markdown_table(CACHE_HEADINGS, cache))
+    for family in FAMILIES:
+        cells = family_cells(family, rows, stored)
+        if len(cells) > 1:
+            parts.append(f"{family.name}\n{aligned(cells)}")
+    summary = summary_cells(rows, stored)
+    if len(summary) > 1:
+        parts.append(f"the better of the other libraries / ours\n{aligned(summary)}\n{NOTE}")
     return "\n\n".join(parts)
 
 
@@ -245,40 +157,3 @@ def describe_host(host: dict[str, float]) -> str:
         f"host time of one decode call {host['decode_call_us']:.1f} µs (median; nine of ten calls up to "
         f"{host['decode_call_p90_us']:.1f}, median of the quietest burst {host['decode_call_quiet_us']:.1f})"
     )
-
-
-METHOD = (
-    "CUDA graph of 10 identical calls, median over replays back to back, after 20 ms of warm-up and, where "
-    "warm-up and replays last longer than 30 ms together, a rest as long as 20 replays; "
-    f"FLOPs = 2 * s_q * h_q * sum(lengths) * (d_qk + {D_V}); bytes = cache read once + q + out. Identical "
-    "calls find data that fits in L2 there, as in most published figures; 'cold L2' rotates page sets larger "
-    "than L2 instead, where one call's data would fit. Metadata: slope between graphs of 20 and 120 calls. "
-    "Share: of the nearer roof, with the higher of the two ceilings of the run."
-)
-
-SPARSE_METHOD = (
-    f"Sparse decoding: FLOPs = 2 * h_q * selected tokens * (d_qk + {D_V}); bytes = each selected token as "
-    "often as it is selected (656 or 584 bytes, or 2 * d_qk), q and out; indices are a random subset of the "
-    "request's s_k tokens."
-)
-
-PREFILL_METHOD = (
-    "Sparse prefill: a graph has fewer calls where 10 are more than 10 TFLOP together; "
-    f"FLOPs = 2 * s_q * h_q * topk * (d_qk + {D_V}); bytes = each selected token once, however often it is "
-    "selected, q and out; indices are a random subset of the s_kv tokens. 'Gathered first': all tokens of a "
-    "paged cache gathered into bf16 rows, then bf16 prefill, together."
-)
-
-
-CACHE_METHOD = (
-    "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
-)
-
-
-def methods(rows: list[dict[str, Any]]) -> str:
-    """How the rows of a run were measured and counted."""
-    parts = [METHOD]
-    parts += [SPARSE_METHOD] if any("family" not in row and is_sparse(row) for row in rows) else []
-    parts += [PREFILL_METHOD] if any(is_prefill(row) for row in rows if "family" not in row) else []
-    parts += [CACHE_METHOD] if any("family" in row for row in rows) else []
-    return " ".join(parts)

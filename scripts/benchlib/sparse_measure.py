@@ -1,4 +1,4 @@
-"""Timing of sparse decoding on the GPU; the method is that of dense decoding (`measure`)."""
+"""Sparse decoding on the GPU, made ready to be timed by `measure`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +11,8 @@ from rawmla.testing.sparse import SparseCase as Layout
 from rawmla.testing.sparse import SparseInputs, make_cache
 
 from .cases import D_V, SparseCase
-from .measure import (
-    CALLS_PER_GRAPH,
-    METADATA_GRAPH_CALLS,
-    l2_bytes,
-    repeat,
-    rest,
-    rotated_sets,
-    time_graph,
-)
+from .measure import METADATA_GRAPH_CALLS, Prepared, l2_bytes, rotated_sets
+from .timing import slope
 
 
 @dataclass(frozen=True)
@@ -132,16 +125,11 @@ def time_plan(case: SparseCase, replays: int) -> float:
     def call(_: int) -> None:
         rawmla.get_mla_metadata(*arguments, enable_batch_invariant=case.batch_invariant, out=buffers)
 
-    few, many = METADATA_GRAPH_CALLS
-    short = time_graph(repeat(call, few), 1, replays).us
-    long = time_graph(repeat(call, many), 1, replays).us
-    return (long - short) / (many - few)
+    return slope(call, *METADATA_GRAPH_CALLS, replays)
 
 
-def time_sparse(case: SparseCase, replays: int) -> tuple[dict[str, Any], SparseArrays]:
-    """Measure one case: identical calls, calls over rotated pages where the data would fit in L2, and its
-    metadata. The first call, outside the graph, makes the plan.
-    """
+def prepare(case: SparseCase) -> Prepared:
+    """Inputs of a case and a first call, which makes the plan and whose result is checked."""
     sets = rotated_sets(case, l2_bytes())
     inputs = make_inputs(case, sets)
     meta, _ = rawmla.get_mla_metadata(enable_batch_invariant=case.batch_invariant)
@@ -152,12 +140,4 @@ def time_sparse(case: SparseCase, replays: int) -> tuple[dict[str, Any], SparseA
         )
 
     error = check_output(case, inputs, call(0)[0])
-    rest()
-    timing = time_graph(repeat(lambda _: call(0), CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
-    row: dict[str, Any] = {**case.fields(), **vars(timing), "rel_l2": error}
-    if sets > 1:
-        row["cold_us"] = time_graph(repeat(call, sets), sets, replays).us
-    row["meta_us"] = time_plan(case, replays)
-    row["tflops"] = case.flops() / row["us"] / 1e6
-    row["gbps"] = case.bytes_moved() / row["us"] / 1e3
-    return row, inputs
+    return Prepared(inputs, call, sets, error, lambda replays: {"meta_us": time_plan(case, replays)})

@@ -1,0 +1,60 @@
+"""The columns of the tables: a heading and how a result row fills it."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+EMPTY = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column. A cell is never empty: EMPTY stands where a row has no such figure."""
+
+    heading: str
+    cell: Callable[[Row], str]
+
+
+def _number(heading: str, key: str, digits: int = 0, scale: float = 1.0) -> Column:
+    return Column(heading, lambda row: f"{row[key] * scale:.{digits}f}" if key in row else EMPTY)
+
+
+def _share(row: Row) -> str:
+    return f"{100 * row['share']:.0f} % {row['roof']}" if "share" in row else EMPTY
+
+
+def _gathered(row: Row) -> str:
+    return f"{row['gathered_us']:.1f} ({row['gather_us']:.1f})" if "gathered_us" in row else EMPTY
+
+
+NAME = Column("case", lambda row: str(row["case"]))
+RESTED = _number("rested µs", "us", 1)
+WITHOUT_RESTS = _number("no rests µs", "unrested_us", 1)
+SUSTAINED = _number("sustained µs", "sustained_us", 1)
+RATES = (
+    _number("TFLOP/s", "tflops"),
+    _number("GB/s", "gbps"),
+    Column("share of roof", _share),
+)
+ATTENTION = (
+    RESTED,
+    WITHOUT_RESTS,
+    SUSTAINED,
+    _number("W", "sustained_watts"),
+    _number("MHz", "sustained_mhz"),
+    _number("cold L2 µs", "cold_us", 1),
+    *RATES,
+)
+DECODE = (*ATTENTION, _number("metadata µs", "meta_us", 1))
+PREFILL = (*ATTENTION, Column("gathered first µs (gather)", _gathered))
+METADATA = (_number("µs", "us", 2),)
+AROUND = (_number("µs", "us", 1), _number("GB/s", "gbps"), Column("share of copy", _share))
+
+
+def texts(columns: Iterable[Column], rows: Iterable[Row]) -> list[list[str]]:
+    """The headings, then the cells of every row."""
+    columns = list(columns)
+    return [[column.heading for column in columns]] + [
+        [column.cell(row) for column in columns] for row in rows
+    ]

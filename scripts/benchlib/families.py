@@ -1,0 +1,204 @@
+"""The families of cases: an entry says which cases a family has, how they are timed, what its table shows.
+
+A new family is one entry of FAMILIES. What times it needs torch and a GPU and is imported on first use.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+from . import cache_cases, cases, columns
+from .columns import Column, Row
+
+
+class Case(Protocol):
+    """What every case has; see `cases`."""
+
+    @property
+    def id(self) -> str:
+        """The name of the case."""
+
+    @property
+    def group(self) -> str:
+        """The cases of the family that its ratios are averaged with."""
+
+    def fields(self) -> dict[str, Any]:
+        """What identifies the case, as the leading fields of a result row."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure: graph replays per figure, seconds of sustained load (0: none), and whether other
+    libraries run beside.
+    """
+
+    replays: int
+    sustain_seconds: float
+    compare: bool
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of cases. Those of attention are also put under load, and appear in the roofline."""
+
+    name: str
+    cases: Callable[[], Sequence[Case]]
+    measure: Callable[[Any, Settings], Row]
+    columns: tuple[Column, ...]
+    method: str = ""
+    attention: bool = False
+
+
+def _time_dense(case: cases.DecodeCase, settings: Settings) -> Row:
+    from . import measure, peers
+
+    return measure.time_attention(case, measure.prepare, settings, peers.DENSE)
+
+
+def _time_sparse(case: cases.SparseCase, settings: Settings) -> Row:
+    from . import measure, peers, sparse_measure
+
+    return measure.time_attention(case, sparse_measure.prepare, settings, peers.SPARSE)
+
+
+def _time_prefill(case: cases.PrefillCase, settings: Settings) -> Row:
+    from . import measure, peers, prefill_measure
+
+    # No other library has prefill from an FP8 cache: its row has the time of gathering first.
+    beside = peers.PREFILL if case.layout == "bf16" else ()
+    return measure.time_attention(case, prefill_measure.prepare, settings, beside)
+
+
+def _time_metadata(case: cases.MetadataCase, settings: Settings) -> Row:
+    from . import measure
+
+    return measure.time_metadata_case(case, settings.replays)
+
+
+def _time_around(case: cache_cases.Case, settings: Settings) -> Row:
+    from . import measure
+
+    return measure.time_cache_case(case, settings.replays)
+
+
+def _sparse(layout: str) -> Callable[[], Sequence[Case]]:
+    return lambda: [case for case in cases.sparse_cases() if case.layout == layout]
+
+
+ATTENTION_METHOD = (
+    "Each figure is the median over graph replays of one call, main kernel and combine together, in a CUDA "
+    "graph of 10 identical calls that was replayed for at least 20 ms before. Rested: the GPU idles before "
+    "the case and, where warm-up and replays last longer than 30 ms together, between them for as long as 20 "
+    "replays. No rests: inputs, warm-up and replays follow each other at once, as in most published figures. "
+    "Sustained: the graph is replayed without a pause, for 2 seconds unless said otherwise; mean of the "
+    "second half, with power and SM clock of that half. Identical calls find in L2 what fits there; 'cold "
+    "L2' rotates page sets larger than L2 instead. Rates and share are of the rested figure; share: of the "
+    "nearer roof, with the higher of the two ceilings of the run. Metadata: slope between graphs of 20 and "
+    "120 calls."
+)
+DENSE_METHOD = (
+    f"Dense decoding: FLOPs = 2 * s_q * h_q * sum(lengths) * (d_qk + {cases.D_V}); bytes = cache read once + "
+    "q + out."
+)
+SPARSE_METHOD = (
+    f"Sparse decoding: FLOPs = 2 * h_q * selected tokens * (d_qk + {cases.D_V}); bytes = each selected token "
+    "as often as it is selected (656 or 584 bytes, or 2 * d_qk), q and out; indices are a random subset of "
+    "the request's s_k tokens."
+)
+PREFILL_METHOD = (
+    "Sparse prefill: for the rested and the sustained figure a graph has fewer calls where 10 are more than "
+    f"10 TFLOP together; FLOPs = 2 * s_q * h_q * topk * (d_qk + {cases.D_V}); bytes = each selected token "
+    "once, however often it is selected, q and out; indices are a random subset of the s_kv tokens. "
+    "'Gathered first': all tokens of a paged cache gathered into bf16 rows, then bf16 prefill, together (in "
+    "brackets the gather alone)."
+)
+AROUND_METHOD = (
+    "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
+)
+
+FAMILIES = (
+    Family("dense decode", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True),
+    *(
+        Family(
+            f"sparse {name}",
+            _sparse(layout),
+            _time_sparse,
+            columns.DECODE,
+            SPARSE_METHOD,
+            attention=True,
+        )
+        for name, layout in (("V3.2", "v32"), ("MODEL1", "model1"), ("bf16", "bf16"))
+    ),
+    Family(
+        "sparse prefill",
+        cases.prefill_cases,
+        _time_prefill,
+        columns.PREFILL,
+        PREFILL_METHOD,
+        attention=True,
+    ),
+    Family(
+        "metadata",
+        lambda: [cases.MetadataCase(b) for b in cases.METADATA_BATCHES],
+        _time_metadata,
+        columns.METADATA,
+    ),
+    Family("around decoding", cache_cases.all_cases, _time_around, columns.AROUND, AROUND_METHOD),
+)
+
+
+@cache
+def _table() -> dict[str, tuple[Family, Case]]:
+    return {case.id: (family, case) for family in FAMILIES for case in family.cases()}
+
+
+def all_cases() -> list[Case]:
+    """Every case of the benchmark, in the order of the tables."""
+    return [case for _, case in _table().values()]
+
+
+def family_of(case_id: str) -> Family:
+    """The family of the case of this name."""
+    return _table()[case_id][0]
+
+
+def case_named(case_id: str) -> Case:
+    """The case of this name."""
+    return _table()[case_id][1]
+
+
+def select(pattern: str | None) -> list[Case]:
+    """The cases whose name contains a match of the regular expression; all of them without one.
+
+    Raises ValueError when it is no regular expression and when nothing matches, so that a typing error cannot
+    pass for an empty run.
+    """
+    try:
+        chosen = [case for case in all_cases() if re.search(pattern or "", case.id)]
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, got {pattern!r} ({error})") from None
+    if not chosen:
+        raise ValueError(f"no case matches {pattern!r} (--list prints their names)")
+    return chosen
+
+
+def named(rows: Sequence[Row]) -> list[Row]:
+    """The rows of a run whose case this benchmark still has, each with its `case`. Rows written before rows
+    had one are recognised by their fields.
+    """
+    found = []
+    for row in rows:
+        name = row.get("case") or next(
+            (case.id for case in all_cases() if case.fields().items() <= row.items()), None
+        )
+        if name in _table():
+            found.append({**row, "case": name})
+    return found
+
+
+def methods(chosen: Sequence[Case]) -> str:
+    """How the cases are measured and counted."""
+    texts = [ATTENTION_METHOD, *(family_of(case.id).method for case in chosen)]
+    return " ".join(dict.fromkeys(text for text in texts if text))

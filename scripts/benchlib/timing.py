@@ -1,0 +1,157 @@
+"""Timing of CUDA graphs through torch, rested, without rests, and under a load of seconds.
+
+Needs torch with a CUDA GPU. Times are in microseconds.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .power import Meter
+
+CALLS_PER_GRAPH = 10
+WARMUP_REPLAYS = 2
+# After memory was allocated, the first 5 to 10 ms of 27 us calls have been seen 2 us slower than the rest.
+WARMUP_SECONDS = 0.02
+REST_SECONDS = 0.2
+# An H200 holds its full clock for 35 to 80 ms of dense decoding with 128 heads, then its power limit slows
+# it. Warm-up and timed replays that last longer than this together are parted by a rest, so that the timed
+# ones begin with the power budget of a chip at rest. Shorter ones do not reach the limit, and the first
+# replay after a rest has been seen 3 us a call slower.
+FULL_CLOCK_SECONDS = 0.03
+# Of rest, times as long as what ran before it: two replays of warm-up; and the timed ones, for the next case.
+COOL_DOWN = 10
+# After a load of seconds, for the next case.
+REST_AFTER_LOAD_SECONDS = 0.5
+# Under load so much work waits on the GPU's queue: more than the host is ever late, less than a load lasts.
+QUEUED_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one call over several graph replays, in microseconds."""
+
+    us: float
+    us_min: float
+    us_max: float
+
+    @staticmethod
+    def of(samples: list[float]) -> "Timing":
+        """Median and range of the samples."""
+        return Timing(statistics.median(samples), min(samples), max(samples))
+
+
+def repeat(call: Callable[[int], Any], count: int) -> Callable[[], None]:
+    """A function that makes `count` calls, giving each its number."""
+
+    def calls() -> None:
+        for i in range(count):
+            call(i)
+
+    return calls
+
+
+def rest() -> None:
+    """Let the GPU idle, so that the heat and power of one case do not slow the next."""
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
+
+
+class Graph:
+    """`calls`, which enqueues `count` calls, captured in a CUDA graph."""
+
+    def __init__(self, calls: Callable[[], None], count: int) -> None:
+        self.count = count
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            calls()
+            self.stream.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                calls()
+
+    def rested(self, replays: int) -> Timing:
+        """Warm up and time replays back to back. The GPU idles between them if they would last longer than
+        FULL_CLOCK_SECONDS together, and afterwards for COOL_DOWN times as long as the timed replays.
+        """
+        with torch.cuda.stream(self.stream):
+            spent, replay = self._warm_up()
+            if spent + replays * replay > FULL_CLOCK_SECONDS:
+                time.sleep(COOL_DOWN * WARMUP_REPLAYS * replay)
+            samples = self._time(replays)
+            time.sleep(COOL_DOWN * sum(samples) * self.count * 1e-6)
+        return Timing.of(samples)
+
+    def without_rests(self, replays: int) -> Timing:
+        """Warm up and time replays, all back to back."""
+        with torch.cuda.stream(self.stream):
+            self._warm_up()
+            return Timing.of(self._time(replays))
+
+    def sustained(self, seconds: float) -> dict[str, float]:
+        """Replay without a pause for `seconds`: `us` is the mean of a call over the second half, `watts` and
+        `mhz` are those of that half, where they can be read. Rests afterwards.
+        """
+        with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
+            _, replay = self._warm_up()
+            allowed = max(2, round(QUEUED_SECONDS / replay))
+            queued: deque[Any] = deque()
+            middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            timed = 0
+            begin = time.perf_counter()
+            while timed == 0 or time.perf_counter() - begin < seconds:
+                if timed == 0 and time.perf_counter() - begin >= seconds / 2:
+                    middle.record()
+                    timed = 1
+                elif timed:
+                    timed += 1
+                self.graph.replay()
+                queued.append(torch.cuda.Event())
+                queued[-1].record()
+                if len(queued) > allowed:
+                    queued.popleft().synchronize()
+            end.record()
+            end.synchronize()
+        time.sleep(REST_AFTER_LOAD_SECONDS)
+        return {"us": middle.elapsed_time(end) * 1e3 / (timed * self.count), **meter.figures()}
+
+    def _warm_up(self) -> tuple[float, float]:
+        """Replay at least WARMUP_REPLAYS times and WARMUP_SECONDS. The seconds of all and of one replay."""
+        begin = time.perf_counter()
+        done = 0
+        while done < WARMUP_REPLAYS or time.perf_counter() - begin < WARMUP_SECONDS:
+            self.graph.replay()
+            self.stream.synchronize()
+            done += 1
+        spent = time.perf_counter() - begin
+        return spent, spent / done
+
+    def _time(self, replays: int) -> list[float]:
+        """Microseconds of a call in each of so many replays back to back."""
+        samples = []
+        for _ in range(replays):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e3 / self.count)
+        return samples
+
+
+def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
+    """The rested time of a call of `calls`, which enqueues `count` of them."""
+    return Graph(calls, count).rested(replays)
+
+
+def slope(call: Callable[[int], Any], few: int, many: int, replays: int) -> float:
+    """Microseconds of a short kernel: the slope between graphs of two lengths, free of their fixed cost."""
+    short = time_graph(repeat(call, few), 1, replays).us
+    long = time_graph(repeat(call, many), 1, replays).us
+    return (long - short) / (many - few)
