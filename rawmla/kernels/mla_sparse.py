@@ -60,9 +60,11 @@ class SparseAddresses(NamedTuple):
     selected: int = 0
 
 
-_DECODE_ARRAYS = SparseAddresses._fields[:12]
-_SCRATCH_ARRAYS = ("o_accum", "lse_accum_log2", "o_scale_log2")
-_PREFILL_ARRAYS = ("max_accum_log2", *SparseAddresses._fields[12:])
+_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # so many come first; prefill has the others too
+_CHANGING = (
+    *("q_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
+    *("o_accum", "lse_accum_log2", "o_scale_log2"),
+)
 _ARRAYS = (
     *TENSOR_MAP("q_map"),
     *POINTER("q"),
@@ -84,14 +86,14 @@ _SIZES = (
     *I32("b", "s_q", "h_q", "head_tiles", "max_splits", "object_layout"),
     *F32("sm_scale_log2"),
 )
-_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS))
+_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=_CHANGING)
 _PREFILL_PARAMS = ParamStruct(
     _ARRAYS,
     POINTER("max_accum_log2", "max_logits", "selected"),
     _SIZES,
     F32("lse_factor"),
     UNIFORM_PLAN("uniform"),
-    changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS, *_PREFILL_ARRAYS),
+    changing=(*_CHANGING, "max_accum_log2", *SparseAddresses._fields[_DECODE_ARRAYS:]),
 )
 PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
 """Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
@@ -327,7 +329,9 @@ class PreparedSparse:
         prefill: tuple[int, ...] = ()
         if self._max_logits:
             prefill = scratch + self._max_accum, addresses.max_logits, addresses.selected
-        current = self._attend(stream, q_map, *addresses[:12], scratch, lse_accum, o_scale, *prefill)
+        current = self._attend(
+            stream, q_map, *addresses[:_DECODE_ARRAYS], scratch, lse_accum, o_scale, *prefill
+        )
         if self._combine is not None:
             self._combine(
                 stream, addresses.sched_meta, addresses.num_splits, scratch, lse_accum, o_scale,
