@@ -861,24 +861,33 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("format", ("v32", "model1"))
 @pytest.mark.parametrize(
-    ("changes", "copied"),
-    [({}, True), ({"s_q": 31}, False), ({"h_q": 3}, False), ({"load_bytes": 8}, None), ({"h_q": 16}, None)],
-    ids=("often", "seldom", "no room", "unaligned", "few heads"),
+    ("changes", "cache", "copied"),
+    [
+        ({}, {}, True),
+        ({"s_q": 31}, {"num_blocks": 47}, False),  # 2,491 rows, 19,840 selected
+        ({"h_q": 3}, {}, False),
+        ({"load_bytes": 8}, {}, None),
+        ({"h_q": 16}, {}, None),
+        ({}, {"block_stride": 2**31}, False),
+    ],
+    ids=("often", "seldom", "no room", "unaligned", "few heads", "blocks too far apart"),
 )
 def test_fp8_rows_that_are_selected_often_are_copied(
-    launches: list[Launch], format: str, changes: dict[str, Any], copied: bool | None
+    launches: list[Launch],
+    format: str,
+    changes: dict[str, Any],
+    cache: dict[str, int],
+    copied: bool | None,
 ) -> None:
     layout = mla_cache_rows.QUANTIZED[format]
     copied = copied if copied is not None else format == "model1"
     page = 53
     call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format=format, d_qk=layout.d_qk, load_bytes=16, s_q=32, h_q=64,
-        cache=mla_sparse.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0),
+        cache=mla_sparse.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0)._replace(**cache),
         q_strides=(64 * layout.d_qk, layout.d_qk), out_strides=(64 * 512, 512), num_parts=132,
         softmax_scale=0.3, lse_factor=0.5, limited=True,
     )._replace(**changes)  # fmt: skip
-    if changes.get("s_q") == 31:
-        call = call._replace(cache=call.cache._replace(num_blocks=47))  # 2,491 rows, 19,840 selected
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0), 0x10000)
     names = [launch.spec.name for launch in launches]

@@ -18,6 +18,7 @@ from rawmla.jit.params import (
     POINTER,
     TENSOR_MAP,
     U32,
+    U64,
     CType,
     ParamStruct,
     struct_type,
@@ -41,12 +42,13 @@ MIXED = ParamStruct(
     U32("magic", length=3),
     struct_type(Pair, I32, I64)("pair"),
     F32("scale"),
+    U64("mask"),
     changing=("map", "q", "k_cache", "extra_k_cache"),
 )
 
 
 def pack_mixed(**changes: object) -> bytes:
-    given = dict(b=-7, stride=-(2**40), magic=(1, 2, 2**32 - 1), pair=Pair(3, -4), scale=0.5)
+    given = dict(b=-7, stride=-(2**40), magic=(1, 2, 2**32 - 1), pair=Pair(3, -4), scale=0.5, mask=2**63)
     return MIXED.pack(**{**given, **changes})
 
 
@@ -54,13 +56,13 @@ def test_offsets_follow_the_alignment_of_cpp() -> None:
     offsets = [(member.name, member.offset) for member in MIXED.members]
     assert offsets == [
         ("map", 0), ("q", 128), ("cache", 136), ("b", 152), ("stride", 160), ("magic", 168), ("pair", 184),
-        ("scale", 200),
+        ("scale", 200), ("mask", 208),
     ]  # fmt: skip
     assert MIXED.size == 256  # a multiple of the 64 bytes that a tensor map is aligned to
 
 
 def test_pack_fills_what_does_not_change() -> None:
-    expected = struct.pack("<152x i4x q 3I4x i4xq f52x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5)
+    expected = struct.pack("<152x i4x q 3I4x i4xq f4xQ40x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5, 2**63)
     assert pack_mixed() == expected
 
 
@@ -77,7 +79,7 @@ def test_changing_packs_the_first_members() -> None:
     ids=str,
 )
 def test_wrong_members_are_a_type_error(changes: dict[str, object], missing: tuple[str, ...]) -> None:
-    given = dict(b=1, stride=2, magic=(1, 2, 3), pair=(3, 4), scale=0.5, **changes)
+    given = dict(b=1, stride=2, magic=(1, 2, 3), pair=(3, 4), scale=0.5, mask=0, **changes)
     for name in missing:
         del given[name]
     with pytest.raises(TypeError, match="|".join([*missing, *changes])):

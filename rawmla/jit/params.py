@@ -26,9 +26,9 @@ __all__ = [
 
 
 class CType(NamedTuple):
-    """The C++ type of a member. Called with names, it declares members of this type, as C++ does.
+    """The C++ type of a member. Called with names, it declares members of this type.
 
-    ``code`` is the type in a `struct` format. ``members`` are those of a struct, by name, else empty.
+    ``code`` is the type in a `struct` format. ``members`` has the members of a struct with their types.
     """
 
     name: str
@@ -38,9 +38,9 @@ class CType(NamedTuple):
     members: tuple[tuple[str, CType], ...] = ()
 
     def __call__(self, *names: str, length: int = 0, elements: Sequence[str] = ()) -> list[Declaration]:
-        """Declare members, or arrays of ``length`` elements where that is not 0.
+        """Declare members, or arrays of ``length`` elements if it is given.
 
-        ``elements`` names the elements of an array that is filled in at launch.
+        The elements of an array that changes from launch to launch have names: ``elements``.
         """
         return [Declaration(name, self, length or len(elements), tuple(elements)) for name in names]
 
@@ -55,7 +55,7 @@ class Declaration(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A member of a parameter struct; ``code`` is all of it in a `struct` format."""
+    """A member of a parameter struct; ``code`` is the whole member in a `struct` format."""
 
     name: str
     type: CType
@@ -72,15 +72,12 @@ U32 = CType("unsigned int", "I", 4, 4)
 F32 = CType("float", "f", 4, 4)
 TENSOR_MAP = CType("TensorMap", "128s", 128, 64)
 
-# In the native format, whose size_t packs in half the time of "Q"
+# The native size_t packs in half the time of "Q".
 _CHANGING_CODES = {POINTER: "N", TENSOR_MAP: TENSOR_MAP.code}
 
 
 def struct_type(kind: Any, *types: CType) -> CType:
-    """The type of a C++ struct whose members have the names of the fields of ``kind``, a NamedTuple.
-
-    The value of such a member is a ``kind``.
-    """
+    """The type of a C++ struct that has the name and the fields of ``kind``, a NamedTuple."""
     members = tuple(zip(kind._fields, types, strict=True))
     code, size = "", 0
     for type in types:
@@ -100,21 +97,21 @@ class ParamStruct:
     declarations : iterables of Declaration
         The members in order: ``I64("q_stride_b", "q_stride_s"), I32("topk", length=2), ...``.
     changing : sequence of str
-        Names of the members that change from launch to launch, in the order in which they are handed to
-        `PreparedLaunch.launch`; of an array with named elements, those. They have to be the first members,
-        and pointers or tensor maps.
+        Names of the members that change from launch to launch, in the order in which
+        `PreparedLaunch.launch` takes them; of an array, the names of its elements. They have to be the first
+        members, and pointers or tensor maps.
 
     Attributes
     ----------
     members : tuple of Member
     size : int
-        In bytes, as `sizeof` gives it.
+        Bytes of the struct: its `sizeof`.
     changing : struct.Struct
         Packs the members that change.
     pack : callable
-        The bytes of the struct, of all other members by keyword: ``pack(q_stride_b=512, topk=(64, 0), ...)``.
-        Arrays and structs take tuples; members that change are zeros. TypeError: a name that is missing or
-        not known.
+        Takes all other members by keyword and returns the bytes of the struct:
+        ``pack(q_stride_b=512, topk=(64, 0), ...)``. Arrays and structs take tuples. The members that change
+        are zeros. A missing or an unknown name is a TypeError.
 
     Raises
     ------
@@ -165,7 +162,7 @@ def _packer(
 ) -> Callable[..., bytes]:
     """A function that takes the fixed members by keyword.
 
-    It is made as text, like the methods of a dataclass: a launch then costs no loop over the names.
+    It is made from text, like the methods of a dataclass, so that a launch needs no loop over the names.
     """
     values = []
     for member in changing:

@@ -11,7 +11,7 @@ from .common import ceil_div
 from .division import divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
-__all__ = ["PARAMS", "launch", "spec", "specs"]
+__all__ = ["MAX_INT", "PARAMS", "launch", "spec", "specs"]
 
 PARAMS = ParamStruct(
     POINTER("cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out"),
@@ -20,6 +20,8 @@ PARAMS = ParamStruct(
     U32("page_magic"),
     I32("page_shift"),
 )
+MAX_INT = 2**31 - 1
+"""What the strides of the cache in bytes and the number of rows may be."""
 _THREADS = {True: 64, False: 32}  # by is_paged
 
 

@@ -60,9 +60,11 @@ class SparseAddresses(NamedTuple):
     selected: int = 0
 
 
-_DECODE_ARRAYS = SparseAddresses._fields[:12]
-_SCRATCH_ARRAYS = ("o_accum", "lse_accum_log2", "o_scale_log2")
-_PREFILL_ARRAYS = ("max_accum_log2", *SparseAddresses._fields[12:])
+_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # so many come first; prefill has all
+_CHANGING = (
+    *("q_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
+    *("o_accum", "lse_accum_log2", "o_scale_log2"),
+)
 _ARRAYS = (
     *TENSOR_MAP("q_map"),
     *POINTER("q"),
@@ -84,14 +86,14 @@ _SIZES = (
     *I32("b", "s_q", "h_q", "head_tiles", "max_splits", "object_layout"),
     *F32("sm_scale_log2"),
 )
-_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS))
+_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=_CHANGING)
 _PREFILL_PARAMS = ParamStruct(
     _ARRAYS,
     POINTER("max_accum_log2", "max_logits", "selected"),
     _SIZES,
     F32("lse_factor"),
     UNIFORM_PLAN("uniform"),
-    changing=("q_map", *_DECODE_ARRAYS, *_SCRATCH_ARRAYS, *_PREFILL_ARRAYS),
+    changing=(*_CHANGING, "max_accum_log2", *SparseAddresses._fields[_DECODE_ARRAYS:]),
 )
 PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
 """Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
@@ -320,18 +322,35 @@ class PreparedSparse:
 
     def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
         """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
-        q = addresses.q
+        # Spelled out: calls that unpack a tuple into arguments take twice as long.
+        (
+            q, k_cache, extra_k_cache, indices, extra_indices, topk_length, extra_topk_length,
+            attn_sink, sched_meta, num_splits, out, lse, max_logits, selected,
+        ) = addresses  # fmt: skip
         q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
-        prefill: tuple[int, ...] = ()
-        if self._max_logits:
-            prefill = scratch + self._max_accum, addresses.max_logits, addresses.selected
-        current = self._attend(stream, q_map, *addresses[:12], scratch, lse_accum, o_scale, *prefill)
+        if not self._max_logits:
+            current = self._attend(
+                stream, q_map, q, k_cache, extra_k_cache, indices, extra_indices, topk_length,
+                extra_topk_length, attn_sink, sched_meta, num_splits, out, lse, scratch, lse_accum, o_scale,
+            )  # fmt: skip
+            if self._combine is not None:
+                self._combine(
+                    stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
+                    context_is_current=current,
+                )  # fmt: skip
+            return
+        max_accum = scratch + self._max_accum
+        current = self._attend(
+            stream, q_map, q, k_cache, extra_k_cache, indices, extra_indices, topk_length,
+            extra_topk_length, attn_sink, sched_meta, num_splits, out, lse, scratch, lse_accum, o_scale,
+            max_accum, max_logits, selected,
+        )  # fmt: skip
         if self._combine is not None:
             self._combine(
-                stream, addresses.sched_meta, addresses.num_splits, scratch, lse_accum, o_scale,
-                addresses.out, addresses.lse, addresses.attn_sink, *prefill[:2], context_is_current=current,
+                stream, sched_meta, num_splits, scratch, lse_accum, o_scale, out, lse, attn_sink,
+                max_accum, max_logits, context_is_current=current,
             )  # fmt: skip
 
     def _encode(self, q: int) -> bytes:

@@ -155,6 +155,8 @@ def _is_copied(call: SparsePrefillCall) -> bool:
     copies = _of_copies(call)
     if call.load_bytes < QUANTIZED[call.format].alignment:
         return False
+    if max(call.cache.block_stride, copies.cache.num_blocks) > mla_cache_gather.MAX_INT:
+        return False
     if call.format == "v32" and call.h_q <= mla_sparse.FEW_HEADS and not _is_united(copies):
         return False  # the kernel for few heads reads FP8 rows in less time
     rows = copies.cache.num_blocks
