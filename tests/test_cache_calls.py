@@ -139,6 +139,14 @@ def put(name: str, value: Any) -> Callable[[Arguments], None]:
     return lambda arguments: arguments.update({name: value})
 
 
+def both(*edits: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
+    def apply(arguments: Arguments) -> None:
+        for edit in edits:
+            edit(arguments)
+
+    return apply
+
+
 def change_part(name: str, i: int, **changes: Any) -> Callable[[Arguments], None]:
     def apply(arguments: Arguments) -> None:
         arguments[name][i] = arguments[name][i].but(**changes)
@@ -186,6 +194,14 @@ BAD_CALLS: list[tuple[Callable[[], Arguments], str, Any, type[Exception], str]] 
             change("k_cache", shape=(2**28, 16, 1, 576)),
             ValueError,
             "k_cache: expected at most 2147483647 tokens",
+        ),
+        (
+            both(
+                put("out", None),
+                change("k_cache", shape=(1, 3_273_604, 1, 576), strides=(576, 576, 576, 1)),
+            ),
+            ValueError,
+            "k_cache: expected pages of less than 2 GiB in 'v32', got page_block_size 3273604",
         ),
         (change("out", shape=(9, 16, 1, 656)), ValueError, r"out: expected shape \[10, 16, 1, 656\]"),
         (
@@ -249,6 +265,11 @@ BAD_CALLS += [
     for edit, error, text in (
         (change("block_table", dtype="int64"), TypeError, "block_table: expected dtype int32, got int64"),
         (change("block_table", shape=(21,)), ValueError, r"block_table: expected shape \[b, max_blocks\]"),
+        (
+            change("block_table", shape=(3, 2**31), strides=(0, 1)),
+            ValueError,
+            r"block_table: expected shape \[b, max_blocks\], both below 2\*\*31",
+        ),
         (
             change("block_table", strides=(14, 2)),
             ValueError,

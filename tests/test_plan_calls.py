@@ -272,3 +272,22 @@ def test_rows_beyond_the_grid(world: World, make: Any) -> None:
     change("tile_scheduler_metadata", shape=(65_536, 8))(arguments)
     with pytest.raises(ValueError, match=r"^tile_scheduler_metadata: .* 1 to 65535 rows, got \[65536, 8\]"):
         rawmla.flash_mla_with_kvcache(**arguments)
+
+
+def test_batch_invariant_requests_beyond_the_grid(world: World) -> None:
+    """The combine of a batch-invariant plan has a CTA along grid y for each request."""
+    arguments = dense_arguments()
+    b = 65_536
+    change("q", shape=(b, 1, H_Q, D_QK))(arguments)
+    change("block_table", shape=(b, 10))(arguments)
+    change("cache_seqlens", shape=(b,))(arguments)
+    change("num_splits", shape=(b + 1,))(arguments)
+    rawmla.flash_mla_with_kvcache(**arguments)
+    with pytest.raises(ValueError, match=r"^q: expected at most 65535 requests .* batch-invariant plan"):
+        rawmla.flash_mla_with_kvcache(**arguments, enable_batch_invariant=True)
+
+
+def test_topk_beyond_32_bits(world: World) -> None:
+    with pytest.raises(ValueError, match=r"^topk: expected at most 2\*\*30, got"):
+        rawmla.get_mla_metadata(TestMetadata.LENGTHS, 128, 1, topk=2**30 + 1)
+    assert world.untouched

@@ -541,3 +541,39 @@ class TestKnownCalls:
             assert len(prefill._checked) <= 3
             assert all(len(known.calls) <= 3 for known in prefill._checked.values())
         assert len(world.sparse) == 40
+
+
+class TestBatchInvariant:
+    """A token's bits depend on nothing else: nothing is shared, copied or split."""
+
+    @pytest.mark.parametrize("limited", (False, True), ids=("all", "topk_length"))
+    @pytest.mark.parametrize(
+        ("layout", "h_q"), (("bf16 576", 8), ("bf16 512", 64), ("v32", 16), ("model1", 128))
+    )
+    @pytest.mark.parametrize("s_q", (1, 131, 4096, 16_385))
+    def test_launches(self, world: World, layout: str, h_q: int, s_q: int, limited: bool) -> None:
+        arguments = prefill_arguments(layout)
+        d_qk = arguments["q"].shape[2]
+        change("q", shape=(s_q, h_q, d_qk))(arguments)
+        change("indices", shape=(s_q, 1, TOPK))(arguments)
+        if limited:
+            arguments["topk_length"] = FakeArray((s_q,), ptr=0x9000)
+        call(arguments, enable_batch_invariant=True)
+        assert not world.plans and {args.format for args in world.sparse} == {layout.split()[0]}
+        assert sum(args.b for args in world.sparse) == s_q
+        for args in world.sparse:
+            assert args.batch_invariant and args.group_tokens == 1 and args.k_cache == 0x2000
+            assert args.uniform.length and not args.uniform.cuts and args.scratch_bytes == 0
+            tokens_per_part = args.uniform.length // args.uniform.pitch
+            assert tokens_per_part * args.num_parts >= args.b
+
+    def test_what_is_prepared_is_its_own(self, world: World) -> None:
+        arguments = prefill_arguments()
+        for batch_invariant in (False, True, False):
+            call(arguments, enable_batch_invariant=batch_invariant)
+        assert [args.batch_invariant for args in world.sparse] == [False, True, False]
+
+    def test_not_a_bool(self, world: World) -> None:
+        with pytest.raises(TypeError, match=r"^enable_batch_invariant: expected a bool, got int 1"):
+            call(prefill_arguments(), enable_batch_invariant=1)
+        assert world.untouched

@@ -190,6 +190,26 @@ BAD_CALLS: list[Case] = [
             ("token stride negative", {"strides": (page * 576, -576, 576, 1)}),
         )
     ],
+    *[
+        (
+            f"{name} bf16 tokens 4 GiB apart",
+            name,
+            ValueError,
+            ("less than 4 GiB apart", str(2**31)),
+            of_layout("bf16 576", change(name, strides=(576, 2**31, 576, 1))),
+        )
+        for name, _ in CACHES
+    ],
+    *[
+        (
+            f"{name} MODEL1 pages of 2 GiB",
+            name,
+            ValueError,
+            ("less than 2 GiB", "3728271"),
+            of_layout("model1", change(name, shape=(2, 3_728_271, 1, 584))),
+        )
+        for name, _ in CACHES
+    ],
     (
         "bf16 strided",
         "k_cache",

@@ -128,6 +128,30 @@ BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Argu
         change("k_cache", strides=tuple(2 * stride for stride in K_STRIDES)),
     ),
     ("k_cache address", "k_cache", ValueError, ("16-byte aligned", "0x2008"), change("k_cache", ptr=0x2008)),
+    (
+        "k_cache strides beyond TMA",
+        "k_cache",
+        ValueError,
+        ("TMA", str(2**39)),
+        change("k_cache", strides=(2**39, *K_STRIDES[1:])),
+    ),
+    (
+        "more KV heads than a grid has",
+        "k_cache",
+        ValueError,
+        ("at most 65535",),
+        both(
+            change("q", shape=(B, S_Q, 65_536, D_QK)),
+            change("k_cache", shape=(NUM_BLOCKS, PAGE, 65_536, D_QK)),
+        ),
+    ),
+    (
+        "more rows than 32 bits count",
+        "q",
+        ValueError,
+        ("2**31 rows",),
+        change("q", shape=(B, 2**27, H_Q, D_QK)),
+    ),
     *[
         (
             f"k_cache strides {strides}",

@@ -18,6 +18,8 @@ BLOCK_TOKENS = 64
 TILE_ROWS = 64
 """Query rows of a tile, which one CTA attends."""
 LOG2_E = log2(e)
+MAX_GRID_YZ = 65_535
+"""CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_SPLITS = 32
 """A batch-invariant plan cuts a request into at most so many splits of at least so many blocks."""

@@ -15,7 +15,7 @@ from ..call.checks import (
     usable_strides,
 )
 from ..kernels.common import D_QK, D_V
-from ..kernels.mla_cache_rows import FORMATS
+from ..kernels.mla_cache_rows import FORMATS, MODEL1
 from ..kernels.mla_sparse import Cache
 from .paged_cache import check_paged_cache
 
@@ -120,6 +120,10 @@ def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool)
     cache = check_paged_cache(name, view, [format for _, format in formats], of=of, least_alignment=8)
     if not cache.num_blocks:
         raise ValueError(f"{name}: expected at least 1 block, got shape {list(view[1])}")
+    if cache.format is MODEL1 and cache.page_block_size * cache.token_stride > INT32_MAX:
+        raise ValueError(
+            f"{name}: expected pages of less than 2 GiB, got page_block_size {cache.page_block_size}"
+        )
     ((public_name, _),) = formats
     strides = (cache.block_stride, cache.token_stride)
     return public_name, Cache(cache.page_block_size, cache.num_blocks, *strides, 0, 0, 0), cache.alignment

@@ -81,6 +81,10 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     _check_int32_strides("k_cache", source)
     if out is None:
         padded = padded_block_bytes(format, page)
+        if padded > INT32_MAX:
+            raise ValueError(
+                f"k_cache: expected pages of less than 2 GiB in {layout!r}, got page_block_size {page}"
+            )
         blocks = source.framework.empty((num_blocks, padded), "uint8", source.device)
         out = blocks[:, : page * format.token_bytes].reshape(num_blocks, page, 1, format.token_bytes)
         ptr, block_stride = source.framework.pointer(blocks), padded

@@ -20,7 +20,7 @@ from ..call.checks import (
 )
 from ..call.memo import LatestPair, Memo, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
-from ..kernels.common import D_V
+from ..kernels.common import D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeAddresses, DenseDecodeCall
 from .arguments import check_out, check_rows, q_strides
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
@@ -166,6 +166,8 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
         raise ValueError(
             f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
         )
+    if h_kv > MAX_GRID_YZ:
+        raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got shape {list(shape)}")
     if strides[3] != 1:
         raise ValueError(
             f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"

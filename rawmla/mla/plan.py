@@ -16,7 +16,7 @@ from ..call import checks
 from ..call.arrays import READERS, Fields, Framework, inspect
 from ..call.memo import LatestPair
 from ..kernels import mla_metadata
-from ..kernels.common import BLOCK_TOKENS, ceil_div
+from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, ceil_div
 from .arguments import refuse_dense_fp8
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
     "resolve_plan",
 ]
 
-_MAX_PARTS = 65_535  # CTAs along grid z
+_MAX_TOPK = 2**30
 
 
 @dataclass(slots=True)
@@ -201,7 +201,10 @@ def get_mla_metadata(
 
     tokens = mla_metadata.TokenCounts(ptr)
     if topk is not None:
-        tokens = mla_metadata.TokenCounts(0, most=checks.as_count("topk", topk))
+        topk = checks.as_count("topk", topk)
+        if topk > _MAX_TOPK:
+            raise ValueError(f"topk: expected at most 2**30, got {topk}")
+        tokens = mla_metadata.TokenCounts(0, most=topk)
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
 
@@ -322,6 +325,8 @@ def resolve_plan(
             raise ValueError(
                 "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
             )
+    if enable_batch_invariant and b > MAX_GRID_YZ:
+        raise ValueError(f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {b}")
     place = (b, device, framework, is_object, enable_batch_invariant)
     found: ResolvedPlan | None = _latest_plan.find(rows, num_splits, place, framework)
     if found is None:
@@ -419,9 +424,9 @@ def _check_arrays(
     ptr, shape, strides, dtype, _, _, rows_owner = rows
     if dtype != "int32":
         raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
-    if len(shape) != 2 or shape[1] != mla_metadata.PLAN_COLUMNS or not 0 < shape[0] <= _MAX_PARTS:
+    if len(shape) != 2 or shape[1] != mla_metadata.PLAN_COLUMNS or not 0 < shape[0] <= MAX_GRID_YZ:
         raise ValueError(
-            f"{names[0]}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {_MAX_PARTS} "
+            f"{names[0]}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {MAX_GRID_YZ} "
             f"rows, got {list(shape)}"
         )
     if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and shape[0] > 1 or ptr & 15:

@@ -168,8 +168,9 @@ def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
 
 
 def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
-    """Merged results over disjoint parts of the keys in float64, as `rawmla.reference` defines them: out in the
-    shape of `outs`, lse in that of `lses`.
+    """Merged results over disjoint parts of the keys in float64, as `rawmla.reference` defines them.
+
+    out has the shape of `outs`, lse that of `lses`.
 
     torch tensors on any device.
     """
