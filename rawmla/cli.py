@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -18,7 +19,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, or 1 after an error. Wrong usage exits with 2."""
+    """Run the command line and return the exit status: 0, or 1 after an error.
+
+    Wrong usage exits with 2, Ctrl-C with 130.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m rawmla", description="MLA kernels for Hopper: decoding and sparse prefill."
     )
@@ -49,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # the ordinary end would wait for the kernels that are being compiled
 
 
 def _info() -> int:
@@ -69,6 +77,8 @@ def _compile(*, every: bool, out: Path | None) -> int:
 
     from rawmla import kernels
 
+    if out is not None:
+        _require_writable(out)
     specs = kernels.all_specs() if every else kernels.default_specs()
     builder = default_builder()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -99,6 +109,15 @@ def _compile(*, every: bool, out: Path | None) -> int:
     return 1 if failures else 0
 
 
+def _require_writable(folder: Path) -> None:
+    """Raise ``OSError`` before any work is done if `export` could not write into the folder."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        raise OSError(f"--out: {folder} cannot be written ({error})") from None
+
+
 def _build_all(
     builder: Builder, specs: Sequence[KernelSpec], out: Path | None
 ) -> Iterator[tuple[KernelSpec, Future[CompiledKernel]]]:
@@ -110,13 +129,13 @@ def _build_all(
             export(compiled, out)
         return compiled
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         futures = {pool.submit(job, spec): spec for spec in specs}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for future in as_completed(futures):
+            yield futures[future], future
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _table(kernels: Sequence[CompiledKernel]) -> list[str]:

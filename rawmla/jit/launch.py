@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rawmla.errors import KernelNotReadyError, LaunchError, MissingDependencyError, UnsupportedGPUError
+from rawmla.errors import (
+    INSTALL_HINT,
+    KernelNotReadyError,
+    LaunchError,
+    MissingDependencyError,
+    UnsupportedGPUError,
+)
 from rawmla.jit.builder import CompiledKernel, build
 from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
+from rawmla.jit.table import BoundedTable
 
 __all__ = ["Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
 
@@ -100,6 +109,7 @@ class Kernel:
         param_bytes: int | None,
         module: object = None,
     ) -> None:
+        self._module = module  # unloads the code when it is collected
         self.spec = spec
         self.device = device
         self.meta = meta
@@ -109,10 +119,15 @@ class Kernel:
         self._context = context
         self._function = ctypes.byref(ctypes.c_char.from_address(function))  # as in `_Slot`; never followed
         self._param_bytes = param_bytes
-        self._module = module  # unloads the code when it is collected
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes
         self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Slot]] = {}
+
+    def __del__(self) -> None:
+        # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
+        if self._module is not None and not sys.is_finalizing():
+            with _current(self._driver, self._context):
+                self._module = None
 
     def launch(
         self,
@@ -304,12 +319,21 @@ def _current(driver: Driver, context: int) -> Iterator[None]:
         driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
+# Our own variants are few, and stay: a captured graph needs their code and does not hold it. There is no end
+# to variants with user text, so the least recently used of them go; a prepared launch keeps its kernel loaded.
+USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
+_user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
+_warned: BoundedTable[KernelSpec, bool] = BoundedTable(USER_KERNELS)
 _load_mutex = threading.Lock()
 
 
 def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
+
+    Of variants with user text the last `USER_KERNELS` stay loaded, and those that somebody holds: by the kernel
+    or by a launch prepared from it. A captured graph does not hold its kernels. If such a variant spills, uses
+    local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
 
     Parameters
     ----------
@@ -327,21 +351,32 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
         See the classes; each text has the remedy.
     """
-    kernel = _kernels.get((spec, device))
+    table = _user_kernels if spec.user_text else _kernels
+    kernel = table.get((spec, device))
     if kernel is not None:
         return kernel
     if capturing is not None and capturing():
         raise KernelNotReadyError(
             f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
-            "loaded while a CUDA graph is captured: before the capture, call "
-            f"rawmla.warmup(device={device}, ...) with this dtype, d_qk and page size, or the function itself"
+            "loaded while a CUDA graph is captured: before the capture, call `rawmla.warmup` for this kind "
+            "of call, or the function itself once"
         )
     with _load_mutex:
-        kernel = _kernels.get((spec, device))
+        kernel = table.get((spec, device))
         if kernel is None:
             require_supported(device)
-            kernel = _kernels[(spec, device)] = _load(build(spec), device)
+            compiled = build(spec)
+            kernel = table[(spec, device)] = _load(compiled, device)
+            _warn_of_losses(compiled)
         return kernel
+
+
+def _warn_of_losses(compiled: CompiledKernel) -> None:
+    losses = compiled.losses
+    if losses and _warned.get(compiled.spec) is None:
+        _warned[compiled.spec] = True
+        text = f"rawmla: {compiled.spec.label} runs slower than it could: {'; '.join(losses)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def require_supported(device: int) -> None:
@@ -361,21 +396,16 @@ def _load(compiled: CompiledKernel, device: int) -> Kernel:
         from cupy.cuda.function import Module
     except ImportError as error:
         raise MissingDependencyError(
-            f"loading a kernel needs CuPy ({error}); install it with `pip install rawmla[cu12]` or "
-            "`pip install rawmla[cu13]`, whichever fits the driver (`python -m rawmla info` shows it)"
+            f"loading a kernel needs CuPy ({error}); install it with {INSTALL_HINT}"
         ) from error
     spec = compiled.spec
     driver = get_driver()
     context = driver.primary_context(device)
     with cupy.cuda.Device(device), _current(driver, context):
         try:
-            if compiled.path is not None and compiled.path.is_file():
-                module = cupy.RawModule(path=str(compiled.path))
-                function = module.get_function(spec.name).kernel.ptr
-            else:  # no disk to load it from
-                module = Module()
-                module.load(compiled.cubin)
-                function = module.get_function(spec.name).ptr
+            module = Module()
+            module.load(compiled.cubin)  # the bytes that were checked, not a file that may be another by now
+            function = module.get_function(spec.name).ptr
         except cupy.cuda.driver.CUDADriverError as error:
             raise LaunchError(f"{spec.label} could not be loaded on device {device}: {error}") from error
         handle = ctypes.c_void_p(function)
