@@ -44,5 +44,12 @@ class Project:
         return sorted(folder.name for _, _, folder in DiskCache(self.cache_dir, self.max_bytes).entries())
 
 
-def tiny(factor: int = 1, *, name: str = "tiny", threads: int = 128, smem_bytes: int = 0) -> KernelSpec:
-    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes)
+def tiny(
+    factor: int = 1,
+    *,
+    name: str = "tiny",
+    threads: int = 128,
+    smem_bytes: int = 0,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> KernelSpec:
+    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers)

@@ -169,7 +169,7 @@ def test_info_notices_a_driver_that_is_too_old(
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
     cli.main(["info"])
-    assert "install rawmla[cu13] instead" in capsys.readouterr().out
+    assert '`pip install "rawmla[cu13]"` instead' in capsys.readouterr().out
 
 
 def test_info_shows_a_refused_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:

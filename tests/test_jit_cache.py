@@ -326,7 +326,7 @@ def test_read_only_folder_is_read_but_not_written(project: Project) -> None:
         project.cache_dir.chmod(0o755)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1775])
 def test_folder_that_others_can_write_is_refused(project: Project, mode: int) -> None:
     project.build(1)
     project.cache_dir.chmod(mode)

@@ -18,30 +18,19 @@ def split_log(log: str, headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
     texts = {name: text.rstrip("\n").split("\n") for name, text in headers}
     shown: list[str] = []
     rest: list[str] = []
-    for block in _blocks(log):
-        error = _ERROR.fullmatch(block[0]) if block else None
+    for paragraph in log.split("\n\n"):
+        # An error is the message, the source line, the caret, and sometimes how the compiler got there.
+        block = paragraph.split("\n")
+        error = _ERROR.fullmatch(block[0])
         if error is None or error["file"] not in texts:
-            rest += [*block, ""]
+            rest.append(paragraph)
             continue
         shown.append(f"{error['file']}, line {error['line']}: {error['text']}")
-        # A block is the message, the source line, the caret, and sometimes how the compiler got there.
         caret = next((at for at, line in enumerate(block) if _CARET.fullmatch(line)), 0)
         mark = block[caret][_INDENT:] if caret else None
         shown += _numbered(texts[error["file"]], int(error["line"]), mark)
         shown += block[caret + 1 :]
-    return "\n".join(shown), "\n".join(rest).rstrip()
-
-
-def _blocks(log: str) -> Iterator[list[str]]:
-    """The log in pieces: one error with the lines that belong to it, or what stands between empty lines."""
-    block: list[str] = []
-    for line in log.split("\n"):
-        if not line or (block and _ERROR.fullmatch(line)):
-            yield block
-            block = []
-        if line:
-            block.append(line)
-    yield block
+    return "\n".join(shown), "\n\n".join(rest)
 
 
 def _numbered(lines: Sequence[str], wrong: int, mark: str | None) -> Iterator[str]:

@@ -319,8 +319,8 @@ def _current(driver: Driver, context: int) -> Iterator[None]:
         driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
-# Our own variants are few, and stay: a captured graph needs their code and does not hold it. There is no end
-# to variants with user text, so the least recently used of them go; a prepared launch keeps its kernel loaded.
+# Our own variants are few, and stay: a captured graph needs their code and does not hold it. Variants with
+# user text have no end, so the least recently used of them go; a prepared launch keeps its kernel loaded.
 USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
@@ -331,9 +331,9 @@ _load_mutex = threading.Lock()
 def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
 
-    Of variants with user text the last `USER_KERNELS` stay loaded, and those that somebody holds: by the kernel
-    or by a launch prepared from it. A captured graph does not hold its kernels. If such a variant spills, uses
-    local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
+    Of variants with user text the last `USER_KERNELS` stay loaded, and others as long as somebody holds the
+    kernel or a launch prepared from it; a captured graph does not hold its kernels. If such a variant spills,
+    uses local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
 
     Parameters
     ----------
