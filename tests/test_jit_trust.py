@@ -106,13 +106,15 @@ def test_an_entry_that_was_given_away_is_replaced(project: Project, part: str) -
     assert project.build().meta["origin"] == "cache"
 
 
+@pytest.mark.parametrize("part", PARTS)
 def test_an_entry_of_root_is_not_mine(
-    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
+    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend, part: str
 ) -> None:
     """As for the folder: the cache is the user's own."""
-    target = entry_of(project)
+    folder = entry_of(project)
+    target = folder / part
     monkeypatch.setattr(entry.os, "geteuid", lambda: SOMEONE)
-    for path in (project.cache_dir, *target.iterdir()):
+    for path in (project.cache_dir, folder, *folder.iterdir()):
         pretend(path, uid=SOMEONE)
     for above in project.cache_dir.parents:
         pretend(above, uid=0)
@@ -128,6 +130,7 @@ def test_an_entry_that_is_a_link_is_replaced(project: Project, part: str) -> Non
     first, (warning,) = built(project)
     assert first.meta["origin"] == "compiled" and f"{target} is a symbolic link" in warning
     assert not target.is_symlink() and project.build().meta["origin"] == "cache"
+    assert not list(project.cache_dir.glob(".tmp-*"))
     assert part != "" or target.with_name(target.name + ".aside").is_dir()  # what it led to is left alone
 
 
@@ -154,6 +157,27 @@ def test_what_is_no_entry_is_replaced(project: Project, kind: str) -> None:
         target.write_bytes(b"")
     assert project.build().meta["origin"] == "compiled"
     assert project.build().meta["origin"] == "cache"
+    assert not list(project.cache_dir.glob(".tmp-*"))
+
+
+def test_what_is_checked_is_what_is_read(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that takes the entry's place after the check is not looked into."""
+    one = project.build()
+    assert one.path is not None
+    folder = one.path.parent
+    key = json.loads((folder / "meta.json").read_text())["key"]
+    real_fstat = os.fstat
+
+    def swap(descriptor: int) -> os.stat_result:
+        monkeypatch.setattr(entry.os, "fstat", real_fstat)
+        folder.rename(folder.with_name("checked"))
+        folder.mkdir()
+        return real_fstat(descriptor)
+
+    monkeypatch.setattr(entry.os, "fstat", swap)
+    found = entry.read_entry(folder, key)
+    assert found is not None and found[0] == one.cubin
+    assert list(folder.iterdir()) == []
 
 
 def test_no_descriptor_is_left_open(project: Project) -> None:
