@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from jit_project import INNER, KERNEL, OUTER, Project, tiny
+from jit_project import INNER, KERNEL, OUTER, Project, pretended_status, tiny
 
 from rawmla.errors import NVRTCNotFoundError
 from rawmla.jit import Builder, DiskCache, builder, cache, default_builder, entry, export, nvrtc
@@ -468,11 +468,8 @@ def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(
         folder = project.root / "elsewhere"
     elif problem == "open":
         folder.chmod(0o777)
-    elif os.geteuid() == 0:
-        os.chown(folder, 12345, -1)
     else:
-        monkeypatch.setattr(entry.os, "geteuid", lambda: os.stat(folder).st_uid + 1)
-        monkeypatch.setattr(DiskCache, "_check", lambda self: None)
+        pretended_status(monkeypatch)(folder, uid=54321)
     one = project.builder(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

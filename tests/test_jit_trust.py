@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import threading
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from jit_project import Project, tiny
+from jit_project import Pretend, Project, pretended_status, tiny
 
 from rawmla.jit import CompiledKernel, builder, default_builder, entry, export
 
 SOMEONE = 54321
-Pretend = Callable[..., None]
 
 
 @pytest.fixture
@@ -26,25 +23,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """``pretend(path, uid=..., gid=..., mode=...)``: os.stat and os.fstat say so, whoever runs the test."""
-    changes: dict[tuple[int, int], dict[str, int]] = {}
-    real_stat, real_fstat = os.stat, os.fstat
-
-    def altered(status: os.stat_result) -> os.stat_result:
-        change = changes.get((status.st_dev, status.st_ino), {})
-        fields = list(status)
-        fields[0] = stat.S_IFMT(fields[0]) | change["mode"] if "mode" in change else fields[0]
-        fields[4], fields[5] = change.get("uid", fields[4]), change.get("gid", fields[5])
-        return os.stat_result(fields, {"st_mtime": status.st_mtime})
-
-    monkeypatch.setattr(entry.os, "stat", lambda *a, **k: altered(real_stat(*a, **k)))
-    monkeypatch.setattr(entry.os, "fstat", lambda descriptor: altered(real_fstat(descriptor)))
-
-    def change(path: Path, **fields: int) -> None:
-        status = real_stat(path)
-        changes[status.st_dev, status.st_ino] = fields
-
-    return change
+    return pretended_status(monkeypatch)
 
 
 def built(project: Project, prebuilt: Path | None = None) -> tuple[CompiledKernel, list[str]]:
