@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from rawmla import __version__
@@ -16,6 +16,8 @@ from rawmla.errors import CompileError, RawMLAError
 from rawmla.jit import Builder, CompiledKernel, KernelSpec, default_builder, export
 
 __all__ = ["main"]
+
+POLL_S = 0.2  # how long Ctrl-C may go unnoticed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,8 +134,12 @@ def _build_all(
     pool = ThreadPoolExecutor(os.cpu_count())
     try:
         futures = {pool.submit(job, spec): spec for spec in specs}
-        for future in as_completed(futures):
-            yield futures[future], future
+        pending = set(futures)
+        while pending:
+            # NVRTC sets SA_RESTART for SIGINT, so a wait without a limit would go on after Ctrl-C.
+            done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            for future in done:
+                yield futures[future], future
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -62,7 +62,7 @@ def tiny(
 
 
 def pretended_status(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """Makes a function ``pretend(path, uid=..., gid=..., mode=...)``, after which os.stat and os.fstat say so.
+    """A function ``pretend(path, uid=..., gid=..., mode=...)``, after which os.stat and os.fstat say so.
 
     Only root can give a file to somebody else, and the tests are not always run by root.
     """
@@ -70,7 +70,9 @@ def pretended_status(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     real_stat, real_fstat = os.stat, os.fstat
 
     def altered(status: os.stat_result) -> os.stat_result:
-        change = changes.get((status.st_dev, status.st_ino), {})
+        change = changes.get((status.st_dev, status.st_ino))
+        if change is None:
+            return status
         fields = list(status)
         if "mode" in change:
             fields[0] = stat.S_IFMT(fields[0]) | change["mode"]
