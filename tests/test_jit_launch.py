@@ -506,6 +506,13 @@ def test_the_checked_bytes_are_loaded(
     assert seen == [b"checked"] and kernel.spec == tiny()
 
 
+def test_storing_again_counts_as_use() -> None:
+    table: BoundedTable[str, int] = BoundedTable(2)
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        table[key] = value
+    assert (table.get("a"), table.get("b"), table.get("c")) == (3, None, 4)
+
+
 def test_bounded_table_is_thread_safe() -> None:
     table: BoundedTable[int, int] = BoundedTable(8)
     wrong: list[tuple[int, int]] = []

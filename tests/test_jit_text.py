@@ -121,6 +121,15 @@ def test_text_is_exported(project: Project) -> None:
     assert loaded.meta["origin"] == "prebuilt" and loaded.cubin == compiled.cubin
 
 
+def test_a_prebuilt_folder_need_not_have_text_of_users(project: Project) -> None:
+    folder = project.root / "prebuilt"
+    export(project.builder().build(with_text(GOOD)), folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = project.builder(folder).build(with_text(GOOD.replace("2 *", "3 *")))
+    assert other.meta["origin"] == "compiled"
+
+
 def test_an_error_shows_the_users_lines(project: Project) -> None:
     with pytest.raises(CompileError) as caught:
         project.builder().build(with_text(BAD))

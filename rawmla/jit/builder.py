@@ -172,6 +172,8 @@ class Builder:
                 found = read_entry(folder, source_key, root_may_own=True)
                 if found is not None:
                     return _compiled(spec, sources, *found, folder, "prebuilt")
+                if spec.user_text:
+                    return None  # nobody could foresee the text, so there is nothing to warn of
                 reason = (
                     f"it has no valid entry {folder.name} for {spec.label}, as made from the sources of this "
                     "installation by `python -m rawmla compile --out DIR`"

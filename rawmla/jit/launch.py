@@ -45,7 +45,7 @@ _PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
-class _Slot:
+class _Buffers:
     """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
     at a time."""
 
@@ -81,7 +81,7 @@ class _Slot:
         self.params = memoryview(params).cast("B")
         self.argument = ctypes.byref(pointers)
         self.fill: Callable[..., None]  # packs the first members of `params`; set by `PreparedLaunch`
-        self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses the slot
+        self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses these buffers
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
 
@@ -117,11 +117,13 @@ class Kernel:
         self._launch_ex = driver.library.cuLaunchKernelEx
         self._get_context = driver.library.cuCtxGetCurrent
         self._context = context
-        self._function = ctypes.byref(ctypes.c_char.from_address(function))  # as in `_Slot`; never followed
+        self._function = ctypes.byref(
+            ctypes.c_char.from_address(function)
+        )  # as in `_Buffers`; never followed
         self._param_bytes = param_bytes
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes
-        self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Slot]] = {}
+        self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
 
     def __del__(self) -> None:
         # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
@@ -163,22 +165,22 @@ class Kernel:
         """
         kind = (cluster, pdl)
         free = self._free.get(kind)
-        # Taking a slot out of the list is what makes this thread safe: list.pop and append are atomic.
+        # Taking buffers out of the list is what makes this thread safe: list.pop and append are atomic.
         try:
-            slot = free.pop()  # type: ignore[union-attr]
+            buffers = free.pop()  # type: ignore[union-attr]
         except (IndexError, AttributeError):
             free = self._free.setdefault(kind, [])
-            slot = self._new_slot(params, cluster, pdl)
+            buffers = self._new_buffers(params, cluster, pdl)
         try:
-            slot.params[:] = params
+            buffers.params[:] = params
             grid_x, grid_y, grid_z = grid
             _CALL.pack_into(
-                slot.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
+                buffers.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
             )
-            code = self._enqueue(slot)
+            code = self._enqueue(buffers)
         except (ValueError, TypeError, struct.error) as error:
             raise self._bad_arguments(grid, params, stream, error) from None
-        free.append(slot)  # type: ignore[union-attr]
+        free.append(buffers)  # type: ignore[union-attr]
         if code != 0:
             raise self._failed(code, grid, cluster, pdl, stream)
 
@@ -202,12 +204,12 @@ class Kernel:
         """
         return PreparedLaunch(self, grid, params, changing, cluster, pdl)
 
-    def _enqueue(self, slot: _Slot) -> int:
-        self._get_context(slot.context_ref)
-        if slot.context.value == self._context:
-            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+    def _enqueue(self, buffers: _Buffers) -> int:
+        self._get_context(buffers.context_ref)
+        if buffers.context.value == self._context:
+            return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         with _current(self._driver, self._context):
-            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
 
     def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
         return LaunchError(
@@ -216,10 +218,10 @@ class Kernel:
             f"cluster {cluster}, pdl {pdl}, device {self.device}, stream {stream:#x}"
         )
 
-    def _new_slot(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Slot:
+    def _new_buffers(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Buffers:
         if self._param_bytes is None:  # a driver that cannot tell the size: the first launch sets it
             self._param_bytes = len(params)
-        return _Slot(self._param_bytes, cluster, pdl)
+        return _Buffers(self._param_bytes, cluster, pdl)
 
     def _bad_arguments(self, grid: object, params: bytes, stream: object, error: Exception) -> Exception:
         if len(params) != self._param_bytes:
@@ -269,7 +271,7 @@ class PreparedLaunch:
         self._function = kernel._function
         self._cluster = cluster
         self._pdl = pdl
-        self._free: list[_Slot] = []
+        self._free: list[_Buffers] = []
 
     def launch(self, stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
         """Enqueue the kernel with these first members; see `Kernel.launch`.
@@ -278,35 +280,35 @@ class PreparedLaunch:
         after one that said so need not ask the driver again: ``context_is_current``.
         """
         try:
-            slot = self._free.pop()  # so that no other thread uses it
+            buffers = self._free.pop()  # so that no other thread uses it
         except IndexError:
-            slot = self._new_slot()
-        slot.fill(*members)
-        if stream != slot.stream:
-            _STREAM.pack_into(slot.config, _STREAM_AT, stream)
-            slot.stream = stream
+            buffers = self._new_buffers()
+        buffers.fill(*members)
+        if stream != buffers.stream:
+            _STREAM.pack_into(buffers.config, _STREAM_AT, stream)
+            buffers.stream = stream
         if not context_is_current:
-            self._get_context(slot.context_ref)
-            context_is_current = slot.context.value == self._context
+            self._get_context(buffers.context_ref)
+            context_is_current = buffers.context.value == self._context
         if context_is_current:
-            code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            code = self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         else:
-            code = self._kernel._enqueue(slot)
-        self._free.append(slot)
+            code = self._kernel._enqueue(buffers)
+        self._free.append(buffers)
         if code != 0:
             raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
         return context_is_current
 
-    def _new_slot(self) -> _Slot:
+    def _new_buffers(self) -> _Buffers:
         kernel = self._kernel
-        slot = kernel._new_slot(self._params, self._cluster, self._pdl)
+        buffers = kernel._new_buffers(self._params, self._cluster, self._pdl)
         try:
-            slot.params[:] = self._params
-            slot.fill = partial(self._changing.pack_into, slot.params, 0)
-            _CALL.pack_into(slot.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
+            buffers.params[:] = self._params
+            buffers.fill = partial(self._changing.pack_into, buffers.params, 0)
+            _CALL.pack_into(buffers.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
         except (ValueError, TypeError, struct.error) as error:
             raise kernel._bad_arguments(self._grid, self._params, 0, error) from None
-        return slot
+        return buffers
 
 
 @contextmanager
