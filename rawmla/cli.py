@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from rawmla import __version__
@@ -16,9 +17,14 @@ from rawmla.jit import Builder, CompiledKernel, KernelSpec, default_builder, exp
 
 __all__ = ["main"]
 
+POLL_S = 0.2  # how long Ctrl-C may go unnoticed
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0, or 1 after an error. Wrong usage exits with 2."""
+    """Run the command line and return the exit status: 0, or 1 after an error.
+
+    Wrong usage exits with 2, Ctrl-C with 130.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m rawmla", description="MLA kernels for Hopper: decoding and sparse prefill."
     )
@@ -49,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # the ordinary end would wait for the kernels that are being compiled
 
 
 def _info() -> int:
@@ -69,6 +79,8 @@ def _compile(*, every: bool, out: Path | None) -> int:
 
     from rawmla import kernels
 
+    if out is not None:
+        _require_writable(out)
     specs = kernels.all_specs() if every else kernels.default_specs()
     builder = default_builder()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -99,6 +111,15 @@ def _compile(*, every: bool, out: Path | None) -> int:
     return 1 if failures else 0
 
 
+def _require_writable(folder: Path) -> None:
+    """Raise ``OSError`` before any work is done if `export` could not write into the folder."""
+    try:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        tempfile.TemporaryDirectory(dir=folder).cleanup()
+    except OSError as error:
+        raise OSError(f"--out: {folder} cannot be written ({error})") from None
+
+
 def _build_all(
     builder: Builder, specs: Sequence[KernelSpec], out: Path | None
 ) -> Iterator[tuple[KernelSpec, Future[CompiledKernel]]]:
@@ -110,13 +131,17 @@ def _build_all(
             export(compiled, out)
         return compiled
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         futures = {pool.submit(job, spec): spec for spec in specs}
-        try:
-            for future in as_completed(futures):
+        pending = set(futures)
+        while pending:
+            # NVRTC sets SA_RESTART for SIGINT, so a wait without a limit would go on after Ctrl-C.
+            done, pending = wait(pending, timeout=POLL_S, return_when=FIRST_COMPLETED)
+            for future in done:
                 yield futures[future], future
-        finally:
-            pool.shutdown(cancel_futures=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _table(kernels: Sequence[CompiledKernel]) -> list[str]:

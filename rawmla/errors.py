@@ -21,6 +21,13 @@ class RawMLAError(RuntimeError):
     """Base class of every error that rawmla raises for a reason other than a wrong argument."""
 
 
+# What an error or `info` advises when CuPy, cuda-bindings or NVRTC is missing.
+INSTALL_HINT = (
+    '`pip install "rawmla[cu12]"` or `pip install "rawmla[cu13]"`, whichever fits the driver '
+    "(`python -m rawmla info` shows it)"
+)
+
+
 class MissingDependencyError(RawMLAError, ImportError):
     """An optional package (CuPy, torch, cuda-bindings) is not installed. The text names what to install."""
 
@@ -48,34 +55,39 @@ class CompileError(RawMLAError):
         Compiler options, in order.
     source_path : Path or None
         Saved copy of the kernel source, its headers beside it; None if no folder could be written.
+    user_lines : str
+        The errors in text that the user wrote, each with its numbered source lines and a caret; may be empty.
     """
 
-    def __init__(self, reason: str, *, log: str, options: Sequence[str], source_path: Path | None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        *,
+        log: str,
+        options: Sequence[str],
+        source_path: Path | None,
+        user_lines: str = "",
+        other_log: str | None = None,
+    ) -> None:
         self.reason = reason
         self.log = log
         self.options = tuple(options)
         self.source_path = source_path
+        self.user_lines = user_lines
         saved = str(source_path) if source_path is not None else "could not be saved (no writable folder)"
-        shown = log.rstrip() or "(empty)"
-        super().__init__(
-            f"{reason}\n  options: {' '.join(self.options)}\n  source:  {saved}\n  log:\n{shown}"
-        )
+        shown = (log if other_log is None else other_log).rstrip() or "(empty)"
+        parts = [reason, user_lines, f"  options: {' '.join(self.options)}", f"  source:  {saved}", "  log:"]
+        super().__init__("\n".join([*filter(None, parts), shown]))
 
     def __reduce__(self) -> tuple[object, ...]:
         # The constructor takes keywords, which the default pickling of exceptions cannot pass.
-        return _rebuild_compile_error, (self.reason, self.log, self.options, self.source_path)
-
-
-def _rebuild_compile_error(
-    reason: str, log: str, options: tuple[str, ...], source_path: Path | None
-) -> CompileError:
-    return CompileError(reason, log=log, options=options, source_path=source_path)
+        return CompileError.__new__, (CompileError, *self.args), self.__dict__
 
 
 class KernelNotReadyError(RawMLAError):
     """A kernel would have to be compiled or loaded while a CUDA graph is being captured.
 
-    The text names the ``rawmla.warmup`` call to make before the capture.
+    The text says what to call before the capture.
     """
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import sys
 from collections.abc import Callable
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 from rawmla import __version__
-from rawmla.errors import MissingDependencyError, RawMLAError, UnsupportedGPUError
+from rawmla.errors import INSTALL_HINT, MissingDependencyError, RawMLAError, UnsupportedGPUError
 from rawmla.jit import default_builder, device_info, nvrtc, require_supported
 from rawmla.jit.driver import get_driver
 from rawmla.jit.entry import untrusted_reason
@@ -142,15 +143,19 @@ def _verdicts() -> Rows:
         if toolkit > driver_major:
             return (
                 f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "
-                f"install rawmla[cu{driver_major}] instead"
+                f'run `pip install "rawmla[cu{driver_major}]"` instead'
             )
         return f"yes, {where}"
 
     def torch_tensors() -> str:
-        try:
-            return f"yes, torch {metadata.version('torch')}"
-        except metadata.PackageNotFoundError:
-            return "no: torch is not installed (`pip install rawmla[torch]`)"
+        found = util.find_spec("torch")
+        if found is None or found.origin is None:
+            return 'no: torch is not installed (`pip install "rawmla[torch]"`)'
+        # Read without importing torch, which takes seconds. A package version does not always say it.
+        build = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+        if build["cuda"] is None:
+            return f"no: torch {build['__version__']} was built without CUDA"
+        return f"yes, torch {build['__version__']} for CUDA {build['cuda']}"
 
     def cupy_arrays() -> str:
         _import("cupy", "CuPy arrays need CuPy")
@@ -172,6 +177,4 @@ def _import(name: str, purpose: str) -> None:
     try:
         __import__(name)
     except ImportError as error:
-        raise MissingDependencyError(
-            f"{purpose} ({error}); install `rawmla[cu12]` or `rawmla[cu13]`, whichever fits the driver"
-        ) from error
+        raise MissingDependencyError(f"{purpose} ({error}); install it with {INSTALL_HINT}") from error

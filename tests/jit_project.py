@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 from rawmla.jit import Builder, CompiledKernel, DiskCache, KernelSpec
 
@@ -13,6 +18,7 @@ extern "C" __global__ void tiny(int* out) { *out = outer() + FACTOR; }
 """
 OUTER = '#pragma once\n#include "lib/inner.cuh"\n__device__ int outer() { return INNER; }\n'
 INNER = "#pragma once\n#define INNER 7\n"
+Pretend = Callable[..., None]
 
 
 @dataclass
@@ -44,5 +50,40 @@ class Project:
         return sorted(folder.name for _, _, folder in DiskCache(self.cache_dir, self.max_bytes).entries())
 
 
-def tiny(factor: int = 1, *, name: str = "tiny", threads: int = 128, smem_bytes: int = 0) -> KernelSpec:
-    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes)
+def tiny(
+    factor: int = 1,
+    *,
+    name: str = "tiny",
+    threads: int = 128,
+    smem_bytes: int = 0,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> KernelSpec:
+    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers)
+
+
+def pretended_status(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """A function ``pretend(path, uid=..., gid=..., mode=...)``, after which os.stat and os.fstat say so.
+
+    Only root can give a file to somebody else, and the tests are not always run by root.
+    """
+    changes: dict[tuple[int, int], dict[str, int]] = {}
+    real_stat, real_fstat = os.stat, os.fstat
+
+    def altered(status: os.stat_result) -> os.stat_result:
+        change = changes.get((status.st_dev, status.st_ino))
+        if change is None:
+            return status
+        fields = list(status)
+        if "mode" in change:
+            fields[0] = stat.S_IFMT(fields[0]) | change["mode"]
+        fields[4], fields[5] = change.get("uid", fields[4]), change.get("gid", fields[5])
+        return os.stat_result(fields, {"st_mtime": status.st_mtime})
+
+    monkeypatch.setattr(os, "stat", lambda *arguments, **keywords: altered(real_stat(*arguments, **keywords)))
+    monkeypatch.setattr(os, "fstat", lambda descriptor: altered(real_fstat(descriptor)))
+
+    def pretend(path: Path, **change: int) -> None:
+        status = real_stat(path)
+        changes[status.st_dev, status.st_ino] = change
+
+    return pretend

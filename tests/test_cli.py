@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -13,7 +18,7 @@ from jit_project import Project, tiny
 import rawmla
 from rawmla import cli, report
 from rawmla.errors import NoGPUError, NVRTCNotFoundError
-from rawmla.jit import builder, nvrtc
+from rawmla.jit import KernelSpec, builder, nvrtc
 from rawmla.jit.driver import DeviceInfo
 
 
@@ -76,6 +81,83 @@ def test_compile_failure_is_shown_and_the_others_are_built(
     captured = capsys.readouterr()
     assert "2 of 3 kernels" in captured.out
     assert "two is wrong" in captured.err and "-DFACTOR=2" in captured.err
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_the_table_is_complete_and_aligned(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """Whatever the width of the terminal: a number that is cut off is a wrong number."""
+    name = "A_DEFINE_WITH_A_NAME_THAT_ALONE_FILLS_MOST_OF_THE_LINE_OF_A_TERMINAL"
+    spec = KernelSpec("tiny", (("FACTOR", 1), (name, 123)), 128, 0)
+    monkeypatch.setattr(rawmla.kernels, "default_specs", lambda: [tiny(2), spec])
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["compile"]) == 0
+    header, *rows, _ = capsys.readouterr().out.splitlines()
+    assert rows[1].startswith(spec.label) and len({len(line) for line in (header, *rows)}) == 1
+    assert all(len(row.split()) == 7 for row in rows)
+
+
+def test_a_folder_that_cannot_be_written_is_said_first(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder.Builder, "build", lambda self, spec: pytest.fail("compiled"))
+    (project.root / "file").write_text("")
+    for folder in (project.root / "file", project.root / "file" / "below"):
+        assert cli.main(["compile", "--out", str(folder)]) == 1
+        captured = capsys.readouterr()
+        assert f"error: --out: {folder} cannot be written (" in captured.err and captured.out == ""
+
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    assert cli.main(["compile", "--out", str(project.root / "new")]) == 1
+    assert "Read-only file system" in capsys.readouterr().err
+
+
+INTERRUPTED = """\
+import sys, time
+from pathlib import Path
+from types import ModuleType
+from jit_project import tiny
+import rawmla
+from rawmla import cli
+from rawmla.jit import builder, nvrtc
+root = Path(sys.argv[1])
+kernels = ModuleType("rawmla.kernels")
+kernels.default_specs = lambda: [tiny(factor) for factor in range(50)]
+rawmla.kernels = sys.modules["rawmla.kernels"] = kernels
+builder.find_source_root = lambda: root / "cuda_src"
+def slow(*arguments):
+    (root / "compiling").touch()
+    time.sleep(60)
+nvrtc.compile_source = slow
+sys.exit(cli.main(["compile"]))
+"""
+
+
+def test_ctrl_c_ends_at_once(project: Project) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    worker = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(project.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not (project.root / "compiling").exists():
+            assert time.monotonic() < deadline and worker.poll() is None
+            time.sleep(0.01)
+        worker.send_signal(signal.SIGINT)
+        out, err = worker.communicate(timeout=20)
+    finally:
+        worker.kill()
+    assert worker.returncode == 130
+    assert out == "" and "Traceback" not in err
+    assert err.splitlines()[-1] == "interrupted" and err.count("interrupted") == 1
 
 
 def test_compile_without_nvrtc(
@@ -169,7 +251,7 @@ def test_info_notices_a_driver_that_is_too_old(
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
     cli.main(["info"])
-    assert "install rawmla[cu13] instead" in capsys.readouterr().out
+    assert '`pip install "rawmla[cu13]"` instead' in capsys.readouterr().out
 
 
 def test_info_shows_a_refused_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +259,56 @@ def test_info_shows_a_refused_cache(project: Project, capsys: pytest.CaptureFixt
     project.cache_dir.chmod(0o777)
     assert cli.main(["info"]) == 0
     assert f"not used: {project.cache_dir} is writable for others" in capsys.readouterr().out
+
+
+def test_info_without_a_home(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "RAWMLA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    builder._default_builder.cache_clear()
+    assert cli.main(["info"]) == 0
+    assert "not used: ~/.cache/rawmla cannot be used, because" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "text"),
+    [
+        ("2.13.0+cpu", None, "no: torch 2.13.0+cpu was built without CUDA"),
+        ("2.4.0", None, "no: torch 2.4.0 was built without CUDA"),
+        ("2.13.0+cu130", "13.0", "yes, torch 2.13.0+cu130 for CUDA 13.0"),
+    ],
+)
+def test_info_knows_what_torch_was_built_for(
+    project: Project,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    cuda: str | None,
+    text: str,
+) -> None:
+    """From the file that torch itself reads; torch is not imported for it."""
+    package = project.root / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (package / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    assert cli.main(["info"]) == 0
+    assert text in capsys.readouterr().out
+    assert "torch" not in sys.modules
+
+
+def test_info_without_torch(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.util, "find_spec", lambda name: None)
+    assert cli.main(["info"]) == 0
+    assert 'no: torch is not installed (`pip install "rawmla[torch]"`)' in capsys.readouterr().out
 
 
 def test_info_shows_the_prebuilt_folder(

@@ -180,23 +180,29 @@ def test_ptxas_report_is_read() -> None:
         "local_bytes": 0,
         "static_shared_bytes": 1024,
     }
-    assert ptxas.problems(GOOD_LOG) == []
+    assert ptxas.has_report(GOOD_LOG) and ptxas.losses(GOOD_LOG) == []
 
 
 @pytest.mark.parametrize("code", [7504, 7505, 7507, 7510, 7511, 7512, 7513, 7514, 7515, 7518])
-def test_serialised_wgmma_and_ignored_setmaxnreg_are_problems(code: int) -> None:
+def test_serialised_wgmma_and_ignored_setmaxnreg_are_losses(code: int) -> None:
     line = f"ptxas info    : (C{code}) Potential Performance Loss: something is wrong"
-    (problem,) = ptxas.problems(GOOD_LOG + line + "\n")
-    assert f"C{code}" in problem and "something is wrong" in problem
+    (loss,) = ptxas.losses(GOOD_LOG + line + "\n")
+    assert f"C{code}" in loss and "something is wrong" in loss
 
 
 @pytest.mark.parametrize("code", [7503, 7517, 7519, 7602])
 def test_other_advisories_are_not(code: int) -> None:
-    assert ptxas.problems(GOOD_LOG + f"ptxas info    : (C{code}) a remark\n") == []
+    assert ptxas.losses(GOOD_LOG + f"ptxas info    : (C{code}) a remark\n") == []
 
 
-def test_a_log_without_report_is_a_problem() -> None:
-    assert "no ptxas resource report" in ptxas.problems("")[0]
+@pytest.mark.parametrize("headers", [(), (("mine.cuh", "\n"),)])
+def test_a_log_without_report_fails_the_build(
+    project: Project, monkeypatch: pytest.MonkeyPatch, headers: tuple[tuple[str, str], ...]
+) -> None:
+    options = tuple(option for option in nvrtc._BASE_OPTIONS if "ptxas" not in option)
+    monkeypatch.setattr(nvrtc, "_BASE_OPTIONS", options)
+    with pytest.raises(CompileError, match="no ptxas resource report"):
+        project.builder().build(tiny(headers=headers))
 
 
 SETMAXNREG = """\
@@ -234,7 +240,7 @@ def test_missing_bindings_name_the_extra(project: Project, monkeypatch: pytest.M
     nvrtc._version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     try:
-        with pytest.raises(MissingDependencyError, match=r"pip install rawmla\[cu12\]") as caught:
+        with pytest.raises(MissingDependencyError, match=r'pip install "rawmla\[cu12\]"') as caught:
             project.build()
         assert isinstance(caught.value, ImportError) and isinstance(caught.value, RawMLAError)
     finally:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from jit_project import INNER, KERNEL, OUTER, Project, tiny
+from jit_project import INNER, KERNEL, OUTER, Project, pretended_status, tiny
 
 from rawmla.errors import NVRTCNotFoundError
 from rawmla.jit import Builder, DiskCache, builder, cache, default_builder, entry, export, nvrtc
@@ -326,7 +326,7 @@ def test_read_only_folder_is_read_but_not_written(project: Project) -> None:
         project.cache_dir.chmod(0o755)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1777])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1775])
 def test_folder_that_others_can_write_is_refused(project: Project, mode: int) -> None:
     project.build(1)
     project.cache_dir.chmod(mode)
@@ -468,11 +468,8 @@ def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(
         folder = project.root / "elsewhere"
     elif problem == "open":
         folder.chmod(0o777)
-    elif os.geteuid() == 0:
-        os.chown(folder, 12345, -1)
     else:
-        monkeypatch.setattr(entry.os, "geteuid", lambda: os.stat(folder).st_uid + 1)
-        monkeypatch.setattr(DiskCache, "_check", lambda self: None)
+        pretended_status(monkeypatch)(folder, uid=54321)
     one = project.builder(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

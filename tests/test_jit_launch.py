@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +18,9 @@ from jit_project import tiny
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
 from rawmla.jit import Kernel, KernelSpec, device_info, driver, get_kernel, launch, tensor_map, tensormap
+from rawmla.jit.builder import CompiledKernel
 from rawmla.jit.driver import Driver
+from rawmla.jit.table import BoundedTable
 
 VOID = ctypes.c_void_p
 CONTEXT_A, CONTEXT_B, FUNCTION = 0xAAAA00000001, 0xBBBB00000002, 0xCCCC00000003
@@ -145,6 +152,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     for module in (driver, launch, tensormap):
         monkeypatch.setattr(module, "get_driver", lambda: stand_in)
     monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(launch, "_warned", BoundedTable(2))
     device_info.cache_clear()
     tensor_map.cache_clear()
     yield fake
@@ -152,9 +161,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     tensor_map.cache_clear()
 
 
-def make_kernel(library: FakeLibrary, *, param_bytes: int | None = PARAM_BYTES) -> Kernel:
+def make_kernel(
+    library: FakeLibrary, *, param_bytes: int | None = PARAM_BYTES, module: object = None
+) -> Kernel:
     spec = KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
-    return Kernel(spec, 0, {}, Driver(library), CONTEXT_A, FUNCTION, param_bytes)
+    return Kernel(spec, 0, {}, Driver(library), CONTEXT_A, FUNCTION, param_bytes, module)
+
+
+def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
+    return CompiledKernel(spec, b"\x7fELF", {}, "", log, None)
 
 
 PARAMS = bytes(range(PARAM_BYTES))
@@ -356,16 +371,179 @@ def test_loaded_kernels_are_found_also_in_a_capture(
 ) -> None:
     kernel = make_kernel(library)
     loads = []
-    monkeypatch.setattr(launch, "build", lambda spec: spec)
-    monkeypatch.setattr(launch, "_load", lambda built, device: loads.append((built, device)) or kernel)
+    monkeypatch.setattr(launch, "build", compiled)
+    monkeypatch.setattr(launch, "_load", lambda built, device: loads.append((built.spec, device)) or kernel)
     spec = tiny()
-    with pytest.raises(KernelNotReadyError, match=r"tiny\[FACTOR=1\].*rawmla\.warmup\("):
+    with pytest.raises(
+        KernelNotReadyError, match=r"tiny\[FACTOR=1\].*`rawmla\.warmup`.*or the function itself once"
+    ):
         get_kernel(spec, 1, capturing=lambda: True)
     assert get_kernel(spec, 1) is kernel
     assert get_kernel(tiny(), 1) is get_kernel(spec, 1, capturing=lambda: True) is kernel
     assert loads == [(spec, 1)]
     with pytest.raises(KernelNotReadyError, match="device 0"):
         get_kernel(spec, 0, capturing=lambda: True)
+
+
+def with_text(text: str) -> KernelSpec:
+    return tiny(headers=(("mod/score.cuh", text),))
+
+
+class Code:
+    """Stands for a loaded module; notes the context in which it is unloaded."""
+
+    def __init__(self, library: FakeLibrary, unloaded: list[int | None]) -> None:
+        self.library = library
+        self.unloaded = unloaded
+
+    def __del__(self) -> None:
+        self.unloaded.append(self.library._stack()[-1])
+
+
+@pytest.fixture
+def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Texts of the variants that were loaded, or "" for one without text; loading one needs no CuPy here."""
+    made: list[str] = []
+    library.unloaded = []  # type: ignore[attr-defined]
+
+    def load(built: CompiledKernel, device: int) -> Kernel:
+        made.append("".join(text for _, text in built.spec.headers))
+        return make_kernel(library, module=Code(library, library.unloaded))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(launch, "build", compiled)
+    monkeypatch.setattr(launch, "_load", load)
+    return made
+
+
+def test_variants_with_text_are_bounded(library: FakeLibrary, loads: list[str]) -> None:
+    """Two of them stay: the ones that were looked up last."""
+    for text in ("a", "b", "a", "c", "a", "b"):
+        get_kernel(with_text(text), 0)
+    assert loads == ["a", "b", "c", "b"]
+    with pytest.raises(KernelNotReadyError):
+        get_kernel(with_text("c"), 0, capturing=lambda: True)
+
+
+def test_our_own_variants_stay(library: FakeLibrary, loads: list[str]) -> None:
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
+    for text in "abc":
+        get_kernel(with_text(text), 0)
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
+    assert loads == [""] * 10 + ["a", "b", "c"]
+    assert launch.USER_KERNELS >= 256
+
+
+def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: list[str]) -> None:
+    prepared = get_kernel(with_text("a"), 0).prepare((1, 1, 1), PARAMS, CHANGING)
+    for text in "bcd":
+        get_kernel(with_text(text), 0)
+    unloaded = library.unloaded  # type: ignore[attr-defined]
+    assert len(unloaded) == 1  # b
+    prepared.launch(0, 1, 2)
+    assert len(library.launches) == 1
+    del prepared
+    assert len(unloaded) == 2
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT_B])
+def test_code_is_unloaded_in_its_own_context(
+    library: FakeLibrary, loads: list[str], current: int | None
+) -> None:
+    library.set_current(current)
+    for text in "abc":
+        get_kernel(with_text(text), 0)
+    assert library.unloaded == [CONTEXT_A]  # type: ignore[attr-defined]
+    assert library._stack() == [current]
+
+
+SLOW_LOG = """\
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size
+"""
+
+
+def test_a_slow_variant_with_text_warns_once(
+    library: FakeLibrary, loads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "build", lambda spec: compiled(spec, SLOW_LOG))
+    slow = with_text("slow")
+    with pytest.warns(RuntimeWarning) as caught:
+        for spec, device in ((slow, 0), (slow, 1), (with_text("other"), 0), (slow, 0)):
+            get_kernel(spec, device)
+    texts = [str(one.message) for one in caught]
+    assert [spec.label in text for spec, text in zip((slow, with_text("other")), texts, strict=True)] == [
+        True,
+        True,
+    ]
+    for part in ("C7510", "8 bytes stored, 12 bytes loaded", "16 bytes of stack frame"):
+        assert part in texts[0]
+
+
+def test_a_good_variant_does_not_warn(library: FakeLibrary, loads: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_kernel(with_text("good"), 0)
+
+
+def test_the_checked_bytes_are_loaded(
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file may be another one by then."""
+    seen: list[bytes] = []
+
+    class Module:
+        def load(self, cubin: bytes) -> None:
+            seen.append(cubin)
+
+        def get_function(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(ptr=FUNCTION)
+
+    class CUDADriverError(Exception):
+        pass
+
+    cuda = SimpleNamespace(
+        Device=lambda device: nullcontext(), driver=SimpleNamespace(CUDADriverError=CUDADriverError)
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.function", SimpleNamespace(Module=Module))
+    library.cuFuncSetAttribute = lambda *arguments: 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(Driver, "primary_context", lambda self, device: CONTEXT_A)
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(b"planted")
+    one = CompiledKernel(tiny(), b"checked", {}, "", "", path)
+    kernel = launch._load(one, 0)
+    assert seen == [b"checked"] and kernel.spec == tiny()
+
+
+def test_storing_again_counts_as_use() -> None:
+    table: BoundedTable[str, int] = BoundedTable(2)
+    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        table[key] = value
+    assert (table.get("a"), table.get("b"), table.get("c")) == (3, None, 4)
+
+
+def test_bounded_table_is_thread_safe() -> None:
+    table: BoundedTable[int, int] = BoundedTable(8)
+    wrong: list[tuple[int, int]] = []
+
+    def run(seed: int) -> None:
+        for turn in range(3000):
+            key = (seed * 7 + turn) % 20
+            table[key] = key * 2
+            value = table.get((key * 3) % 20)
+            if value is not None and value != (key * 3) % 20 * 2:
+                wrong.append((key, value))
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and len(table) == 8
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -1,6 +1,7 @@
 """The wheel and the sdist hold the CUDA sources, and importing rawmla is quick and pulls in nothing heavy."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -123,6 +124,15 @@ def test_using_the_api_module_is_light(tmp_path: Path) -> None:
     loaded = run_python(code, path=ROOT, cwd=tmp_path)
     assert "torch" not in loaded
     assert "cupy" not in loaded
+
+
+def test_hints_can_be_pasted_into_a_shell() -> None:
+    """Without quotes some shells take the brackets for a pattern."""
+    pages = [ROOT / "README.md", *(ROOT / "rawmla").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    hints = [(page.name, hint) for page in pages for hint in re.findall(r"install\s+\S*\[", page.read_text())]
+    assert {name for name, _ in hints} >= {"README.md", "errors.py", "report.py"}
+    for name, hint in hints:
+        assert re.search(r"""install ["']\w+\[$""", hint), f"{name}: {hint}"
 
 
 def test_public_names() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 import time
 import warnings
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ from typing import Any
 from rawmla.errors import CompileError, RawMLAError
 from rawmla.jit import nvrtc, ptxas
 from rawmla.jit.cache import DiskCache
-from rawmla.jit.entry import entry_name, read_entry, untrusted_reason, write_entry
+from rawmla.jit.diagnostics import split_log
+from rawmla.jit.entry import UntrustedError, entry_name, read_entry, untrusted_reason, write_entry
 from rawmla.jit.sources import SourceSet, collect, find_source_root
 from rawmla.jit.spec import KernelSpec
+from rawmla.jit.table import BoundedTable
 
 __all__ = ["Builder", "CompiledKernel", "build", "default_builder", "export"]
 
 FORMAT = 1  # of keys and entries; a change makes every older entry a miss
 DEFAULT_CACHE_MB = 256
+MEMORY_KERNELS = 512  # compiled kernels kept where the disk takes none
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class CompiledKernel:
     log: str
     path: Path | None
 
+    @property
+    def losses(self) -> list[str]:
+        """What slows this code down, as found by ptxas; only a variant with user text can have any."""
+        return ptxas.losses(self.log)
+
 
 class Builder:
     """Builds kernels from one source folder; the module-level functions use `default_builder`.
@@ -72,8 +81,9 @@ class Builder:
         self.source_root = source_root
         self.cache = cache
         self.prebuilt = prebuilt
-        self._memory: dict[str, CompiledKernel] = {}
+        self._memory: BoundedTable[str, CompiledKernel] = BoundedTable(MEMORY_KERNELS)
         self._warned: set[str] = set()
+        self._mutex = threading.Lock()
 
     def build(self, spec: KernelSpec) -> CompiledKernel:
         """The compiled kernel. Files are read and hashed on every call, so an edited header is seen.
@@ -81,11 +91,12 @@ class Builder:
         Raises
         ------
         CompileError
-            The compiler refused the kernel, or it spills, uses local memory or has serialised WGMMA.
+            The compiler refused the kernel; or the kernel has no user text, and spills, uses local memory or
+            has serialised WGMMA.
         NVRTCNotFoundError, MissingDependencyError
             It has to be compiled, and the compiler is missing.
         """
-        sources = collect(self.source_root, spec.name)
+        sources = collect(self.source_root, spec.name, spec.headers)
         options = nvrtc.compiler_options(spec)
         source_key = _digest(FORMAT, spec.name, options, sources.digest())
         if self.prebuilt is not None:
@@ -110,15 +121,20 @@ class Builder:
         seconds = time.perf_counter() - start
         if result.cubin is None:
             reasons = [f"could not be compiled ({result.status})"]
+        elif not ptxas.has_report(result.log):
+            reasons = ["the log has no ptxas resource report, so spills cannot be ruled out"]
         else:
-            reasons = ptxas.problems(result.log)
+            reasons = [] if spec.user_text else ptxas.losses(result.log)
         if result.cubin is None or reasons:
+            user_lines, other_log = split_log(result.log, spec.headers)
             raise CompileError(
                 f"{spec.label}: {'; '.join(reasons)}; by NVRTC {nvrtc.version()} (rawmla's own kernels "
                 f"compile by {nvrtc.CHECKED_VERSIONS})",
                 log=result.log,
                 options=options,
                 source_path=self._save_failure(spec, sources, options, result.log, key),
+                user_lines=user_lines,
+                other_log=other_log,
             )
         meta: dict[str, Any] = {
             "kernel": spec.name,
@@ -152,22 +168,24 @@ class Builder:
         folder = prebuilt.resolve() / entry_name(spec.name, source_key)
         try:
             reason = untrusted_reason(folder.parent, root_may_own=True)
-        except (OSError, RawMLAError) as error:
+            if reason is None:
+                found = read_entry(folder, source_key, root_may_own=True)
+                if found is not None:
+                    return _compiled(spec, sources, *found, folder, "prebuilt")
+                if spec.user_text:
+                    return None  # nobody could foresee the text, so there is nothing to warn of
+                reason = (
+                    f"it has no valid entry {folder.name} for {spec.label}, as made from the sources of this "
+                    "installation by `python -m rawmla compile --out DIR`"
+                )
+        except (OSError, RawMLAError, UntrustedError) as error:
             reason = str(error)
-        if reason is None:
-            found = read_entry(folder, source_key)
-            if found is not None:
-                return _compiled(spec, sources, *found, folder, "prebuilt")
-            reason = (
-                f"it has no valid entry {folder.name} for {spec.label}, as made from the sources of this "
-                "installation by `python -m rawmla compile --out DIR`"
-            )
-        if reason not in self._warned:
+        with self._mutex:
+            first = reason not in self._warned
             self._warned.add(reason)
+        if first:
             warnings.warn(
-                f"rawmla: RAWMLA_CUBIN_DIR={prebuilt} is not used for this kernel: {reason}",
-                RuntimeWarning,
-                stacklevel=3,
+                f"rawmla: RAWMLA_CUBIN_DIR={prebuilt} is not used: {reason}", RuntimeWarning, stacklevel=3
             )
         return None
 
@@ -193,7 +211,7 @@ def export(compiled: CompiledKernel, folder: Path) -> Path:
     The entry is found again by kernel, defines, options and source contents, not by compiler version, so a
     machine with another NVRTC, or none, loads exactly this code.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # a folder that others can write would not be used
     meta = {name: value for name, value in compiled.meta.items() if name not in _META_OF_CALL}
     meta["log"] = compiled.log
     return write_entry(folder, compiled.spec.name, meta["source_key"], compiled.cubin, meta)
@@ -234,12 +252,18 @@ def _default_builder(cache_dir: str, max_mb: str, cubin_dir: str) -> Builder:
             raise ValueError
     except ValueError:
         raise ValueError(f"RAWMLA_CACHE_MAX_MB: expected a number of megabytes, got {max_mb!r}") from None
-    if cache_dir:
-        path = Path(cache_dir).expanduser().absolute()
-    else:
-        path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rawmla"
-    cache = DiskCache(path, int(megabytes * 1e6))
-    return Builder(find_source_root(), cache, Path(cubin_dir).expanduser().absolute() if cubin_dir else None)
+    path = Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if not cache_dir:
+        path /= "rawmla"
+    refusal = None
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError:  # HOME is not set, and the user has no entry in /etc/passwd
+        refusal = f"{path} cannot be used, because this user has no home folder (HOME is not set)"
+    cache = DiskCache(path, int(megabytes * 1e6), refusal)
+    return Builder(
+        find_source_root(), cache, Path(os.path.expanduser(cubin_dir)).absolute() if cubin_dir else None
+    )
 
 
 def build(spec: KernelSpec) -> CompiledKernel:

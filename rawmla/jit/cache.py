@@ -1,7 +1,7 @@
 """Disk cache of compiled kernels, shared by processes and safe against each of them dying at any point.
 
-A cubin is code that runs with the rights of the user, so a folder that somebody else could write to is not
-used. Whatever goes wrong with the disk costs compile time and one warning, never a wrong kernel.
+A cubin is code that runs with the rights of the user, so a folder or an entry that somebody else could have
+written is not used. Whatever goes wrong with the disk costs compile time and a warning, never a wrong kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from rawmla.errors import RawMLAError
-from rawmla.jit.entry import TMP_PREFIX, entry_name, read_entry, remove_entry, untrusted_reason, write_entry
+from rawmla.jit.entry import (
+    TMP_PREFIX,
+    UntrustedError,
+    entry_name,
+    read_entry,
+    remove_entry,
+    untrusted_reason,
+    write_entry,
+)
 
 __all__ = ["DiskCache"]
 
@@ -34,15 +42,17 @@ class DiskCache:
     max_bytes : int
         Bound on the sum of all entries. Beyond it the least recently used ones are deleted; the entry just
         stored always stays.
+    refusal : str, optional
+        Why the folder cannot be used, if that is known already.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, refusal: str | None = None) -> None:
         self.path = path
         self.max_bytes = max_bytes
         self._mutex = threading.Lock()
-        self._checked = False
-        self._refusal: str | None = None
-        self._warned = False
+        self._checked = refusal is not None
+        self._refusal = refusal
+        self._warned: set[str] = set()
 
     def refusal(self) -> str | None:
         """Why the folder is not used at all; None if it is. Creates the folder if it is missing."""
@@ -64,10 +74,14 @@ class DiskCache:
         """Verified entry and its folder, or None. A hit counts as a use for the eviction order."""
         refusal = self.refusal()
         if refusal is not None:
-            self._warn(refusal)
+            self._warn_not_kept(refusal)
             return None
         folder = self.path / entry_name(kernel, key)
-        found = read_entry(folder, key)
+        try:
+            found = read_entry(folder, key)
+        except UntrustedError as error:
+            self._warn("a stored kernel is not used but compiled again", str(error))
+            return None
         if found is None:
             return None
         try:
@@ -86,7 +100,7 @@ class DiskCache:
                 return folder
             except OSError as error:
                 refusal = f"{self.path} cannot be written ({error})"
-        self._warn(refusal)
+        self._warn_not_kept(refusal)
         return None
 
     @contextmanager
@@ -149,13 +163,14 @@ class DiskCache:
             except OSError:
                 continue
 
-    def _warn(self, reason: str) -> None:
+    def _warn_not_kept(self, reason: str) -> None:
+        reason += ". RAWMLA_CACHE_DIR names another folder"
+        self._warn("kernels are compiled in memory and not kept", reason)
+
+    def _warn(self, what: str, reason: str) -> None:
+        """Say each ``what`` once, with the first reason."""
         with self._mutex:
-            first, self._warned = not self._warned, True
+            first = what not in self._warned
+            self._warned.add(what)
         if first:
-            warnings.warn(
-                f"rawmla: kernels are compiled in memory and not kept: {reason}. "
-                "RAWMLA_CACHE_DIR names another folder.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"rawmla: {what}: {reason}.", RuntimeWarning, stacklevel=2)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rawmla.errors import KernelNotReadyError, LaunchError, MissingDependencyError, UnsupportedGPUError
+from rawmla.errors import (
+    INSTALL_HINT,
+    KernelNotReadyError,
+    LaunchError,
+    MissingDependencyError,
+    UnsupportedGPUError,
+)
 from rawmla.jit.builder import CompiledKernel, build
 from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
+from rawmla.jit.table import BoundedTable
 
 __all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
 
@@ -40,7 +49,7 @@ NO_LAUNCH = -1
 """Given as a stream, it makes a launch do nothing: what remains is the loading of the kernel."""
 
 
-class _Slot:
+class _Buffers:
     """Everything the driver reads during one launch, prepared for one kind of launch and used by one thread
     at a time."""
 
@@ -76,7 +85,7 @@ class _Slot:
         self.params = memoryview(params).cast("B")
         self.argument = ctypes.byref(pointers)
         self.fill: Callable[..., None]  # packs the first members of `params`; set by `PreparedLaunch`
-        self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses the slot
+        self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses these buffers
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
 
@@ -104,6 +113,7 @@ class Kernel:
         param_bytes: int | None,
         module: object = None,
     ) -> None:
+        self._module = module  # unloads the code when it is collected
         self.spec = spec
         self.device = device
         self.meta = meta
@@ -111,12 +121,19 @@ class Kernel:
         self._launch_ex = driver.library.cuLaunchKernelEx
         self._get_context = driver.library.cuCtxGetCurrent
         self._context = context
-        self._function = ctypes.byref(ctypes.c_char.from_address(function))  # as in `_Slot`; never followed
+        self._function = ctypes.byref(
+            ctypes.c_char.from_address(function)
+        )  # as in `_Buffers`; never followed
         self._param_bytes = param_bytes
-        self._module = module  # unloads the code when it is collected
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes
-        self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Slot]] = {}
+        self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
+
+    def __del__(self) -> None:
+        # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
+        if self._module is not None and not sys.is_finalizing():
+            with _current(self._driver, self._context):
+                self._module = None
 
     def launch(
         self,
@@ -154,22 +171,22 @@ class Kernel:
             return
         kind = (cluster, pdl)
         free = self._free.get(kind)
-        # Taking a slot out of the list is what makes this thread safe: list.pop and append are atomic.
+        # Taking buffers out of the list is what makes this thread safe: list.pop and append are atomic.
         try:
-            slot = free.pop()  # type: ignore[union-attr]
+            buffers = free.pop()  # type: ignore[union-attr]
         except (IndexError, AttributeError):
             free = self._free.setdefault(kind, [])
-            slot = self._new_slot(params, cluster, pdl)
+            buffers = self._new_buffers(params, cluster, pdl)
         try:
-            slot.params[:] = params
+            buffers.params[:] = params
             grid_x, grid_y, grid_z = grid
             _CALL.pack_into(
-                slot.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
+                buffers.config, 0, grid_x, grid_y, grid_z, self._threads, 1, 1, self._smem_bytes, stream
             )
-            code = self._enqueue(slot)
+            code = self._enqueue(buffers)
         except (ValueError, TypeError, struct.error) as error:
             raise self._bad_arguments(grid, params, stream, error) from None
-        free.append(slot)  # type: ignore[union-attr]
+        free.append(buffers)  # type: ignore[union-attr]
         if code != 0:
             raise self._failed(code, grid, cluster, pdl, stream)
 
@@ -193,12 +210,12 @@ class Kernel:
         """
         return PreparedLaunch(self, grid, params, changing, cluster, pdl)
 
-    def _enqueue(self, slot: _Slot) -> int:
-        self._get_context(slot.context_ref)
-        if slot.context.value == self._context:
-            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+    def _enqueue(self, buffers: _Buffers) -> int:
+        self._get_context(buffers.context_ref)
+        if buffers.context.value == self._context:
+            return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         with _current(self._driver, self._context):
-            return self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
 
     def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
         return LaunchError(
@@ -207,10 +224,10 @@ class Kernel:
             f"cluster {cluster}, pdl {pdl}, device {self.device}, stream {stream:#x}"
         )
 
-    def _new_slot(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Slot:
+    def _new_buffers(self, params: bytes, cluster: tuple[int, int, int] | None, pdl: bool) -> _Buffers:
         if self._param_bytes is None:  # a driver that cannot tell the size: the first launch sets it
             self._param_bytes = len(params)
-        return _Slot(self._param_bytes, cluster, pdl)
+        return _Buffers(self._param_bytes, cluster, pdl)
 
     def _bad_arguments(self, grid: object, params: bytes, stream: object, error: Exception) -> Exception:
         if len(params) != self._param_bytes:
@@ -260,7 +277,7 @@ class PreparedLaunch:
         self._function = kernel._function
         self._cluster = cluster
         self._pdl = pdl
-        self._free: list[_Slot] = []
+        self._free: list[_Buffers] = []
 
     def launch(self, stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
         """Enqueue the kernel with these first members; see `Kernel.launch`.
@@ -269,38 +286,38 @@ class PreparedLaunch:
         after one that said so need not ask the driver again: ``context_is_current``.
         """
         try:
-            slot = self._free.pop()  # so that no other thread uses it
+            buffers = self._free.pop()  # so that no other thread uses it
         except IndexError:
-            slot = self._new_slot()
-        slot.fill(*members)
-        if stream != slot.stream:
+            buffers = self._new_buffers()
+        buffers.fill(*members)
+        if stream != buffers.stream:
             if stream == NO_LAUNCH:
-                self._free.append(slot)
+                self._free.append(buffers)
                 return False
-            _STREAM.pack_into(slot.config, _STREAM_AT, stream)
-            slot.stream = stream
+            _STREAM.pack_into(buffers.config, _STREAM_AT, stream)
+            buffers.stream = stream
         if not context_is_current:
-            self._get_context(slot.context_ref)
-            context_is_current = slot.context.value == self._context
+            self._get_context(buffers.context_ref)
+            context_is_current = buffers.context.value == self._context
         if context_is_current:
-            code = self._launch_ex(slot.config_ref, self._function, slot.argument, None)
+            code = self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         else:
-            code = self._kernel._enqueue(slot)
-        self._free.append(slot)
+            code = self._kernel._enqueue(buffers)
+        self._free.append(buffers)
         if code != 0:
             raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
         return context_is_current
 
-    def _new_slot(self) -> _Slot:
+    def _new_buffers(self) -> _Buffers:
         kernel = self._kernel
-        slot = kernel._new_slot(self._params, self._cluster, self._pdl)
+        buffers = kernel._new_buffers(self._params, self._cluster, self._pdl)
         try:
-            slot.params[:] = self._params
-            slot.fill = partial(self._changing.pack_into, slot.params, 0)
-            _CALL.pack_into(slot.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
+            buffers.params[:] = self._params
+            buffers.fill = partial(self._changing.pack_into, buffers.params, 0)
+            _CALL.pack_into(buffers.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
         except (ValueError, TypeError, struct.error) as error:
             raise kernel._bad_arguments(self._grid, self._params, 0, error) from None
-        return slot
+        return buffers
 
 
 @contextmanager
@@ -313,12 +330,21 @@ def _current(driver: Driver, context: int) -> Iterator[None]:
         driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
 
+# Our own variants are few, and stay: a captured graph needs their code and does not hold it. Variants with
+# user text have no end, so the least recently used of them go; a prepared launch keeps its kernel loaded.
+USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
+_user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
+_warned: BoundedTable[KernelSpec, bool] = BoundedTable(USER_KERNELS)
 _load_mutex = threading.Lock()
 
 
 def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
+
+    Of variants with user text the last `USER_KERNELS` stay loaded, and others as long as somebody holds the
+    kernel or a launch prepared from it; a captured graph does not hold its kernels. If such a variant spills,
+    uses local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
 
     Parameters
     ----------
@@ -336,21 +362,32 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
         See the classes; each text has the remedy.
     """
-    kernel = _kernels.get((spec, device))
+    table = _user_kernels if spec.user_text else _kernels
+    kernel = table.get((spec, device))
     if kernel is not None:
         return kernel
     if capturing is not None and capturing():
         raise KernelNotReadyError(
             f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
-            "loaded while a CUDA graph is captured: before the capture, call "
-            f"rawmla.warmup(device={device}, ...) with this dtype, d_qk and page size, or the function itself"
+            "loaded while a CUDA graph is captured: before the capture, call `rawmla.warmup` or, with the "
+            "arguments of the call, `rawmla.warmup_call`, or the function itself once"
         )
     with _load_mutex:
-        kernel = _kernels.get((spec, device))
+        kernel = table.get((spec, device))
         if kernel is None:
             require_supported(device)
-            kernel = _kernels[(spec, device)] = _load(build(spec), device)
+            compiled = build(spec)
+            kernel = table[(spec, device)] = _load(compiled, device)
+            _warn_of_losses(compiled)
         return kernel
+
+
+def _warn_of_losses(compiled: CompiledKernel) -> None:
+    losses = compiled.losses
+    if losses and _warned.get(compiled.spec) is None:
+        _warned[compiled.spec] = True
+        text = f"rawmla: {compiled.spec.label} runs slower than it could: {'; '.join(losses)}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def require_supported(device: int) -> None:
@@ -370,21 +407,16 @@ def _load(compiled: CompiledKernel, device: int) -> Kernel:
         from cupy.cuda.function import Module
     except ImportError as error:
         raise MissingDependencyError(
-            f"loading a kernel needs CuPy ({error}); install it with `pip install rawmla[cu12]` or "
-            "`pip install rawmla[cu13]`, whichever fits the driver (`python -m rawmla info` shows it)"
+            f"loading a kernel needs CuPy ({error}); install it with {INSTALL_HINT}"
         ) from error
     spec = compiled.spec
     driver = get_driver()
     context = driver.primary_context(device)
     with cupy.cuda.Device(device), _current(driver, context):
         try:
-            if compiled.path is not None and compiled.path.is_file():
-                module = cupy.RawModule(path=str(compiled.path))
-                function = module.get_function(spec.name).kernel.ptr
-            else:  # no disk to load it from
-                module = Module()
-                module.load(compiled.cubin)
-                function = module.get_function(spec.name).ptr
+            module = Module()
+            module.load(compiled.cubin)  # the bytes that were checked, not a file that may be another by now
+            function = module.get_function(spec.name).ptr
         except cupy.cuda.driver.CUDADriverError as error:
             raise LaunchError(f"{spec.label} could not be loaded on device {device}: {error}") from error
         handle = ctypes.c_void_p(function)

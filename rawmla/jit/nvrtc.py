@@ -8,7 +8,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from rawmla.errors import MissingDependencyError, NVRTCNotFoundError, RawMLAError
+from rawmla.errors import INSTALL_HINT, MissingDependencyError, NVRTCNotFoundError, RawMLAError
 from rawmla.jit.sources import SourceSet
 from rawmla.jit.spec import KernelSpec
 
@@ -48,8 +48,7 @@ def _bindings() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise MissingDependencyError(
-            f"compiling a kernel needs the package cuda-bindings ({error}); "
-            "install it with `pip install rawmla[cu12]` or `pip install rawmla[cu13]`"
+            f"compiling a kernel needs the package cuda-bindings ({error}); install it with {INSTALL_HINT}"
         ) from error
     return nvrtc
 
@@ -96,8 +95,8 @@ def _version() -> str:
     except Exception as error:  # cuda-bindings raises several types when the library cannot be opened
         raise NVRTCNotFoundError(
             f"the NVRTC library was not found ({str(error).strip().splitlines()[0]}); install it with "
-            "`pip install rawmla[cu12]` or `pip install rawmla[cu13]`, or set RAWMLA_CUBIN_DIR to a folder "
-            "that `python -m rawmla compile --out DIR` wrote on another machine"
+            f"{INSTALL_HINT}, or set RAWMLA_CUBIN_DIR to a folder that `python -m rawmla compile --out DIR` "
+            "wrote on another machine"
         ) from error
     _check(nvrtc, status, "nvrtcVersion")
     # nvrtcVersion has no patch level, and the patch level changes the code. The banner of any PTX has it.

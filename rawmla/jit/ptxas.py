@@ -1,10 +1,10 @@
-"""Reads the ptxas report in a program log, and says what in it makes a kernel unusable."""
+"""Reads the ptxas report in a program log, and says what in it costs speed."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["problems", "resources"]
+__all__ = ["has_report", "losses", "resources"]
 
 _FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -32,12 +32,15 @@ def resources(log: str) -> dict[str, int]:
     }
 
 
-def problems(log: str) -> list[str]:
-    """Why the compiled code must not be used; empty for a good kernel."""
+def has_report(log: str) -> bool:
+    """Whether the log says how many registers and how much local memory the kernel uses."""
+    return bool(_REGISTERS.search(log) and _FRAME.search(log))
+
+
+def losses(log: str) -> list[str]:
+    """What slows the compiled code down: spills, local memory, serialised WGMMA; empty for a good kernel."""
     found = [f"ptxas: {line.strip()}" for line in dict.fromkeys(_ADVISORY.findall(log))]
     used = resources(log)
-    if not _REGISTERS.search(log) or not _FRAME.search(log):
-        found.append("the log has no ptxas resource report, so spills cannot be ruled out")
     if used["spill_stores"] or used["spill_loads"]:
         found.append(
             f"register spills: {used['spill_stores']} bytes stored, {used['spill_loads']} bytes loaded"

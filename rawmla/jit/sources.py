@@ -1,13 +1,14 @@
 """Kernel sources: where they are, and which files one kernel is made of.
 
-The compiler is given the text of every project header in memory and has no include path. What was hashed is
-therefore exactly what is compiled, and a file that was not hashed cannot be included.
+The compiler is given the text of every header in memory and has no include path. What was hashed is therefore
+exactly what is compiled.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def find_source_root() -> Path:
 
 @dataclass(frozen=True)
 class SourceSet:
-    """The main file of a kernel and every project header it reaches.
+    """The main file of a kernel, every project header it reaches, and its generated headers.
 
     Names are POSIX paths relative to the source root, as they stand in the ``#include`` lines.
     """
@@ -59,12 +60,25 @@ class SourceSet:
         return folder / self.main_name
 
 
-def collect(root: Path, kernel: str) -> SourceSet:
-    """Read ``root/kernels/<kernel>.cu`` and, transitively, the headers it includes.
+def collect(root: Path, kernel: str, generated: Sequence[tuple[str, str]] = ()) -> SourceSet:
+    """Read ``root/kernels/<kernel>.cu`` and all headers that it or a generated header includes.
 
     Include lines are relative to ``root``, whichever file they stand in. All include lines count, also those
-    in comments or inactive ``#if`` branches; one that names no file below ``root`` is left to the compiler,
-    which reports it with file and line if it is active.
+    in comments or inactive ``#if`` branches. One that names no file below ``root`` is left to the compiler,
+    which reports it with file and line if it is active. An absolute path is refused: the compiler would read
+    that file, and nobody would notice when it changes.
+
+    Parameters
+    ----------
+    generated : sequence of (str, str)
+        Name and text of headers that are no files.
+
+    Raises
+    ------
+    RawMLAError
+        There is no such kernel.
+    ValueError
+        A generated header has the name of a file below ``root``, or an include line has an absolute path.
     """
     main_name = f"kernels/{kernel}.cu"
     try:
@@ -74,17 +88,23 @@ def collect(root: Path, kernel: str) -> SourceSet:
             f"kernel {kernel!r} has no source file {root / main_name} ({error.strerror})"
         ) from None
     headers: dict[str, bytes] = {}
-    pending = [main]
+    for name, text in generated:
+        if (root / name).exists():
+            raise ValueError(f"headers: expected a name that no file of the sources has, got {name!r}")
+        headers[name] = text.encode()
+    pending = [(main_name, main), *headers.items()]
     while pending:
-        for match in _INCLUDE.finditer(pending.pop()):
+        including, text_of = pending.pop()
+        for match in _INCLUDE.finditer(text_of):
             name = match.group(1).decode("utf-8", "replace")
-            parts = Path(name).parts
-            if name in headers or ".." in parts or name.startswith("/"):
+            if name.startswith("/"):
+                raise ValueError(f"{including}: expected includes relative to the sources, got {name!r}")
+            if name in headers or ".." in Path(name).parts:
                 continue
             try:
                 data = (root / name).read_bytes()
             except OSError:
                 continue
             headers[name] = data
-            pending.append(data)
+            pending.append((name, data))
     return SourceSet(main_name, main, tuple(sorted(headers.items())))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from dataclasses import dataclass, field
 __all__ = ["KernelSpec"]
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_]+([./-][A-Za-z0-9_]+)*")  # no "..", not absolute, no quotes or spaces
 MAX_SMEM_BYTES = 232_448  # dynamic shared memory one CTA can have on sm_90 (227 KiB)
 
 
@@ -26,40 +29,65 @@ class KernelSpec:
         Threads of one CTA.
     smem_bytes : int
         Dynamic shared memory of one CTA, in bytes.
+    headers : iterable of (str, str)
+        Generated headers: the name as it stands in ``#include`` lines, and the text. They hold what a user
+        wrote, so such a variant may spill or serialise WGMMA: that is a warning then, see `get_kernel`.
 
     Raises
     ------
     ValueError
-        A name that is no C identifier, a define given twice, or a number out of range.
+        A name that is no C identifier or no relative path, a name given twice, or a number out of range.
     """
 
     name: str
     defines: tuple[tuple[str, int], ...]
     threads: int
     smem_bytes: int
+    headers: tuple[tuple[str, str], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         defines: Iterable[tuple[str, int]] = self.defines
         normal = tuple(sorted((str(key), int(value)) for key, value in defines))
+        headers = tuple(sorted((str(name), str(text)) for name, text in self.headers))
         for word in (self.name, *(key for key, _ in normal)):
             if not _IDENTIFIER.fullmatch(word):
                 raise ValueError(f"KernelSpec: expected a C identifier, got {word!r}")
         if len({key for key, _ in normal}) != len(normal):
             raise ValueError(f"defines: each name may occur once, got {normal}")
+        names = [name for name, _ in headers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"headers: each name may occur once, got {names}")
+        for name in names:
+            if not _HEADER_NAME.fullmatch(name):
+                raise ValueError(f"headers: expected a relative path as name, got {name!r}")
         if not 1 <= self.threads <= 1024:
             raise ValueError(f"threads: expected 1 to 1024, got {self.threads}")
         if not 0 <= self.smem_bytes <= MAX_SMEM_BYTES:
             raise ValueError(f"smem_bytes: expected 0 to {MAX_SMEM_BYTES}, got {self.smem_bytes}")
         object.__setattr__(self, "defines", normal)
-        object.__setattr__(self, "_hash", hash((self.name, normal, self.threads, self.smem_bytes)))
+        object.__setattr__(self, "headers", headers)
+        object.__setattr__(self, "_hash", hash((self.name, normal, self.threads, self.smem_bytes, headers)))
 
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Built anew: the stored hash of a string is true in one process only.
+        return KernelSpec, (self.name, self.defines, self.threads, self.smem_bytes, self.headers)
+
+    @property
+    def user_text(self) -> bool:
+        """Whether text that a user wrote is part of the kernel."""
+        return bool(self.headers)
+
     @property
     def label(self) -> str:
-        """Name and defines for people: ``mla_dense_decode[DTYPE=0,D_QK=576]``."""
-        if not self.defines:
-            return self.name
-        return f"{self.name}[{','.join(f'{key}={value}' for key, value in self.defines)}]"
+        """Name and defines for people: ``mla_dense_decode[DTYPE=0,D_QK=576]``.
+
+        With headers, eight digits of their SHA-256 stand at the end: ``name[D=128,text=1f0c9a3b]``.
+        """
+        parts = [f"{key}={value}" for key, value in self.defines]
+        if self.headers:
+            parts.append(f"text={hashlib.sha256(json.dumps(self.headers).encode()).hexdigest()[:8]}")
+        return f"{self.name}[{','.join(parts)}]" if parts else self.name
