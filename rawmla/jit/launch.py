@@ -121,9 +121,8 @@ class Kernel:
         self._launch_ex = driver.library.cuLaunchKernelEx
         self._get_context = driver.library.cuCtxGetCurrent
         self._context = context
-        self._function = ctypes.byref(
-            ctypes.c_char.from_address(function)
-        )  # as in `_Buffers`; never followed
+        # A reference, as in `_Buffers`; nothing is read from that address.
+        self._function = ctypes.byref(ctypes.c_char.from_address(function))
         self._param_bytes = param_bytes
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes

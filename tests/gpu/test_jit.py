@@ -1,0 +1,76 @@
+"""Kernels with generated headers on a real device: loaded, launched, let go of and loaded again."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from jit_project import KERNEL, Project, tiny  # noqa: E402
+
+from rawmla.jit import Kernel, KernelSpec, builder, get_kernel  # noqa: E402
+from rawmla.jit.table import BoundedTable  # noqa: E402
+
+POINTER = struct.Struct("<Q")
+launch = sys.modules["rawmla.jit.launch"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    """The library compiles this project's kernel, and keeps two variants with text."""
+    made = Project(tmp_path)
+    made.write("kernels/tiny.cu", '#include "mod/score.cuh"\n' + KERNEL.replace("outer()", "score(*out)"))
+    monkeypatch.setattr(builder, "find_source_root", lambda: made.sources)
+    monkeypatch.setenv("RAWMLA_CACHE_DIR", str(made.cache_dir))
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
+    monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(launch, "_warned", BoundedTable(2))
+    builder._default_builder.cache_clear()
+    yield made
+    builder._default_builder.cache_clear()
+
+
+def times(factor: int) -> KernelSpec:
+    """``out = factor * out + 1``"""
+    text = f"__device__ int score(int x) {{ return {factor} * x; }}\n"
+    return tiny(1, headers=(("mod/score.cuh", text),))
+
+
+def run(kernel: Kernel, value: int) -> int:
+    out = torch.tensor([value], dtype=torch.int32, device="cuda")
+    kernel.launch((1, 1, 1), POINTER.pack(out.data_ptr()), torch.cuda.current_stream().cuda_stream)
+    return int(out.item())
+
+
+def test_text_runs(project: Project) -> None:
+    assert [run(get_kernel(times(factor), 0), 128) for factor in (2, 3)] == [257, 385]
+
+
+def test_kernels_are_let_go_of_and_loaded_again(project: Project) -> None:
+    """Also while the last launch of one may still run, and with another one held by a prepared launch."""
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    stream = torch.cuda.current_stream().cuda_stream
+    held = get_kernel(times(7), 0).prepare((1, 1, 1), POINTER.pack(out.data_ptr()), POINTER)
+    want = 0
+    for turn in range(40):
+        factor = turn % 5
+        get_kernel(times(factor), 0).launch((1, 1, 1), POINTER.pack(out.data_ptr()), stream)
+        want = factor * want + 1
+    held.launch(stream, out.data_ptr())
+    assert int(out.item()) == 7 * want + 1
+
+
+def test_local_memory_is_one_warning(project: Project) -> None:
+    text = (
+        "__device__ int score(int x) { volatile int a[100]; "
+        "for (int j = 0; j < 100; j++) a[j] = x + j; return a[x]; }\n"
+    )
+    spec = tiny(1, headers=(("mod/score.cuh", text),))
+    with pytest.warns(RuntimeWarning, match="local memory: 400 bytes of stack frame") as caught:
+        kernels = [get_kernel(spec, 0), get_kernel(spec, 0)]
+    assert len(caught) == 1 and run(kernels[0], 9) == 19
