@@ -12,7 +12,7 @@ from weakref import ref
 
 from .arrays import Fields, Framework
 
-__all__ = ["LatestPair", "Memo", "PreparedCall", "clear_all", "kind_of"]
+__all__ = ["LatestPair", "Memo", "Place", "PreparedCall", "clear_all", "kind_of"]
 
 Value = TypeVar("Value")
 
@@ -63,14 +63,20 @@ def kind_of(view: Fields | None) -> tuple[Any, ...] | None:
     return ptr & 15, shape, strides, dtype, device, framework
 
 
+class Place(NamedTuple):
+    """Of a call: the number of requests, and the device and the framework that all arrays have to be of."""
+
+    b: int
+    device: int
+    framework: Framework
+
+
 class _Pair(NamedTuple):
     first: ref[Any]
     second: ref[Any]
-    first_ptr: int
-    second_ptr: int
-    first_shape: tuple[int, ...]
-    second_shape: tuple[int, ...]
-    place: tuple[Any, ...]
+    place: Place
+    state: tuple[Any, ...]
+    """Addresses and shapes."""
     value: Any
 
 
@@ -85,39 +91,25 @@ class LatestPair:
     def __init__(self) -> None:
         self._latest: _Pair | None = None  # replaced as a whole, so threads see one pair or another
 
-    def find(self, first: Any, second: Any, place: tuple[Any, ...], framework: Framework) -> Any:
-        """What the check gave for these arrays in a call with the same `place`; None if it has to be made."""
+    def find(self, first: Any, second: Any, place: Place) -> Any:
+        """What the check gave for these arrays in a call of the same place; None if it has to be made."""
         latest = self._latest
         if latest is None:
             return None
-        old_first, old_second, first_ptr, second_ptr, first_shape, second_shape, old_place, value = latest
-        pointer = framework.pointer
-        if (
-            old_first() is first is not None
-            and old_second() is second is not None
-            and old_place == place
-            and first.shape == first_shape
-            and second.shape == second_shape
-            and pointer(first) == first_ptr
-            and pointer(second) == second_ptr
-        ):
-            return value
+        old_first, old_second, old_place, state, value = latest
+        if old_first() is first is not None and old_second() is second is not None and old_place == place:
+            pointer = place.framework.pointer
+            if (pointer(first), pointer(second), first.shape, second.shape) == state:
+                return value
         return None
 
-    def keep(
-        self,
-        first: Any,
-        second: Any,
-        place: tuple[Any, ...],
-        framework: Framework,
-        views: tuple[Fields, Fields],
-        value: Any,
-    ) -> None:
-        """Remember the arrays by weak references; `views` are theirs, and `framework` is that of the call.
+    def keep(self, first: Any, second: Any, place: Place, views: tuple[Fields, Fields], value: Any) -> None:
+        """Remember the arrays by weak references; `views` are theirs.
 
-        Arrays of another framework are not remembered: its stream has to be looked at in every call, and a
-        view of a DLPack array belongs to an array that was made for this call.
+        Arrays of another framework than q's are not remembered: its stream has to be looked at in every call,
+        and the view of a DLPack array belongs to an array that was made for this call.
         """
+        framework = place.framework
         first_ptr, first_shape, _, _, _, first_framework, first_owner = views[0]
         second_ptr, second_shape, _, _, _, second_framework, second_owner = views[1]
         if (
@@ -126,6 +118,5 @@ class LatestPair:
             and first_framework is framework
             and second_framework is framework
         ):
-            self._latest = _Pair(
-                ref(first), ref(second), first_ptr, second_ptr, first_shape, second_shape, place, value
-            )
+            state = (first_ptr, second_ptr, first_shape, second_shape)
+            self._latest = _Pair(ref(first), ref(second), place, state, value)

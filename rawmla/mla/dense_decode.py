@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..call.arrays import READERS, Fields, Framework
+from ..call.arrays import READERS, Fields
 from ..call.checks import (
     INT32_MAX,
     as_softmax_scale,
@@ -18,7 +18,7 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
-from ..call.memo import LatestPair, Memo, PreparedCall, kind_of
+from ..call.memo import LatestPair, Memo, Place, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeAddresses, DenseDecodeCall
@@ -26,26 +26,6 @@ from .arguments import check_out, check_rows, q_strides
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
 __all__ = ["decode"]
-
-
-class _Checked(NamedTuple):
-    """What follows from the kinds of q and the cache, which passed the checks; strides in elements."""
-
-    b: int
-    s_q: int
-    h_q: int
-    h_kv: int
-    d_qk: int
-    page_block_size: int
-    num_blocks: int
-    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
-    k_strides: tuple[int, ...]
-    default_scale: float
-    configs: tuple[PlanConfigs, PlanConfigs]  # by causal
-    calls: Memo[PreparedCall]
-
-
-_checked: Memo[_Checked] = Memo(shared=True)
 
 
 def decode(
@@ -71,64 +51,88 @@ def decode(
         k_ptr & 15, k_shape, k_steps, k_dtype, k_device, k_framework,
     )  # fmt: skip
     checked = _checked.get(kind) or _checked.keep(kind, _check(q_view, k_view))
+    b, s_q, place, q_strides, default_scale, configs_by_causal, calls, _ = checked
     if k_framework is not framework:
         check_place("k_cache", k_view, device, framework, "q")
-    softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
-    out_view = None
+    softmax_scale = default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
+    out_view = out_kind = None
     if out is not None:
         out_view = READERS[type(out)](out, "out")
+        out_kind = kind_of(out_view)
         out_ptr, _, _, _, _, out_framework, _ = out_view
         if out_framework is not framework:
             check_place("out", out_view, device, framework, "q")
-    place = (checked.b, device, framework)
-    requests = _latest_requests.find(block_table, cache_seqlens, place, framework) or _check_requests(
-        block_table, cache_seqlens, *place
+    requests = _latest_requests.find(block_table, cache_seqlens, place) or _check_requests(
+        block_table, cache_seqlens, place
     )
-    configs = checked.configs[causal]
-    plan = resolve_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, *place)
-    if not checked.b or not checked.s_q:
+    table_ptr, table_stride, max_blocks, lengths_ptr, _owners = requests
+    configs = configs_by_causal[causal]
+    plan = resolve_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, place)
+    arrays, num_parts, is_object, batch_invariant, unmarked = plan
+    if not b or not s_q:
         return _empty_results(checked, out, out_view, q_view)
 
     key = (
-        requests.table_stride,
-        requests.max_blocks,
-        plan.num_parts,
-        plan.is_object,
-        plan.batch_invariant,
-        kind_of(out_view),
-        softmax_scale,
-        causal,
-    )
-    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, q_view, out_view))
-    if checked.q_strides is None:
+        table_stride, max_blocks, num_parts, is_object, batch_invariant, out_kind, softmax_scale, causal
+    )  # fmt: skip
+    call = calls.get(key) or calls.keep(key, _prepare(checked, key, q_view, out_view))
+    allocate, launch = call
+    if q_strides is None:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
-    arrays = plan.arrays
     if arrays is None:
-        tokens = mla_metadata.TokenCounts(requests.lengths_ptr)
-        arrays = compute_plan(plan, checked.b, tokens, device, framework)
-    if out_view is None:
-        out, lse, scratch = call.allocate()
+        tokens = mla_metadata.TokenCounts(lengths_ptr)
+        arrays = compute_plan(plan, b, tokens, device, framework)
+    sched_meta, num_splits_ptr, _, _ = arrays
+    if out is None:
+        out, lse, scratch = allocate()
         out_ptr = framework.pointer(out)
     else:
-        lse, scratch = call.allocate()
-    call.launch(
+        lse, scratch = allocate()
+    launch(
         framework.current_stream(device),
         DenseDecodeAddresses(
             q_ptr,
             k_ptr,
-            requests.table_ptr,
-            requests.lengths_ptr,
-            arrays.sched_meta,
-            arrays.num_splits,
+            table_ptr,
+            lengths_ptr,
+            sched_meta,
+            num_splits_ptr,
             out_ptr,
             framework.pointer(lse),
         ),
         0 if scratch is None else framework.pointer(scratch),
     )
-    if plan.unmarked is not None:
+    if unmarked is not None:
         mark_plan(plan, configs, arrays)
     return out, lse
+
+
+class _Sizes(NamedTuple):
+    """The sizes of q and the cache, and the strides of the cache in elements."""
+
+    h_q: int
+    h_kv: int
+    d_qk: int
+    page_block_size: int
+    num_blocks: int
+    k_strides: tuple[int, ...]
+
+
+class _Checked(NamedTuple):
+    """What follows from the kinds of q and the cache, which passed the checks."""
+
+    b: int
+    s_q: int
+    place: Place
+    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    default_scale: float
+    configs: tuple[PlanConfigs, PlanConfigs]  # by causal
+    calls: Memo[PreparedCall]
+    sizes: _Sizes
+
+
+_checked: Memo[_Checked] = Memo(shared=True)
 
 
 def _check(q: Fields, k_cache: Fields) -> _Checked:
@@ -183,16 +187,12 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
     return _Checked(
         b=b,
         s_q=s_q,
-        h_q=h_q,
-        h_kv=h_kv,
-        d_qk=d_qk,
-        page_block_size=page_block_size,
-        num_blocks=num_blocks,
+        place=Place(b, device, framework),
         q_strides=q_strides(q),
-        k_strides=k_strides[:3],
         default_scale=d_qk**-0.5,
         configs=(PlanConfigs.of(config), PlanConfigs.of(replace(config, causal=True))),
         calls=Memo(),
+        sizes=_Sizes(h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides[:3]),
     )
 
 
@@ -210,10 +210,9 @@ class _Requests(NamedTuple):
 _latest_requests = LatestPair()
 
 
-def _check_requests(
-    block_table: Any, cache_seqlens: Any, b: int, device: int, framework: Framework
-) -> _Requests:
-    """Check the block table and the lengths of `b` requests; `device` and `framework` are those of q."""
+def _check_requests(block_table: Any, cache_seqlens: Any, place: Place) -> _Requests:
+    """Check the block table and the lengths of a call's requests."""
+    b, device, framework = place
     table = READERS[type(block_table)](block_table, "block_table")
     lengths = READERS[type(cache_seqlens)](cache_seqlens, "cache_seqlens")
     table_ptr, shape, strides, dtype, _, _, table_owner = table
@@ -231,15 +230,14 @@ def _check_requests(
     lengths_ptr, _, _, _, _, _, lengths_owner = lengths
     requests = _Requests(table_ptr, strides[0], shape[1], lengths_ptr, (table_owner, lengths_owner))
     kept = requests._replace(owners=())
-    place = (b, device, framework)
-    _latest_requests.keep(block_table, cache_seqlens, place, framework, (table, lengths), kept)
+    _latest_requests.keep(block_table, cache_seqlens, place, (table, lengths), kept)
     return requests
 
 
 def _empty_results(checked: _Checked, out: Any, out_view: Fields | None, q: Fields) -> tuple[Any, Any]:
     """The results of a call without query tokens."""
     _, _, _, dtype, device, framework, _ = q
-    b, s_q, h_q = checked.b, checked.s_q, checked.h_q
+    b, s_q, h_q = checked.b, checked.s_q, checked.sizes.h_q
     if out_view is None:
         out = framework.empty((b, s_q, h_q, D_V), dtype, device)
     else:
@@ -250,7 +248,8 @@ def _empty_results(checked: _Checked, out: Any, out_view: Fields | None, q: Fiel
 def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Fields | None) -> PreparedCall:
     """Load the kernels of a call and work out their parameters."""
     table_stride, max_blocks, num_parts, is_object, batch_invariant, _, softmax_scale, causal = key
-    b, s_q, h_q, d_qk = checked.b, checked.s_q, checked.h_q, checked.d_qk
+    b, s_q = checked.b, checked.s_q
+    h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides = checked.sizes
     _, _, _, dtype, device, framework, _ = q
     results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
     if out_view is None:
@@ -259,7 +258,7 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
         out_strides = check_out(out_view, q)
         del results[0]
     q_stride_b, q_stride_s, q_stride_h = checked.q_strides or (s_q * h_q * d_qk, h_q * d_qk, d_qk)
-    k_stride_block, k_stride_token, k_stride_head = checked.k_strides
+    k_stride_block, k_stride_token, k_stride_head = k_strides
     out_stride_b, out_stride_s, out_stride_h = out_strides
     prepared = mla_dense_decode.PreparedDenseDecode(
         DenseDecodeCall(
@@ -268,10 +267,10 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
             b=b,
             s_q=s_q,
             h_q=h_q,
-            h_kv=checked.h_kv,
+            h_kv=h_kv,
             d_qk=d_qk,
-            page_block_size=checked.page_block_size,
-            num_blocks=checked.num_blocks,
+            page_block_size=page_block_size,
+            num_blocks=num_blocks,
             q_stride_b=q_stride_b,
             q_stride_s=q_stride_s,
             q_stride_h=q_stride_h,
@@ -279,7 +278,7 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
             k_stride_token=k_stride_token,
             k_stride_head=k_stride_head,
             block_table_stride=table_stride,
-            max_seqlen=max_blocks * checked.page_block_size,
+            max_seqlen=max_blocks * page_block_size,
             num_parts=num_parts,
             object_layout=is_object,
             batch_invariant=batch_invariant,

@@ -8,13 +8,12 @@ either bare or inside a `FlashMLASchedMeta`; the order of a row's fields differs
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import checks
 from ..call.arrays import READERS, Fields, Framework, inspect
-from ..call.memo import LatestPair
+from ..call.memo import LatestPair, Place
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, ceil_div
 from .arguments import refuse_dense_fp8
@@ -56,7 +55,23 @@ class SchedConfig:
 
 
 _CONFIG_FIELDS = tuple([field.name for field in fields(SchedConfig)])
-_fields_of = attrgetter(*_CONFIG_FIELDS)
+
+
+def _fields_of(config: SchedConfig) -> tuple[Any, ...]:
+    """The values of `_CONFIG_FIELDS`. Written out, which takes half the time of a loop or `attrgetter`."""
+    return (
+        config.b,
+        config.s_q,
+        config.h_q,
+        config.page_block_size,
+        config.h_k,
+        config.causal,
+        config.is_fp8_kvcache,
+        config.topk,
+        config.extra_page_block_size,
+        config.extra_topk,
+        config.enable_batch_invariant,
+    )
 
 
 @dataclass(eq=False)
@@ -293,14 +308,11 @@ def resolve_plan(
     num_splits: Any,
     enable_batch_invariant: bool,
     configs: PlanConfigs,
-    b: int,
-    device: int,
-    framework: Framework,
+    place: Place,
 ) -> ResolvedPlan:
     """Check the plan of a decode call, in any of its forms, and say where it lies.
 
-    ``configs`` and ``b`` are those of the call, ``device`` and ``framework`` those of q. Nothing is
-    allocated, launched or changed.
+    ``configs`` are those of the call. Nothing is allocated, launched or changed.
     """
     unmarked = None
     is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
@@ -312,24 +324,31 @@ def resolve_plan(
             )
         plan: FlashMLASchedMeta = tile_scheduler_metadata
         rows, num_splits = plan.tile_scheduler_metadata, plan.num_splits
-        enable_batch_invariant = enable_batch_invariant or bool(plan.enable_batch_invariant)
+        if plan.enable_batch_invariant:
+            enable_batch_invariant = True
         if plan.have_initialized:
             _check_config(plan.config, configs, enable_batch_invariant)
         else:
             unmarked = plan
         if rows is None:
-            return _empty_plan(plan, configs.plain, enable_batch_invariant, device)
+            return _empty_plan(plan, configs.plain, enable_batch_invariant, place.device)
     else:
         rows = tile_scheduler_metadata
         if num_splits is None:
             raise ValueError(
                 "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
             )
-    if enable_batch_invariant and b > MAX_GRID_YZ:
-        raise ValueError(f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {b}")
-    place = (b, device, framework, is_object, enable_batch_invariant)
-    found: ResolvedPlan | None = _latest_plan.find(rows, num_splits, place, framework)
-    if found is None:
+    found: ResolvedPlan | None = _latest_plan.find(rows, num_splits, place)
+    if (
+        found is None
+        or found.is_object is not is_object
+        or found.batch_invariant is not enable_batch_invariant
+    ):
+        b, device, framework = place
+        if enable_batch_invariant and b > MAX_GRID_YZ:
+            raise ValueError(
+                f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {b}"
+            )
         views = (
             READERS[type(rows)](rows, "tile_scheduler_metadata"),
             READERS[type(num_splits)](num_splits, "num_splits"),
@@ -337,7 +356,7 @@ def resolve_plan(
         arrays = _check_arrays(*views, b, device, framework, "q")
         found = ResolvedPlan(arrays, arrays.num_parts, is_object, enable_batch_invariant, None)
         kept = found._replace(arrays=arrays._replace(owners=()))
-        _latest_plan.keep(rows, num_splits, place, framework, views, kept)
+        _latest_plan.keep(rows, num_splits, place, views, kept)
     return found if unmarked is None else found._replace(unmarked=unmarked)
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, Fields, address_of, read_given
 from ..call.checks import as_softmax_scale, check_streams
-from ..call.memo import Memo, PreparedCall, kind_of
+from ..call.memo import Memo, Place, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
@@ -48,6 +48,7 @@ class _Checked(NamedTuple):
     s_q: int
     h_q: int
     d_qk: int
+    place: Place
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     extra: Cache  # NO_CACHE: there is none
@@ -95,13 +96,7 @@ def decode(
     check_streams(arrays, device, framework)
     softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
     plan = resolve_plan(
-        tile_scheduler_metadata,
-        num_splits,
-        enable_batch_invariant,
-        checked.configs,
-        checked.b,
-        device,
-        framework,
+        tile_scheduler_metadata, num_splits, enable_batch_invariant, checked.configs, checked.place
     )
     if not checked.b or not checked.s_q:
         return _empty_results(checked, out, arrays.q)
@@ -152,7 +147,7 @@ def decode(
 def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
     """Check the arrays of a call against each other."""
     q = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
-    _, (b, s_q, h_q, d_qk), *_ = q
+    _, (b, s_q, h_q, d_qk), _, _, device, framework, _ = q
     extra_given = [arrays.extra_k_cache is not None, arrays.extra_indices_in_kvcache is not None]
     if any(extra_given) != all(extra_given):
         missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
@@ -195,6 +190,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         s_q=s_q,
         h_q=h_q,
         d_qk=d_qk,
+        place=Place(b, device, framework),
         load_bytes=load_bytes,
         cache=cache,
         extra=extra,
