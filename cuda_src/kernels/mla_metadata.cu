@@ -43,6 +43,7 @@ struct Params {
     // cycles of the few thousand that there are.
     u32 parts_magic, b_magic, share_magic;
     int parts_shift, b_shift, share_shift;
+    int splits_length;  // elements of num_splits, at least b + 1
 };
 
 struct SharedMemoryPlan {
@@ -207,7 +208,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                       ? units
                       : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
     }
-    if (threadIdx.x == 0) params.num_splits[b] = splits_total;
+#pragma unroll 1
+    for (int i = b + static_cast<int>(threadIdx.x); i < params.splits_length; i += kThreads) {
+        params.num_splits[i] = splits_total;
+    }
 
     // One part per thread
     const int last_units = ceil_div(smem.blocks[b - 1], unit_blocks(params, smem.blocks[b - 1]));
