@@ -443,6 +443,7 @@ def test_metadata_launch(
         num_parts=66,
         sched_meta=0xB000,
         num_splits=0xC000,
+        splits_length=b + 5,
         object_layout=object_layout,
         batch_invariant=batch_invariant,
     )
@@ -821,7 +822,8 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         assert all(end <= place for end, place in zip(ends[:-1], places[1:], strict=True))
         assert ends[-1] <= attention.params["o_accum"] and united["selected"] % 8 == 0
         assert attention.params["o_accum"] < 0x10000 + prepared.scratch_bytes
-        assert plan.params["tokens"] == (united["counts"], 0, capacity, 0) and plan.params["b"] == groups
+        assert plan.params["tokens"] == (united["counts"], 0, capacity, 0)
+        assert (plan.params["b"], plan.params["splits_length"]) == (groups, groups + 1)
         expected = {
             "q": 0x1000 + 2 * 45_000 * first,
             "cache": (0x2000, 0),

@@ -28,7 +28,7 @@ _BLOCK_M = 64
 # Of the plan: see mla_metadata.cu
 _MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3
 _SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
-_PARAMS = struct.Struct("<2Q2i 2Q6i3I3i")  # Params of mla_metadata.cu
+_PARAMS = struct.Struct("<2Q2i 2Q6i3I4i4x")  # Params of mla_metadata.cu
 
 
 def _variant(max_batch: int, threads: int) -> jit.KernelSpec:
@@ -119,19 +119,21 @@ def launch(
     num_parts: int,
     sched_meta: int,
     num_splits: int,
+    splits_length: int,
     object_layout: bool,
     batch_invariant: bool,
 ) -> None:
     """Enqueue the plan of a batch; arrays are given as device addresses.
 
-    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]; ``object_layout`` chooses the order
-    of a row's fields (cuda_src/mla/plan.cuh).
+    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [splits_length] with at least b + 1 elements,
+    all of which are written: past element b each is the total, so that requests past the batch have no
+    splits. ``object_layout`` chooses the order of a row's fields (cuda_src/mla/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
     parts_per_request = max(num_parts // b, 1)
     magics, shifts = zip(divisor(num_parts), divisor(b), divisor(parts_per_request), strict=True)
     params = _PARAMS.pack(
         *tokens, sched_meta, num_splits, b, num_parts, object_layout, batch_invariant,
-        ceil_div(b, num_parts), parts_per_request, *magics, *shifts,
+        ceil_div(b, num_parts), parts_per_request, *magics, *shifts, splits_length,
     )  # fmt: skip
     kernel.launch((1, 1, 1), params, stream, pdl=True)

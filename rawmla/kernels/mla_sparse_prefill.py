@@ -243,6 +243,7 @@ class _PreparedTokens:
                     num_parts=call.num_parts,
                     sched_meta=scratch,
                     num_splits=splits,
+                    splits_length=tokens + 1,
                     object_layout=True,
                     batch_invariant=False,
                 )
@@ -349,6 +350,7 @@ class _PreparedGroups:
                 num_parts=call.num_parts,
                 sched_meta=scratch + self._plan,
                 num_splits=scratch + self._splits,
+                splits_length=groups + 1,
                 object_layout=True,
                 batch_invariant=False,
             )

@@ -117,8 +117,9 @@ def get_mla_metadata(
     out : pair of arrays or FlashMLASchedMeta, optional
         A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or a
         filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
-        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for. Between replays
-        of a captured CUDA graph this updates the plan that the graph reads. `topk` must be that of the call
+        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for: all of
+        `num_splits[b + 1:]` then equals `num_splits[b]`, so that requests past the batch have no splits.
+        Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be that of the call
         which filled an object, in blocks of 64.
 
     Returns
@@ -194,6 +195,7 @@ def get_mla_metadata(
             num_parts = metadata.num_sm_parts_sparse(sm_count, rows_q // h_q, h_q)
         tiles, splits = _empty_arrays(framework, num_parts, b, device)
         tiles_ptr, splits_ptr = framework.pointer(tiles), framework.pointer(splits)
+        splits_length = b + 1
     else:
         if plan is not None:
             batch_invariant = _batch_invariant_of(plan, batch_invariant)
@@ -204,6 +206,7 @@ def get_mla_metadata(
             tiles_view, splits_view, b, device, framework, "cache_seqlens", ("out[0]", "out[1]")
         )
         tiles_ptr, splits_ptr = tiles_view.ptr, splits_view.ptr
+        splits_length = splits_view.shape[0]
 
     if b:
         metadata.launch(
@@ -215,6 +218,7 @@ def get_mla_metadata(
             num_parts=num_parts,
             sched_meta=tiles_ptr,
             num_splits=splits_ptr,
+            splits_length=splits_length,
             object_layout=plan is not None,
             batch_invariant=batch_invariant,
         )
@@ -248,6 +252,7 @@ def fill_plan(
         num_parts=num_parts,
         sched_meta=tiles_ptr,
         num_splits=splits_ptr,
+        splits_length=config.b + 1,
         object_layout=True,
         batch_invariant=config.enable_batch_invariant,
     )

@@ -180,7 +180,10 @@ def test_batch_smaller_than_captured(size: int) -> None:
         replays.set_lengths(lengths)
         _, *heads = plan_arguments(inputs)
         rawmla.get_mla_metadata(inputs.cache_seqlens[:size], *heads, out=(metadata, num_splits))
+        out.fill_(7.0)
+        lse.fill_(7.0)
         graph.replay()
+        assert (out[size:] == 7.0).all() and (lse[size:] == 7.0).all()
         small = DenseInputs(
             case=DenseCase(b=size, s_q=2, h_q=128, lengths=tuple(lengths[:size]), causal=True),
             q=inputs.q[:size],
