@@ -19,9 +19,9 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kPaged = PAGED;
-using Row = CacheRow<kLayout>;
+using Row = CacheRow<kFormat>;
 constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
@@ -197,13 +197,12 @@ struct PieceOf<16> {
     using Type = uint4;
 };
 constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
-constexpr int kTailBytes = kLayout == CacheLayout::kModel1 ? 8 : 16;  // of a piece
+constexpr int kTailBytes = Row::kAlignment;  // of a piece
 constexpr int kTailColumns = kTailBytes / 2;
 constexpr int kTailPieces = 8;
-constexpr bool kHasTail = kLayout != CacheLayout::kBf16Narrow;
+constexpr bool kHasTail = kFormat != CacheFormat::kBf16Narrow;
 constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
-constexpr int kScaleBytes = kLayout == CacheLayout::kV32 ? 4 : 1;
-constexpr int kScales = Row::kScalesBytes / kScaleBytes;
+constexpr int kScales = Row::kScalesBytes / Row::kScaleBytes;
 using Piece = PieceOf<kPieceBytes>::Type;
 using TailPiece = PieceOf<kTailBytes>::Type;
 static_assert(kTailPieces == kTokenLanes && kScales <= kTokenLanes);
@@ -242,16 +241,16 @@ struct Unit {
         if constexpr (kHasTail) {
             load_piece(tail, own.row + kTailOffset + own_piece * kTailBytes, own_exists);
         }
-        if constexpr (kLayout == CacheLayout::kV32) {
+        if constexpr (kFormat == CacheFormat::kV32) {
             scale = load_global_4(own.scales + own_piece * 4, own_exists && own_piece < kScales);
-        } else if constexpr (kLayout == CacheLayout::kModel1) {
+        } else if constexpr (kFormat == CacheFormat::kModel1) {
             scale = load_global_1(own.scales + own_piece, own_exists);
         }
     }
 
     // To four rows from `first_row`.
     __device__ __forceinline__ void store(const Params& params, i64 first_row, int lane_idx) {
-        if constexpr (kLayout == CacheLayout::kModel1) scale = __float_as_uint(e8m0_value(scale));
+        if constexpr (kFormat == CacheFormat::kModel1) scale = __float_as_uint(e8m0_value(scale));
         u16* out = params.out + first_row * params.out_stride;
 #pragma unroll
         for (int j = 0; j < kUnitTokens; ++j) {

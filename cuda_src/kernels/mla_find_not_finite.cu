@@ -4,13 +4,14 @@
 //
 // A warp takes eight rows; every lane has all its loads in flight before the first use.
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarpRows = 8;
 constexpr int kRowVectors = 2;  // of 16 bytes, of a lane
-static_assert(kRowVectors * 32 * 16 == 512 * 2, "a warp reads a row's values");
+static_assert(kRowVectors * 32 * 16 == 2 * kDimV, "a warp reads a row's values");
 
 struct Params {
     const unsigned char* rows;

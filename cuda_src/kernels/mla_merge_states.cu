@@ -10,6 +10,7 @@
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
@@ -18,7 +19,6 @@
 constexpr int kFloat32 = 2;
 constexpr int kDtype = DTYPE;
 constexpr int kOutDtype = OUT_DTYPE;
-constexpr int kDimV = 512;
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxParts = 32;  // the lanes of a warp

@@ -14,9 +14,9 @@
 //
 // attn_sink [heads] is repeated for each token of a group: sinks [64].
 #include "common/types.cuh"
+#include "mla/plan.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "mla/plan.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
