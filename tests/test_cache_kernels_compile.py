@@ -91,12 +91,12 @@ def test_variants() -> None:
 def test_constants_agree() -> None:
     for layout in cache_layout.LAYOUTS:
         spec = cache_write.spec(layout, True)
-        row = f"CacheRow<CacheLayout::{LAYOUT_NAMES[layout.name]}>"
+        row = f"CacheRow<CacheFormat::{LAYOUT_NAMES[layout.name]}>"
         conditions = [
-            f"kLayout == CacheLayout::{LAYOUT_NAMES[layout.name]}",
+            f"kFormat == CacheFormat::{LAYOUT_NAMES[layout.name]}",
             f"{row}::kDimQk == {layout.d_qk} && {row}::kDimNope == {layout.d_nope}",
             f"{row}::kQuantized == {str(layout.is_quantized).lower()}",
-            f"{row}::kRowBytes == {layout.row_bytes}",
+            f"{row}::kRowBytes == {layout.row_bytes} && {row}::kAlignment == {layout.alignment}",
             f"kWarps * kUnitTokens == {cache_write._TOKENS_PER_CTA}",
             f"kV32MinScale == {reference.V32_MIN_SCALE!r}",
             f"kModel1MinAmax == {float(np.float32(1e-4))!r} && kE4m3Max == {reference.E4M3_MAX!r}",
@@ -214,7 +214,7 @@ def test_write_launch(launches: list[Launch], layout: cache_layout.CacheLayout, 
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
     assert launch.grid == (5, 1, 1)  # eight tokens each
-    assert dict(launch.spec.defines) == {"LAYOUT": layout.code, "SLOTS": int(slots != 0)}
+    assert dict(launch.spec.defines) == {"FORMAT": layout.code, "SLOTS": int(slots != 0)}
 
 
 @pytest.mark.parametrize(("rows", "ctas"), [(1, 1), (100, 13), (2**31 - 1, 2**28)])
@@ -227,7 +227,7 @@ def test_gather_launch(launches: list[Launch], rows: int, ctas: int) -> None:
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
-    assert launch.grid == (ctas, 1, 1) and dict(launch.spec.defines) == {"LAYOUT": 0, "PAGED": 1}
+    assert launch.grid == (ctas, 1, 1) and dict(launch.spec.defines) == {"FORMAT": 0, "PAGED": 1}
 
 
 @pytest.mark.parametrize(("topk", "row_warps", "ctas"), [(1, 1, 2), (256, 1, 2), (257, 8, 12)])

@@ -174,21 +174,21 @@ def test_constants_of_the_plan_agree() -> None:
         piece = max(
             common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_PIECES)
         )
-        conditions.append(f"all_tokens(nullptr).invariant_piece({blocks}) == {piece}")
+        conditions.append(f"all_tokens(nullptr).invariant_split({blocks}) == {piece}")
     for topk, extra_topk in ((1, 0), (64, 64), (512, 0), (16384, 0), (16385, 0), (8192, 8193), (1 << 20, 7)):
         room = common.ceil_div(topk, 64) + common.ceil_div(extra_topk, 64)
         piece = max(
             common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(room, common.BATCH_INVARIANT_MAX_PIECES)
         )
         tokens = f"TokenCounts{{nullptr, nullptr, {topk}, {extra_topk}}}"
-        conditions += [f"{tokens}.invariant_piece({blocks}) == {piece}" for blocks in (0, 1, room, 1 << 25)]
+        conditions += [f"{tokens}.invariant_split({blocks}) == {piece}" for blocks in (0, 1, room, 1 << 25)]
         pieces = common.num_slots(1, 1, room, True) or 1
         assert common.ceil_div(room, piece) <= pieces  # scratch is enough for a request that fills the room
     conditions.append(f"TokenCounts::kUnlimited == {metadata.TokenCounts(0).most}")
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
-        conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
-        conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
-    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
+        conditions.append(f"first_split({splits_before}, {req}, true) == {splits_before}")
+        conditions.append(f"first_split({splits_before}, {req}, false) == {2 * (splits_before - req)}")
+    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_split", "first_split", "all_tokens"))
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
@@ -232,17 +232,14 @@ def test_constants_of_the_kernels_agree() -> None:
         values = dict(spec.defines)
         format = {code: name for name, code in sparse_decode.FP8_FORMATS.items()}[values["FORMAT"]]
         conditions = [
-            f"kFormat == Format::{formats[format]}",
+            f"kFormat == CacheFormat::{formats[format]}",
             f"kDimV == {common.D_V}",
             f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
             f"kChunks * 64 == {values['D_QK']}"
             if spec.name == "mla_sparse_fp8"
             else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
         ]
-        if format == "model1":
-            conditions.append(f"kModel1RowBytes == {row_bytes[format]}")
-        if format == "v32":
-            conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
+        conditions.append(f"Fp8Row::kRowBytes == {row_bytes[format]}")
         assert_in_kernel(spec, conditions)
     for spec in of("mla_sparse_bf16"):
         values = dict(spec.defines)
@@ -255,14 +252,14 @@ def test_constants_of_the_kernels_agree() -> None:
     for spec in of("mla_sparse_fp8_few_heads"):
         conditions = [
             f"kHeads == {sparse_decode.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
-            f"kRopeOffset + 2 * (576 - kDimV) == {row_bytes['v32']}",
+            f"Fp8Row::kRowBytes == {row_bytes['v32']}",
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
         values = dict(spec.defines)
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
         mapping = combine.Mapping(
-            *(values[name] for name in ("PIECE_GROUPS", "PIECES_AT_ONCE", "ROWS_AT_ONCE"))
+            *(values[name] for name in ("SPLIT_GROUPS", "SPLITS_AT_ONCE", "ROWS_AT_ONCE"))
         )
         row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
         assert_in_kernel(
@@ -513,7 +510,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "heads_magic": -(-(2**32) // heads_per_kv),
         "rows": rows,
         "page_magic": -(-(2**32) // (call.page_block_size // 16)) % 2**32,
-        "num_slots": num_slots,
+        "max_splits": num_slots,
         "o_accum": ARRAYS["scratch"],
         "lse_accum_log2": lse_accum,
         "o_scale_log2": lse_accum + num_slots * call.s_q * call.h_q * 4,
@@ -550,7 +547,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
 def test_no_scratch_means_no_combine(launches: list[Launch]) -> None:
     assert launch_decode(dense_call(max_seqlen=64)) == 0
     (main,) = launches
-    assert (main.params["num_slots"], main.params["lse_accum_log2"]) == (0, 0)
+    assert (main.params["max_splits"], main.params["lse_accum_log2"]) == (0, 0)
 
 
 def sparse_call(**changes: Any) -> sparse_decode.SparseDecodeCall:
@@ -646,7 +643,7 @@ def test_sparse_decode_launch(
         **dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), call.out_strides, strict=True)),
         **{name: getattr(call, name) for name in ("b", "s_q", "h_q", "object_layout")},
         "head_tiles": tiles,
-        "num_slots": num_slots,
+        "max_splits": num_slots,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
         "q_map": jit.tensor_map(*_queries_described(call)) if call.format == "bf16" else bytes(128),
@@ -756,7 +753,7 @@ def test_sparse_prefill_without_a_plan(
     split = s_q in (1, 4096)
     assert [launch.spec.name for launch in launches] == ["mla_sparse_bf16", "mla_combine"][: 1 + split]
     assert launches[0].params["uniform"] == uniform
-    assert launches[0].params["num_slots"] == (132 if split else 0)
+    assert launches[0].params["max_splits"] == (132 if split else 0)
     assert prepared.scratch_bytes == (132 * 128 * (1024 + 16) if split else 0)
     if split:
         assert launches[1].params["uniform"] == uniform
@@ -912,7 +909,7 @@ def test_sparse_call_of_one_block_needs_no_combine(launches: list[Launch]) -> No
     assert prepared.scratch_bytes == 0
     prepared.launch(**{**SPARSE_ARRAYS, "scratch": 0})
     (main,) = launches
-    assert [main.params[name] for name in ("num_slots", "o_accum", "lse_accum_log2")] == [0, 0, 0]
+    assert [main.params[name] for name in ("max_splits", "o_accum", "lse_accum_log2")] == [0, 0, 0]
 
 
 def test_tensor_maps_describe_the_cache(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_transpositions(function: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("groups", "function"), [(4, "quad_transpose"), (2, "pair_transpose")])
-def test_pieces_come_back_in_order(groups: int, function: str) -> None:
+def test_columns_of_splits_come_back_in_order(groups: int, function: str) -> None:
     """A quad's pairs of `groups` groups of eight columns, stored as held, are neighbours once merged."""
     address = {
         4: "8 * unit",

@@ -32,7 +32,7 @@ struct OnlineSoftmax {
                                           float (&scale)[2]) {
         float sum[2];
         scale[0] = scale[1] = 1.0f;
-        // Without references, as in an item's first block, the maxima come first; else the references so far nearly always stand.
+        // Without references, as in an work tile's first block, the maxima come first; else the references so far nearly always stand.
         bool outgrown[2] = {true, true};
         bool looks = __all_sync(0xffffffff, m[0] == -kInfinity && m[1] == -kInfinity);
 #pragma unroll 1
@@ -178,4 +178,4 @@ struct MaximumFirstSoftmax : OnlineSoftmax {
 
 // Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
 // racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
-__device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }
+__device__ __forceinline__ bool leads_quad() { return lane_index() % 4 == 0; }

@@ -59,9 +59,3 @@ __device__ __forceinline__ float e8m0_value(u32 code) {
     if (code == kCodeNaN) return kNaN;
     return __uint_as_float(code == 0 ? kTwoToMinus127 : code << 23);
 }
-
-// The code of the least power of two that is not below a positive normal number; 255 for infinity.
-__device__ __forceinline__ u32 e8m0_ceil(float value) {
-    const u32 bits = __float_as_uint(value);
-    return (bits >> 23) + ((bits & 0x7fffff) != 0);
-}

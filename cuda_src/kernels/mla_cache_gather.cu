@@ -1,6 +1,6 @@
 // Reads tokens from a paged MLA cache into rows of bf16. Rows of a quantised format are dequantised.
 //
-//   cache [num_blocks, page_block_size, token] -> out [rows, 576 or 512] bf16,  value = bf16(float(e4m3) * scale)
+//   cache [num_blocks, page_block_size, token] -> out [rows, 576 or 512] bf16, value = bf16(float(e4m3) * scale)
 //
 // The formats of a token are described in mla/cache_rows.cuh.
 //
@@ -29,9 +29,9 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kPaged = PAGED;
-using Row = CacheRow<kLayout>;
+using Row = CacheRow<kFormat>;
 constexpr int kThreads = kPaged ? 64 : 32;
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
@@ -194,10 +194,10 @@ struct Source {
 };
 
 // How the lanes of a warp share the loads of four tokens. A row is 64 pieces and, except in kBf16Narrow, a
-// tail of eight more. Lane l loads pieces l and 32 + l of each token. Its own token is token l / 8, of which it
-// loads piece l % 8 of the tail. A piece is eight e4m3 codes in a quantised format and eight bf16 otherwise. RoPE in
-// MODEL1 is aligned to eight bytes only, so a piece of it is four bf16. The tail holds the last values of the
-// row, which are RoPE.
+// tail of eight more. Lane l loads pieces l and 32 + l of each token. Its own token is token l / 8, of which
+// it loads piece l % 8 of the tail. A piece is eight e4m3 codes in a quantised format and eight bf16
+// otherwise. RoPE in MODEL1 is aligned to eight bytes only, so a piece of it is four bf16. The tail holds the
+// last values of the row, which are RoPE.
 template <int kBytes>
 struct PieceOf;
 template <>
@@ -209,13 +209,12 @@ struct PieceOf<16> {
     using Type = uint4;
 };
 constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
-constexpr int kTailBytes = kLayout == CacheLayout::kModel1 ? 8 : 16;  // per piece
+constexpr int kTailBytes = Row::kAlignment;  // per piece
 constexpr int kTailColumns = kTailBytes / 2;
 constexpr int kTailPieces = 8;
-constexpr bool kHasTail = kLayout != CacheLayout::kBf16Narrow;
+constexpr bool kHasTail = kFormat != CacheFormat::kBf16Narrow;
 constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
-constexpr int kScaleBytes = kLayout == CacheLayout::kV32 ? 4 : 1;
-constexpr int kScales = Row::kScalesBytes / kScaleBytes;
+constexpr int kScales = Row::kScalesBytes / Row::kScaleBytes;
 using Piece = PieceOf<kPieceBytes>::Type;
 using TailPiece = PieceOf<kTailBytes>::Type;
 static_assert(kTailPieces == kTokenLanes && kScales <= kTokenLanes);
@@ -254,16 +253,16 @@ struct Unit {
         if constexpr (kHasTail) {
             load_piece(tail, own.row + kTailOffset + own_piece * kTailBytes, own_exists);
         }
-        if constexpr (kLayout == CacheLayout::kV32) {
+        if constexpr (kFormat == CacheFormat::kV32) {
             scale = load_global_4(own.scales + own_piece * 4, own_exists && own_piece < kScales);
-        } else if constexpr (kLayout == CacheLayout::kModel1) {
+        } else if constexpr (kFormat == CacheFormat::kModel1) {
             scale = load_global_1(own.scales + own_piece, own_exists);
         }
     }
 
     // Stores to rows first_row .. first_row + 3.
     __device__ __forceinline__ void store(const Params& params, i64 first_row, int lane_idx) {
-        if constexpr (kLayout == CacheLayout::kModel1) scale = __float_as_uint(e8m0_value(scale));
+        if constexpr (kFormat == CacheFormat::kModel1) scale = __float_as_uint(e8m0_value(scale));
         u16* out = params.out + first_row * params.out_stride;
 #pragma unroll
         for (int j = 0; j < kUnitTokens; ++j) {

@@ -24,9 +24,9 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(LAYOUT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kSlots = SLOTS;
-using Row = CacheRow<kLayout>;
+using Row = CacheRow<kFormat>;
 constexpr int kThreads = 64;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPrefetchingCtas = 528;            // 4 per SM of a GPU with 132
@@ -318,9 +318,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     } else {
         unit.load_rows<false>(params, first, lane_idx);
     }
-    if constexpr (kLayout == CacheLayout::kV32) {
+    if constexpr (kFormat == CacheFormat::kV32) {
         store_v32_unit(params, unit, first, lane_idx);
-    } else if constexpr (kLayout == CacheLayout::kModel1) {
+    } else if constexpr (kFormat == CacheFormat::kModel1) {
         store_model1_unit(params, unit, first, lane_idx);
     } else {
         store_bf16_unit(params, unit, first, lane_idx);

@@ -1,49 +1,49 @@
-// Merges the pieces of split requests (mla/pieces.cuh):
+// Merges the splits of split requests (mla/splits.cuh):
 //   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j,
 // with an attention sink out exp(lse) / (exp(lse) + exp(sink)).
 // In float32, with all powers of two relative to the largest lse_j.
 //
 //   -> out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log
 //
-// With MAX_LOGITS, behind a prefill kernel, lse is in the base that a factor gives, and the largest of the pieces' largest scores is
+// With MAX_LOGITS, behind a prefill kernel, lse is in the base that a factor gives, and the largest of the splits' largest scores is
 // an output too.
 //
-// Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
-// the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
+// Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than partitions (or
+// the plan is batch-invariant), else the last request of partition y, if its first split is there. A CTA whose candidate is not
 // split leaves at once, without waiting for the kernel ahead, so that the CTAs of the kernel behind find their SMs free. Only the first
 // CTA always waits: this kernel must not be complete before that one is.
 //
-// A warp merges the columns of a row that share an o_scale_log2, PIECES_AT_ONCE pieces at a time; two such warps a row. With
-// PIECE_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece; their sums meet in
+// A warp merges the columns of a row that share an o_scale_log2, SPLITS_AT_ONCE splits at a time; two such warps a row. With
+// SPLIT_GROUPS n > 1, for few rows of many splits, n pairs of warps share a row, each taking every n-th split; their sums meet in
 // shared memory, where each of the first four pairs of warps adds up a pair of every thread's columns, in fixed order, and stores it.
-// With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a pair of warps has n rows at the same time.
+// With ROWS_AT_ONCE n > 1, for more rows than run at once, of few splits, a pair of warps has n rows at the same time.
 // Time is latency (plan, then num_splits, then scalars and data together, which do not wait for their weights) and then instructions:
 // a warp has but a few vectors of data.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
+#include "mla/dimensions.cuh"
+#include "mla/plan.cuh"
+#include "mla/splits.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
-constexpr int kDimV = 512;
-constexpr int kGroups = PIECE_GROUPS;
+constexpr int kGroups = SPLIT_GROUPS;
 constexpr int kRowsAtOnce = ROWS_AT_ONCE;
-static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of pieces share one row");
+static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of splits share one row");
 constexpr int kRows = kGroups == 1 ? 4 * kRowsAtOnce : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
 constexpr int kResidentThreads =
-    PIECES_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
+    SPLITS_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more splits
 constexpr int kColumns = kDimV / 64;  // per thread
 constexpr int kPairs = kColumns / 2;
 static_assert(kGroups == 1 || kGroups >= kPairs, "a pair is added up and stored by the group of its number");
-constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
+constexpr int kVectorColumns = kFloat16Splits<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
-constexpr int kPiecesAtOnce = PIECES_AT_ONCE / kVectors;
+constexpr int kSplitsAtOnce = SPLITS_AT_ONCE / kVectors;
 
 struct Params {
     const int* sched_meta;
@@ -60,9 +60,9 @@ struct Params {
 #endif
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int b, s_q, h_q;
-    int num_slots;
+    int max_splits;
     int object_layout;
-    int by_request;  // grid y is requests, else parts
+    int by_request;  // grid y is requests, else partitions
 #if MAX_LOGITS
     float lse_factor;  // on lse and max_logits, from base 2
     UniformPlan uniform;
@@ -84,22 +84,22 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
     return begun_before ? -1 : plan.end_req;
 }
 
-// The pieces of a request, and the slot of the first; of no request, none.
-struct Splits {
+// The splits of a request, and the index in o_accum of the first; of no request, none.
+struct SplitRange {
     int count, first;
 
-    __device__ __forceinline__ Splits(const Params& params, int req) {
+    __device__ __forceinline__ SplitRange(const Params& params, int req) {
         if (is_uniform(params)) {
             const UniformPlan plan = uniform_plan(params);
             const int first_part = plan.first_part(req);
             count = req < 0 ? 0 : plan.last_part(req) - first_part + 1;
-            first = first_slot_uniform(first_part);
+            first = first_split_uniform(first_part);
             return;
         }
         const int before = req < 0 ? 0 : load_global(params.num_splits + req);
         count = req < 0 ? 0 : load_global(params.num_splits + req + 1) - before;
         const int mark = load_global(params.sched_meta + kPlanRowInts - 1);
-        first = first_slot(before, req, mark == kBatchInvariantMark);
+        first = first_split(before, req, mark == kBatchInvariantMark);
     }
 };
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     const float words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if constexpr (kFloat16Pieces<kDtype>) {
+        if constexpr (kFloat16Splits<kDtype>) {
             const float2 pair = unpack_f16(__float_as_uint(words[i]));
             sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]);
             sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
@@ -118,13 +118,13 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     }
 }
 
-// A lane's place in a piece of a half row.
-struct Place {
+// Where a lane's share of a half row of a split begins.
+struct SplitPointers {
     const float* lse_log2;
     const float* scale_log2;
     const float4* vectors;
 
-    __device__ __forceinline__ Place(const Params& params, i64 accum_row, int half, int lane_idx)
+    __device__ __forceinline__ SplitPointers(const Params& params, i64 accum_row, int half, int lane_idx)
         : lse_log2(params.lse_accum_log2 + accum_row),
           scale_log2(params.o_scale_log2 + accum_row * kScaleHalves + half),
           vectors(static_cast<const float4*>(params.o_accum) +
@@ -136,27 +136,27 @@ struct Place {
     }
 };
 
-// Some pieces of a half row on their way to registers.
-struct Pieces {
-    float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
-    float4 value[kPiecesAtOnce][kVectors];
+// Some splits of a half row on their way to registers.
+struct SplitData {
+    float lse_log2[kSplitsAtOnce], scale_log2[kSplitsAtOnce];
+    float4 value[kSplitsAtOnce][kVectors];
 
-    // The first at `place`, each `step` rows of o_accum behind the one before; `count`: with those of other groups.
-    __device__ __forceinline__ void load(Place place, int step, int count) {
+    // The first at `pointers`, each `step` rows of o_accum behind the one before; `count`: with those of other groups.
+    __device__ __forceinline__ void load(SplitPointers pointers, int step, int count) {
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
+        for (int j = 0; j < kSplitsAtOnce; ++j) {
             const bool exists = j * kGroups < count;
             lse_log2[j] = -kInfinity;
-            load_global_if(lse_log2[j], place.lse_log2, exists);
-            load_global_if(scale_log2[j], place.scale_log2, exists);
+            load_global_if(lse_log2[j], pointers.lse_log2, exists);
+            load_global_if(scale_log2[j], pointers.scale_log2, exists);
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) load_global_if(value[j][v], place.vectors + v * 32, exists);
-            place.advance(step);
+            for (int v = 0; v < kVectors; ++v) load_global_if(value[j][v], pointers.vectors + v * 32, exists);
+            pointers.advance(step);
         }
     }
 };
 
-// The merge of some pieces of a row: numerator and denominator, divided by 2^max_log2.
+// The merge of some splits of a row: numerator and denominator, divided by 2^max_log2.
 struct Merged {
     float max_log2 = -kInfinity;
     float weight_sum = 0.0f;
@@ -176,33 +176,32 @@ struct Merged {
         return offset;
     }
 
-    __device__ __forceinline__ void add(const Pieces& pieces) {
+    __device__ __forceinline__ void add(const SplitData& data) {
         float top = -kInfinity;
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) top = fmaxf(top, pieces.lse_log2[j]);
+        for (int j = 0; j < kSplitsAtOnce; ++j) top = fmaxf(top, data.lse_log2[j]);
         const float offset = raise_max(top);
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
-            if (pieces.lse_log2[j] == -kInfinity) continue;  // no such piece, or one without any key
-            weight_sum += exp2_approx(pieces.lse_log2[j] - offset);
-            const float weight = exp2_approx(pieces.scale_log2[j] - offset);
+        for (int j = 0; j < kSplitsAtOnce; ++j) {
+            if (data.lse_log2[j] == -kInfinity) continue;  // no such split, or one without any key
+            weight_sum += exp2_approx(data.lse_log2[j] - offset);
+            const float weight = exp2_approx(data.scale_log2[j] - offset);
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v)
-                accumulate(sum + v * kVectorColumns, weight, pieces.value[j][v]);
+            for (int v = 0; v < kVectors; ++v) accumulate(sum + v * kVectorColumns, weight, data.value[j][v]);
         }
     }
 };
 
-// The largest of the maxima of a lane's share of the pieces of a row; all lanes have their own.
+// The largest of the maxima of a lane's share of the splits of a row; all lanes have their own.
 template <class Params>
 __device__ __forceinline__ float load_top(const Params& params, i64 accum_row, int rows, int count,
                                           int lane_idx) {
     float top = -kInfinity;
     if constexpr (requires { params.max_logits; }) {
-        for (int piece = lane_idx; piece < count; piece += 32) {
-            const float of_piece =
-                load_global(params.max_accum_log2 + accum_row + static_cast<i64>(piece) * rows);
-            top = max_or_nan(top, of_piece);
+        for (int split = lane_idx; split < count; split += 32) {
+            const float of_split =
+                load_global(params.max_accum_log2 + accum_row + static_cast<i64>(split) * rows);
+            top = max_or_nan(top, of_split);
         }
     }
     return top;
@@ -218,7 +217,7 @@ __device__ __forceinline__ void store_top(const Params& params, i64 at, float to
     }
 }
 
-// Stores a lane's columns of a half row, rounded: the quad exchanges its units (mla/pieces.cuh) so that each lane has
+// Stores a lane's columns of a half row, rounded: the quad exchanges its units (mla/splits.cuh) so that each lane has
 // neighbours. All lanes of the warp call.
 __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[4]) {
     quad_transpose(words);
@@ -304,7 +303,7 @@ __device__ __forceinline__ void store_columns(u16* half_row, const float (&sum)[
         store_merged(half_row, v * 32 + lane_idx, words);
     }
 }
-// One pair of them; where it belongs follows from the order of columns in a piece.
+// One pair of them; where it belongs follows from the order of columns in a split.
 __device__ __forceinline__ void store_pair(u16* half_row, int pair, float2 sum, float factor, int lane_idx) {
     constexpr int kUnitPairs = kGroupsPerUnit<kDtype>;
     const int unit = pair / kUnitPairs * 32 + lane_idx;
@@ -323,20 +322,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     // The plan is older than the kernel ahead, which waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
-    const Splits pieces_of(params, req);
-    const int splits = pieces_of.count, slot = pieces_of.first;
+    const SplitRange range(params, req);
+    const int splits = range.count, first_split_idx = range.first;
     const bool merges = splits > 1;
-    const bool fits = slot >= 0 && slot + splits <= params.num_slots;
+    const bool fits = first_split_idx >= 0 && first_split_idx + splits <= params.max_splits;
     const int count = fits ? splits : 0;
-    const i64 accum_row = static_cast<i64>(slot) * rows + first_row;
-    Place place(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);
+    const i64 accum_row = static_cast<i64>(first_split_idx) * rows + first_row;
+    SplitPointers pointers(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);
     if (!merges || first_row >= rows) {
         if (blockIdx.x == 0 && blockIdx.y == 0) griddepcontrol_wait();
         return;
     }
     griddepcontrol_wait();
 
-    // Maxima are asked for before the pieces, looked at after them
+    // Maxima are asked for before the splits, looked at after them
     float top_of_lane[kRowsAtOnce];
     Merged merged[kRowsAtOnce];
 #pragma unroll
@@ -345,17 +344,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
         if (half == 0 && group == 0 && first_row + r < rows)
             top_of_lane[r] = load_top(params, accum_row + r, rows, count, lane_idx);
     }
-    for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
-        Pieces pieces[kRowsAtOnce];
+    for (int split = group; split < count; split += kGroups * kSplitsAtOnce) {
+        SplitData data[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            Place of_row = place;
+            SplitPointers of_row = pointers;
             of_row.advance(r);
-            pieces[r].load(of_row, kGroups * rows, first_row + r < rows ? count - piece : 0);
+            data[r].load(of_row, kGroups * rows, first_row + r < rows ? count - split : 0);
         }
-        place.advance(kPiecesAtOnce * kGroups * rows);
+        pointers.advance(kSplitsAtOnce * kGroups * rows);
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(pieces[r]);
+        for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(data[r]);
     }
     if constexpr (kGroups > 1) {
         Partials& partials = *reinterpret_cast<Partials*>(smem_bytes);

@@ -1,4 +1,4 @@
-// Dense MLA decoding with up to 16 query rows for a KV head: mla_dense_decode.cu's operation, arrays, plan and pieces.
+// Dense MLA decoding with up to 16 query rows for a KV head: mla_dense_decode.cu's operation, arrays, plan and splits.
 //
 //   S^T = sm_scale K Q^T (masked by length and causality),  P = softmax(S),  O^T = V^T P^T,  V = first 512 columns of K
 //
@@ -6,15 +6,15 @@
 // warpgroup has time for all of it: memory is the limit. A block is loaded as a whole, RoPE with the rest, and its stage is free as soon as P V is
 // done.
 //
-// Grid: x = 1, y = KV heads, z = parts of the plan (mla/plan.cuh).
+// Grid: x = 1, y = KV heads, z = partitions of the plan (mla/plan.cuh).
 //
 // Roles (160 threads)
-//   math      warpgroup 0   S^T, softmax, P, O^T, epilogue; loads the item's Q
+//   math      warpgroup 0   S^T, softmax, P, O^T, epilogue; loads the work tile's Q
 //   producer  warp 4        walks the plan, looks up pages, loads K
 //
 // Barrier             count     arrives, after what                          waits, before what             parity
-// bar_item_full[8]    1         producer: items[n] written                   all: read it                   0
-// bar_item_free[8]    5         lane 0 of each warp: done with the item      producer: overwrite it         1
+// bar_work_full[8]    1         producer: work[n] written                   all: read it                   0
+// bar_work_free[8]    5    lane 0 of each warp: done with the work tile      producer: overwrite it         1
 // bar_k_full[s]       1 + bytes producer arms it; the block has landed       math: S^T                      0
 // bar_k_free[s]       4         lane 0 of each warp of math: V^T P^T done    producer: refill               1
 // NB_MATH             128       math: Q landed; maxima, sums, O written      math: use them                 -
@@ -22,21 +22,21 @@
 //                               P of the block before and O staged read      Q and the staged O
 //
 // What is past a request's last token: mla/dense.cuh.
-#include "mla/dense.cuh"
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/dense.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr int kTileRows = 16;
 constexpr int kThreadRows = kTileRows / 4;  // of Q that a thread has in a product
@@ -52,18 +52,19 @@ struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kQChunks * kChunkBytes];  // 147,456 B
     unsigned char q[kQChunks][kRowsBytes];                           //  18,432 B
     unsigned char p[kRowsBytes];                                     //   2,048 B
-    float o[kTileRows][kStagedCols];                                 //  33,024 B, at an item's end
+    float o[kTileRows][kStagedCols];                                 //  33,024 B, at an work tile's end
     float warp_max[4][kTileRows];
     float warp_sum[4][kTileRows];
-    float row_max[kTileRows];  // m_ref at the item's end, base 2
+    float row_max[kTileRows];  // m_ref at the work tile's end, base 2
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 // ---- Math --------------------------------------------------------------------------------------------------------------
 
@@ -122,9 +123,9 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAc
     }
 }
 
-// Stores an item's rows from `smem.o`, eight threads a row.
-__device__ __forceinline__ void store_item(const Params& params, const SharedMemoryPlan& smem,
-                                           const WorkItem& item) {
+// Stores an work tile's rows from `smem.o`, eight threads a row.
+__device__ __forceinline__ void store_work(const Params& params, const SharedMemoryPlan& smem,
+                                           const WorkTile& work) {
     const int tile_row = threadIdx.x / 8, part = threadIdx.x % 8;
     const RowIndex row(params, tile_row);
     const float* o = smem.o[tile_row];
@@ -132,14 +133,14 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
                       smem.warp_sum[3][tile_row];
     const float m = smem.row_max[tile_row];
     const float lse_log2 = m + log2_approx(sum);
-    if (item.slot >= 0) {
+    if (work.split_idx >= 0) {
         constexpr int kGroups = kGroupsPerUnit<kDtype>;
         constexpr int kHalfUnits = kUnitsPerHalf<kDtype>;
-        const i64 accum_row = piece_row(params, item.slot, row);
+        const i64 accum_row = split_row(params, work.split_idx, row);
 #pragma unroll
         for (int half = 0; half < kScaleHalves; ++half) {
-            PieceScale scale;
-            if constexpr (kFloat16Pieces<kDtype>) {
+            SplitScale scale;
+            if constexpr (kFloat16Splits<kDtype>) {
                 float top = 0.0f;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -150,7 +151,7 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
 #pragma unroll
                 for (int distance = 1; distance < 8; distance *= 2)
                     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, distance));
-                scale = PieceScale(top);
+                scale = SplitScale(top);
             }
             if (row.valid && part == 0) {
                 if (half == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
@@ -161,7 +162,7 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
 #pragma unroll
             for (int unit = part; unit < kHalfUnits; unit += 8) {
                 const float* x = o + half * (kDimV / 2) + unit / 4 * (8 * kGroups) + unit % 4 * 2;
-                if constexpr (kFloat16Pieces<kDtype>) {
+                if constexpr (kFloat16Splits<kDtype>) {
                     u32 words[4];
 #pragma unroll
                     for (int g = 0; g < 4; ++g)
@@ -177,9 +178,9 @@ __device__ __forceinline__ void store_item(const Params& params, const SharedMem
         return;
     }
     if (!row.valid) return;
-    if (part == 0) params.lse[lse_index(params, item.req, row)] = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+    if (part == 0) params.lse[lse_index(params, work.req, row)] = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
     const float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-    u16* out = out_address(params, item.req, row) + 8 * part;
+    u16* out = out_address(params, work.req, row) + 8 * part;
 #pragma unroll
     for (int i = 0; i < kDimV / 64; ++i) {
         const float* x = o + 64 * i + 8 * part;
@@ -198,14 +199,14 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
     // This lane's 16 bytes of P: rows 8 (lane / 16) + lane % 8, tokens of the warp's half lane / 8 % 2
     const u32 smem_p = smem_address(smem.p) + lane_idx / 16 * kGroupBytes +
                        swizzle128_offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
-    // The part's first request nearly always has tokens and then is the first item: its Q is on the way before that is known.
+    // The partition's first request nearly always has tokens and then is the first work tile: its Q is on the way before that is known.
     int req = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b).begin_req;
     start_load_q(params, smem, req);
     for (; reader.next(smem); reader.release(smem)) {
-        if (reader.item(smem).req != req) {
-            req = reader.item(smem).req;
+        if (reader.work(smem).req != req) {
+            req = reader.work(smem).req;
             cp_async_wait_all();  // before the same shared memory is copied to again
             start_load_q(params, smem, req);
         }
@@ -223,9 +224,9 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             for (int j = 0; j < kAccumulators; ++j) o[tile][j] = 0.0f;
         }
         // Tokens from the block's first on that every row of the tile sees.
-        int visible = warp_uniform(reader.item(smem).seqlen - reader.item(smem).first_block * kBlockTokens);
+        int visible = warp_uniform(reader.work(smem).seqlen - reader.work(smem).first_block * kBlockTokens);
         if (params.causal) visible += 1 - params.s_q;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             const u32 smem_k = smem_address(smem.k[stage]);
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
@@ -248,9 +249,9 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
 #pragma unroll
             for (int j = 0; j < kAccumulators; ++j) s[j] *= params.sm_scale_log2;
             if (visible < kBlockTokens) {
-                const WorkItem& item = reader.item(smem);
-                mask_scores(params, s, item.seqlen,
-                            (item.first_block + item.num_blocks - left) * kBlockTokens, warp_idx);
+                const WorkTile& work = reader.work(smem);
+                mask_scores(params, s, work.seqlen,
+                            (work.first_block + work.num_blocks - left) * kBlockTokens, warp_idx);
             }
             visible -= kBlockTokens;
 
@@ -304,11 +305,11 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             fence_proxy_async();
             named_barrier_sync(NB_MATH, 128);
             if (left == 1) {
-                // The next item's Q, under the rest of this one
-                ItemReader after = reader;
+                // The next work tile's Q, under the rest of this one
+                WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
-                    req = after.item(smem).req;
+                    req = after.work(smem).req;
                     start_load_q(params, smem, req);
                 }
             }
@@ -350,7 +351,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             }
         }
         named_barrier_sync(NB_MATH, 128);
-        store_item(params, smem, reader.item(smem));
+        store_work(params, smem, reader.work(smem));
     }
 }
 
@@ -387,7 +388,7 @@ __device__ __forceinline__ void load_block(const Params& params, SharedMemoryPla
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem) {
     const int lane_idx = lane_index();
     touch_requests(params.cache_seqlens, params.num_splits, params.b, lane_idx);
-    // The first item nearly always begins where the part does: its pages are on the way before that is known.
+    // The first work tile nearly always begins where the partition does: its pages are on the way before that is known.
     const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
     const i64 likely = static_cast<i64>(plan.begin_block) * kBlockTokens + lane_idx * BOX_ROWS;
     const int* known_entry = nullptr;
@@ -397,15 +398,15 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
         known_page = load_global(known_entry);
     }
     start_publishing(params, smem);
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (;; reader.release(smem)) {
-        publish_items<kDtype, RowIndex>(params, smem, reader.count + 1);
+        publish_work<kDtype, RowIndex>(params, smem, reader.count + 1);
         if (!reader.next(smem)) break;
-        const int req = warp_uniform(reader.item(smem).req);
-        const int seqlen = warp_uniform(reader.item(smem).seqlen);
-        const int first_token = warp_uniform(reader.item(smem).first_block) * kBlockTokens;
-        const int num_blocks = warp_uniform(reader.item(smem).num_blocks);
+        const int req = warp_uniform(reader.work(smem).req);
+        const int seqlen = warp_uniform(reader.work(smem).seqlen);
+        const int first_token = warp_uniform(reader.work(smem).first_block) * kBlockTokens;
+        const int num_blocks = warp_uniform(reader.work(smem).num_blocks);
         constexpr int kKnownBlocks = 32 / kBoxes;  // whose pages the lanes have
         int page = 0, row = 0;
 #pragma unroll 1
@@ -428,7 +429,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~(n / kStages) & 1);
             load_block(params, smem, stage, box_page, box_row);
             __syncwarp();
-            if (block == 0) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+            if (block == 0) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         }
     }
 }
@@ -442,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
 
     if (threadIdx.x == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
         mbarrier_init_fence();
     } else if (threadIdx.x == 32) {
 #pragma unroll

@@ -5,13 +5,14 @@
 // Grid: x = groups of 32 rows; a warp takes eight rows and writes their byte. Each lane issues all of its
 // loads before it uses the first value.
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarpRows = 8;
 constexpr int kRowVectors = 2;  // 16-byte vectors per lane and row
-static_assert(kRowVectors * 32 * 16 == 512 * 2, "a warp reads the 512 values of a row");
+static_assert(kRowVectors * 32 * 16 == 2 * kDimV, "a warp reads the values of V in a row");
 
 struct Params {
     const unsigned char* rows;

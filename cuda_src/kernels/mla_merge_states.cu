@@ -1,7 +1,8 @@
 // Merges attention results over disjoint sets of keys, called parts:
 //   out = sum_i exp(lse_i) out_i / sum_i exp(lse_i),  lse = ln sum_i exp(lse_i).
 //
-//   up to 32 parts: out_i [n, s, h, 512] of DTYPE, lse_i [n, s, h] float32 -> out of OUT_DTYPE, lse; natural log
+//   up to 32 parts: out_i [n, s, h, 512] of DTYPE, lse_i [n, s, h] float32, natural log
+//   -> out [n, s, h, 512] of OUT_DTYPE, lse [n, s, h] float32, natural log
 //
 // A part has no keys if its lse is +inf or -inf; its out is not read. If no part has keys, out is 0 and lse
 // is +inf. If one part has keys, its weight is exactly 1: lse and out are copied, and out is rounded if
@@ -15,6 +16,7 @@
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
@@ -23,7 +25,6 @@
 constexpr int kFloat32 = 2;
 constexpr int kDtype = DTYPE;
 constexpr int kOutDtype = OUT_DTYPE;
-constexpr int kDimV = 512;
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxParts = 32;  // one per lane

@@ -6,7 +6,7 @@
 // F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut
 // into parts of equal length T:
 //   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
-//   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
+//   request i has (last part - first part + 1) splits, a second prefix sum of which is num_splits.
 // Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
 //
 // Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer: none then shares a
@@ -14,13 +14,13 @@
 // few: the CTAs of the last rows run on neighbouring SMs, and when these have nothing to do, some of the others get more of the memory's
 // rate than the rest. In other plans there is hardly ever more than one, and they follow the others.
 //
-// Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
-// cut depends on its own length alone; the line's cuts only decide who computes a piece.
+// Batch-invariant plans: the unit on the line is a split of invariant_split(n_i) blocks, so that where a request is
+// cut depends on its own length alone; the line's cuts only decide who computes a split.
 #include "common/division.cuh"
 #include "common/types.cuh"
+#include "mla/plan.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "mla/plan.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
@@ -82,7 +82,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
     return before + inclusive - value;
 }
 
-// The line's geometry. A "unit" is what may not be cut: a block, or a batch-invariant piece.
+// The line's geometry. A "unit" is what may not be cut: a block, or a batch-invariant split.
 struct Line {
     int fixed;   // F, in units
     int length;  // T, in units; at least 1
@@ -112,7 +112,7 @@ struct Line {
 };
 
 __device__ __forceinline__ int unit_blocks(const Params& params, int blocks) {
-    return params.batch_invariant ? params.tokens.invariant_piece(blocks) : 1;
+    return params.batch_invariant ? params.tokens.invariant_split(blocks) : 1;
 }
 
 // For two positions on the line, the last requests that begin at or before them; no position is before the first request.
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                                  [&] { equal = __syncthreads_and(equal); });
 
     // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
-    // may parts become so short that merging the pieces of a request costs more than it saves. If merging n / T pieces takes
+    // may parts become so short that merging the splits of a request costs more than it saves. If merging n / T splits takes
     // as long as n / (32 T) blocks, parts of T = sqrt(n / 32) blocks are best; n is the mean length here, and of the factors
     // that were measured 32 was the fastest (docs/kernels/mla_dense_decode.md).
     Line line;

@@ -2,12 +2,12 @@
 //
 //   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the rows that the token's indices name, V = their first 512 columns
 //
-// mla_sparse_fp8.cu's operation, arrays, plan and pieces, for rows that need no conversion. MAX_LOGITS as there: in prefill every
+// mla_sparse_fp8.cu's operation, arrays, plan and splits, for rows that need no conversion. MAX_LOGITS as there: in prefill every
 // query token is a request of its own, and a page is one row. With GROUP_TOKENS above 1 it is so many neighbouring query tokens, whose
 // heads share a tile over the union of what they select (mla_unite_selections.cu).
 //
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
-// z = parts of the plan (mla/plan.cuh).
+// z = partitions of the plan (mla/plan.cuh).
 //
 // Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
 //   QK        warpgroup 0, 168 registers      S = Q K^T with most of Q in registers, online softmax, P
@@ -18,12 +18,12 @@
 //
 // Schedule: that of mla_dense_decode.cu, where the tensor core alternates between one Q K^T and one P V, and the softmax always has a
 // P V to run under. P(j - 1) is announced when all but the last chunk of Q K^T(j) is done.
-//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage,
-//                 | or, if j + 2 begins an item, that item's Q, and the rows when QK has it
+//   producer      | RoPE of block j + 1 when Q K^T(j) has read its buffer | rows of block j + 2 as PV(j - 1) leaves their stage,
+//       | or, if j + 2 begins an work tile, that work tile's Q, and the rows when QK has it
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[4]    1         warp 0 of PV1: items[n] written                     all: read it                     0
-// bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
+// bar_work_full[4]    1         warp 0 of PV1: work[n] written                     all: read it                     0
+// bar_work_free[4]    16   lane 0 of each warp: done with the work tile             warp 0 of PV1: overwrite it      1
 // bar_k_full[s][h]    132, 128  producer: every thread's copies of half h landed    QK: S += Q K^T of the half       0
 //                               (half 0: and lane 0 of each warp, valid written)
 // bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them; of both   1
@@ -32,35 +32,35 @@
 // bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
 // bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
 // bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
-// bar_q_full          1         a producer lane, of the first item a QK lane:       QK: read Q from the stage        0
+// bar_q_full     1         a producer lane, of the first work tile a QK lane:       QK: read Q from the stage        0
 //                               its bytes announced
 // bar_q_free          128       QK: every thread has read Q from the stage          producer: copy rows there        0
 // bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
-// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: the item's Q K^T is complete                    QK: overwrite Q in shared memory -
+// bar_sum_full   128       QK: row sums and maxima of the work tile written         PV0, PV1: epilogue               0
+// bar_sum_free        256       PV0, PV1: the work tile's rows are stored      QK: write the next work tile's        1
+// NB_QK          128       QK: the work tile's Q K^T is complete                    QK: overwrite Q in shared memory -
 //                               QK: the single step is stored                       QK: S = Q K^T                    -
 //
-// An item's Q comes to QK's registers through K's ring: through the stage that the item's first block is to have (of the first item the
+// An work tile's Q comes to QK's registers through K's ring: through the stage that the work tile's first block is to have (of the first work tile the
 // ring's last), before its rows are copied there.
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#define ITEM_SLOTS 4  // shared memory is full
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
+#define WORK_STAGES 4  // shared memory is full
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
 static_assert(LOAD_BYTES == 16, "LOAD_BYTES is what addresses of rows are multiples of");
@@ -104,8 +104,8 @@ struct SharedMemoryPlan {
     unsigned char rope[kRopeBytes];              //   8,192 B or none: chunk 8 of the block in hand
     alignas(1024) unsigned char p[kChunkBytes];  //   8,192 B
     unsigned char row_shrink[2][kBlockM];        // exponent of the factor on O before the block's PV
-    float row_sum[kBlockM];                      // of the item
-    float row_max[kBlockM];                      // m_ref at the item's end, base 2
+    float row_sum[kBlockM];                      // of the work tile
+    float row_max[kBlockM];                      // m_ref at the work tile's end, base 2
     alignas(8) unsigned short valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_k_full[kStages][2];
     u64 bar_k_free[kStages][2];
@@ -118,19 +118,19 @@ struct SharedMemoryPlan {
     u64 bar_q_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kBlockM>;
 
 __device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages - 1 ? 0 : stage + 1; }
 
-// One thread: starts loading kCount chunks of an item's Q from chunk `first` on, counted on `bar` as one arrival. Heads past the last
+// One thread: starts loading kCount chunks of an work tile's Q from chunk `first` on, counted on `bar` as one arrival. Heads past the last
 // are zeros.
 template <int kCount>
 __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
@@ -149,12 +149,12 @@ struct BlockSelection {
     u64 selected[2];  // a bit for each row that the token of tile row r has selected
     u64 not_finite;   // a bit for each row that zeros stand for
 
-    // The words of the item's block that is followed by left - 1 others.
+    // The words of the work tile's block that is followed by left - 1 others.
     template <class Params>
-    __device__ __forceinline__ static const u64* words(const Params& params, const WorkItem& item, int left) {
-        const int block = item.first_block + item.num_blocks - left;
+    __device__ __forceinline__ static const u64* words(const Params& params, const WorkTile& work, int left) {
+        const int block = work.first_block + work.num_blocks - left;
         return params.selected +
-               (static_cast<i64>(item.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
+               (static_cast<i64>(work.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
     }
     // For the warp that has the tile's rows from warp_idx * 16 on.
     __device__ __forceinline__ void load(const u64* words, int warp_idx) {
@@ -183,20 +183,20 @@ struct BlockSelection {
 
 // ---- QK ----------------------------------------------------------------------------------------------------------------
 
-// Writes the largest scores of an item's rows: shared memory has no room to hand them to the epilogue. (A template, since decoding
+// Writes the largest scores of an work tile's rows: shared memory has no room to hand them to the epilogue. (A template, since decoding
 // has no such arrays.)
 template <class Params>
-__device__ __forceinline__ void store_tops(const Params& params, const WorkItem& item,
+__device__ __forceinline__ void store_tops(const Params& params, const WorkTile& work,
                                            const RowMaximum& maximum, int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float top = maximum.of_row(r) * params.sm_scale_log2;
         const RowIndex row(params, warp_idx * 16 + lane_index() / 4 + 8 * r);
         if (!row.valid || lane_index() % 4 != 0) continue;
-        if (item.slot >= 0) {
-            params.max_accum_log2[piece_row(params, item.slot, row)] = top;
+        if (work.split_idx >= 0) {
+            params.max_accum_log2[split_row(params, work.split_idx, row)] = top;
         } else {
-            params.max_logits[lse_index(params, item.req, row)] = top * lse_factor(params);
+            params.max_logits[lse_index(params, work.req, row)] = top * lse_factor(params);
         }
     }
 }
@@ -206,16 +206,16 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_q_step = descriptor_unswizzled(smem_address(smem.q_step), kQUnitBytes);
     const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
-    ItemReader reader;
+    WorkTileReader reader;
     // Running number of the block, modulo 6: stages and parities of barriers follow from it, and registers are short.
     u32 n = 0;
     u32 q[kQSteps][4];
-    // The rest of Q to its own place, and what was staged to registers, when Q K^T of the item before is complete in all warps
-    auto load_q = [&](u32 in_stage, const ItemReader& owner) {
+    // The rest of Q to its own place, and what was staged to registers, when Q K^T of the work tile before is complete in all warps
+    auto load_q = [&](u32 in_stage, const WorkTileReader& owner) {
         const int lane_idx = lane_index();
         if (warp_idx == 0 && lane_idx == 0) {
             load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
-                                          owner.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
+                                          owner.work(smem).req, D_QK / kChunkCols - kQSharedChunks);
         }
         __syncwarp();
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), owner.count & 1);
@@ -238,7 +238,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     if (reader.next(smem)) {
         if (warp_idx == 0 && lane_index() == 0) {
             load_q_chunks<kQStagedChunks>(params, smem_k + (kStages - 1) * kStageBytes,
-                                          smem_address(&smem.bar_q_full), reader.item(smem).req, 0);
+                                          smem_address(&smem.bar_q_full), reader.work(smem).req, 0);
         }
         __syncwarp();
         load_q(kStages - 1, reader);
@@ -265,10 +265,10 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         };
         auto announce_p = [&]() {
             __syncwarp();
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full));
         };
         bool p_pending = false;  // P of the block before is in registers
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left) {
             // S = Q K^T; the stores of P hide between the chunks
             const u32 stage = n % kStages, k_parity = n / kStages;
             u64* full = smem.bar_k_full[stage];
@@ -328,11 +328,11 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             BlockSelection selection;
             if constexpr (kGroupTokens > 1) {
                 // It was brought to L1 a block ago, and the last wgmmas hide what that takes.
-                const u64* words = BlockSelection::words(params, reader.item(smem), left);
+                const u64* words = BlockSelection::words(params, reader.work(smem), left);
                 selection.load(words, warp_idx);
                 if (left > 1) prefetch_l1(words + 2 * kGroupTokens);
             } else {
-                if (has_row_scales()) {
+                if (leads_quad()) {
                     const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
                     valid_low = valid[0];
                     valid_high = valid[1];
@@ -344,7 +344,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                ItemReader after = reader;
+                WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
@@ -359,7 +359,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
             u32 shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
                 row_shrink[0] = shrink[0];
                 row_shrink[8] = shrink[1];
@@ -372,7 +372,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         fence_proxy_async();
         announce_p();
 
-        if constexpr (kMaxLogits) store_tops(params, reader.item(smem), softmax.maximum, warp_idx);
+        if constexpr (kMaxLogits) store_tops(params, reader.work(smem), softmax.maximum, warp_idx);
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_full));
@@ -388,19 +388,19 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const bool publishes = kHalf == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             fence_proxy_async();  // the rows were copied by cp.async
             u32 shrink0 = 0, shrink1 = 0;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
                 shrink0 = row_shrink[0];
                 shrink1 = row_shrink[8];
@@ -433,10 +433,10 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             wgmma_wait_group<0>();
             wgmma_pin(o);
             leave(1);
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_free));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, kHalf);
+        store_rows<kDtype, RowIndex>(params, smem, reader.work(smem), o, warp_idx, kHalf);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
@@ -445,7 +445,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 // ---- Producer ----------------------------------------------------------------------------------------------------------
 
 // Lanes i and i + 16 of a warp find the i-th of its rows.
-struct Place {
+struct FoundRow {
     __device__ __forceinline__ int block_row() const {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -459,7 +459,7 @@ struct Place {
 template <int kCount>
 __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 found, int first_col) {
     const int lane_idx = lane_index();
-    dst += swizzle128_offset(Place().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
+    dst += swizzle128_offset(FoundRow().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
 #pragma unroll
     for (int i = 0; i < kWarpRows / 4; ++i) {  // rows 4 i + lane / 8 of the warp's
         const u64 address = __shfl_sync(0xffffffff, found, 4 * i + lane_idx / 8);
@@ -478,7 +478,7 @@ __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 f
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     griddepcontrol_wait();  // before indices are read
     griddepcontrol_launch_dependents();
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     u64 before = 0;
     u32 stage = 0, parity = 1;
@@ -488,7 +488,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
         cp_async_mbarrier_arrive(smem_address(&smem.bar_rope_full));
     };
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
+        const WorkTile& work = reader.work(smem);
         if (reader.count > 0) {  // QK does it for the first
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice)
@@ -496,30 +496,30 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             if (warp_idx == 0 && lane_index() == 0) {
                 fence_proxy_async();  // what was in the stage was copied by cp.async
                 load_q_chunks<kQStagedChunks>(params, smem_address(smem.k[stage]),
-                                              smem_address(&smem.bar_q_full), item.req, 0);
+                                              smem_address(&smem.bar_q_full), work.req, 0);
             }
             __syncwarp();
         }
         auto wait_q_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_q_free), reader.count & 1); };
-        Selection<Place> selection;
-        selection.start(params, item);
+        Selection<FoundRow> selection;
+        selection.start(params, work);
 #pragma unroll 1
-        for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(work.num_blocks); left > 0; --left, ++n) {
             const u64 found = reinterpret_cast<u64>(row_address(params, selection));
-            selection.advance(params, item);
+            selection.advance(params, work);
             if constexpr (kHasRope) {
-                // A block late, when Q K^T of the block before that has begun, but not later than the item's end: the next Q has
+                // A block late, when Q K^T of the block before that has begun, but not later than the work tile's end: the next Q has
                 // to wait for its last Q K^T
                 if (n == 0) {
                     copy_rope(0, found);
-                } else if (n > 1 && left < item.num_blocks) {
+                } else if (n > 1 && left < work.num_blocks) {
                     copy_rope(n - 1, before);
                 }
                 before = found;
             }
             const u32 valid = __ballot_sync(0xffffffff, found != 0);
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][Place().slice()]), parity);
-            if (reader.count == 0 ? n == kStages - 1 : left == item.num_blocks) wait_q_free();
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][FoundRow().slice()]), parity);
+            if (reader.count == 0 ? n == kStages - 1 : left == work.num_blocks) wait_q_free();
             if (lane_index() == 0) {
                 smem.valid[stage][warp_idx] = valid;
                 mbarrier_arrive(smem_address(&smem.bar_k_full[stage][0]));
@@ -534,7 +534,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             if (stage == 0) parity ^= 1;
         }
         if (kHasRope && n > 1) copy_rope(n - 1, before);
-        if (n < kStages && reader.count == 0) wait_q_free();  // the first item has but one or two blocks
+        if (n < kStages && reader.count == 0) wait_q_free();  // the first work tile has but one or two blocks
     }
 }
 
@@ -543,7 +543,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

@@ -4,7 +4,7 @@
 //
 //   q [b, s_q, h_q, D_QK] bf16, indices [b, s_q, topk] int32 (physical slots; < 0 or past the cache: skipped), and the same of
 //   an extra cache, attended in the same softmax; out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] float32, natural log, +inf for
-//   a row with nothing to attend. Pieces of a split request go to scratch (mla/pieces.cuh) for mla_combine.
+//   a row with nothing to attend. Splits of a split request go to scratch (mla/splits.cuh) for mla_combine.
 //
 // Cache rows by FORMAT
 //   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
@@ -16,7 +16,7 @@
 // score of each row is an output too, -inf for a row with nothing to attend.
 //
 // Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
-// z = parts of the plan (mla/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
+// z = partitions of the plan (mla/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
 //
 // Roles (640 threads; the launch gives 96 registers each, setmaxnreg moves them)
 //   QK        warpgroup 0,  64 registers   S = Q K^T, online softmax, P; loads Q
@@ -30,36 +30,36 @@
 //   PV0, PV1      | PV(j - 1)                           | PV(j) ...
 // A stage is in use for QK, softmax and PV and is then filled, which takes half as long; with two stages that is a block's time
 // (docs/kernels/mla_sparse_fp8.md has the cycles). P(j) lies where block j's RoPE was, which no PV reads, so that it needs no
-// memory and no barrier of its own; at D_QK 512, where RoPE is part of V, it has two slots.
+// memory and no barrier of its own; at D_QK 512, where RoPE is part of V, it has two buffers.
 //
 // Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[8]    1         warp 0 of PV1: items[n] written                     all: read it                     0
-// bar_item_free[8]    20        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
+// bar_work_full[8]    1         warp 0 of PV1: work[n] written                     all: read it                     0
+// bar_work_free[8]    20   lane 0 of each warp: done with the work tile             warp 0 of PV1: overwrite it      1
 // bar_k_full[s]       8         producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
 // bar_k_free[s]       64        PV0, PV1: scale read, PV of the warp is complete    producer: refill                 1
 // bar_p_full[s]       32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
-// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: done with the item's Q / the next Q landed;     QK: all three                    -
+// bar_sum_full   128       QK: row sums and maxima of the work tile written         PV0, PV1: epilogue               0
+// bar_sum_free        256       PV0, PV1: the work tile's rows are stored      QK: write the next work tile's        1
+// NB_QK          128       QK: done with the work tile's Q / the next Q landed;     QK: all three                    -
 //                               Q K^T is complete, so P may lie over RoPE
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#include "mla/fp8_rows.cuh"
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/fp8_rows.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 2;
@@ -85,28 +85,28 @@ struct SharedMemoryPlan {
     unsigned char q[kStageBytes];                              //  73,728 B
     unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P lies over RoPE
     float row_scale[kStages][kBlockM];                         // factor on O before the block's PV
-    float row_sum[kBlockM];                                    // of the item
-    float row_max[kBlockM];                                    // m_ref at the item's end, base 2
+    float row_sum[kBlockM];                                    // of the work tile
+    float row_max[kBlockM];                                    // m_ref at the work tile's end, base 2
     alignas(8) unsigned char valid[kStages][kProducerWarps];   // a bit for each row of the stage
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
     u64 bar_p_full[kStages];
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
-    float row_top[kMaxLogits ? kBlockM : 1];  // largest scores of the item, base 2
+    float row_top[kMaxLogits ? kBlockM : 1];  // largest scores of the work tile, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kBlockM>;
 
 // ---- QK ----------------------------------------------------------------------------------------------------------------
 
-// Starts copying the Q of an item to shared memory. Rows past the last are zero.
+// Starts copying the Q of an work tile to shared memory. Rows past the last are zero.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
     const u16* base = params.q + req * params.q_stride_b;
@@ -131,20 +131,20 @@ __device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const u64 desc_q = descriptor_k_major(smem_address(smem.q));
     griddepcontrol_wait();  // before Q is read
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
-    if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req);
+    if (reader.next(smem)) start_load_q(params, smem, reader.work(smem).req);
     for (; reader.next(smem); reader.release(smem)) {
         cp_async_wait_all();
         fence_proxy_async();
         named_barrier_sync(NB_QK, 128);
         OnlineSoftmax softmax;
         RowMaximum maximum;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
             u32 valid_low = 0, valid_high = 0;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
                 valid_low = valid[0];
                 valid_high = valid[1];
@@ -166,12 +166,12 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                // The next item's Q, under the rest of this one
-                ItemReader after = reader;
+                // The next work tile's Q, under the rest of this one
+                WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
-                    start_load_q(params, smem, after.item(smem).req);
+                    start_load_q(params, smem, after.work(smem).req);
                 }
             }
             if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
@@ -180,7 +180,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
 
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
@@ -198,7 +198,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             }
             fence_proxy_async();
             __syncwarp();
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
@@ -216,17 +216,17 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
-        bool begun = false;  // the first product of an item, which has a block, overwrites O
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        bool begun = false;  // the first product of an work tile, which has a block, overwrites O
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
             float scale0 = 1.0f, scale1 = 1.0f;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
                 scale0 = row_scale[0];
                 scale1 = row_scale[8];
@@ -251,10 +251,10 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             wgmma_wait_group<0>();
             wgmma_pin(o);
             begun = true;
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, half);
+        store_rows<kDtype, RowIndex>(params, smem, reader.work(smem), o, warp_idx, half);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
@@ -265,31 +265,31 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 // A thread's share of an FP8 row on its way to a stage: 16 values of each chunk but RoPE's.
 struct Share {
     static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are short
-    static constexpr int kValueChunks = kFp8Values / kChunkCols;
+    static constexpr int kValueChunks = Fp8Row::kDimNope / kChunkCols;
 
     const unsigned char* src;  // the share's first byte, or null
     u32 values[kAhead][4];
     u32 scales[2];  // V3.2: float32, of chunks 4 i + {0, 1} and 4 i + {2, 3}; MODEL1: 8 e8m0
 
     __device__ __forceinline__ static void prefetch(const Row& row) {
-        const Place place;
-        constexpr int kLines = ceil_div(kRowBytes + 127, 128);  // wherever it begins
+        const ProducerThread thread;
+        constexpr int kLines = ceil_div(Fp8Row::kRowBytes + 127, 128);  // wherever it begins
         if (row.data == nullptr) return;
 #pragma unroll
         for (int line = 0; line < kLines; line += 4) {
-            if (line + place.quarter < kLines)
-                prefetch_l2(row.data + min_int((line + place.quarter) * 128, kRowBytes - 1));
+            if (line + thread.quarter < kLines)
+                prefetch_l2(row.data + min_int((line + thread.quarter) * 128, Fp8Row::kRowBytes - 1));
         }
     }
     __device__ __forceinline__ void load(int chunk) {
         load_16_or_zeros(values[chunk % kAhead], src + chunk * kChunkCols, src != nullptr);
     }
     __device__ __forceinline__ void load_scale(const unsigned char* row, int chunk) {
-        scales[chunk / 2 % 2] = load_global_4(row + kScaleOffset + chunk / 2 * 4, src != nullptr);
+        scales[chunk / 2 % 2] = load_global_4(row + Fp8Row::kScalesOffset + chunk / 2 * 4, src != nullptr);
     }
     __device__ __forceinline__ void start(const Row& row) {
-        src = row.data != nullptr ? row.data + Place().quarter * 16 : nullptr;
-        if constexpr (kFormat == Format::kV32) {
+        src = row.data != nullptr ? row.data + ProducerThread().quarter * 16 : nullptr;
+        if constexpr (kFormat == CacheFormat::kV32) {
             load_scale(row.data, 0);
             load_scale(row.data, 2);
         } else {
@@ -300,7 +300,7 @@ struct Share {
         for (int chunk = 0; chunk < kAhead; ++chunk) load(chunk);
     }
     __device__ __forceinline__ float scale(int chunk) const {
-        if constexpr (kFormat == Format::kV32) {
+        if constexpr (kFormat == CacheFormat::kV32) {
             return __uint_as_float(scales[chunk / 2 % 2]);
         } else {
             return e8m0_value(scales[chunk / 4] >> chunk % 4 * 8 & 0xff);
@@ -308,23 +308,23 @@ struct Share {
     }
     // RoPE, which is bf16 already, is copied to its chunk.
     __device__ __forceinline__ void copy_rope(const Params& params, u32 group) {
-        const Place place;
+        const ProducerThread thread;
         const bool reads = src != nullptr;
-        const unsigned char* rope = (reads ? src : params.cache[0]) + kRopeOffset;
-        const u32 dst = group + kRopeChunk * kGroupBytes + swizzle128_offset(place.row, place.quarter);
+        const unsigned char* rope = (reads ? src : params.cache[0]) + Fp8Row::kRopeOffset;
+        const u32 dst = group + kRopeChunk * kGroupBytes + swizzle128_offset(thread.row, thread.quarter);
         copy_16_or_zeros(dst, rope, reads);
         copy_16_or_zeros(dst ^ 64, rope + 64, reads);
     }
     __device__ __forceinline__ void dequantise(u32 group) {
-        const Place place;
-        const u32 dst = group + swizzle128_offset(place.row, place.quarter * 2);
+        const ProducerThread thread;
+        const u32 dst = group + swizzle128_offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
             const u32(&v)[4] = values[chunk % kAhead];
             store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
             store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
-            if (kFormat == Format::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
-                load_scale(src - place.quarter * 16, chunk + 3);
+            if (kFormat == CacheFormat::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
+                load_scale(src - thread.quarter * 16, chunk + 3);
             if (chunk + kAhead < kValueChunks) load(chunk + kAhead);
         }
     }
@@ -339,7 +339,7 @@ struct Share {
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

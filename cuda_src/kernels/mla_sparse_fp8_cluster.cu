@@ -1,6 +1,6 @@
 // Sparse MLA decoding over FP8 caches for 128 heads at a time: two CTAs share the columns of every row (Hopper, sm_90a).
 //
-// Operation, arrays, formats, plan, pieces and MAX_LOGITS are those of mla_sparse_fp8.cu. There each tile of 64 heads gathers and
+// Operation, arrays, formats, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu. There each tile of 64 heads gathers and
 // converts whole rows. Here a cluster of two CTAs has both tiles, and CTA r only columns 256 r to 256 r + 255 of V and half r of RoPE
 // (MODEL1, whose RoPE is part of V: 256 of the 512 columns), so that every value is loaded, converted and stored once:
 //
@@ -8,7 +8,7 @@
 //   P             by the tile's CTA, which sends it to the other one
 //   O = P V       each CTA its 256 columns, for both tiles
 //
-// Grid: x = query tokens x pairs of tiles x 2, z = parts of the plan (mla/plan.cuh).
+// Grid: x = query tokens x pairs of tiles x 2, z = partitions of the plan (mla/plan.cuh).
 //
 // Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
 //   owner     warpgroup 0,  208 registers   the CTA's own tile: S, online softmax, P, O
@@ -19,13 +19,13 @@
 //   producer  | rows of block j + 3 (MODEL1: j + 4) when both P V(j) have left their stage
 //   owner     | softmax(j), send P(j) | P V(j), S(j + 1) from the partial scores on | softmax(j + 1) ...
 //   helper    | S(j + 2) | P V(j), send the partial scores of S(j + 2) | S(j + 3) ...
-// Q K^T goes on across items, so that an epilogue has partial scores on their way under it. A warp exchanges with the same warp of
+// Q K^T goes on across work tiles, so that an epilogue has partial scores on their way under it. A warp exchanges with the same warp of
 // the other CTA alone: lanes have the same places in both fragments, so that what is sent has no layout but theirs, and no warp waits
 // for three others.
 //
 // Barrier             count  arrives, after what                                     waits, before what               parity
-// bar_item_full[8]    1      warp 0 of the helper: items[n] written                  all: read it                     0
-// bar_item_free[8]    16     lane 0 of each warp: done with the item                 warp 0 of the helper: overwrite  1
+// bar_work_full[8]    1      warp 0 of the helper: work[n] written                  all: read it                     0
+// bar_work_free[8]    16     lane 0 of each warp: done with the work tile            warp 0 of the helper: overwrite  1
 // bar_k_full[s]       8      producer: lane 0 of each warp, its rows stored          owner, helper: S = Q K^T         0
 // bar_k_free[s]       64     owner, helper: P V of the warp is complete              producer: refill                 1
 // and for each of four warps
@@ -34,32 +34,32 @@
 // bar_p_full          1      helper: bytes announced; the other owner's are there    helper: rescale, O += P V        0
 // bar_p_free          1      the other helper: they are read                         owner: send the next, leave      1
 // bar_ends_full       1      helper: bytes announced; the other owner's are there    helper: epilogue                 0
-// bar_ends_free       1      the other helper: the item's rows are stored            owner: send the next, leave      1
-// NB_OWNER, NB_HELPER 128    an item's last Q K^T is complete; the next Q landed     that warpgroup: both             -
+// bar_ends_free  1      the other helper: the work tile's rows are stored            owner: send the next, leave      1
+// NB_OWNER, NB_HELPER 128    an work tile's last Q K^T is complete; the next Q landed     that warpgroup: both        -
 //
 // An arrival in the other CTA can overtake loads from shared memory that were issued before it (docs/kernels/mla_sparse_fp8_cluster.md).
 // "Read" therefore means that a product has the values.
-#include "mla/fp8_rows.cuh"
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
 #include "layout/swizzle64.cuh"
+#include "mla/fp8_rows.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = Dtype::kBf16;
-constexpr bool kV32 = kFormat == Format::kV32;
+constexpr bool kV32 = kFormat == CacheFormat::kV32;
 constexpr int kStages = kV32 ? 3 : 4;
 constexpr int kTiles = 2;
 constexpr int kColumns = kDimV / 2;  // of V, in a CTA
@@ -76,9 +76,9 @@ static_assert(2 * kRegistersConsumer + 2 * kRegistersProducer <= 65536 / kThread
 
 enum NamedBarrier : int { NB_OWNER = 1, NB_HELPER = 2 };
 
-// How far the publisher is ahead of the items that are attended: Q K^T is two blocks ahead, which may be two items, and asks for the Q
+// How far the publisher is ahead of the work tiles that are attended: Q K^T is two blocks ahead, which may be two work tiles, and asks for the Q
 // of one more.
-constexpr u32 kItemsPublished = 5;
+constexpr u32 kWorkPublished = 5;
 
 // What a warp sends at a time.
 constexpr int kVectors = 32 * 16;                       // bytes of one vector a lane
@@ -88,9 +88,9 @@ constexpr int kEndsBytes = 16 * (kMaxLogits ? 12 : 8);  // of 16 rows
 
 // Of both tiles' rows. The CTA's own are written here, the others by the other CTA.
 struct RowEnds {
-    float row_sum[kTiles * kBlockM];                   // of the item
-    float row_max[kTiles * kBlockM];                   // m_ref at the item's end, base 2
-    float row_top[kMaxLogits ? kTiles * kBlockM : 1];  // largest scores of the item, base 2
+    float row_sum[kTiles * kBlockM];                   // of the work tile
+    float row_max[kTiles * kBlockM];                   // m_ref at the work tile's end, base 2
+    float row_top[kMaxLogits ? kTiles * kBlockM : 1];  // largest scores of the work tile, base 2
 };
 
 struct SharedMemoryPlan {
@@ -111,13 +111,13 @@ struct SharedMemoryPlan {
     u64 bar_p_free[4];
     u64 bar_ends_full[4];
     u64 bar_ends_free[4];
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 // A row of the pair of tiles as (token, head) of the request.
 struct PairRow {
@@ -198,7 +198,7 @@ __device__ __forceinline__ void start_pv(SharedMemoryPlan& smem, u32 n, float (&
 }
 // The warp's P V of block n is complete.
 __device__ __forceinline__ void release_stage(SharedMemoryPlan& smem, u32 n) {
-    if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
+    if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
 }
 
 __device__ __forceinline__ void rescale(float (&o)[128], float factor0, float factor1) {
@@ -208,21 +208,21 @@ __device__ __forceinline__ void rescale(float (&o)[128], float factor0, float fa
     }
 }
 
-// Where a warpgroup's Q K^T is in the blocks of all items: ahead of its P V, also past an item's end.
+// Where a warpgroup's Q K^T is in the blocks of all work tiles: ahead of its P V, also past an work tile's end.
 template <int kBarrier>
 struct ScoreWalk {
     int tile;
-    ItemReader reader;
-    int left = 0;  // blocks of the item
+    WorkTileReader reader;
+    int left = 0;  // blocks of the work tile
 
     __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem) {
-        if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req, tile);
+        if (reader.next(smem)) start_load_q(params, smem, reader.work(smem).req, tile);
     }
     // Whether there is another block. Its Q has landed then.
     __device__ __forceinline__ bool next(SharedMemoryPlan& smem) {
         if (left == 0) {
             if (!reader.next(smem)) return false;
-            left = warp_uniform(reader.item(smem).num_blocks);
+            left = warp_uniform(reader.work(smem).num_blocks);
             cp_async_wait_all();
             fence_proxy_async();
             named_barrier_sync(kBarrier, 128);
@@ -247,7 +247,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
     if (lane_index() == 0) mbarrier_arrive_expect_tx(bar_partial_full, kPartialBytes);
     __syncwarp();
     float o[128], s[32];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     ScoreWalk<NB_OWNER> walk{tile};
     auto start_scores_of = [&](u32 block) {
@@ -281,9 +281,9 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
         MaximumFirstSoftmax softmax;
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             u32 valid_low = 0, valid_high = 0;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const u32* valid = reinterpret_cast<const u32*>(smem.valid[n % kStages]);
                 valid_low = valid[0];
                 valid_high = valid[1];
@@ -326,7 +326,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
             softmax.maximum.store(smem.ends.row_top, params.sm_scale_log2, warp_of_pair);
         mbarrier_wait_parity(smem_address(&smem.bar_ends_free[warp_idx]), ~reader.count & 1);
         __syncwarp();
-        if (has_row_scales()) {
+        if (leads_quad()) {
             const u32 bar = remote_address(smem_address(&smem.bar_ends_full[warp_idx]), peer);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -339,7 +339,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
                 if constexpr (kMaxLogits) send(smem.ends.row_top[row]);
             }
         }
-        store_rows<kDtype, PairRow>(params, smem.ends, reader.item(smem), o, warp_of_pair, tile);
+        store_rows<kDtype, PairRow>(params, smem.ends, reader.work(smem), o, warp_of_pair, tile);
     }
     mbarrier_wait_parity(smem_address(&smem.bar_p_free[warp_idx]), ~n & 1);
     mbarrier_wait_parity(smem_address(&smem.bar_ends_free[warp_idx]), ~reader.count & 1);
@@ -361,7 +361,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
     }
     __syncwarp();
     float o[128], s[32];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     ScoreWalk<NB_HELPER> walk{tile};
     auto start_scores_of = [&](u32 block) {
@@ -380,7 +380,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
         }
         walk.done(params, smem);
     };
-    if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, kItemsPublished);
+    if (publishes) publish_work<kDtype, TileRow<kBlockM>>(params, smem, kWorkPublished);
     griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
 #pragma unroll 1
@@ -393,7 +393,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
     while (reader.next(smem)) {
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             mbarrier_wait_parity(bar_p_full, n & 1);
             u32 p[16];
             const u32 src = smem_address(smem.p[warp_idx]) + lane_index() * 16;
@@ -425,14 +425,14 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
             release_stage(smem, n);
         }
         mbarrier_wait_parity(bar_ends_full, reader.count & 1);
-        store_rows<kDtype, PairRow>(params, smem.ends, reader.item(smem), o, tile * 4 + warp_idx, rank);
+        store_rows<kDtype, PairRow>(params, smem.ends, reader.work(smem), o, tile * 4 + warp_idx, rank);
         __syncwarp();
         if (lane_index() == 0) {
             mbarrier_arrive_expect_tx(bar_ends_full, kEndsBytes);
             mbarrier_arrive_remote(smem_address(&smem.bar_ends_free[warp_idx]), peer);
         }
         reader.release(smem);
-        if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, reader.count + kItemsPublished);
+        if (publishes) publish_work<kDtype, TileRow<kBlockM>>(params, smem, reader.count + kWorkPublished);
     }
     mbarrier_wait_parity(smem_address(&smem.bar_partial_free[warp_idx]), ~n & 1);
 }
@@ -447,11 +447,11 @@ struct Share {
 
     // The first three lanes have the CTA's values, the last one scales and RoPE, together with the other CTA's.
     __device__ __forceinline__ static void prefetch(const Row& row) {
-        const Place place;
+        const ProducerThread thread;
         if (row.data == nullptr) return;
         const int rank = cluster_ctarank();
-        const int value = rank * kColumns + min_int(place.quarter * 128, kColumns - 1);
-        prefetch_l2(row.data + (place.quarter < 3 ? value : kRowBytes - 1 - (rank == 0 ? 64 : 0)));
+        const int value = rank * kColumns + min_int(thread.quarter * 128, kColumns - 1);
+        prefetch_l2(row.data + (thread.quarter < 3 ? value : Fp8Row::kRowBytes - 1 - (rank == 0 ? 64 : 0)));
     }
     // MODEL1: the second CTA's last chunk is RoPE.
     __device__ __forceinline__ static bool has_values(int chunk) {
@@ -459,9 +459,9 @@ struct Share {
     }
     __device__ __forceinline__ void start(const Row& row) {
         const int rank = cluster_ctarank();
-        src = row.data != nullptr ? row.data + rank * kColumns + Place().quarter * 16 : nullptr;
+        src = row.data != nullptr ? row.data + rank * kColumns + ProducerThread().quarter * 16 : nullptr;
         if constexpr (kV32) {
-            const uint2 x = load_global_8(row.data + kScaleOffset + rank * 8, src != nullptr);
+            const uint2 x = load_global_8(row.data + Fp8Row::kScalesOffset + rank * 8, src != nullptr);
             scales[0] = x.x, scales[1] = x.y;
         } else {
             scales[0] = load_global_4(row.data + row.scale_distance + rank * 4, src != nullptr);
@@ -480,16 +480,17 @@ struct Share {
     // RoPE, which is bf16 already, is copied.
     __device__ __forceinline__ void copy_rope(const Params& params, SharedMemoryPlan& smem, u32 stage,
                                               u32 group) const {
-        const Place place;
+        const ProducerThread thread;
         const int rank = cluster_ctarank();
         const bool reads = src != nullptr;
-        const unsigned char* rope = (reads ? src - rank * kColumns : params.cache[0]) + kRopeOffset;
+        const unsigned char* rope = (reads ? src - rank * kColumns : params.cache[0]) + Fp8Row::kRopeOffset;
         if constexpr (kV32) {
             const u32 dst =
-                smem_address(smem.k_rope[stage]) + swizzle64_offset(place.block_row(), place.quarter);
+                smem_address(smem.k_rope[stage]) + swizzle64_offset(thread.block_row(), thread.quarter);
             copy_16_or_zeros(dst, rope + rank * kHalfChunkRowBytes, reads);
         } else if (rank == 1) {
-            const u32 dst = group + (kChunks - 1) * kGroupBytes + swizzle128_offset(place.row, place.quarter);
+            const u32 dst =
+                group + (kChunks - 1) * kGroupBytes + swizzle128_offset(thread.row, thread.quarter);
             copy_16_or_zeros(dst, rope, reads);
             copy_16_or_zeros(dst ^ 64, rope + 64, reads);
         }
@@ -497,8 +498,8 @@ struct Share {
     __device__ __forceinline__ void store(const Params& params, SharedMemoryPlan& smem, u32 stage,
                                           u32 group) const {
         copy_rope(params, smem, stage, group);
-        const Place place;
-        const u32 dst = group + swizzle128_offset(place.row, place.quarter * 2);
+        const ProducerThread thread;
+        const u32 dst = group + swizzle128_offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             if (!has_values(chunk)) continue;
@@ -514,7 +515,7 @@ struct Share {
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
         mbarrier_init_fence();
     } else if (thread == 32) {
 #pragma unroll

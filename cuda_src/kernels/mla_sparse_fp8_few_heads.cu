@@ -24,50 +24,51 @@
 //   softmax   | S^T(j) added up, softmax(j), P(j) stored                  | ...
 //
 // Barrier             count     arrives, after what                                waits, before what                 parity
-// bar_item_full[8]    1         the publisher: items[n] written                    all: read it                       0
-// bar_item_free[8]    24        lane 0 of each warp: done with the item            the publisher: overwrite it        1
-// bar_q_full          128       softmax: Q of the item stored                      columns: their part of S^T         0
+// bar_work_full[8]    1         the publisher: work[n] written                    all: read it                       0
+// bar_work_free[8]    24   lane 0 of each warp: done with the work tile            the publisher: overwrite it        1
+// bar_q_full     128       softmax: Q of the work tile stored                      columns: their part of S^T         0
 // bar_raw_full[s]     132       producer: every thread's copies landed; lane 0     softmax, columns: read the rows    0
 //                               of each warp, validity written
 // bar_raw_free[s]     20        lane 0 of each warp of both: rows read             producer: refill                   1
 // bar_p_full[p]       128       softmax: P, row scales stored, parts read          columns: rescale, O^T += V^T P^T,   0
 //                                                                                  write the next block's parts
 // bar_p_free[p]       16        lane 0 of each warp of columns: V^T P^T complete   softmax: overwrite them            1
-// bar_sum_full        128       softmax: sums and units of the item written,       columns: epilogue; write the       0
-//                               parts of its last block read                       next item's first parts
-// bar_sum_free        512       columns: the item's rows are stored                softmax: write the next item's     1
+// bar_sum_full   128       softmax: sums and units of the work tile written,       columns: epilogue; write the       0
+//                          parts of its last block read                       next work tile's first parts
+// bar_sum_free        512       columns: the work tile's rows are stored      softmax: write the next work tile's     1
 // NB_SOFTMAX          128       softmax: Q, warps' maxima, warps' sums written     softmax: use them                  -
 // NB_VOTE             128       softmax: whether something outgrew its reference   softmax: follow it                 -
 // NB_PART_FULL        640       columns: their parts of S^T written, so Q read     softmax: add them up; at an        -
-//                                                                                  item's end overwrite Q
-// NB_HALF + h         256       columns of half h: magnitudes written              the same: scale of the piece       -
+//                                                                             work tile's end overwrite Q
+// NB_HALF + h         256       columns of half h: magnitudes written              the same: scale of the split       -
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/cache_rows.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8, "LOAD_BYTES is what addresses of rows are multiples of");
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kHeads = 16;
 constexpr int kStages = 4;
-constexpr int kPSlots = 2;
+constexpr int kPStages = 2;
 constexpr int kGroups = 4;  // of columns with a scale; one for each warpgroup of columns
 constexpr int kGroupCols = 128;
-constexpr int kScaleOffset = 512, kRopeOffset = 528;  // bytes into a row
+using Fp8Row = CacheRow<CacheFormat::kV32>;
 
 constexpr int kThreads = 768;
 constexpr int kProducerWarps = 4;
@@ -91,36 +92,36 @@ struct SharedMemoryPlan {
     } raw[kStages];                                                // 163,840 B
     unsigned char q[kGroups][2][kHeadsBytes];                      // 16,384 B: float16
     unsigned char q_rope[kHeadsBytes];                             //  2,048 B: bf16
-    unsigned char p[kPSlots][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
-    float4 part[kGroups][2][128];                    // 16,384 B: of S^T, as the accumulators of 128 threads
+    unsigned char p[kPStages][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
+    float4 part[kGroups][2][128];                     // 16,384 B: of S^T, as the accumulators of 128 threads
     float scale[kStages][kGroups][kBlockTokens];
-    float factor[kHeads];                       // on scores, makes them base 2
-    float row_scale[kPSlots][kGroups][kHeads];  // factor on O before the block's V^T P^T
-    u32 rescale[kPSlots];                       // whether it is to be applied
+    float factor[kHeads];                        // on scores, makes them base 2
+    float row_scale[kPStages][kGroups][kHeads];  // factor on O before the block's V^T P^T
+    u32 rescale[kPStages];                       // whether it is to be applied
     float warp_max[4][kHeads];
     float warp_unit[4][kGroups];
     float warp_sum[4][kHeads];
-    float row_sum[kHeads];  // of the item
-    float row_max[kHeads];  // m_ref at the item's end, base 2
-    float unit[kGroups];    // of O at the item's end
+    float row_sum[kHeads];  // of the work tile
+    float row_max[kHeads];  // m_ref at the work tile's end, base 2
+    float unit[kGroups];    // of O at the work tile's end
     float warp_top[4 * kGroups][kHeads];
     u16 valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_q_full;
     u64 bar_raw_full[kStages];
     u64 bar_raw_free[kStages];
-    u64 bar_p_full[kPSlots];
-    u64 bar_p_free[kPSlots];
+    u64 bar_p_full[kPStages];
+    u64 bar_p_free[kPStages];
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
     float warp_row_top[kMaxLogits ? 4 : 1][kHeads];
-    float row_top[kMaxLogits ? kHeads : 1];  // largest scores of the item, base 2
+    float row_top[kMaxLogits ? kHeads : 1];  // largest scores of the work tile, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kHeads>;
 
@@ -130,7 +131,7 @@ __device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 
 
 // ---- Softmax -----------------------------------------------------------------------------------------------------------
 
-// Brings the Q of an item to shared memory: each row times a power of two, float16 beside K's e4m3, bf16 beside RoPE. Rows past
+// Brings the Q of an work tile to shared memory: each row times a power of two, float16 beside K's e4m3, bf16 beside RoPE. Rows past
 // the last are zero. Eight lanes a row.
 //
 // A group's columns lie in the order in which `Keys` has K's: column 32 t + 4 s + 2 h + e at 16 s + 8 h + 2 t + e.
@@ -184,7 +185,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 
 constexpr float kLazyUnits =
     128.0f;  // a unit follows a scale that is more of them: 2^8 x 128 < 65504, float16's largest
-constexpr float kInverseOfLeast = 0x1p126f;  // of the least unit, which an item begins with
+constexpr float kInverseOfLeast = 0x1p126f;  // of the least unit, which an work tile begins with
 
 // The power of two at or below a scale that is in a float's normal range, as its inverse.
 __device__ __forceinline__ float inverse_unit(float scale) {
@@ -213,10 +214,10 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
     // This lane's 16 bytes of P^T: heads 8 (lane / 16) + lane % 8, tokens of the warp's half lane / 8 % 2
     const u32 smem_p = smem_address(smem.p[0][0]) + lane_idx / 16 * kGroupBytes +
                        swizzle128_offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        load_q(params, smem, reader.item(smem).req);
+        load_q(params, smem, reader.work(smem).req);
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.bar_q_full));
         named_barrier_sync(NB_SOFTMAX, 128);
@@ -225,8 +226,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         float inverse[kGroups];  // of the units
 #pragma unroll
         for (int i = 0; i < 4; ++i) m[i] = largest[i] = -kInfinity, l[i] = 0.0f, inverse[i] = kInverseOfLeast;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            const u32 stage = n % kStages, slot = n % kPSlots;
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages, p_stage = n % kPStages;
             mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
             fence_proxy_async();  // the rows were copied by cp.async
             float s[8];
@@ -273,9 +274,9 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
                 outgrown |= fmaxf(fabsf(scale[g][0]), fabsf(scale[g][1])) * inverse[g] > kLazyUnits;
-            mbarrier_wait_parity(smem_address(&smem.bar_p_free[slot]), ~(n / kPSlots) & 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free[p_stage]), ~(n / kPStages) & 1);
             const bool follows = named_barrier_any(NB_VOTE, 128, outgrown);
-            if (warp_idx == 0 && lane_idx == 0) smem.rescale[slot] = follows;
+            if (warp_idx == 0 && lane_idx == 0) smem.rescale[p_stage] = follows;
             if (follows) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -306,7 +307,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                     l[i] *= shrink;
                     if (warp_idx == 0 && writes_heads) {
 #pragma unroll
-                        for (int g = 0; g < kGroups; ++g) smem.row_scale[slot][g][head] = shrink * change[g];
+                        for (int g = 0; g < kGroups; ++g)
+                            smem.row_scale[p_stage][g][head] = shrink * change[g];
                     }
                 }
             }
@@ -325,10 +327,10 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
                     p[k] = pack_16bit<Dtype::kF16>(s[2 * k] * units[k % 2], s[2 * k + 1] * units[k % 2]);
-                stmatrix_x4_trans(smem_p + (slot * kGroups + g) * kHeadsBytes, p[0], p[1], p[2], p[3]);
+                stmatrix_x4_trans(smem_p + (p_stage * kGroups + g) * kHeadsBytes, p[0], p[1], p[2], p[3]);
             }
             fence_proxy_async();
-            mbarrier_arrive(smem_address(&smem.bar_p_full[slot]));
+            mbarrier_arrive(smem_address(&smem.bar_p_full[p_stage]));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -407,15 +409,15 @@ struct Values {
 
 // Stores the columns of `group`: of each of the thread's heads the four from `column` on.
 __device__ __forceinline__ void store_columns(const Params& params, SharedMemoryPlan& smem,
-                                              const WorkItem& item, float (&o)[2][8], int group,
+                                              const WorkTile& work, float (&o)[2][8], int group,
                                               int warp_idx) {
     const int lane_idx = lane_index();
     const float unit = smem.unit[group];
 #pragma unroll
     for (int j = 0; j < 8; ++j) o[0][j] *= unit, o[1][j] *= unit;
     const int quad = lane_idx / 4, half = group / 2;
-    const bool is_piece = item.slot >= 0;
-    if (is_piece) {
+    const bool is_split = work.split_idx >= 0;
+    if (is_split) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int j = accumulator_of(i);
@@ -436,20 +438,20 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
         if (!row.valid) continue;
         const float sum = smem.row_sum[head];
         const float lse_log2 = smem.row_max[head] + log2_approx(sum);
-        if (is_piece) {
+        if (is_split) {
             float top = 0.0f;
 #pragma unroll
             for (int w = 0; w < 8; ++w) top = fmaxf(top, smem.warp_top[8 * half + w][head]);
-            const PieceScale scale(top);
-            const i64 accum_row = piece_row(params, item.slot, row);
+            const SplitScale scale(top);
+            const i64 accum_row = split_row(params, work.split_idx, row);
             if (writes_scalars && group % 2 == 0) {
                 if (half == 0) {
                     params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
-                    store_piece_top(params, smem, accum_row, head);
+                    store_split_top(params, smem, accum_row, head);
                 }
                 params.o_scale_log2[accum_row * kScaleHalves + half] = smem.row_max[head] + scale.log2();
             }
-            // The order of mla/pieces.cuh: 32 columns are four units, and a thread has a word of two of them
+            // The order of mla/splits.cuh: 32 columns are four units, and a thread has a word of two of them
             const i64 unit = (accum_row * 2 + half) * kUnitsPerHalf<kDtype> + 4 * (group % 2 * 4 + warp_idx) +
                              2 * (quad % 2);
             u32* words = static_cast<u32*>(params.o_accum) + unit * 4 + quad / 2;
@@ -457,13 +459,13 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
             words[4] = pack_16bit<Dtype::kF16>(o[1][j] * scale.factor, o[1][j + 2] * scale.factor);
         } else {
             if (writes_scalars && group == 0) {
-                const i64 index = lse_index(params, item.req, row);
+                const i64 index = lse_index(params, work.req, row);
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, head);
             }
             float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
             if (sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
-            store_global_8(out_address(params, item.req, row) + group * kGroupCols + 32 * warp_idx + 4 * quad,
+            store_global_8(out_address(params, work.req, row) + group * kGroupCols + 32 * warp_idx + 4 * quad,
                            make_uint2(pack_16bit<kDtype>(o[0][j] * factor, o[0][j + 2] * factor),
                                       pack_16bit<kDtype>(o[1][j] * factor, o[1][j + 2] * factor)));
         }
@@ -502,7 +504,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
 #pragma unroll
         for (int j = 0; j < 8; ++j) part[j] *= j & 2 ? scale1 : scale0;
     };
-    // The parts of the block before have been read: P of that block is there, or its item's sums are
+    // The parts of the block before have been read: P of that block is there, or its work tile's sums are
     auto store_part = [&]() {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -512,18 +514,18 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         named_barrier_arrive(NB_PART_FULL, kPartThreads);
     };
     float o[2][8];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
 #pragma unroll
         for (int j = 0; j < 8; ++j) o[0][j] = o[1][j] = 0.0f;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), reader.count & 1);
         multiply_keys(n);
         store_part();
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            const u32 stage = n % kStages, slot = n % kPSlots;
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages, p_stage = n % kPStages;
             // Under this block's softmax
             if (left > 1) multiply_keys(n + 1);
             const int column = 32 * warp_idx + lane_index() / 4 * 4;  // the thread's first of the group
@@ -532,12 +534,12 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                         swizzle128_offset(lane_index() % 4 * 2, column / 16) + column % 16);
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full[slot]), n / kPSlots & 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full[p_stage]), n / kPStages & 1);
             if (left > 1) store_part();
-            if (smem.rescale[slot]) {
+            if (smem.rescale[p_stage]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float change = smem.row_scale[slot][group][head_of(i)];
+                    const float change = smem.row_scale[p_stage][group][head_of(i)];
 #pragma unroll
                     for (int tile = 0; tile < 2; ++tile) {
                         o[tile][accumulator_of(i)] *= change;
@@ -545,7 +547,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                     }
                 }
             }
-            const u64 desc_p = descriptor_k_major(smem_address(smem.p[slot][group]));
+            const u64 desc_p = descriptor_k_major(smem_address(smem.p[p_stage][group]));
             wgmma_pin(o[0]);
             wgmma_pin(o[1]);
             wgmma_fence();
@@ -562,10 +564,10 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             wgmma_pin(o[0]);
             wgmma_pin(o[1]);
             __syncwarp();
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free[slot]));
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free[p_stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_columns(params, smem, reader.item(smem), o, group, warp_idx);
+        store_columns(params, smem, reader.work(smem), o, group, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
@@ -574,27 +576,27 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
 // ---- Producer ----------------------------------------------------------------------------------------------------------
 
 // A warp has 16 rows of a block. Lanes 0 to 15 find one each, and eight lanes copy a row.
-struct Place {
+struct FoundRow {
     __device__ __forceinline__ int block_row() const {
         return threadIdx.x / 32 % kProducerWarps * kWarpRows + threadIdx.x % kWarpRows;
     }
 };
-using RowSelection = Selection<Place>;
+using RowSelection = Selection<FoundRow>;
 
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
+        const WorkTile& work = reader.work(smem);
         RowSelection selection;
-        selection.start(params, item);
+        selection.start(params, work);
 #pragma unroll 1
-        for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(work.num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             const unsigned char* found = row_address(params, selection);
             const u32 valid = __ballot_sync(0xffffffff, found != nullptr);
-            selection.advance(params, item);
+            selection.advance(params, work);
             mbarrier_wait_parity(smem_address(&smem.bar_raw_free[stage]), ~(n / kStages) & 1);
             if (lane_idx == 0) smem.valid[stage][warp_idx] = valid;
             const u32 values =
@@ -612,9 +614,11 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
                 for (int g = 0; g < kGroups; ++g) {
                     copy_16_or_zeros(dst + g * kChunkBytes, row + g * kGroupCols + lane_idx % 8 * 16, reads);
                 }
-                copy_16_or_zeros(dst + kGroups * kChunkBytes, row + kRopeOffset + lane_idx % 8 * 16, reads);
+                copy_16_or_zeros(dst + kGroups * kChunkBytes, row + Fp8Row::kRopeOffset + lane_idx % 8 * 16,
+                                 reads);
                 if (lane_idx % 8 < kGroups) {
-                    cp_async_4_or_zeros(scales + copied * 4, row + kScaleOffset + lane_idx % 4 * 4, reads);
+                    cp_async_4_or_zeros(scales + copied * 4, row + Fp8Row::kScalesOffset + lane_idx % 4 * 4,
+                                        reads);
                 }
             }
             const u32 bar = smem_address(&smem.bar_raw_full[stage]);
@@ -630,7 +634,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
@@ -638,9 +642,9 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
             mbarrier_init(smem_address(&smem.bar_raw_free[stage]), 4 + 4 * kGroups);
         }
 #pragma unroll
-        for (int slot = 0; slot < kPSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_p_full[slot]), 128);
-            mbarrier_init(smem_address(&smem.bar_p_free[slot]), 4 * kGroups);
+        for (int stage = 0; stage < kPStages; ++stage) {
+            mbarrier_init(smem_address(&smem.bar_p_full[stage]), 128);
+            mbarrier_init(smem_address(&smem.bar_p_free[stage]), 4 * kGroups);
         }
         mbarrier_init(smem_address(&smem.bar_q_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);

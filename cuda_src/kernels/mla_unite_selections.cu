@@ -10,19 +10,19 @@
 // Rows are ascending and each comes once. If a token selects a row more than once, the row comes again after
 // all others, as often as needed.
 //
-// Word t of a block, t < group_tokens, has the bits of the rows that token t selects. Word group_tokens has the
-// bits of the rows with NaN or Inf in V. The other words are not written.
+// Word t of a block, t < group_tokens, has the bits of the rows that token t selects. Word group_tokens has
+// the bits of the rows with NaN or Inf in V. The other words are not written.
 //
-// A row has probability 0 for the tokens of the group that do not select it. That does not keep NaN and Inf out
-// of their results, since 0 * NaN is NaN. So a row with NaN or Inf becomes -1 in `rows` and is not read by
-// attention, which sets the scores of the tokens that select it to NaN.
+// A row has probability 0 for the tokens of the group that do not select it. That does not keep NaN and Inf
+// out of their results, since 0 * NaN is NaN. So a row with NaN or Inf becomes -1 in `rows` and is not read
+// by attention, which sets the scores of the tokens that select it to NaN.
 //
 // Grid: x = groups. Shared memory has one byte for each row of the cache, and token t sets bit t of the rows
 // it selects. If the bit is already set, the pair of token and row goes to a list. The marked rows are then
-// moved to `rows` in order, and the next round does the same with the pairs of the list. How many rounds a row
-// takes part in depends on how often a token selects it and not on the order of the threads, so the result is
-// deterministic. The list is stored at the end of the group's `rows`. There is room for it: marked rows and list
-// together have at most as many entries as the group has indices.
+// moved to `rows` in order, and the next round does the same with the pairs of the list. How many rounds a
+// row takes part in depends on how often a token selects it and not on the order of the threads, so the
+// result is deterministic. The list is stored at the end of the group's `rows`. There is room for it: marked
+// rows and list together have at most as many entries as the group has indices.
 #include "common/types.cuh"
 #include "mla/plan.cuh"
 #include "ptx/memory.cuh"

@@ -50,7 +50,7 @@ __device__ __forceinline__ void max_magnitudes(float (&top)[2], float a0, float 
         : "f"(a0), "f"(a1), "f"(b0), "f"(b1));
 }
 
-// The lane's pairs of four groups times `factor` in float16, or of two groups in float32: a unit of a piece (mla/pieces.cuh).
+// The lane's pairs of four groups times `factor` in float16, or of two groups in float32: a unit of a split (mla/splits.cuh).
 __device__ __forceinline__ void store_unit_f16(uint4* dst, float factor, float a0, float a1, float b0,
                                                float b1, float c0, float c1, float d0, float d1) {
     asm volatile(

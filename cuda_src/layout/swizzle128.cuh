@@ -6,7 +6,7 @@
 //   byte(row, col) = (col / 64) * 8192 + row * 128 + (((col % 64) / 8) ^ (row % 8)) * 16 + (col % 8) * 2.
 //
 // The rows of a tile that warps fill for themselves go group by group instead ("group-major"), so that a warp's share is in one
-// piece: eight rows of all chunks, 1,024 bytes each, then the next eight rows.
+// split: eight rows of all chunks, 1,024 bytes each, then the next eight rows.
 //
 // Matrix descriptor (PTX ISA, "Matrix Descriptor Format"; all three addresses in 16-byte units):
 //   bits 0-13 start address, 16-29 leading byte offset (LBO), 32-45 stride byte offset (SBO), 62-63 swizzle (1 = 128 B).

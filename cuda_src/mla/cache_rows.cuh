@@ -12,33 +12,35 @@
 // eight lanes' second vectors are RoPE.
 #pragma once
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 
-enum class CacheLayout : int { kV32 = 0, kModel1 = 1, kBf16Wide = 2, kBf16Narrow = 3 };
+enum class CacheFormat : int { kV32 = 0, kModel1 = 1, kBf16Wide = 2, kBf16Narrow = 3 };
 
 constexpr int kUnitTokens = 4;                 // of a warp at a time
 constexpr int kTokenLanes = 32 / kUnitTokens;  // the own token of lane l is number l / kTokenLanes of them
 constexpr int kVectorColumns = 8;
 constexpr int kLaneVectors = 2;  // per token
-constexpr int kDimRope = 64;
 constexpr int kRopeVectors = kDimRope / kVectorColumns;
 static_assert(kUnitTokens * kRopeVectors == 32, "one RoPE vector of a unit per lane");
 
-template <CacheLayout kLayout>
+template <CacheFormat kFormat>
 struct CacheRow {
-    static constexpr bool kQuantized = kLayout == CacheLayout::kV32 || kLayout == CacheLayout::kModel1;
-    static constexpr bool kWide = kLayout == CacheLayout::kV32 || kLayout == CacheLayout::kBf16Wide;
+    static constexpr bool kQuantized = kFormat == CacheFormat::kV32 || kFormat == CacheFormat::kModel1;
+    static constexpr bool kWide = kFormat == CacheFormat::kV32 || kFormat == CacheFormat::kBf16Wide;
     static constexpr int kDimNope = kWide ? 512 : 448;
     static constexpr int kDimQk = kDimNope + kDimRope;
-    static constexpr int kNopeVectors = kDimNope / kVectorColumns;
     static constexpr int kTile = kWide ? 128 : 64;             // values per scale
     static constexpr int kTileLanes = kTile / kVectorColumns;  // lanes that share a scale
     static constexpr int kTilesPerPass =
         32 / kTileLanes;  // tile of vector v of lane l: l / kTileLanes + v * this
     static constexpr int kValueBytes = kQuantized ? 1 : 2;
-    static constexpr int kScalesBytes = kLayout == CacheLayout::kV32 ? 16 : 8;
+    static constexpr int kScaleBytes = kFormat == CacheFormat::kV32 ? 4 : 1;
+    static constexpr int kScalesBytes = kFormat == CacheFormat::kV32 ? 16 : 8;  // of a token
+    static constexpr int kScalesOffset = kDimNope;                              // V3.2: into the row
     static constexpr int kRopeOffset =
-        kDimNope * kValueBytes + (kLayout == CacheLayout::kV32 ? kScalesBytes : 0);
-    static constexpr int kRowBytes = kRopeOffset + 2 * kDimRope;  // MODEL1: without its scales
+        kDimNope * kValueBytes + (kFormat == CacheFormat::kV32 ? kScalesBytes : 0);
+    static constexpr int kRowBytes = kRopeOffset + 2 * kDimRope;                 // MODEL1: without its scales
+    static constexpr int kAlignment = kFormat == CacheFormat::kModel1 ? 8 : 16;  // of rows, in bytes
 
     // Whether a lane's vector `v` is RoPE; it is RoPE vector rope_vector(lane) then.
     __device__ static __forceinline__ bool is_rope(int lane_idx, int v) {
@@ -51,7 +53,8 @@ struct CacheRow {
         return static_cast<i64>(token) * (kQuantized ? kRowBytes : token_stride);
     }
     __device__ static __forceinline__ i64 scales_offset(int token, int page_block_size) {
-        if constexpr (kLayout == CacheLayout::kV32) return static_cast<i64>(token) * kRowBytes + kDimNope;
+        if constexpr (kFormat == CacheFormat::kV32)
+            return static_cast<i64>(token) * kRowBytes + kScalesOffset;
         return static_cast<i64>(page_block_size) * kRowBytes + static_cast<i64>(token) * kScalesBytes;
     }
 };

@@ -3,9 +3,9 @@
 // The last box of a request is shifted so that its valid tokens are the last ones of the page read; rows before
 // the page's first are out of range and arrive as zeros. Tokens past the length are never in shared memory.
 #pragma once
-#include "mla/output.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/output.cuh"
 #include "mla/plan.cuh"
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
@@ -29,7 +29,7 @@ struct Params {
     const int* num_splits;
     u16* out;
     float* lse;     // [b, h_q, s_q]
-    void* o_accum;  // pieces: mla/pieces.cuh
+    void* o_accum;  // splits: mla/splits.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
     i64 q_stride_b, q_stride_s, q_stride_h;  // elements, as all strides
@@ -41,7 +41,7 @@ struct Params {
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
     int max_seqlen;  // that a row of block_table has room for
-    int num_slots;
+    int max_splits;
     int object_layout;
     int causal;
     float sm_scale_log2;

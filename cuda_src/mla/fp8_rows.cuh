@@ -6,40 +6,35 @@
 //   store(params, smem, stage, group)  converts them and stores them to the warp's group of the stage
 // Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
-#include "mla/items.cuh"
-#include "mla/selection.cuh"
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
+#include "mla/cache_rows.cuh"
+#include "mla/plan.cuh"
+#include "mla/selection.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
-#include "mla/plan.cuh"
 
-enum class Format : int { kV32 = 0, kModel1 = 1 };
-constexpr Format kFormat = static_cast<Format>(FORMAT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
+using Fp8Row = CacheRow<kFormat>;
 static_assert(FORMAT == 0 || FORMAT == 1, "FORMAT must be 0 (V3.2) or 1 (MODEL1)");
-static_assert(D_QK == (kFormat == Format::kV32 ? 576 : 512), "D_QK of V3.2 is 576, of MODEL1 512");
+static_assert(D_QK == Fp8Row::kDimQk, "D_QK of V3.2 is 576, of MODEL1 512");
 static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8,
               "LOAD_BYTES is what addresses of rows are multiples of: 16 or 8");
-
-constexpr int kFp8Values = kFormat == Format::kV32 ? 512 : 448;
-constexpr int kRopeOffset = kFormat == Format::kV32 ? 528 : 448;  // bytes into an FP8 row
-constexpr int kScaleOffset = 512;                                 // of V3.2
-constexpr int kModel1RowBytes = 576, kModel1ScaleBytes = 8;
-constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
 
 constexpr int kProducerWarps = 8;  // each has a group of a block's rows
 static_assert(kProducerWarps * kGroupRows == kBlockTokens);
 
-// A producer thread's place. Its warp has eight rows of a block, a group of the tile. It shares one of them with three other lanes,
+// A producer thread's thread. Its warp has eight rows of a block, a group of the tile. It shares one of them with three other lanes,
 // taking 16 bytes of every 64. Worked out where it is needed: registers are short.
-struct Place {
+struct ProducerThread {
     int warp_idx, row, quarter;
 
-    __device__ __forceinline__ Place() {
+    __device__ __forceinline__ ProducerThread() {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp_idx = thread / 32 % kProducerWarps;
@@ -55,7 +50,7 @@ struct Row {
     int scale_distance;         // MODEL1: bytes from the row to its scales
 };
 
-using RowSelection = Selection<Place>;
+using RowSelection = Selection<ProducerThread>;
 
 // The row of the block that is next.
 __device__ __forceinline__ Row find_row(const Params& params, const RowSelection& selection) {
@@ -73,7 +68,8 @@ __device__ __forceinline__ Row find_row(const Params& params, const RowSelection
     Row row;
     row.data = cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
     if (slot >= slots) row.data = nullptr;
-    row.scale_distance = page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
+    row.scale_distance =
+        page_size * Fp8Row::kRowBytes - row_in_page * (Fp8Row::kRowBytes - Fp8Row::kScalesBytes);
     return row;
 }
 
@@ -121,10 +117,10 @@ template <class Smem>
 __device__ __forceinline__ u32 open_stage(Smem& smem, u32 n, bool valid) {
     const u32 stage = n % kStagesOf<Smem>, round = n / kStagesOf<Smem>;
     mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~round & 1);
-    const Place place;
-    const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << place.row);
-    if (lane_index() == 0) smem.valid[stage][place.warp_idx] = bits;
-    return smem_address(smem.k[stage]) + place.warp_idx * (sizeof(Smem::k[0]) / kProducerWarps);
+    const ProducerThread thread;
+    const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << thread.row);
+    if (lane_index() == 0) smem.valid[stage][thread.warp_idx] = bits;
+    return smem_address(smem.k[stage]) + thread.warp_idx * (sizeof(Smem::k[0]) / kProducerWarps);
 }
 // The warp's rows of block n are stored.
 template <class Smem>
@@ -132,18 +128,18 @@ __device__ __forceinline__ void announce_rows(Smem& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStagesOf<Smem>]));
 }
 
-// Blocks n to end - 1, all of one item. While a block is stored the next one's rows are on their way to L2;
+// Blocks n to end - 1, all of one work tile. While a block is stored the next one's rows are on their way to L2;
 // its first values are asked for right after, while its stage may still be in use.
 template <class Share, class Smem>
 __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSelection& selection,
-                                        const WorkItem& item, u32 n, u32 end) {
+                                        const WorkTile& work, u32 n, u32 end) {
     Row next = find_row(params, selection);
-    selection.advance(params, item);
+    selection.advance(params, work);
     Share share;
     auto step = [&]() {
         const Row after = find_row(params, selection);
         Share::prefetch(after);
-        selection.advance(params, item);
+        selection.advance(params, work);
         share.start(next);
         next = after;
     };
@@ -160,18 +156,18 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
     }
 }
 
-// The part's first item nearly always begins where the part does: rows of its first block are on their way to L2 before it is known.
+// The partition's first work tile nearly always begins where the partition does: rows of its first block are on their way to L2 before it is known.
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     const PlanRow plan = plan_row(params);
     if (plan.begin_req > plan.end_req) return;
-    WorkItem item;
-    item.req = plan.begin_req;
-    item.seqlen = params.tokens().main(item.req);
-    item.first_block = max_int(plan.begin_block, 0);
-    item.num_blocks = 1;
+    WorkTile work;
+    work.req = plan.begin_req;
+    work.seqlen = params.tokens().main(work.req);
+    work.first_block = max_int(plan.begin_block, 0);
+    work.num_blocks = 1;
     RowSelection selection;
-    selection.start(params, item);
+    selection.start(params, work);
     Share::prefetch(find_row(params, selection));
 }
 
@@ -180,14 +176,14 @@ __device__ __forceinline__ void producer_warp(const Params& params, Smem& smem) 
     griddepcontrol_wait();  // before indices are read
     griddepcontrol_launch_dependents();
     prefetch_first_block<Share>(params);
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
-        const u32 end = n + warp_uniform(item.num_blocks);
+        const WorkTile& work = reader.work(smem);
+        const u32 end = n + warp_uniform(work.num_blocks);
         RowSelection selection;
-        selection.start(params, item);
-        produce<Share>(params, smem, selection, item, n, end);
+        selection.start(params, work);
+        produce<Share>(params, smem, selection, work, n, end);
         n = end;
     }
 }

@@ -1,12 +1,12 @@
 // What the sparse decode kernels share: their parameters, the rows of a tile, and the walk through what a query token selects.
 // LOAD_BYTES and MAX_LOGITS are the kernel's.
 #pragma once
-#include "mla/output.cuh"
 #include "common/division.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "ptx/memory.cuh"
+#include "mla/output.cuh"
 #include "mla/plan.cuh"
+#include "ptx/memory.cuh"
 
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
 constexpr bool kMaxLogits = MAX_LOGITS;
@@ -22,7 +22,7 @@ struct Params {
     const int* num_splits;
     u16* out;
     float* lse;     // [b, h_q, s_q]
-    void* o_accum;  // pieces: mla/pieces.cuh
+    void* o_accum;  // splits: mla/splits.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
 #if MAX_LOGITS
@@ -41,7 +41,7 @@ struct Params {
     int page_shift[2];
     int b, s_q, h_q;
     int head_tiles;
-    int num_slots;
+    int max_splits;
     int object_layout;
     float sm_scale_log2;
 #if MAX_LOGITS
@@ -69,53 +69,53 @@ struct TileRow {
 
 // Walks what one query token of a request selects, block by block: from the cache, then from the extra one.
 //
-// `Place` is constructed by a thread and tells which row of a block is the thread's.
-template <class Place>
+// `BlockRow` is constructed by a thread and tells which row of a block is the thread's.
+template <class BlockRow>
 struct Selection {
     const int* src;     // of the thread's row in the block that is next
     int left;           // indices of the same cache from there on
     int blocks_before;  // blocks up to the extra cache's first; 0 in that one
     int index;          // of the block that is next, loaded; -1 past the last
 
-    __device__ __forceinline__ void enter_cache(const Params& params, const WorkItem& item, int c, int block,
+    __device__ __forceinline__ void enter_cache(const Params& params, const WorkTile& work, int c, int block,
                                                 int end_block) {
-        const Place place;
-        const int req = item.req;
-        const int first = block * kBlockTokens + place.block_row();
+        const BlockRow thread;
+        const int req = work.req;
+        const int first = block * kBlockTokens + thread.block_row();
         const i64 token = blockIdx.x / params.head_tiles;
         src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
-        left = min_int(c ? params.tokens().extra(req) : item.seqlen, end_block * kBlockTokens) - first;
+        left = min_int(c ? params.tokens().extra(req) : work.seqlen, end_block * kBlockTokens) - first;
     }
     __device__ __forceinline__ void load() {
         index = -1;
         if (left > 0) index = load_global(src);
     }
-    // From an item's first block on.
-    __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
-        const int blocks = ceil_div(item.seqlen, kBlockTokens);
-        const bool extra = item.first_block >= blocks;
+    // From an work tile's first block on.
+    __device__ __forceinline__ void start(const Params& params, const WorkTile& work) {
+        const int blocks = ceil_div(work.seqlen, kBlockTokens);
+        const bool extra = work.first_block >= blocks;
         const int skipped = extra ? blocks : 0;
-        blocks_before = extra ? 0 : blocks - item.first_block;
-        enter_cache(params, item, extra, item.first_block - skipped,
-                    item.first_block + item.num_blocks - skipped);
+        blocks_before = extra ? 0 : blocks - work.first_block;
+        enter_cache(params, work, extra, work.first_block - skipped,
+                    work.first_block + work.num_blocks - skipped);
         load();
     }
     // To the block after it.
-    __device__ __forceinline__ void advance(const Params& params, const WorkItem& item) {
+    __device__ __forceinline__ void advance(const Params& params, const WorkTile& work) {
         src += kBlockTokens;
         left -= kBlockTokens;
         if (blocks_before > 0 && --blocks_before == 0) {
-            enter_cache(params, item, 1, 0,
-                        item.first_block + item.num_blocks - ceil_div(item.seqlen, kBlockTokens));
+            enter_cache(params, work, 1, 0,
+                        work.first_block + work.num_blocks - ceil_div(work.seqlen, kBlockTokens));
         }
         load();
     }
 };
 
 // Where the row of the block that is next lies, or null.
-template <class Place>
+template <class BlockRow>
 __device__ __forceinline__ const unsigned char* row_address(const Params& params,
-                                                            const Selection<Place>& selection) {
+                                                            const Selection<BlockRow>& selection) {
     const int c = selection.blocks_before == 0;
     const u32 slot = selection.index;
     if (slot >= params.cache_slots[c]) return nullptr;

@@ -24,7 +24,7 @@ def _rows_per_cta(is_paged: bool) -> int:
 @cache
 def spec(layout: CacheLayout, is_paged: bool) -> jit.KernelSpec:
     """The variant of a layout."""
-    defines = (("LAYOUT", layout.code), ("PAGED", int(is_paged)))
+    defines = (("FORMAT", layout.code), ("PAGED", int(is_paged)))
     return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS[is_paged], smem_bytes=0)
 
 

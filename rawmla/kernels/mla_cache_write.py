@@ -21,7 +21,7 @@ _TOKENS_PER_CTA = _THREADS // 32 * UNIT_TOKENS
 @cache
 def spec(layout: CacheLayout, has_slots: bool) -> jit.KernelSpec:
     """The variant of a layout."""
-    defines = (("LAYOUT", layout.code), ("SLOTS", int(has_slots)))
+    defines = (("FORMAT", layout.code), ("SLOTS", int(has_slots)))
     return jit.KernelSpec("mla_cache_write", defines, threads=_THREADS, smem_bytes=0)
 
 

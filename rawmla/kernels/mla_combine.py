@@ -80,8 +80,8 @@ def spec(dtype: str, mapping: Mapping, max_logits: bool = False) -> jit.KernelSp
         (
             ("DTYPE", DTYPES[dtype]),
             ("MAX_LOGITS", max_logits),
-            ("PIECES_AT_ONCE", mapping.pieces_at_once),
-            ("PIECE_GROUPS", mapping.piece_groups),
+            ("SPLITS_AT_ONCE", mapping.pieces_at_once),
+            ("SPLIT_GROUPS", mapping.piece_groups),
             ("ROWS_AT_ONCE", mapping.rows_at_once),
         ),
         threads=mapping.threads,
