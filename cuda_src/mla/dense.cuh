@@ -1,7 +1,9 @@
-// What the dense decode kernels share: parameters, the query rows of a tile, and where a request's tokens lie in the cache.
+// What the dense decode kernels share: their parameters, the query rows of a tile, and where the tokens of a
+// request are in the cache.
 //
-// The last box of a request is shifted so that its valid tokens are the last ones of the page read; rows before
-// the page's first are out of range and arrive as zeros. Tokens past the length are never in shared memory.
+// A box is the range of a page that one TMA load reads. The last box of a request is moved back so that it
+// ends with the last token of the request. In front of that token it has earlier tokens of the page, or zeros
+// where it begins before the page. The softmax masks both. Tokens past the length are never in shared memory.
 #pragma once
 #include "common/types.cuh"
 #include "layout/swizzle128.cuh"
@@ -40,7 +42,7 @@ struct Params {
     int rows;         // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
-    int max_seqlen;  // that a row of block_table has room for
+    int max_seqlen;  // tokens that a row of block_table has room for
     int max_splits;
     int object_layout;
     int causal;
@@ -53,7 +55,7 @@ __device__ __forceinline__ int token_of_row(const Params& params, int row) {
     return params.heads_per_kv == 1 ? row : __umulhi(row, params.heads_magic);
 }
 
-// A row of the CTA's tile as (token, head) of the request.
+// A row of the CTA's tile, as a token and a head of the request.
 struct RowIndex {
     int token, head;
     bool valid;
@@ -66,7 +68,7 @@ struct RowIndex {
     }
 };
 
-// The page of a request's token, which is the first of a box: its place in the request's row of the block table, and the entry.
+// For the first token of a box: the column of its page in the block table, and the address of that entry.
 __device__ __forceinline__ u32 page_in_table(const Params& params, int token) {
     return BOX_ROWS == 16 ? token / 16 : __umulhi(token / 16, params.page_magic);
 }

@@ -1,9 +1,10 @@
-// The producer warps of the kernels over FP8 caches: they find rows, load them and dequantise them into K's ring.
+// The producer warps of the kernels over FP8 caches. They find the rows of a block, load them, dequantise
+// them and store them to the ring of K.
 //
-// FORMAT is the kernel's, see mla_sparse_fp8.cu. `Share` is what a thread has of a row on its way to a stage:
-//   Share::prefetch(row)               has the row brought to L2, together with the three other lanes of it
-//   start(row)                         asks for its values; `src` is null if there is no row, and zeros are stored
-//   store(params, smem, stage, group)  converts them and stores them to the warp's group of the stage
+// The kernel defines FORMAT (mla_sparse_fp8.cu) and `Share`, the part of a row that one thread handles:
+//   Share::prefetch(row)               prefetches the row to L2; the four threads of the row share this
+//   start(row)                         issues the first loads; sets `src`, which is null if there is no row
+//   store(params, smem, stage, group)  converts the values and stores them to the group; stores zeros without a row
 // Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
 #include "common/division.cuh"
@@ -23,14 +24,14 @@ constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 using Fp8Row = CacheRow<kFormat>;
 static_assert(FORMAT == 0 || FORMAT == 1, "FORMAT must be 0 (V3.2) or 1 (MODEL1)");
 static_assert(D_QK == Fp8Row::kDimQk, "D_QK of V3.2 is 576, of MODEL1 512");
-static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8,
-              "LOAD_BYTES is what addresses of rows are multiples of: 16 or 8");
+static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8, "LOAD_BYTES is the alignment of rows in bytes: 16 or 8");
 
-constexpr int kProducerWarps = 8;  // each has a group of a block's rows
+constexpr int kProducerWarps = 8;  // each has a group of eight rows of a block
 static_assert(kProducerWarps * kGroupRows == kBlockTokens);
 
-// A producer thread's thread. Its warp has eight rows of a block, a group of the tile. It shares one of them with three other lanes,
-// taking 16 bytes of every 64. Worked out where it is needed: registers are short.
+// The rows of a producer thread. A warp has a group of eight rows of a block. Four threads share a row, and
+// each takes 16 bytes of every 64. The members are computed where they are needed, because registers are
+// scarce.
 struct ProducerThread {
     int warp_idx, row, quarter;
 
@@ -44,15 +45,15 @@ struct ProducerThread {
     __device__ __forceinline__ int block_row() const { return warp_idx * kGroupRows + row; }
 };
 
-// A thread's row in a block.
+// Where the row of a thread is in the cache.
 struct Row {
-    const unsigned char* data;  // null: none
+    const unsigned char* data;  // null: no row
     int scale_distance;         // MODEL1: bytes from the row to its scales
 };
 
 using RowSelection = Selection<ProducerThread>;
 
-// The row of the block that is next.
+// The row for the next block.
 __device__ __forceinline__ Row find_row(const Params& params, const RowSelection& selection) {
     const int c = selection.blocks_before == 0;
     const unsigned char* cache = c ? params.cache[1] : params.cache[0];
@@ -73,7 +74,7 @@ __device__ __forceinline__ Row find_row(const Params& params, const RowSelection
     return row;
 }
 
-// 16 bytes of the cache to registers, or 16 zeros.
+// Loads 16 bytes of the cache, or 16 zeros.
 __device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned char* src, bool reads) {
     if constexpr (LOAD_BYTES == 16) {
         const uint4 x = load_global_16(src, reads);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned cha
     }
 }
 
-// Eight e4m3 times `factor`, rounded to bf16.
+// Multiplies eight e4m3 values by `factor`, rounds them to bf16 and stores them to shared memory.
 __device__ __forceinline__ void store_dequantised(u32 dst, u32 low, u32 high, float factor) {
 #define RAWMLA_PAIR(WORD, E4M3)       \
     "cvt.rn.f16x2.e4m3x2 pair, " E4M3 \
@@ -112,7 +113,8 @@ __device__ __forceinline__ void store_dequantised(u32 dst, u32 low, u32 high, fl
 template <class Smem>
 constexpr u32 kStagesOf = sizeof(Smem::k) / sizeof(Smem::k[0]);
 
-// Waits for the stage of block n, notes which of the warp's rows there are, and returns where their group begins.
+// Waits until the stage of block n is free and records which rows of the warp exist. Returns the address of
+// their group.
 template <class Smem>
 __device__ __forceinline__ u32 open_stage(Smem& smem, u32 n, bool valid) {
     const u32 stage = n % kStagesOf<Smem>, round = n / kStagesOf<Smem>;
@@ -122,14 +124,15 @@ __device__ __forceinline__ u32 open_stage(Smem& smem, u32 n, bool valid) {
     if (lane_index() == 0) smem.valid[stage][thread.warp_idx] = bits;
     return smem_address(smem.k[stage]) + thread.warp_idx * (sizeof(Smem::k[0]) / kProducerWarps);
 }
-// The warp's rows of block n are stored.
+// Announces that the warp has stored its rows of block n.
 template <class Smem>
 __device__ __forceinline__ void announce_rows(Smem& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStagesOf<Smem>]));
 }
 
-// Blocks n to end - 1, all of one work tile. While a block is stored the next one's rows are on their way to L2;
-// its first values are asked for right after, while its stage may still be in use.
+// Produces blocks n to end - 1, which belong to one work tile. The rows of block n + 1 are prefetched to L2
+// before block n is stored. Their first loads are issued right after that, while their stage may still be in
+// use.
 template <class Share, class Smem>
 __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSelection& selection,
                                         const WorkTile& work, u32 n, u32 end) {
@@ -156,7 +159,8 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
     }
 }
 
-// The partition's first work tile nearly always begins where the partition does: rows of its first block are on their way to L2 before it is known.
+// Prefetches the rows of the first block to L2 before the first work tile is published: nearly always it
+// begins where the partition begins.
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     const PlanRow plan = plan_row(params);

@@ -1,9 +1,9 @@
-// What a decode kernel writes of a work work tile: the rows of a whole request, or of a split (mla/splits.cuh).
+// How an attention kernel stores a work tile: the rows of a whole request to the output, those of a split to
+// scratch (mla/splits.cuh).
 //
-// `Params` has q's and the output's sizes, pointers and strides under the names used here. `Row` is constructed from the
-// params and a row of the CTA's tile; it names the row's query token and head, and whether there is such a row.
-//
-// Params with `max_logits` are those of a prefill kernel, which also writes the largest score of each row.
+// `Params` names sizes, pointers and strides as below. With a member `max_logits` they belong to a prefill
+// kernel, which also stores the largest score of each row. `Row` is constructed from the params and a row of
+// the CTA's tile. It names the query token and the head of that row, and says whether the row exists.
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -17,7 +17,7 @@ template <class Params, class Row>
 __device__ __forceinline__ i64 lse_index(const Params& params, int req, const Row& row) {
     return lse_index(params, req, row.token, row.head);
 }
-// Row of a split.
+// Row of o_accum.
 template <class Params, class Row>
 __device__ __forceinline__ i64 split_row(const Params& params, int split_idx, const Row& row) {
     return (static_cast<i64>(split_idx) * params.s_q + row.token) * params.h_q + row.head;
@@ -27,7 +27,7 @@ __device__ __forceinline__ u16* out_address(const Params& params, int req, const
     return params.out + req * params.out_stride_b + row.token * params.out_stride_s +
            row.head * params.out_stride_h;
 }
-// Write the largest score of row `tile_row`, of a split or of the whole, where shared memory has it.
+// These two store the largest score of row `tile_row`, of a split or of the request, if shared memory has it.
 template <class Params, class Smem>
 __device__ __forceinline__ void store_split_top(const Params& params, const Smem& smem, i64 accum_row,
                                                 int tile_row) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_top(const Params& params, const Smem& smem
         params.max_logits[index] = smem.row_top[tile_row] * lse_factor(params);
 }
 
-// Stores 256 columns, the first or the second half, of two rows a thread, from the accumulators of the columns' product.
+// Stores half of the columns, 0-255 or 256-511, of two rows per thread, from the accumulators of P V.
 template <Dtype kDtype, class Row, class Params, class Smem>
 __device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkTile& work,
                                            float (&o)[128], int warp_idx, int half) {
@@ -110,15 +110,15 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
     }
 }
 
-// A request without tokens: output 0, lse +inf, largest score -inf; or an empty split, which mla_combine recognises by its lse. A
-// converged warp.
+// Stores a work tile without tokens. For a request the output is 0, lse is +inf and the largest score -inf.
+// For a split lse_accum_log2 is -inf, by which mla_combine recognises it. A converged warp calls.
 template <Dtype kDtype, class Row, class Params>
 __device__ __forceinline__ void store_empty(const Params& params, const WorkTile& empty, int lane_idx) {
     for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
         const Row row(params, tile_row);
         if (!row.valid) return;
         const bool is_split = empty.split_idx >= 0;
-        constexpr int kSplitBytes = kFloat16Splits<kDtype> ? 2 : 4;  // of a number
+        constexpr int kSplitBytes = kFloat16Splits<kDtype> ? 2 : 4;  // of a value
         const i64 accum_row = is_split ? split_row(params, empty.split_idx, row) : 0;
         uint4* vectors = is_split
                              ? static_cast<uint4*>(params.o_accum) + accum_row * (kDimV * kSplitBytes / 16)

@@ -1,6 +1,7 @@
-// The warp of a CTA that walks the plan and publishes work work tiles for all roles (mla/work_tiles.cuh).
+// The warp of a CTA that walks the plan and publishes work tiles for all roles (mla/work_tiles.cuh).
 //
-// Shared memory (`Smem`) has what work_tiles.cuh names, and `publisher`, where the state stays between calls: registers are short.
+// Shared memory (`Smem`) has the members that work_tiles.cuh names, and `publisher`. The state is there
+// between calls because registers are scarce.
 #pragma once
 #include "common/types.cuh"
 #include "mla/output.cuh"
@@ -12,13 +13,13 @@
 
 struct PublisherState {
     PlanRow plan;
-    WorkTileWalk walk;  // the next one to publish
-    u32 published;      // kNoMoreWork once the end mark is
+    WorkTileWalk walk;  // at the next work tile to publish
+    u32 published;      // number of work tiles; kNoMoreWork after the end mark
 };
 constexpr u32 kNoMoreWork = 1u << 31;
 constexpr u32 kWorkAhead = 3;
 
-// One warp, converged, calls these.
+// A converged warp calls these functions.
 template <class Params, class Smem>
 __device__ __forceinline__ void start_publishing(const Params& params, Smem& smem) {
     if (lane_index() == 0) {
@@ -29,7 +30,8 @@ __device__ __forceinline__ void start_publishing(const Params& params, Smem& sme
     }
     __syncwarp();
 }
-// Until there are `count` work tiles, or the end mark. Requests without tokens are written at once (`Row`: see output.cuh).
+// Publishes until `count` work tiles or the end mark have been published. The output of a request without
+// tokens is written here (`Row`: output.cuh).
 template <Dtype kDtype, class Row, class Params, class Smem>
 __device__ __forceinline__ void publish_work(const Params& params, Smem& smem, u32 count) {
     const PlanRow plan = smem.publisher.plan;

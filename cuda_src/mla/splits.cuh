@@ -1,17 +1,18 @@
-// Scratch for the splits of split requests, which a decode kernel writes and mla_combine merges. For a split with scores
-// S (base 2) of a query row:
+// The scratch for the splits of a request, which an attention kernel writes and mla_combine merges. S_t are
+// the scores of a row in base 2, and t runs over the tokens of the split:
 //
-//  o_accum         [max_splits, rows, 512]  numerator, divided by 2^o_scale_log2: float16 for bf16 calls, float32 for fp16
-//  lse_accum_log2  [max_splits, rows]       log2 sum_t 2^S_t, -inf where there is no token
-//  o_scale_log2    [max_splits, rows, 2]    of columns 0-255 and 256-511: numerator sum_t 2^S_t V_t = o_accum 2^o_scale_log2
-//  max_accum_log2  [max_splits, rows]       max_t S_t, in prefill only
+//   o_accum         [max_splits, rows, 512]  sum_t 2^S_t V_t / 2^o_scale_log2; float16, or float32 in fp16 calls
+//   o_scale_log2    [max_splits, rows, 2]    one for columns 0-255, one for columns 256-511
+//   lse_accum_log2  [max_splits, rows]       log2 sum_t 2^S_t; -inf without tokens
+//   max_accum_log2  [max_splits, rows]       max_t S_t; prefill only
 //
-// rows = s_q * h_q, row = token * h_q + head. A row's columns lie in the order in which a quad of lanes holds them: 16-byte unit
-// 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1, with n = 4 groups of eight columns in float16, 2 in float32.
-// They come to their own order once, in the merged row, and not in every split.
+// rows = s_q * h_q, row = token * h_q + head. The columns of a row are in the order in which a quad of lanes
+// holds them. Let n be the groups of eight columns in a unit of 16 bytes: 4 in float16, 2 in float32. Unit 4
+// c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1. The merged row is put in order once, so
+// that the splits need not be.
 //
-// Float16 halves what a split costs to store and to merge. With a power of two per half row it has 11 bits where bf16, to which the
-// result is rounded, has 8; fp16 calls need more than that.
+// Float16 halves the time to store and merge a split. With a power of two per half row it keeps 11 bits, and
+// the result is rounded to the 8 bits of bf16. Calls in fp16 need more than 11 bits.
 #pragma once
 #include "common/types.cuh"
 
@@ -24,13 +25,13 @@ constexpr int kGroupsPerUnit = kFloat16Splits<kDtype> ? 4 : 2;
 template <Dtype kDtype>
 constexpr int kUnitsPerHalf = 256 / (2 * kGroupsPerUnit<kDtype>);
 
-// Of a row of a request in lse and max_logits.
+// Index of a row in lse and max_logits.
 template <class Params>
 __device__ __forceinline__ i64 lse_index(const Params& params, int req, int token, int head) {
     return (static_cast<i64>(req) * params.h_q + head) * params.s_q + token;
 }
 
-// From base 2 to the base of lse and max_logits: natural in decoding.
+// Converts base 2 to the base of lse and max_logits, which is e in decoding.
 template <class Params>
 __device__ __forceinline__ float lse_factor(const Params& params) {
     if constexpr (requires { params.lse_factor; }) {
@@ -40,18 +41,18 @@ __device__ __forceinline__ float lse_factor(const Params& params) {
     }
 }
 
-// The power of two that brings a float32 row into float16's range; 1 for float32 splits.
+// The power of two that brings a float32 row into the range of float16. It is 1 for splits in float32.
 struct SplitScale {
     static constexpr u32 kTopExponent = 14, kBias = 127;
     float factor = 1.0f;
 
     SplitScale() = default;
-    // `top`: the largest magnitude in the row; factor * top is in [2^14, 2^15).
+    // `top` is the largest magnitude in the row. factor * top is in [2^14, 2^15).
     __device__ __forceinline__ explicit SplitScale(float top) {
         const u32 exponent = __float_as_uint(top) >> 23;
         factor = __uint_as_float(min_int(kTopExponent + 2 * kBias - exponent, 2 * kBias) << 23);
     }
-    // Of the number that undoes it.
+    // log2 of the inverse.
     __device__ __forceinline__ float log2() const {
         return static_cast<float>(static_cast<int>(kBias) - static_cast<int>(__float_as_uint(factor) >> 23));
     }

@@ -1,8 +1,8 @@
-// A role's view of the work work tiles that one warp of the CTA publishes ahead of their use.
+// How the roles of a CTA read the work tiles that one of its warps publishes in advance (mla/publisher.cuh).
 //
-// Shared memory (`Smem`) has a ring of them: work tiles[kWorkStages] and the barriers bar_work_full[kWorkStages] and
-// bar_work_free[kWorkStages]. The publisher waits for bar_work_free, writes and arrives on bar_work_full; every warp reads, and
-// arrives on bar_work_free when it is done.
+// Shared memory (`Smem`) has a ring of them: work[kWorkStages], and the barriers bar_work_full[kWorkStages]
+// and bar_work_free[kWorkStages]. The publisher waits for bar_work_free, writes the work tile and arrives on
+// bar_work_full. Every warp reads it, and arrives on bar_work_free when it is done.
 #pragma once
 #include "common/types.cuh"
 #include "mla/plan.cuh"
@@ -10,12 +10,12 @@
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 
-#ifndef WORK_STAGES  // what a kernel has room for
+#ifndef WORK_STAGES  // a kernel with little shared memory defines fewer
 #define WORK_STAGES 8
 #endif
 constexpr int kWorkStages = WORK_STAGES;
 
-// One thread. `readers`: warps of the CTA.
+// One thread calls. `readers`: the number of warps in the CTA.
 template <class Smem>
 __device__ __forceinline__ void init_work_barriers(Smem& smem, int readers) {
 #pragma unroll
@@ -28,13 +28,13 @@ __device__ __forceinline__ void init_work_barriers(Smem& smem, int readers) {
 struct WorkTileReader {
     u32 count = 0;
 
-    // False after the last work tile.
+    // Waits for the next work tile. False if there is none.
     template <class Smem>
     __device__ __forceinline__ bool next(Smem& smem) {
         mbarrier_wait_parity(smem_address(&smem.bar_work_full[count % kWorkStages]), count / kWorkStages & 1);
         return warp_uniform(work(smem).req) >= 0;
     }
-    // Read from shared memory where it is needed: registers are short.
+    // Stays in shared memory and is read where it is needed, because registers are scarce.
     template <class Smem>
     __device__ __forceinline__ const WorkTile& work(const Smem& smem) const {
         return smem.work[count % kWorkStages];
