@@ -1,49 +1,64 @@
-// Sparse MLA decoding over a paged cache: every query token attends tokens of its own choice (Hopper, sm_90a).
+// Sparse MLA decoding over a paged FP8 cache: each query token attends the tokens that it selects (Hopper,
+// sm_90a).
 //
-//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the token's indices name, V = their first 512 columns
+//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the indices name, V = K[:, 0:512]
 //
-//   q [b, s_q, h_q, D_QK] bf16, indices [b, s_q, topk] int32 (physical slots; < 0 or past the cache: skipped), and the same of
-//   an extra cache, attended in the same softmax; out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] float32, natural log, +inf for
-//   a row with nothing to attend. Splits of a split request go to scratch (mla/splits.cuh) for mla_combine.
+//   q [b, s_q, h_q, D_QK] bf16, indices [b, s_q, topk] int32
+//   -> out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] float32, natural log, +inf for a row without tokens
 //
-// Cache rows by FORMAT
-//   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
-//   1 MODEL1  576 bytes: 448 e4m3, 64 bf16 (RoPE); behind a block's rows 8 bytes a token: 7 e8m0 (one per 64)      D_QK 512
-// Values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have mla_sparse_fp8_few_heads.cu, pairs of tiles with
-// enough blocks mla_sparse_fp8_cluster.cu, caches of bf16 rows mla_sparse_bf16.cu.
+// An index is a slot of the cache. It is skipped if it is negative or past the cache. An extra cache has
+// indices of its own, and its tokens are in the same softmax. The splits of a request go to scratch
+// (mla/splits.cuh), and mla_combine merges them.
 //
-// With MAX_LOGITS it is a prefill kernel: every query token is a request, lse is in the base that a factor gives, and the largest
-// score of each row is an output too, -inf for a row with nothing to attend.
+// Cache rows by FORMAT (mla/cache_rows.cuh)
+//   0 V3.2    D_QK 576  656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)
+//   1 MODEL1  D_QK 512  576 bytes: 448 e4m3, 64 bf16 (RoPE); after the rows of a block 8 bytes per token:
+//                       7 e8m0 scales (one per 64)
+// A value times its scale is rounded to bf16 once. Other kernels serve up to 16 heads over V3.2
+// (mla_sparse_fp8_few_heads.cu), pairs of tiles with enough blocks (mla_sparse_fp8_cluster.cu) and bf16
+// caches (mla_sparse_bf16.cu).
 //
-// Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
-// z = partitions of the plan (mla/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
+// MAX_LOGITS: the kernel serves prefill. Every query token is a request, lse_factor gives the base of lse,
+// and max_logits gets the largest score of each row, which is -inf for a row that attends nothing.
 //
-// Roles (640 threads; the launch gives 96 registers each, setmaxnreg moves them)
-//   QK        warpgroup 0,  64 registers   S = Q K^T, online softmax, P; loads Q
-//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
-//   producer  warpgroups 3, 4, 48          gather and dequantise rows into K's ring, each of the eight warps a group of a block
+// Grid: x = query tokens x tiles of 64 heads, z = partitions of the plan (mla/plan.cuh). The tiles of a token
+// are neighbours, so that they read the same rows at the same time, from L2. A block of the plan is 64
+// indices. The blocks of the cache come before those of the extra cache.
 //
-// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of QK and 2 x 8 x 64 = 1024 of PV
-//   producer      | values of block j + 1 on their way to registers, its stage's PV(j - 1) complete: convert, store | rows of
-//                 | block j + 3 found and prefetched to L2, first values of block j + 2 asked for
-//   QK            | QK(j), softmax(j), store P(j)       | QK(j + 1) ...
-//   PV0, PV1      | PV(j - 1)                           | PV(j) ...
-// A stage is in use for QK, softmax and PV and is then filled, which takes half as long; with two stages that is a block's time
-// (docs/kernels/mla_sparse_fp8.md has the cycles). P(j) lies where block j's RoPE was, which no PV reads, so that it needs no
-// memory and no barrier of its own; at D_QK 512, where RoPE is part of V, it has two buffers.
+// Roles (640 threads; the launch gives 96 registers to each, setmaxnreg redistributes them)
+//   QK        warpgroup 0,     64 registers  S = Q K^T, online softmax, P; loads Q
+//   PV0, PV1  warpgroups 1, 2,    160        O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue;
+//                                            warp 0 of PV1 walks the plan
+//   producer  warpgroups 3, 4,     48        gather and dequantise rows into the ring of K; each of the eight
+//                                            warps has a group of eight rows of a block
 //
-// Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_work_full[8]    1         warp 0 of PV1: work[n] written                     all: read it                     0
-// bar_work_free[8]    20   lane 0 of each warp: done with the work tile             warp 0 of PV1: overwrite it      1
-// bar_k_full[s]       8         producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
-// bar_k_free[s]       64        PV0, PV1: scale read, PV of the warp is complete    producer: refill                 1
-// bar_p_full[s]       32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
-// bar_sum_full   128       QK: row sums and maxima of the work tile written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the work tile's rows are stored      QK: write the next work tile's        1
-// NB_QK          128       QK: done with the work tile's Q / the next Q landed;     QK: all three                    -
-//                               Q K^T is complete, so P may lie over RoPE
+// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of Q K^T, 2 x 8 x 64 = 1024 of P V
+//   producer  | P V(j - 1) complete: convert block j + 1, store it | find and prefetch rows of block j + 3,
+//             |                                                    | issue the first loads of block j + 2
+//   QK        | Q K^T(j), softmax(j), store P(j)      | Q K^T(j + 1) ...
+//   PV0, PV1  | P V(j - 1)                            | P V(j) ...
+// A stage is in use during Q K^T, softmax and P V of its block. To fill it again takes half as long. The two
+// stages take turns, so a block takes half of the sum (docs/kernels/mla_sparse_fp8.md has the cycles). P(j)
+// is stored over the RoPE of block j, which no P V reads, so that it needs no memory and no barrier of its
+// own. At D_QK 512 RoPE is part of V, and P has one buffer per stage.
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
+// Barrier           count  arrives, after what                           waits, before what            parity
+// bar_work_full[8]  1      warp 0 of PV1: work[n] written                all: read it                  0
+// bar_work_free[8]  20     lane 0 of each warp: done with the work tile  warp 0 of PV1: overwrite it   1
+// bar_k_full[s]     8      producer: lane 0 of each warp, its rows       QK: S = Q K^T                 0
+//                          stored, fenced
+// bar_k_free[s]     64     PV0, PV1: scale read, P V of the warp         producer: refill              1
+//                          complete
+// bar_p_full[s]     32     QK: P and scale stored, fenced                PV0, PV1: rescale, O += P V   0
+// bar_sum_full      128    QK: row sums and maxima of the work tile      PV0, PV1: epilogue            0
+//                          written
+// bar_sum_free      256    PV0, PV1: rows of the work tile stored        QK: write those of the next   1
+// NB_QK             128    QK: Q of the work tile copied, fenced         QK: S = Q K^T                 -
+//                          QK: last Q K^T of the work tile complete      QK: copy the next Q
+//                          QK: Q K^T complete (D_QK 576)                 QK: store P over RoPE
+//
+// A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
+// it.
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -66,9 +81,9 @@ constexpr int kStages = 2;
 constexpr int kChunks = D_QK / kChunkCols;
 constexpr int kStageBytes = kChunks * kChunkBytes;
 constexpr int kRopeChunk = kChunks - 1;
-// P of a block lies where its RoPE chunk was, when that is no part of V.
+// Whether P of a block is stored over its RoPE chunk. It is, if RoPE is not part of V.
 constexpr bool kPOverRope = D_QK > kDimV;
-constexpr int kPChunks = kPOverRope ? kChunks : 1;  // of the group-major tile that P is a chunk of
+constexpr int kPChunks = kPOverRope ? kChunks : 1;  // chunks of the group-major tile that P is stored in
 
 constexpr int kThreads = 640;
 constexpr int kRegistersQK = 64;
@@ -83,7 +98,7 @@ enum NamedBarrier : int { NB_QK = 1 };
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kStageBytes];       // 147,456 B (D_QK 576)
     unsigned char q[kStageBytes];                              //  73,728 B
-    unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P lies over RoPE
+    unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P is stored over RoPE
     float row_scale[kStages][kBlockM];                         // factor on O before the block's PV
     float row_sum[kBlockM];                                    // of the work tile
     float row_max[kBlockM];                                    // m_ref at the work tile's end, base 2
@@ -104,9 +119,9 @@ static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may 
 
 using RowIndex = TileRow<kBlockM>;
 
-// ---- QK ----------------------------------------------------------------------------------------------------------------
+// ---- QK ---------------------------------------------------------------------------------------------------
 
-// Starts copying the Q of an work tile to shared memory. Rows past the last are zero.
+// Starts copying Q of a work tile to shared memory. Rows past the last are zeros.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
     const u16* base = params.q + req * params.q_stride_b;
@@ -166,7 +181,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                // The next work tile's Q, under the rest of this one
+                // Load Q of the next work tile while this one is finished
                 WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
@@ -185,8 +200,9 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
-            if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // all of Q K^T is complete
-            // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
+            if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // Q K^T is complete in all warps
+            // Where the lane stores its 16 bytes of the first 16 columns of P. The swizzle makes 16 columns
+            // on an XOR of 32 bytes.
             const int lane_idx = lane_index();
             const u32 smem_p = p_address(smem, stage) +
                                (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * kGroupBytes +
@@ -207,9 +223,9 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- PV ----------------------------------------------------------------------------------------------------------------
+// ---- PV ---------------------------------------------------------------------------------------------------
 
-// One code for both halves of the columns: a small call fetches it once.
+// Both halves of the columns share one copy of the code, so that a call of few blocks fetches it once.
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int half,
                                              int warp_idx) {
     const u32 smem_v = smem_address(smem.k) + half * 4 * kGroupBytes;
@@ -221,7 +237,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     while (true) {
         if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
-        bool begun = false;  // the first product of an work tile, which has a block, overwrites O
+        bool begun = false;  // the first product of a work tile overwrites O; there is one
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
@@ -260,11 +276,11 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
-// A thread's share of an FP8 row on its way to a stage: 16 values of each chunk but RoPE's.
+// The share of a thread in an FP8 row: 16 values of each chunk except RoPE's.
 struct Share {
-    static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are short
+    static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are scarce
     static constexpr int kValueChunks = Fp8Row::kDimNope / kChunkCols;
 
     const unsigned char* src;  // the share's first byte, or null
@@ -273,7 +289,7 @@ struct Share {
 
     __device__ __forceinline__ static void prefetch(const Row& row) {
         const ProducerThread thread;
-        constexpr int kLines = ceil_div(Fp8Row::kRowBytes + 127, 128);  // wherever it begins
+        constexpr int kLines = ceil_div(Fp8Row::kRowBytes + 127, 128);  // for any start of the row
         if (row.data == nullptr) return;
 #pragma unroll
         for (int line = 0; line < kLines; line += 4) {
@@ -306,7 +322,7 @@ struct Share {
             return e8m0_value(scales[chunk / 4] >> chunk % 4 * 8 & 0xff);
         }
     }
-    // RoPE, which is bf16 already, is copied to its chunk.
+    // Copies RoPE, which is already bf16, to its chunk.
     __device__ __forceinline__ void copy_rope(const Params& params, u32 group) {
         const ProducerThread thread;
         const bool reads = src != nullptr;
@@ -334,7 +350,7 @@ struct Share {
     }
 };
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;

@@ -1,7 +1,7 @@
 // The bytes of a token in a paged MLA cache, and how the lanes of a warp share them.
 //
 //   kV32     DeepSeek-V3.2  656 bytes: 512 e4m3 | 4 float32 scales, one per 128 values | 64 bf16 RoPE
-//   kModel1  DeepSeek-V4    584 bytes, in two parts. A block of n tokens is n x (448 e4m3 | 64 bf16 RoPE), then
+//   kModel1  DeepSeek-V4    584 bytes; a block of n tokens is n x (448 e4m3 | 64 bf16 RoPE), followed by
 //                           n x (7 e8m0 scales, one per 64 values | a zero byte)
 //   kBf16Wide, kBf16Narrow  576 and 512 bf16, the last 64 RoPE
 // Rows of V3.2 are aligned to 16 bytes, rows of MODEL1 to 8, so that blocks with an odd number of tokens need

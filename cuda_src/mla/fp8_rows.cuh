@@ -4,7 +4,7 @@
 // The kernel defines FORMAT (mla_sparse_fp8.cu) and `Share`, the part of a row that one thread handles:
 //   Share::prefetch(row)               prefetches the row to L2; the four threads of the row share this
 //   start(row)                         issues the first loads; sets `src`, which is null if there is no row
-//   store(params, smem, stage, group)  converts the values and stores them to the group; stores zeros without a row
+//   store(params, smem, stage, group)  converts the values and stores them to the group; zeros if no row
 // Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
 #include "common/division.cuh"

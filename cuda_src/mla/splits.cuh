@@ -1,15 +1,15 @@
 // The scratch for the splits of a request, which an attention kernel writes and mla_combine merges. S_t are
 // the scores of a row in base 2, and t runs over the tokens of the split:
 //
-//   o_accum         [max_splits, rows, 512]  sum_t 2^S_t V_t / 2^o_scale_log2; float16, or float32 in fp16 calls
-//   o_scale_log2    [max_splits, rows, 2]    one for columns 0-255, one for columns 256-511
-//   lse_accum_log2  [max_splits, rows]       log2 sum_t 2^S_t; -inf without tokens
-//   max_accum_log2  [max_splits, rows]       max_t S_t; prefill only
+//   o_accum         [max_splits, rows, 512] sum_t 2^S_t V_t / 2^o_scale_log2: float16; float32 in fp16 calls
+//   o_scale_log2    [max_splits, rows, 2]   one for columns 0-255, one for columns 256-511
+//   lse_accum_log2  [max_splits, rows]      log2 sum_t 2^S_t; -inf without tokens
+//   max_accum_log2  [max_splits, rows]      max_t S_t; prefill only
 //
 // rows = s_q * h_q, row = token * h_q + head. The columns of a row are in the order in which a quad of lanes
-// holds them. Let n be the groups of eight columns in a unit of 16 bytes: 4 in float16, 2 in float32. Unit 4
-// c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1. The merged row is put in order once, so
-// that the splits need not be.
+// holds them. Let n be the groups of eight columns in a unit of 16 bytes: 4 in float16, 2 in float32. Then
+// unit 4 c + l has columns 8 (n c + g) + 2 l + {0, 1} for g = 0 .. n - 1. The merged row is put in order
+// once, so that the splits need not be.
 //
 // Float16 halves the time to store and merge a split. With a power of two per half row it keeps 11 bits, and
 // the result is rounded to the 8 bits of bf16. Calls in fp16 need more than 11 bits.
