@@ -32,7 +32,7 @@
 //   producer  warpgroups 3, 4,     48        gather and dequantise rows into the ring of K; each of the eight
 //                                            warps has a group of eight rows of a block
 //
-// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of Q K^T, 2 x 8 x 64 = 1024 of P V
+// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of Q K^T, 16 x 64 = 1024 of P V
 //   producer  | P V(j - 1) complete: convert block j + 1, store it | find and prefetch rows of block j + 3,
 //             |                                                    | issue the first loads of block j + 2
 //   QK        | Q K^T(j), softmax(j), store P(j)      | Q K^T(j + 1) ...
