@@ -444,8 +444,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n64k16_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor,
-                                               desc_rope + k * kStepKMajor, k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor, desc_rope + k * kStepKMajor,
+                                     k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -458,10 +458,10 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 for (int k = 0; k < 4; ++k) {
                     const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
                     if (chunk < kQRegisterChunks) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
-                                                   kHasRope || chunk + k > 0);
+                        wgmma_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
+                                         kHasRope || chunk + k > 0);
                     } else {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
+                        wgmma_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
                     }
                 }
                 if (p_pending) {
@@ -582,7 +582,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                wgmma_m64n256k16_ss_bt<kDtype>(o, desc_p + k * kStepKMajor, desc_v + k * kStepMnMajor, true);
+                wgmma_ss<kDtype, 0, 1>(o, desc_p + k * kStepKMajor, desc_v + k * kStepMnMajor, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();

@@ -238,9 +238,8 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             for (int chunk = 0; chunk < kQChunks; ++chunk) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n16k16_ss<kDtype>(s, desc_k + chunk * kStepChunk + k * kStepKMajor,
-                                               desc_q + chunk * (kRowsBytes >> 4) + k * kStepKMajor,
-                                               chunk + k > 0);
+                    wgmma_ss<kDtype>(s, desc_k + chunk * kStepChunk + k * kStepKMajor,
+                                     desc_q + chunk * (kRowsBytes >> 4) + k * kStepKMajor, chunk + k > 0);
                 }
             }
             wgmma_commit_group();
@@ -321,8 +320,8 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             for (int k = 0; k < kBlockTokens / 16; ++k) {
 #pragma unroll
                 for (int tile = 0; tile < kVChunks; ++tile) {
-                    wgmma_m64n16k16_ss<kDtype, true>(o[tile], desc_v + tile * kStepChunk + k * kStepMnMajor,
-                                                     desc_p + k * kStepKMajor, true);
+                    wgmma_ss<kDtype, 1>(o[tile], desc_v + tile * kStepChunk + k * kStepMnMajor,
+                                        desc_p + k * kStepKMajor, true);
                 }
             }
             wgmma_commit_group();

@@ -281,9 +281,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n64k16_ss<kDtype>(s,
-                                               desc_q + (kQSharedChunks - 1) * kStepChunk + k * kStepKMajor,
-                                               desc_rope + k * kStepKMajor, k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + (kQSharedChunks - 1) * kStepChunk + k * kStepKMajor,
+                                     desc_rope + k * kStepKMajor, k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -300,13 +299,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
                     const int step = 4 * chunk + k;
                     if (step < kQSteps) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
+                        wgmma_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
                     } else if (step == kQSingleStep) {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q_step, b, true);
+                        wgmma_ss<kDtype>(s, desc_q_step, b, true);
                     } else {
                         const int first = kVChunks - kQSharedChunks + kHasRope;  // of the shared ones
                         const u64 a = desc_q + (chunk - first) * kStepChunk + k * kStepKMajor;
-                        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
+                        wgmma_ss<kDtype>(s, a, b, true);
                     }
                 }
                 if (p_pending) {
@@ -419,8 +418,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
                 const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajor;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunk, true);
+                wgmma_ss<kDtype, 0, 1>(wgmma_columns<0, 64>(o), a, b, true);
+                wgmma_ss<kDtype, 0, 1>(wgmma_columns<64, 64>(o), a, b + 2 * kStepChunk, true);
                 if (k == 1) wgmma_commit_group();
             }
             wgmma_commit_group();

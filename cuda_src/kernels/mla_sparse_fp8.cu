@@ -157,7 +157,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             for (int i = 0; i < 4 * kChunks; ++i) {
                 const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
                 const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-                wgmma_m64n64k16_ss<kDtype>(s, a, b, i > 0);
+                wgmma_ss<kDtype>(s, a, b, i > 0);
             }
             wgmma_commit_group();
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
@@ -244,8 +244,9 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
                 const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, begun || k > 0);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, begun || k > 0);
+                wgmma_ss<kDtype, 0, 1>(wgmma_columns<0, 64>(o), a, b, begun || k > 0);
+                wgmma_ss<kDtype, 0, 1>(wgmma_columns<64, 64>(o), a, b + 2 * kStepChunkGrouped,
+                                       begun || k > 0);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();

@@ -171,13 +171,13 @@ __device__ __forceinline__ void start_scores(SharedMemoryPlan& smem, int tile, u
     for (int i = 0; i < 4 * kChunks; ++i) {
         const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
         const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, accumulate || i > 0);
+        wgmma_ss<kDtype>(s, a, b, accumulate || i > 0);
     }
     if constexpr (kV32) {
         const u64 a = descriptor_half_chunk(smem_address(smem.q_rope[tile]));
         const u64 b = descriptor_half_chunk(smem_address(smem.k_rope[stage]));
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
-        wgmma_m64n64k16_ss<kDtype>(s, a + kStepKMajor, b + kStepKMajor, true);
+        wgmma_ss<kDtype>(s, a, b, true);
+        wgmma_ss<kDtype>(s, a + kStepKMajor, b + kStepKMajor, true);
     }
     wgmma_commit_group();
 }
@@ -191,8 +191,8 @@ __device__ __forceinline__ void start_pv(SharedMemoryPlan& smem, u32 n, float (&
     for (int k = 0; k < kBlockTokens / 16; ++k) {
         const u32 a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
         const u64 b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-        wgmma_m64n128k16_rs_bt<kDtype, 0>(o, a, b, true);
-        wgmma_m64n128k16_rs_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
+        wgmma_rs<kDtype, 1>(wgmma_columns<0, 64>(o), a, b, true);
+        wgmma_rs<kDtype, 1>(wgmma_columns<64, 64>(o), a, b + 2 * kStepChunkGrouped, true);
     }
     wgmma_commit_group();
 }

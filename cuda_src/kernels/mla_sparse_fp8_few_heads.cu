@@ -237,7 +237,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             const u64 desc_k = descriptor_k_major(smem_address(smem.raw[stage].rope));
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_m64n16k16_ss<kDtype>(s, desc_k + i * kStepKMajor, desc_q + i * kStepKMajor, i > 0);
+                wgmma_ss<kDtype>(s, desc_k + i * kStepKMajor, desc_q + i * kStepKMajor, i > 0);
             wgmma_commit_group();
             float scale[kGroups][2];
 #pragma unroll
@@ -493,8 +493,8 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma_m64n16k16_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * kStepKMajor,
-                                                half > 0 || step > 0);
+                wgmma_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * kStepKMajor,
+                                      half > 0 || step > 0);
             }
             wgmma_commit_group();
         }
@@ -555,8 +555,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             for (int k = 0; k < Values::kSteps; ++k) {
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
-                    wgmma_m64n16k16_rs<Dtype::kF16>(o[tile], values.fragments[k][tile],
-                                                    desc_p + k * kStepKMajor, true);
+                    wgmma_rs<Dtype::kF16>(o[tile], values.fragments[k][tile], desc_p + k * kStepKMajor, true);
                 }
             }
             wgmma_commit_group();
