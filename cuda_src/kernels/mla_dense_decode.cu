@@ -50,7 +50,7 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/dense.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
@@ -102,13 +102,13 @@ struct WalkerState {
 constexpr u32 kNoMoreWork = 1u << 31;
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kVChunks * kChunkBytes];  // 196,608 B
-    unsigned char q[2 * kChunkBytes];                                //  16,384 B, the chunks not in registers
-    unsigned char rope[kChunkBytes];  //   8,192 B, chunk 8 of the block in hand
-    unsigned char p[kChunkBytes];     //   8,192 B
-    float row_scale[2][kBlockM];      // factor on O before the block's PV
-    float row_sum[kBlockM];           // of the work tile
-    float row_max[kBlockM];           // m_ref at the work tile's end, base 2
+    alignas(1024) unsigned char k[kStages][kVChunks * Chunk::kBytes];  // 196,608 B
+    unsigned char q[2 * Chunk::kBytes];  //  16,384 B, the chunks not in registers
+    unsigned char rope[Chunk::kBytes];   //   8,192 B, chunk 8 of the block in hand
+    unsigned char p[Chunk::kBytes];      //   8,192 B
+    float row_scale[2][kBlockM];         // factor on O before the block's PV
+    float row_sum[kBlockM];              // of the work tile
+    float row_max[kBlockM];              // m_ref at the work tile's end, base 2
     u64 bar_work_full[kWorkStages];
     u64 bar_work_free[kWorkStages];
     u64 bar_k_full[kStages][2];
@@ -147,8 +147,8 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
     } else if (lane_idx < kBoxes) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kCount; ++chunk) {
-            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one,
-                        bar, 0, source.row, kFirstChunk + chunk, kv_head, source.page);
+            tma_load_5d(dst + (chunk * Chunk::kRows + lane_idx * BOX_ROWS) * Chunk::kRowBytes,
+                        &params.k_map_one, bar, 0, source.row, kFirstChunk + chunk, kv_head, source.page);
         }
     }
     __syncwarp();
@@ -265,9 +265,9 @@ __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan
     const BoxSource source = smem.sources[n % kSourceStages][lane_idx % kBoxes];
     if (warp_uniform(source.row) == kNoBlock) return;
     const u32 stage = n % kStages;
-    const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * kChunkBytes;
+    const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * Chunk::kBytes;
     const u32 bar = smem_address(&smem.bar_k_full[stage][kHalf]);
-    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * kChunkBytes);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * Chunk::kBytes);
     if (kHalf == 1 && smem.walker.prefetches_rope && lane_idx < kBoxes &&
         (kClusterSize == 1 || cluster_ctarank() == kHalf)) {
         tma_prefetch_5d(&params.k_map_one, 0, source.row, kVChunks, blockIdx.y, source.page);
@@ -290,7 +290,7 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     const BoxSource source = smem.sources[n % kSourceStages][lane_idx % kBoxes];
     if (warp_uniform(source.row) == kNoBlock) return;
     const u32 bar = smem_address(&smem.bar_rope_full);
-    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kChunkBytes);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, Chunk::kBytes);
     __syncwarp();
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
@@ -320,11 +320,11 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     const int thread = warp_idx * 32 + lane_idx;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
-        const u16* src = q_address(params, req, tile_row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
-        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+        const u16* src = q_address(params, req, tile_row) + kQRegisterChunks * Chunk::kCols + thread % 8 * 8;
+        const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
-            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols);
+            cp_async_16(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols);
         }
     }
 #pragma unroll
@@ -387,12 +387,12 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32]
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
-    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
+    const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
     // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
     const u32 smem_p =
-        smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+        smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
 
     if constexpr (kClusterSize > 1) cluster_wait();
     WorkTileReader reader;
@@ -436,7 +436,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             // S = Q K^T; the stores of P hide between the chunks
             u64* full = smem.bar_k_full[stage];
-            const u64 desc_k = descriptor_k_major(smem_k + stage * (kVChunks * kChunkBytes));
+            const u64 desc_k = Chunk::k_major(smem_k + stage * (kVChunks * Chunk::kBytes));
             float s[32];
             wgmma_pin(s);
             if constexpr (kHasRope) {
@@ -444,8 +444,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor, desc_rope + k * kStepKMajor,
-                                     k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + Chunk::kStepTile + k * Chunk::kStepK,
+                                     desc_rope + k * Chunk::kStepK, k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -456,12 +456,12 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    const u64 b = desc_k + chunk * Chunk::kStepTile + k * Chunk::kStepK;
                     if (chunk < kQRegisterChunks) {
                         wgmma_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
                                          kHasRope || chunk + k > 0);
                     } else {
-                        wgmma_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
+                        wgmma_ss<kDtype>(s, desc_q + k * Chunk::kStepK, b, true);
                     }
                 }
                 if (p_pending) {
@@ -524,8 +524,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 template <int kHalf>
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const u64 desc_p = Chunk::k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * Chunk::kBytes;
     const bool walks = kHalf == 0 && warp_idx == 0;
     const bool refills_rope = kHasRope && kHalf == 1 && warp_idx == 0;
 
@@ -577,12 +577,13 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + n % kStages * (kVChunks * kChunkBytes));
+            const u64 desc_v = Chunk::mn_major(smem_v + n % kStages * (kVChunks * Chunk::kBytes));
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                wgmma_ss<kDtype, 0, 1>(o, desc_p + k * kStepKMajor, desc_v + k * kStepMnMajor, true);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(o, desc_p + k * Chunk::kStepK,
+                                                        desc_v + k * Chunk::kStepMn, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();

@@ -4,13 +4,13 @@
 //   Share::prefetch(row)               has the row brought to L2, together with the three other lanes of it
 //   start(row)                         asks for its values; `src` is null if there is no row, and zeros are stored
 //   store(params, smem, stage, group)  converts them and stores them to the warp's group of the stage
-// Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
+// Shared memory (`Smem`) has k, group-major (layout/swizzled_tile.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
 #include "mla/cache_rows.cuh"
+#include "mla/chunks.cuh"
 #include "mla/plan.cuh"
 #include "mla/selection.cuh"
 #include "mla/work_tiles.cuh"

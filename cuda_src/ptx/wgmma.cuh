@@ -1,8 +1,8 @@
 // Warpgroup matrix multiply-accumulate: d (+)= A B^T with A 64 x 16 and B N x 16 of a 16-bit type, in float32.
 // PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". All four warps of a warpgroup issue, converged.
 //
-//   wgmma_ss<kDtype, kMnMajorA, kMnMajorB>(d, desc_a, desc_b, accumulate)   A and B in shared memory
-//   wgmma_rs<kDtype, kMnMajorB>(d, a, desc_b, accumulate)                   A in registers
+//   wgmma_ss<kDtype, kMajorA, kMajorB>(d, desc_a, desc_b, accumulate)   A and B in shared memory
+//   wgmma_rs<kDtype, kMajorB>(d, a, desc_b, accumulate)                   A in registers
 //
 // N is twice the length of d: any multiple of 8 up to 256. An operand in shared memory is K-major (its 16
 // columns are contiguous) or MN-major (its rows are: it is stored transposed). Registers of A and d must not
@@ -13,6 +13,9 @@
 // Element i of 8 of an A fragment (64 x 16, two elements per register) has the same row and column.
 #pragma once
 #include "common/types.cuh"
+
+// How an operand lies in shared memory.
+enum class Major : int { kK = 0, kMn = 1 };
 
 // Before the first wgmma of a batch and after ordinary code touched its accumulators.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -118,17 +121,17 @@ __device__ __forceinline__ float (&wgmma_columns(float (&d)[kAll])) [kCount] {
 #define RAWMLA_WGMMA_SS(N, COUNT, TYPE, I1, I2, I3, I4)                                                        \
     asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I2, "%" #COUNT ", %" #I1, "%" #I3 ", %" #I4)                \
                  : RAWMLA_OPERANDS_##COUNT                                                                     \
-                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)), "n"(kMnMajorA), "n"(kMnMajorB))
+                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)))
 #define RAWMLA_WGMMA_RS(N, COUNT, TYPE, I1, I2, I3, I4, I5, I6)                                                \
     asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I5,                                                         \
                                    "{%" #COUNT ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4, "%" #I6)              \
                  : RAWMLA_OPERANDS_##COUNT                                                                     \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                                    \
-                   "r"(static_cast<int>(accumulate)), "n"(kMnMajorB))
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)))
 
 // The wrappers of one N with COUNT accumulators; I1 to I6 are the numbers after COUNT.
 #define RAWMLA_WGMMA(N, COUNT, I1, I2, I3, I4, I5, I6)                                                         \
-    template <Dtype kDtype, int kMnMajorA = 0, int kMnMajorB = 0>                                              \
+    template <Dtype kDtype, Major kMajorA = Major::kK, Major kMajorB = Major::kK>                                              \
     __device__ __forceinline__ void wgmma_ss(float (&d)[COUNT], u64 desc_a, u64 desc_b, bool accumulate) {     \
         if constexpr (kDtype == Dtype::kBf16) {                                                                \
             RAWMLA_WGMMA_SS(N, COUNT, "bf16", I1, I2, I3, I4);                                                 \
@@ -136,7 +139,7 @@ __device__ __forceinline__ float (&wgmma_columns(float (&d)[kAll])) [kCount] {
             RAWMLA_WGMMA_SS(N, COUNT, "f16", I1, I2, I3, I4);                                                  \
         }                                                                                                      \
     }                                                                                                          \
-    template <Dtype kDtype, int kMnMajorB = 0>                                                                 \
+    template <Dtype kDtype, Major kMajorB = Major::kK>                                                                 \
     __device__ __forceinline__ void wgmma_rs(float (&d)[COUNT], const u32 (&a)[4], u64 desc_b,                 \
                                              bool accumulate) {                                                \
         if constexpr (kDtype == Dtype::kBf16) {                                                                \
