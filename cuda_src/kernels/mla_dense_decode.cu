@@ -54,6 +54,7 @@
 #include "mla/dense.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
+#include "mla/publisher.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"
@@ -92,14 +93,10 @@ struct BoxSource {
 constexpr int kNoBlock = -(1 << 30);
 
 struct WalkerState {
-    PlanRow plan;
-    WorkTileWalk walk;     // the next one to publish
-    u32 published;         // kNoMoreWork once the end mark is
     u32 work;              // of the next block to look up
     int block;             // in that work tile
     bool prefetches_rope;  // of the partition; PV1 reads it too
 };
-constexpr u32 kNoMoreWork = 1u << 31;
 
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kVChunks * Chunk::kBytes];  // 196,608 B
@@ -122,6 +119,7 @@ struct SharedMemoryPlan {
     u64 bar_looked_up;
     WorkTile work[kWorkStages];
     BoxSource sources[kSourceStages][kBoxes];
+    PublisherState publisher;
     WalkerState walker;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
@@ -170,9 +168,7 @@ struct Walker {
             page = load_global(entry);
         }
         if (lane_idx == 0) {
-            smem.walker.plan = plan;
-            smem.walker.walk.start(plan);
-            smem.walker.published = 0;
+            smem.publisher.start(plan);
             smem.walker.work = 0;
             smem.walker.block = 0;
             // A prefetch presumably overtakes the boxes that a load waits behind: it helps beside the load. In long partitions some SMs
@@ -182,38 +178,8 @@ struct Walker {
                                           plan.end_block - plan.begin_block <= kMaxPrefetchBlocks;
         }
         __syncwarp();
-        publish_work(params, smem, 1, lane_idx);
+        publish_work<kDtype, RowIndex>(params, smem, 1, LaneKept{lane_idx});
         look_up(params, smem, 0, lane_idx, entry, page);
-    }
-    // Publishes work tiles, or the end mark, until there are `count`.
-    __device__ __forceinline__ void publish_work(const Params& params, SharedMemoryPlan& smem, u32 count,
-                                                 int lane_idx) {
-        const PlanRow plan = smem.walker.plan;
-        WorkTileWalk walk = smem.walker.walk;
-        u32 published = smem.walker.published;
-        while (published < count) {
-            WorkTile next;
-            if (!walk.next(plan, all_tokens(params.cache_seqlens), params.num_splits, params.max_splits,
-                           next))
-                next.req = -1;
-            if (next.req >= 0 && next.num_blocks == 0) {
-                store_empty<kDtype, RowIndex>(params, next, lane_idx);
-                continue;
-            }
-            const u32 stage = published % kWorkStages;
-            mbarrier_wait_parity(smem_address(&smem.bar_work_free[stage]), ~(published / kWorkStages) & 1);
-            if (lane_idx == 0) {
-                smem.work[stage] = next;
-                mbarrier_arrive(smem_address(&smem.bar_work_full[stage]));
-            }
-            published = next.req >= 0 ? published + 1 : kNoMoreWork;
-        }
-        __syncwarp();
-        if (lane_idx == 0) {
-            smem.walker.walk = walk;
-            smem.walker.published = published;
-        }
-        __syncwarp();
     }
     // Waits for the pages looked up so far.
     __device__ __forceinline__ void wait_page() {
@@ -542,7 +508,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
             }
             // One work tile at a time, so that the first K is on its way early; block n + 1 is in work tile n + 1 at the latest.
-            walker.publish_work(params, smem, n + 2, lane_index());
+            publish_work<kDtype, RowIndex, LaneKept>(params, smem, n + 2);
             walker.look_up(params, smem, n + 1, lane_index());
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_looked_up));
@@ -553,7 +519,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        if (walks) walker.publish_work(params, smem, reader.count + 2 + kLookahead, lane_index());
+        if (walks) publish_work<kDtype, RowIndex, LaneKept>(params, smem, reader.count + 2 + kLookahead);
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         bool deferred = false;  // PV1's half of the block before is to be refilled, behind the RoPE chunk
