@@ -237,7 +237,7 @@ def test_constants_of_the_kernels_agree() -> None:
             f"kBlockM == {sparse_decode._BLOCK_M} && kBlockM == {metadata._BLOCK_M}",
             f"kChunks * 64 == {values['D_QK']}"
             if spec.name == "mla_sparse_fp8"
-            else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
+            else f"kTiles * (kChunks * 64 + HalfChunk::kCols * kV32) == {values['D_QK']}",
         ]
         conditions.append(f"Fp8Row::kRowBytes == {row_bytes[format]}")
         assert_in_kernel(spec, conditions)

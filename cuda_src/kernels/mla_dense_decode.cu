@@ -50,10 +50,11 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/dense.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
+#include "mla/publisher.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"
@@ -92,23 +93,19 @@ struct BoxSource {
 constexpr int kNoBlock = -(1 << 30);
 
 struct WalkerState {
-    PlanRow plan;
-    WorkTileWalk walk;     // the next one to publish
-    u32 published;         // kNoMoreWork once the end mark is
     u32 work;              // of the next block to look up
     int block;             // in that work tile
     bool prefetches_rope;  // of the partition; PV1 reads it too
 };
-constexpr u32 kNoMoreWork = 1u << 31;
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kVChunks * kChunkBytes];  // 196,608 B
-    unsigned char q[2 * kChunkBytes];                                //  16,384 B, the chunks not in registers
-    unsigned char rope[kChunkBytes];  //   8,192 B, chunk 8 of the block in hand
-    unsigned char p[kChunkBytes];     //   8,192 B
-    float row_scale[2][kBlockM];      // factor on O before the block's PV
-    float row_sum[kBlockM];           // of the work tile
-    float row_max[kBlockM];           // m_ref at the work tile's end, base 2
+    alignas(1024) unsigned char k[kStages][kVChunks * Chunk::kBytes];  // 196,608 B
+    unsigned char q[2 * Chunk::kBytes];  //  16,384 B, the chunks not in registers
+    unsigned char rope[Chunk::kBytes];   //   8,192 B, chunk 8 of the block in hand
+    unsigned char p[Chunk::kBytes];      //   8,192 B
+    float row_scale[2][kBlockM];         // factor on O before the block's PV
+    float row_sum[kBlockM];              // of the work tile
+    float row_max[kBlockM];              // m_ref at the work tile's end, base 2
     u64 bar_work_full[kWorkStages];
     u64 bar_work_free[kWorkStages];
     u64 bar_k_full[kStages][2];
@@ -122,6 +119,7 @@ struct SharedMemoryPlan {
     u64 bar_looked_up;
     WorkTile work[kWorkStages];
     BoxSource sources[kSourceStages][kBoxes];
+    PublisherState publisher;
     WalkerState walker;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
@@ -147,8 +145,8 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
     } else if (lane_idx < kBoxes) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kCount; ++chunk) {
-            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one,
-                        bar, 0, source.row, kFirstChunk + chunk, kv_head, source.page);
+            tma_load_5d(dst + (chunk * Chunk::kRows + lane_idx * BOX_ROWS) * Chunk::kRowBytes,
+                        &params.k_map_one, bar, 0, source.row, kFirstChunk + chunk, kv_head, source.page);
         }
     }
     __syncwarp();
@@ -170,9 +168,7 @@ struct Walker {
             page = load_global(entry);
         }
         if (lane_idx == 0) {
-            smem.walker.plan = plan;
-            smem.walker.walk.start(plan);
-            smem.walker.published = 0;
+            smem.publisher.start(plan);
             smem.walker.work = 0;
             smem.walker.block = 0;
             // A prefetch presumably overtakes the boxes that a load waits behind: it helps beside the load. In long partitions some SMs
@@ -182,38 +178,8 @@ struct Walker {
                                           plan.end_block - plan.begin_block <= kMaxPrefetchBlocks;
         }
         __syncwarp();
-        publish_work(params, smem, 1, lane_idx);
+        publish_work<kDtype, RowIndex>(params, smem, 1, LaneKept{lane_idx});
         look_up(params, smem, 0, lane_idx, entry, page);
-    }
-    // Publishes work tiles, or the end mark, until there are `count`.
-    __device__ __forceinline__ void publish_work(const Params& params, SharedMemoryPlan& smem, u32 count,
-                                                 int lane_idx) {
-        const PlanRow plan = smem.walker.plan;
-        WorkTileWalk walk = smem.walker.walk;
-        u32 published = smem.walker.published;
-        while (published < count) {
-            WorkTile next;
-            if (!walk.next(plan, all_tokens(params.cache_seqlens), params.num_splits, params.max_splits,
-                           next))
-                next.req = -1;
-            if (next.req >= 0 && next.num_blocks == 0) {
-                store_empty<kDtype, RowIndex>(params, next, lane_idx);
-                continue;
-            }
-            const u32 stage = published % kWorkStages;
-            mbarrier_wait_parity(smem_address(&smem.bar_work_free[stage]), ~(published / kWorkStages) & 1);
-            if (lane_idx == 0) {
-                smem.work[stage] = next;
-                mbarrier_arrive(smem_address(&smem.bar_work_full[stage]));
-            }
-            published = next.req >= 0 ? published + 1 : kNoMoreWork;
-        }
-        __syncwarp();
-        if (lane_idx == 0) {
-            smem.walker.walk = walk;
-            smem.walker.published = published;
-        }
-        __syncwarp();
     }
     // Waits for the pages looked up so far.
     __device__ __forceinline__ void wait_page() {
@@ -265,9 +231,9 @@ __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan
     const BoxSource source = smem.sources[n % kSourceStages][lane_idx % kBoxes];
     if (warp_uniform(source.row) == kNoBlock) return;
     const u32 stage = n % kStages;
-    const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * kChunkBytes;
+    const u32 dst = smem_address(smem.k[stage]) + 4 * kHalf * Chunk::kBytes;
     const u32 bar = smem_address(&smem.bar_k_full[stage][kHalf]);
-    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * kChunkBytes);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, 4 * Chunk::kBytes);
     if (kHalf == 1 && smem.walker.prefetches_rope && lane_idx < kBoxes &&
         (kClusterSize == 1 || cluster_ctarank() == kHalf)) {
         tma_prefetch_5d(&params.k_map_one, 0, source.row, kVChunks, blockIdx.y, source.page);
@@ -290,7 +256,7 @@ __device__ __forceinline__ void load_rope(const Params& params, SharedMemoryPlan
     const BoxSource source = smem.sources[n % kSourceStages][lane_idx % kBoxes];
     if (warp_uniform(source.row) == kNoBlock) return;
     const u32 bar = smem_address(&smem.bar_rope_full);
-    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kChunkBytes);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, Chunk::kBytes);
     __syncwarp();
     load_chunks<kVChunks, 1, false>(params, smem_address(smem.rope), bar, source, lane_idx);
 }
@@ -320,11 +286,11 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     const int thread = warp_idx * 32 + lane_idx;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
-        const u16* src = q_address(params, req, tile_row) + kQRegisterChunks * kChunkCols + thread % 8 * 8;
-        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+        const u16* src = q_address(params, req, tile_row) + kQRegisterChunks * Chunk::kCols + thread % 8 * 8;
+        const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kQSharedChunks; ++chunk) {
-            cp_async_16(dst + chunk * kChunkBytes, src + chunk * kChunkCols);
+            cp_async_16(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols);
         }
     }
 #pragma unroll
@@ -387,12 +353,12 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32]
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
-    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
+    const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
     // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
     const u32 smem_p =
-        smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+        smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
 
     if constexpr (kClusterSize > 1) cluster_wait();
     WorkTileReader reader;
@@ -436,7 +402,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             // S = Q K^T; the stores of P hide between the chunks
             u64* full = smem.bar_k_full[stage];
-            const u64 desc_k = descriptor_k_major(smem_k + stage * (kVChunks * kChunkBytes));
+            const u64 desc_k = Chunk::k_major(smem_k + stage * (kVChunks * Chunk::kBytes));
             float s[32];
             wgmma_pin(s);
             if constexpr (kHasRope) {
@@ -444,8 +410,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n64k16_ss<kDtype>(s, desc_q + kStepChunk + k * kStepKMajor,
-                                               desc_rope + k * kStepKMajor, k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + Chunk::kStepTile + k * Chunk::kStepK,
+                                     desc_rope + k * Chunk::kStepK, k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -456,12 +422,12 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    const u64 b = desc_k + chunk * Chunk::kStepTile + k * Chunk::kStepK;
                     if (chunk < kQRegisterChunks) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
-                                                   kHasRope || chunk + k > 0);
+                        wgmma_rs<kDtype>(s, q[min_int(chunk, kQRegisterChunks - 1) * 4 + k], b,
+                                         kHasRope || chunk + k > 0);
                     } else {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q + k * kStepKMajor, b, true);
+                        wgmma_ss<kDtype>(s, desc_q + k * Chunk::kStepK, b, true);
                     }
                 }
                 if (p_pending) {
@@ -524,8 +490,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 template <int kHalf>
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const u64 desc_p = Chunk::k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * Chunk::kBytes;
     const bool walks = kHalf == 0 && warp_idx == 0;
     const bool refills_rope = kHasRope && kHalf == 1 && warp_idx == 0;
 
@@ -542,7 +508,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
             }
             // One work tile at a time, so that the first K is on its way early; block n + 1 is in work tile n + 1 at the latest.
-            walker.publish_work(params, smem, n + 2, lane_index());
+            publish_work<kDtype, RowIndex, LaneKept>(params, smem, n + 2);
             walker.look_up(params, smem, n + 1, lane_index());
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_looked_up));
@@ -553,7 +519,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        if (walks) walker.publish_work(params, smem, reader.count + 2 + kLookahead, lane_index());
+        if (walks) publish_work<kDtype, RowIndex, LaneKept>(params, smem, reader.count + 2 + kLookahead);
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
         bool deferred = false;  // PV1's half of the block before is to be refilled, behind the RoPE chunk
@@ -577,12 +543,13 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + n % kStages * (kVChunks * kChunkBytes));
+            const u64 desc_v = Chunk::mn_major(smem_v + n % kStages * (kVChunks * Chunk::kBytes));
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                wgmma_m64n256k16_ss_bt<kDtype>(o, desc_p + k * kStepKMajor, desc_v + k * kStepMnMajor, true);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(o, desc_p + k * Chunk::kStepK,
+                                                        desc_v + k * Chunk::kStepMn, true);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();

@@ -24,7 +24,7 @@
 // What is past a request's last token: mla/dense.cuh.
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/dense.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
@@ -43,16 +43,16 @@ constexpr int kThreadRows = kTileRows / 4;  // of Q that a thread has in a produ
 constexpr int kAccumulators = kTileRows / 2;
 constexpr int kStages = 2;
 constexpr int kThreads = 160;
-constexpr int kRowsBytes = kTileRows * kChunkRowBytes;  // of a chunk with a row for each of Q
-constexpr int kStagedCols = kDimV + 4;                  // so that heads lie in different banks
+using QTile = SwizzledTile<kTileRows>;  // 64 columns of Q or P
+constexpr int kStagedCols = kDimV + 4;  // so that heads lie in different banks
 
 enum NamedBarrier : int { NB_MATH = 1, NB_VOTE = 2 };
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kQChunks * kChunkBytes];  // 147,456 B
-    unsigned char q[kQChunks][kRowsBytes];                           //  18,432 B
-    unsigned char p[kRowsBytes];                                     //   2,048 B
-    float o[kTileRows][kStagedCols];                                 //  33,024 B, at an work tile's end
+    alignas(1024) unsigned char k[kStages][kQChunks * Chunk::kBytes];  // 147,456 B
+    unsigned char q[kQChunks][QTile::kBytes];                          //  18,432 B
+    unsigned char p[QTile::kBytes];                                    //   2,048 B
+    float o[kTileRows][kStagedCols];                                   //  33,024 B, at an work tile's end
     float warp_max[4][kTileRows];
     float warp_sum[4][kTileRows];
     float row_max[kTileRows];  // m_ref at the work tile's end, base 2
@@ -80,10 +80,11 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     const RowIndex row(params, tile_row);
     const u16* src = params.q + req * params.q_stride_b;
     if (row.valid) src += row.token * params.q_stride_s + row.head * params.q_stride_h + unit * 8;
-    const u32 dst = smem_address(smem.q[0]) + swizzle128_offset(tile_row, unit);
+    const u32 dst = smem_address(smem.q[0]) + Chunk::offset(tile_row, unit);
 #pragma unroll
     for (int chunk = 0; chunk < kQChunks; ++chunk) {
-        cp_async_16_or_zeros(dst + chunk * kRowsBytes, row.valid ? src + chunk * kChunkCols : src, row.valid);
+        cp_async_16_or_zeros(dst + chunk * QTile::kBytes, row.valid ? src + chunk * Chunk::kCols : src,
+                             row.valid);
     }
 }
 
@@ -194,11 +195,11 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q[0]));
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q[0]));
+    const u64 desc_p = Chunk::k_major(smem_address(smem.p));
     // This lane's 16 bytes of P: rows 8 (lane / 16) + lane % 8, tokens of the warp's half lane / 8 % 2
-    const u32 smem_p = smem_address(smem.p) + lane_idx / 16 * kGroupBytes +
-                       swizzle128_offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
+    const u32 smem_p = smem_address(smem.p) + lane_idx / 16 * Chunk::kGroupBytes +
+                       Chunk::offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     // The partition's first request nearly always has tokens and then is the first work tile: its Q is on the way before that is known.
@@ -231,16 +232,15 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             const u32 smem_k = smem_address(smem.k[stage]);
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
             float s[kAccumulators];
-            const u64 desc_k = descriptor_k_major(smem_k);
+            const u64 desc_k = Chunk::k_major(smem_k);
             wgmma_pin(s);
             wgmma_fence();
 #pragma unroll
             for (int chunk = 0; chunk < kQChunks; ++chunk) {
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n16k16_ss<kDtype>(s, desc_k + chunk * kStepChunk + k * kStepKMajor,
-                                               desc_q + chunk * (kRowsBytes >> 4) + k * kStepKMajor,
-                                               chunk + k > 0);
+                    wgmma_ss<kDtype>(s, desc_k + chunk * Chunk::kStepTile + k * Chunk::kStepK,
+                                     desc_q + chunk * QTile::kStepTile + k * Chunk::kStepK, chunk + k > 0);
                 }
             }
             wgmma_commit_group();
@@ -297,7 +297,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             }
 #pragma unroll
             for (int j = 0; j < kAccumulators; j += 8) {
-                stmatrix_x4_trans(smem_p + j / 4 * kGroupBytes, pack_16bit<kDtype>(s[j], s[j + 1]),
+                stmatrix_x4_trans(smem_p + j / 4 * Chunk::kGroupBytes, pack_16bit<kDtype>(s[j], s[j + 1]),
                                   pack_16bit<kDtype>(s[j + 2], s[j + 3]),
                                   pack_16bit<kDtype>(s[j + 4], s[j + 5]),
                                   pack_16bit<kDtype>(s[j + 6], s[j + 7]));
@@ -313,7 +313,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
                     start_load_q(params, smem, req);
                 }
             }
-            const u64 desc_v = descriptor_mn_major(smem_k);
+            const u64 desc_v = Chunk::mn_major(smem_k);
 #pragma unroll
             for (int tile = 0; tile < kVChunks; ++tile) wgmma_pin(o[tile]);
             wgmma_fence();
@@ -321,8 +321,9 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             for (int k = 0; k < kBlockTokens / 16; ++k) {
 #pragma unroll
                 for (int tile = 0; tile < kVChunks; ++tile) {
-                    wgmma_m64n16k16_ss<kDtype, true>(o[tile], desc_v + tile * kStepChunk + k * kStepMnMajor,
-                                                     desc_p + k * kStepKMajor, true);
+                    wgmma_ss<kDtype, Major::kMn>(o[tile],
+                                                 desc_v + tile * Chunk::kStepTile + k * Chunk::kStepMn,
+                                                 desc_p + k * Chunk::kStepK, true);
                 }
             }
             wgmma_commit_group();
@@ -345,7 +346,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             const int j = accumulator_of(i);
 #pragma unroll
             for (int tile = 0; tile < kVChunks; ++tile) {
-                float* column = smem.o[row_of(i)] + tile * kChunkCols + 16 * warp_idx + lane_idx / 4;
+                float* column = smem.o[row_of(i)] + tile * Chunk::kCols + 16 * warp_idx + lane_idx / 4;
                 column[0] = o[tile][j];
                 column[8] = o[tile][j + 2];
             }
@@ -363,24 +364,24 @@ __device__ __forceinline__ void load_block(const Params& params, SharedMemoryPla
     const u32 bar = smem_address(&smem.bar_k_full[stage]);
     const u32 dst = smem_address(smem.k[stage]);
     const int lane_idx = lane_index();
-    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kQChunks * kChunkBytes);
+    if (lane_idx == 0) mbarrier_arrive_expect_tx(bar, kQChunks * Chunk::kBytes);
     __syncwarp();
     if (lane_idx >= kBoxes) return;
     if constexpr (kBoxes == 1) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            tma_load_5d(dst + half * (kVChunks / 2 * kChunkBytes), &params.k_map_half, bar, 0, row,
+            tma_load_5d(dst + half * (kVChunks / 2 * Chunk::kBytes), &params.k_map_half, bar, 0, row,
                         half * (kVChunks / 2), blockIdx.y, page);
         }
         if constexpr (kHasRope) {
-            tma_load_5d(dst + kVChunks * kChunkBytes, &params.k_map_one, bar, 0, row, kVChunks, blockIdx.y,
+            tma_load_5d(dst + kVChunks * Chunk::kBytes, &params.k_map_one, bar, 0, row, kVChunks, blockIdx.y,
                         page);
         }
     } else {
 #pragma unroll 1
         for (int chunk = 0; chunk < kQChunks; ++chunk) {
-            tma_load_5d(dst + (chunk * kChunkRows + lane_idx * BOX_ROWS) * kChunkRowBytes, &params.k_map_one,
-                        bar, 0, row, chunk, blockIdx.y, page);
+            tma_load_5d(dst + (chunk * Chunk::kRows + lane_idx * BOX_ROWS) * Chunk::kRowBytes,
+                        &params.k_map_one, bar, 0, row, chunk, blockIdx.y, page);
         }
     }
 }

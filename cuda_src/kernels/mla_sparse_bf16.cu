@@ -65,7 +65,7 @@
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
@@ -85,7 +85,7 @@ constexpr int kGroupTokens = GROUP_TOKENS;
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 3;
-constexpr int kVChunks = kDimV / kChunkCols;
+constexpr int kVChunks = kDimV / Chunk::kCols;
 constexpr bool kHasRope = D_QK > kDimV;
 // Q is multiplied in steps of 16 columns. The first kQSteps steps are in registers. The last two chunks are
 // in shared memory, and at D_QK 576 so is one single step in front of them.
@@ -93,13 +93,13 @@ constexpr int kQSteps = D_QK == 576 ? 27 : 24;
 constexpr int kQSharedChunks = 2;
 constexpr int kQSingleStep = D_QK == 576 ? kQSteps : -1;
 
-constexpr int kStageBytes = kVChunks * kChunkBytes;
+constexpr int kStageBytes = kVChunks * Chunk::kBytes;
 constexpr int kQStagedChunks = ceil_div(kQSteps, 4);
-static_assert(kQStagedChunks * kChunkBytes <= kStageBytes, "Q passes through a stage");
+static_assert(kQStagedChunks * Chunk::kBytes <= kStageBytes, "Q passes through a stage");
 
 constexpr int kQUnitBytes = kBlockM * 16;  // eight columns of the single step
 constexpr int kQStepBytes = kQSingleStep < 0 ? 16 : 2 * kQUnitBytes;
-constexpr int kRopeBytes = kHasRope ? kChunkBytes : 16;
+constexpr int kRopeBytes = kHasRope ? Chunk::kBytes : 16;
 
 constexpr int kThreads = 512;
 constexpr int kProducerWarps = 4;
@@ -115,10 +115,10 @@ enum NamedBarrier : int { NB_QK = 1 };
 
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kStageBytes];  // 196,608 B
-    unsigned char q[kQSharedChunks * kChunkBytes];        //  16,384 B (D_QK 576), not in registers
+    unsigned char q[kQSharedChunks * Chunk::kBytes];      //  16,384 B (D_QK 576), not in registers
     unsigned char q_step[kQStepBytes];                    //   2,048 B or none: the single step, two units
     unsigned char rope[kRopeBytes];                       //   8,192 B or none: RoPE of the current block
-    alignas(1024) unsigned char p[kChunkBytes];           //   8,192 B
+    alignas(1024) unsigned char p[Chunk::kBytes];         //   8,192 B
     unsigned char row_shrink[2][kBlockM];                 // exponent of the factor on O before P V
     float row_sum[kBlockM];                               // row sums of the work tile
     float row_max[kBlockM];                               // m_ref at the work tile's end, base 2
@@ -151,10 +151,10 @@ __device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages -
 template <int kCount>
 __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
     const RowIndex row(params, 0);
-    mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
+    mbarrier_arrive_expect_tx(bar, kCount * Chunk::kBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kCount; ++chunk)
-        tma_load_5d(dst + chunk * kChunkBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
+        tma_load_5d(dst + chunk * Chunk::kBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
                     req);
 }
 
@@ -219,9 +219,9 @@ __device__ __forceinline__ void store_tops(const Params& params, const WorkTile&
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
     const u64 desc_q_step = descriptor_unswizzled(smem_address(smem.q_step), kQUnitBytes);
-    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
     WorkTileReader reader;
     // The number of the block modulo 6. Stages and parities of barriers follow from it, and it is one
@@ -234,13 +234,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         const int lane_idx = lane_index();
         if (warp_idx == 0 && lane_idx == 0) {
             load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
-                                          owner.work(smem).req, D_QK / kChunkCols - kQSharedChunks);
+                                          owner.work(smem).req, D_QK / Chunk::kCols - kQSharedChunks);
         }
         __syncwarp();
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), owner.count & 1);
         const u32 src =
-            smem_k + in_stage * kStageBytes + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
-        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * kChunkBytes; };
+            smem_k + in_stage * kStageBytes + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * Chunk::kBytes; };
         if constexpr (kQSingleStep >= 0) {
             u32 single[4];
             ldmatrix_x4(single, place(kQSingleStep));
@@ -276,7 +276,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             // on an XOR of 32 bytes.
             const int lane_idx = lane_index();
             const u32 dst =
-                smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+                smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
 #pragma unroll
             for (int group = 0; group < 4; ++group) {  // of 16 tokens
                 stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
@@ -292,7 +292,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             // S = Q K^T; the stores of P hide between the chunks
             const u32 stage = n % kStages, k_parity = n / kStages;
             u64* full = smem.bar_k_full[stage];
-            const u64 desc_k = descriptor_k_major(smem_k + stage * kStageBytes);
+            const u64 desc_k = Chunk::k_major(smem_k + stage * kStageBytes);
             float s[32];
             wgmma_pin(s);
             if constexpr (kHasRope) {
@@ -301,9 +301,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n64k16_ss<kDtype>(s,
-                                               desc_q + (kQSharedChunks - 1) * kStepChunk + k * kStepKMajor,
-                                               desc_rope + k * kStepKMajor, k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + (kQSharedChunks - 1) * Chunk::kStepTile + k * Chunk::kStepK,
+                                     desc_rope + k * Chunk::kStepK, k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -317,16 +316,16 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    const u64 b = desc_k + chunk * Chunk::kStepTile + k * Chunk::kStepK;
                     const int step = 4 * chunk + k;
                     if (step < kQSteps) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
+                        wgmma_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
                     } else if (step == kQSingleStep) {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q_step, b, true);
+                        wgmma_ss<kDtype>(s, desc_q_step, b, true);
                     } else {
                         const int first = kVChunks - kQSharedChunks + kHasRope;  // in smem.q
-                        const u64 a = desc_q + (chunk - first) * kStepChunk + k * kStepKMajor;
-                        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
+                        const u64 a = desc_q + (chunk - first) * Chunk::kStepTile + k * Chunk::kStepK;
+                        wgmma_ss<kDtype>(s, a, b, true);
                     }
                 }
                 if (p_pending) {
@@ -404,8 +403,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 template <int kHalf>
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const u64 desc_p = Chunk::k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * Chunk::kBytes;
     const bool publishes = kHalf == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
@@ -434,14 +433,15 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + stage * kStageBytes);
+            const u64 desc_v = Chunk::mn_major(smem_v + stage * kStageBytes);
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajor;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunk, true);
+                const u64 a = desc_p + k * Chunk::kStepK, b = desc_v + k * Chunk::kStepMn;
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<0, 64>(o), a, b, true);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<64, 64>(o), a, b + 2 * Chunk::kStepTile,
+                                                        true);
                 if (k == 1) wgmma_commit_group();
             }
             wgmma_commit_group();
@@ -482,7 +482,7 @@ struct FoundRow {
 template <int kCount>
 __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 found, int first_col) {
     const int lane_idx = lane_index();
-    dst += swizzle128_offset(FoundRow().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
+    dst += Chunk::offset(FoundRow().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
 #pragma unroll
     for (int i = 0; i < kWarpRows / 4; ++i) {  // row 4 i + lane / 8 of the warp
         const u64 address = __shfl_sync(0xffffffff, found, 4 * i + lane_idx / 8);
@@ -492,8 +492,8 @@ __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 f
             lane_idx % 8 * 16;
 #pragma unroll
         for (int chunk = 0; chunk < kCount; ++chunk) {
-            cp_async_16_or_zeros((dst ^ (i % 2 * 64)) + i * (4 * kChunkRowBytes) + chunk * kChunkBytes,
-                                 src + chunk * kChunkRowBytes, reads);
+            cp_async_16_or_zeros((dst ^ (i % 2 * 64)) + i * (4 * Chunk::kRowBytes) + chunk * Chunk::kBytes,
+                                 src + chunk * Chunk::kRowBytes, reads);
         }
     }
 }
@@ -550,7 +550,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * kChunkBytes, found,
+                copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * Chunk::kBytes, found,
                                half * (kDimV / 2));
                 cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[stage][half]));
             }

@@ -62,7 +62,7 @@
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/fp8_rows.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
@@ -78,8 +78,9 @@
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 2;
-constexpr int kChunks = D_QK / kChunkCols;
-constexpr int kStageBytes = kChunks * kChunkBytes;
+constexpr int kChunks = D_QK / Chunk::kCols;
+using KTiles = GroupMajorTiles<kChunks>;
+constexpr int kStageBytes = kChunks * Chunk::kBytes;
 constexpr int kRopeChunk = kChunks - 1;
 // Whether P of a block is stored over its RoPE chunk. It is, if RoPE is not part of V.
 constexpr bool kPOverRope = D_QK > kDimV;
@@ -96,13 +97,13 @@ static_assert(kRegistersQK + 2 * kRegistersPV + 2 * kRegistersProducer <=
 enum NamedBarrier : int { NB_QK = 1 };
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kStageBytes];       // 147,456 B (D_QK 576)
-    unsigned char q[kStageBytes];                              //  73,728 B
-    unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P is stored over RoPE
-    float row_scale[kStages][kBlockM];                         // factor on O before the block's PV
-    float row_sum[kBlockM];                                    // of the work tile
-    float row_max[kBlockM];                                    // m_ref at the work tile's end, base 2
-    alignas(8) unsigned char valid[kStages][kProducerWarps];   // a bit for each row of the stage
+    alignas(1024) unsigned char k[kStages][kStageBytes];         // 147,456 B (D_QK 576)
+    unsigned char q[kStageBytes];                                //  73,728 B
+    unsigned char p[kPOverRope ? 16 : kStages * Chunk::kBytes];  // unless P is stored over RoPE
+    float row_scale[kStages][kBlockM];                           // factor on O before the block's PV
+    float row_sum[kBlockM];                                      // of the work tile
+    float row_max[kBlockM];                                      // m_ref at the work tile's end, base 2
+    alignas(8) unsigned char valid[kStages][kProducerWarps];     // a bit for each row of the stage
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
     u64 bar_p_full[kStages];
@@ -130,21 +131,21 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         const RowIndex row(params, tile_row);
         const u16* src = base + row.token * params.q_stride_s +
                          (row.valid ? row.head : 0) * params.q_stride_h + thread % 8 * 8;
-        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+        const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-            cp_async_16_or_zeros(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+            cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
         }
     }
 }
 
 __device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage) {
-    return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * kGroupBytes
-                      : smem_address(smem.p) + stage * kChunkBytes;
+    return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * Chunk::kGroupBytes
+                      : smem_address(smem.p) + stage * Chunk::kBytes;
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
     griddepcontrol_wait();  // before Q is read
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
@@ -165,14 +166,14 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 valid_high = valid[1];
             }
             float s[32];
-            const u64 desc_k = descriptor_grouped<kChunks>(smem_address(smem.k[stage]));
+            const u64 desc_k = KTiles::descriptor(smem_address(smem.k[stage]));
             wgmma_pin(s);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4 * kChunks; ++i) {
-                const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
-                const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-                wgmma_m64n64k16_ss<kDtype>(s, a, b, i > 0);
+                const u64 a = desc_q + i / 4 * Chunk::kStepTile + i % 4 * Chunk::kStepK;
+                const u64 b = desc_k + i / 4 * KTiles::kStepTile + i % 4 * Chunk::kStepK;
+                wgmma_ss<kDtype>(s, a, b, i > 0);
             }
             wgmma_commit_group();
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
@@ -205,8 +206,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             // on an XOR of 32 bytes.
             const int lane_idx = lane_index();
             const u32 smem_p = p_address(smem, stage) +
-                               (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * kGroupBytes +
-                               swizzle128_offset(lane_idx % 8, lane_idx / 16);
+                               (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * Chunk::kGroupBytes +
+                               Chunk::offset(lane_idx % 8, lane_idx / 16);
 #pragma unroll
             for (int group = 0; group < 4; ++group) {  // of 16 tokens
                 stmatrix_x4(smem_p ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
@@ -228,7 +229,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 // Both halves of the columns share one copy of the code, so that a call of few blocks fetches it once.
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int half,
                                              int warp_idx) {
-    const u32 smem_v = smem_address(smem.k) + half * 4 * kGroupBytes;
+    const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
@@ -253,15 +254,16 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 #pragma unroll
                 for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
             }
-            const u64 desc_p = descriptor_grouped<kPChunks>(p_address(smem, stage));
-            const u64 desc_v = descriptor_grouped<kChunks>(smem_v + stage * kStageBytes);
+            const u64 desc_p = GroupMajorTiles<kPChunks>::descriptor(p_address(smem, stage));
+            const u64 desc_v = KTiles::descriptor(smem_v + stage * kStageBytes);
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, begun || k > 0);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, begun || k > 0);
+                const u64 a = desc_p + k * Chunk::kStepK, b = desc_v + k * KTiles::kStepMn;
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<0, 64>(o), a, b, begun || k > 0);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<64, 64>(o), a,
+                                                        b + 2 * KTiles::kStepTile, begun || k > 0);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
@@ -281,7 +283,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
 // The share of a thread in an FP8 row: 16 values of each chunk except RoPE's.
 struct Share {
     static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are scarce
-    static constexpr int kValueChunks = Fp8Row::kDimNope / kChunkCols;
+    static constexpr int kValueChunks = Fp8Row::kDimNope / Chunk::kCols;
 
     const unsigned char* src;  // the share's first byte, or null
     u32 values[kAhead][4];
@@ -298,7 +300,7 @@ struct Share {
         }
     }
     __device__ __forceinline__ void load(int chunk) {
-        load_16_or_zeros(values[chunk % kAhead], src + chunk * kChunkCols, src != nullptr);
+        load_16_or_zeros(values[chunk % kAhead], src + chunk * Chunk::kCols, src != nullptr);
     }
     __device__ __forceinline__ void load_scale(const unsigned char* row, int chunk) {
         scales[chunk / 2 % 2] = load_global_4(row + Fp8Row::kScalesOffset + chunk / 2 * 4, src != nullptr);
@@ -327,18 +329,18 @@ struct Share {
         const ProducerThread thread;
         const bool reads = src != nullptr;
         const unsigned char* rope = (reads ? src : params.cache[0]) + Fp8Row::kRopeOffset;
-        const u32 dst = group + kRopeChunk * kGroupBytes + swizzle128_offset(thread.row, thread.quarter);
+        const u32 dst = group + kRopeChunk * Chunk::kGroupBytes + Chunk::offset(thread.row, thread.quarter);
         copy_16_or_zeros(dst, rope, reads);
         copy_16_or_zeros(dst ^ 64, rope + 64, reads);
     }
     __device__ __forceinline__ void dequantise(u32 group) {
         const ProducerThread thread;
-        const u32 dst = group + swizzle128_offset(thread.row, thread.quarter * 2);
+        const u32 dst = group + Chunk::offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
             const u32(&v)[4] = values[chunk % kAhead];
-            store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
-            store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
+            store_dequantised(dst + chunk * Chunk::kGroupBytes, v[0], v[1], scale(chunk));
+            store_dequantised((dst ^ 16) + chunk * Chunk::kGroupBytes, v[2], v[3], scale(chunk));
             if (kFormat == CacheFormat::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
                 load_scale(src - thread.quarter * 16, chunk + 3);
             if (chunk + kAhead < kValueChunks) load(chunk + kAhead);

@@ -58,8 +58,7 @@
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
-#include "layout/swizzle64.cuh"
+#include "mla/chunks.cuh"
 #include "mla/fp8_rows.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
@@ -79,10 +78,11 @@ constexpr bool kV32 = kFormat == CacheFormat::kV32;
 constexpr int kStages = kV32 ? 3 : 4;
 constexpr int kTiles = 2;
 constexpr int kColumns = kDimV / 2;  // columns of V per CTA
-constexpr int kChunks = kColumns / kChunkCols;
-constexpr int kStageBytes = kChunks * kChunkBytes;
+constexpr int kChunks = kColumns / Chunk::kCols;
+using KTiles = GroupMajorTiles<kChunks>;
+constexpr int kStageBytes = kChunks * Chunk::kBytes;
 // Half of RoPE has a buffer of its own in V3.2, where RoPE is not part of V.
-constexpr int kRopeBytes = kV32 ? kHalfChunkBytes : 16;
+constexpr int kRopeBytes = kV32 ? HalfChunk::kBytes : 16;
 
 constexpr int kThreads = 512;
 constexpr int kRegistersConsumer = 208;  // owner and helper
@@ -161,13 +161,13 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         const PairRow row(params, tile * kBlockM + tile_row);
         const u16* src = base + row.token * params.q_stride_s +
                          (row.valid ? row.head : 0) * params.q_stride_h + rank * kColumns + unit * 8;
-        const u32 dst = smem_address(smem.q[tile]) + swizzle128_offset(tile_row, unit);
+        const u32 dst = smem_address(smem.q[tile]) + Chunk::offset(tile_row, unit);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            cp_async_16_or_zeros(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+            cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
         if (kV32 && unit < 4) {
-            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + swizzle64_offset(tile_row, unit),
-                                 src + kDimV - rank * (kColumns - kHalfChunkCols), row.valid);
+            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, unit),
+                                 src + kDimV - rank * (kColumns - HalfChunk::kCols), row.valid);
         }
     }
 }
@@ -181,36 +181,36 @@ __device__ __forceinline__ void start_scores(SharedMemoryPlan& smem, int tile, u
     // calls
     u32 smem_q = smem_address(smem.q[0]) + tile * kStageBytes;
     asm volatile("" : "+r"(smem_q));
-    const u64 desc_q = descriptor_k_major(smem_q);
-    const u64 desc_k = descriptor_grouped<kChunks>(smem_address(smem.k[stage]));
+    const u64 desc_q = Chunk::k_major(smem_q);
+    const u64 desc_k = KTiles::descriptor(smem_address(smem.k[stage]));
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4 * kChunks; ++i) {
-        const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
-        const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, accumulate || i > 0);
+        const u64 a = desc_q + i / 4 * Chunk::kStepTile + i % 4 * Chunk::kStepK;
+        const u64 b = desc_k + i / 4 * KTiles::kStepTile + i % 4 * Chunk::kStepK;
+        wgmma_ss<kDtype>(s, a, b, accumulate || i > 0);
     }
     if constexpr (kV32) {
-        const u64 a = descriptor_half_chunk(smem_address(smem.q_rope[tile]));
-        const u64 b = descriptor_half_chunk(smem_address(smem.k_rope[stage]));
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
-        wgmma_m64n64k16_ss<kDtype>(s, a + kStepKMajor, b + kStepKMajor, true);
+        const u64 a = HalfChunk::k_major(smem_address(smem.q_rope[tile]));
+        const u64 b = HalfChunk::k_major(smem_address(smem.k_rope[stage]));
+        wgmma_ss<kDtype>(s, a, b, true);
+        wgmma_ss<kDtype>(s, a + HalfChunk::kStepK, b + HalfChunk::kStepK, true);
     }
     wgmma_commit_group();
 }
 
 // Starts O += P V of block n.
 __device__ __forceinline__ void start_pv(SharedMemoryPlan& smem, u32 n, float (&o)[128], const u32 (&p)[16]) {
-    const u64 desc_v = descriptor_grouped<kChunks>(smem_address(smem.k[n % kStages]));
+    const u64 desc_v = KTiles::descriptor(smem_address(smem.k[n % kStages]));
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockTokens / 16; ++k) {
         const u32 a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-        const u64 b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-        wgmma_m64n128k16_rs_bt<kDtype, 0>(o, a, b, true);
-        wgmma_m64n128k16_rs_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
+        const u64 b = desc_v + k * KTiles::kStepMn;
+        wgmma_rs<kDtype, Major::kMn>(wgmma_columns<0, 64>(o), a, b, true);
+        wgmma_rs<kDtype, Major::kMn>(wgmma_columns<64, 64>(o), a, b + 2 * KTiles::kStepTile, true);
     }
     wgmma_commit_group();
 }
@@ -487,7 +487,8 @@ struct Share {
         }
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            if (has_values(chunk)) load_16_or_zeros(values[chunk], src + chunk * kChunkCols, src != nullptr);
+            if (has_values(chunk))
+                load_16_or_zeros(values[chunk], src + chunk * Chunk::kCols, src != nullptr);
     }
     __device__ __forceinline__ float scale(int chunk) const {
         if constexpr (kV32) {
@@ -505,11 +506,11 @@ struct Share {
         const unsigned char* rope = (reads ? src - rank * kColumns : params.cache[0]) + Fp8Row::kRopeOffset;
         if constexpr (kV32) {
             const u32 dst =
-                smem_address(smem.k_rope[stage]) + swizzle64_offset(thread.block_row(), thread.quarter);
-            copy_16_or_zeros(dst, rope + rank * kHalfChunkRowBytes, reads);
+                smem_address(smem.k_rope[stage]) + HalfChunk::offset(thread.block_row(), thread.quarter);
+            copy_16_or_zeros(dst, rope + rank * HalfChunk::kRowBytes, reads);
         } else if (rank == 1) {
             const u32 dst =
-                group + (kChunks - 1) * kGroupBytes + swizzle128_offset(thread.row, thread.quarter);
+                group + (kChunks - 1) * Chunk::kGroupBytes + Chunk::offset(thread.row, thread.quarter);
             copy_16_or_zeros(dst, rope, reads);
             copy_16_or_zeros(dst ^ 64, rope + 64, reads);
         }
@@ -518,13 +519,13 @@ struct Share {
                                           u32 group) const {
         copy_rope(params, smem, stage, group);
         const ProducerThread thread;
-        const u32 dst = group + swizzle128_offset(thread.row, thread.quarter * 2);
+        const u32 dst = group + Chunk::offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             if (!has_values(chunk)) continue;
             const u32(&v)[4] = values[chunk];
-            store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
-            store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
+            store_dequantised(dst + chunk * Chunk::kGroupBytes, v[0], v[1], scale(chunk));
+            store_dequantised((dst ^ 16) + chunk * Chunk::kGroupBytes, v[2], v[3], scale(chunk));
         }
     }
 };

@@ -63,8 +63,8 @@
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
 #include "mla/cache_rows.cuh"
+#include "mla/chunks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
@@ -99,16 +99,16 @@ static_assert(kRegistersSoftmax + kGroups * kRegistersColumns + kRegistersProduc
 
 enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_HALF = 4 };
 
-constexpr int kPartThreads = 128 + 128 * kGroups;     // that exchange partial sums of S^T
-constexpr int kHeadsBytes = kHeads * kChunkRowBytes;  // a chunk with one row per head
+constexpr int kPartThreads = 128 + 128 * kGroups;       // that exchange partial sums of S^T
+constexpr int kHeadsBytes = kHeads * Chunk::kRowBytes;  // a chunk with one row per head
 
 struct SharedMemoryPlan {
     struct Raw {
-        alignas(1024) unsigned char values[kGroups][kChunkBytes];  // e4m3
-        unsigned char rope[kChunkBytes];                           // bf16
-    } raw[kStages];                                                // 163,840 B
-    unsigned char q[kGroups][2][kHeadsBytes];                      // 16,384 B: float16
-    unsigned char q_rope[kHeadsBytes];                             //  2,048 B: bf16
+        alignas(1024) unsigned char values[kGroups][Chunk::kBytes];  // e4m3
+        unsigned char rope[Chunk::kBytes];                           // bf16
+    } raw[kStages];                                                  // 163,840 B
+    unsigned char q[kGroups][2][kHeadsBytes];                        // 16,384 B: float16
+    unsigned char q_rope[kHeadsBytes];                               //  2,048 B: bf16
     unsigned char p[kPStages][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
     float4 part[kGroups][2][128];                     // 16,384 B: partial sums of S^T
     float scale[kStages][kGroups][kBlockTokens];
@@ -163,7 +163,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
     uint4 v[9];  // eight columns of each 64
     u32 top = 0;
 #pragma unroll
-    for (int c = 0; c < 9; ++c) v[c] = load_global_16(src + c * kChunkCols, row.valid);
+    for (int c = 0; c < 9; ++c) v[c] = load_global_16(src + c * Chunk::kCols, row.valid);
 #pragma unroll
     for (int c = 0; c < 9; ++c) {
         top = max_bf16x2(max_bf16x2(top, abs_bf16x2(v[c].x)), abs_bf16x2(v[c].y));
@@ -188,7 +188,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int step = (column % 32 + 2 * k) / 4;
-            const u32 offset = swizzle128_offset(tile_row, step % 4 * 2 + k % 2) + column / 32 * 4;
+            const u32 offset = Chunk::offset(tile_row, step % 4 * 2 + k % 2) + column / 32 * 4;
             *reinterpret_cast<u32*>(&smem.q[c / 2][step / 4][offset]) =
                 pack_16bit<Dtype::kF16>(bf16_low(words[k]) * factor, bf16_high(words[k]) * factor);
         }
@@ -198,7 +198,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         scaled[k] = pack_16bit<kDtype>(bf16_low(words[k]) * factor, bf16_high(words[k]) * factor);
-    *reinterpret_cast<uint4*>(&smem.q_rope[swizzle128_offset(tile_row, part)]) =
+    *reinterpret_cast<uint4*>(&smem.q_rope[Chunk::offset(tile_row, part)]) =
         make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
 }
 
@@ -233,8 +233,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
     const bool writes_heads = lane_idx < 4;
     // Where the lane stores 16 bytes of P^T: head 8 (lane / 16) + lane % 8, tokens of half lane / 8 % 2 of
     // the warp
-    const u32 smem_p = smem_address(smem.p[0][0]) + lane_idx / 16 * kGroupBytes +
-                       swizzle128_offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
+    const u32 smem_p = smem_address(smem.p[0][0]) + lane_idx / 16 * Chunk::kGroupBytes +
+                       Chunk::offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
@@ -254,11 +254,11 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             float s[8];
             wgmma_pin(s);
             wgmma_fence();
-            const u64 desc_q = descriptor_k_major(smem_address(smem.q_rope));
-            const u64 desc_k = descriptor_k_major(smem_address(smem.raw[stage].rope));
+            const u64 desc_q = Chunk::k_major(smem_address(smem.q_rope));
+            const u64 desc_k = Chunk::k_major(smem_address(smem.raw[stage].rope));
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_m64n16k16_ss<kDtype>(s, desc_k + i * kStepKMajor, desc_q + i * kStepKMajor, i > 0);
+                wgmma_ss<kDtype>(s, desc_k + i * Chunk::kStepK, desc_q + i * Chunk::kStepK, i > 0);
             wgmma_commit_group();
             float scale[kGroups][2];
 #pragma unroll
@@ -397,7 +397,7 @@ struct Keys {
 
     // `src`: the address of the 16 bytes of the first token.
     __device__ __forceinline__ void load(u32 src) {
-        const uint4 x = load_shared_16(src), y = load_shared_16(src + kGroupBytes);
+        const uint4 x = load_shared_16(src), y = load_shared_16(src + Chunk::kGroupBytes);
         const u32 first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -416,13 +416,13 @@ struct Values {
 
     // `src`: the address of the four columns for token 2 (lane % 4).
     __device__ __forceinline__ void load(u32 src) {
-        const u32 next_token = (src ^ 16) + kChunkRowBytes;
+        const u32 next_token = (src ^ 16) + Chunk::kRowBytes;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {  // tokens 2 (lane % 4) + {0, 1} + 8 half
-                const u32 x = load_shared_4(src + (2 * k + half) * kGroupBytes);
-                const u32 y = load_shared_4(next_token + (2 * k + half) * kGroupBytes);
+                const u32 x = load_shared_4(src + (2 * k + half) * Chunk::kGroupBytes);
+                const u32 y = load_shared_4(next_token + (2 * k + half) * Chunk::kGroupBytes);
                 u32(&first)[4] = fragments[k][0], (&second)[4] = fragments[k][1];
                 e4m3_to_f16(__byte_perm(x, y, 0x5140), first[2 * half], first[2 * half + 1]);
                 e4m3_to_f16(__byte_perm(x, y, 0x7362), second[2 * half], second[2 * half + 1]);
@@ -507,19 +507,19 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
         const int token = 16 * warp_idx + lane_index() / 4;  // the thread's first
         const u32 src =
-            smem_address(smem.raw[stage].values[group]) + swizzle128_offset(token, lane_index() % 4 * 2);
+            smem_address(smem.raw[stage].values[group]) + Chunk::offset(token, lane_index() % 4 * 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Keys keys;
             keys.load(half ? src ^ 16 : src);
-            const u64 desc_q = descriptor_k_major(smem_address(smem.q[group][half]));
+            const u64 desc_q = Chunk::k_major(smem_address(smem.q[group][half]));
             if (half > 0) wgmma_wait_group<0>();
             wgmma_pin(part);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma_m64n16k16_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * kStepKMajor,
-                                                half > 0 || step > 0);
+                wgmma_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * Chunk::kStepK,
+                                      half > 0 || step > 0);
             }
             wgmma_commit_group();
         }
@@ -557,7 +557,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             const int column = 32 * warp_idx + lane_index() / 4 * 4;  // the thread's first of the group
             Values values;
             values.load(smem_address(smem.raw[stage].values[group]) +
-                        swizzle128_offset(lane_index() % 4 * 2, column / 16) + column % 16);
+                        Chunk::offset(lane_index() % 4 * 2, column / 16) + column % 16);
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[p_stage]), n / kPStages & 1);
@@ -573,7 +573,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                     }
                 }
             }
-            const u64 desc_p = descriptor_k_major(smem_address(smem.p[p_stage][group]));
+            const u64 desc_p = Chunk::k_major(smem_address(smem.p[p_stage][group]));
             wgmma_pin(o[0]);
             wgmma_pin(o[1]);
             wgmma_fence();
@@ -581,8 +581,8 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             for (int k = 0; k < Values::kSteps; ++k) {
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
-                    wgmma_m64n16k16_rs<Dtype::kF16>(o[tile], values.fragments[k][tile],
-                                                    desc_p + k * kStepKMajor, true);
+                    wgmma_rs<Dtype::kF16>(o[tile], values.fragments[k][tile], desc_p + k * Chunk::kStepK,
+                                          true);
                 }
             }
             wgmma_commit_group();
@@ -626,7 +626,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             mbarrier_wait_parity(smem_address(&smem.bar_raw_free[stage]), ~(n / kStages) & 1);
             if (lane_idx == 0) smem.valid[stage][warp_idx] = valid;
             const u32 values =
-                smem_address(smem.raw[stage].values[0]) + warp_idx * kWarpRows * kChunkRowBytes;
+                smem_address(smem.raw[stage].values[0]) + warp_idx * kWarpRows * Chunk::kRowBytes;
             const u32 scales = smem_address(&smem.scale[stage][lane_idx % 4][warp_idx * kWarpRows]);
 #pragma unroll
             for (int i = 0; i < kWarpRows; i += 4) {
@@ -635,12 +635,13 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
                 const bool reads = address != 0;
                 const unsigned char* row =
                     reads ? reinterpret_cast<const unsigned char*>(address) : params.cache[0];
-                const u32 dst = values + swizzle128_offset(copied, lane_idx % 8);
+                const u32 dst = values + Chunk::offset(copied, lane_idx % 8);
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    copy_16_or_zeros(dst + g * kChunkBytes, row + g * kGroupCols + lane_idx % 8 * 16, reads);
+                    copy_16_or_zeros(dst + g * Chunk::kBytes, row + g * kGroupCols + lane_idx % 8 * 16,
+                                     reads);
                 }
-                copy_16_or_zeros(dst + kGroups * kChunkBytes, row + Fp8Row::kRopeOffset + lane_idx % 8 * 16,
+                copy_16_or_zeros(dst + kGroups * Chunk::kBytes, row + Fp8Row::kRopeOffset + lane_idx % 8 * 16,
                                  reads);
                 if (lane_idx % 8 < kGroups) {
                     cp_async_4_or_zeros(scales + copied * 4, row + Fp8Row::kScalesOffset + lane_idx % 4 * 4,

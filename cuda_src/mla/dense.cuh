@@ -6,7 +6,7 @@
 // where it begins before the page. The softmax masks both. Tokens past the length are never in shared memory.
 #pragma once
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 
@@ -16,8 +16,8 @@ static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16,
               "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
-constexpr int kQChunks = D_QK / kChunkCols;
-constexpr int kVChunks = kDimV / kChunkCols;
+constexpr int kQChunks = D_QK / Chunk::kCols;
+constexpr int kVChunks = kDimV / Chunk::kCols;
 constexpr bool kHasRope = D_QK > kDimV;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 

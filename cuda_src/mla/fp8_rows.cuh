@@ -5,13 +5,13 @@
 //   Share::prefetch(row)               prefetches the row to L2; the four threads of the row share this
 //   start(row)                         issues the first loads; sets `src`, which is null if there is no row
 //   store(params, smem, stage, group)  converts the values and stores them to the group; zeros if no row
-// Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
+// Shared memory (`Smem`) has k, group-major (layout/swizzled_tile.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
 #include "mla/cache_rows.cuh"
+#include "mla/chunks.cuh"
 #include "mla/plan.cuh"
 #include "mla/selection.cuh"
 #include "mla/work_tiles.cuh"

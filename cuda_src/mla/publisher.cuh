@@ -15,25 +15,38 @@ struct PublisherState {
     PlanRow plan;
     WorkTileWalk walk;  // at the next work tile to publish
     u32 published;      // number of work tiles; kNoMoreWork after the end mark
+
+    __device__ __forceinline__ void start(const PlanRow& row) {
+        plan = row;
+        walk.start(row);
+        published = 0;
+    }
 };
 constexpr u32 kNoMoreWork = 1u << 31;
 constexpr u32 kWorkAhead = 3;
+
+// The lane of the calling thread: either read where it is needed or kept in a register.
+struct LaneRead {
+    __device__ __forceinline__ int operator()() const { return lane_index(); }
+};
+struct LaneKept {
+    int lane_idx = lane_index();
+    __device__ __forceinline__ int operator()() const { return lane_idx; }
+};
 
 // A converged warp calls these functions.
 template <class Params, class Smem>
 __device__ __forceinline__ void start_publishing(const Params& params, Smem& smem) {
     if (lane_index() == 0) {
-        PublisherState& state = smem.publisher;
-        state.plan = plan_row(params);
-        state.walk.start(state.plan);
-        state.published = 0;
+        smem.publisher.start(plan_row(params));
     }
     __syncwarp();
 }
 // Publishes until `count` work tiles or the end mark have been published. The output of a request without
 // tokens is written here (`Row`: output.cuh).
-template <Dtype kDtype, class Row, class Params, class Smem>
-__device__ __forceinline__ void publish_work(const Params& params, Smem& smem, u32 count) {
+template <Dtype kDtype, class Row, class Lane = LaneRead, class Params, class Smem>
+__device__ __forceinline__ void publish_work(const Params& params, Smem& smem, u32 count,
+                                             Lane lane = Lane()) {
     const PlanRow plan = smem.publisher.plan;
     WorkTileWalk walk = smem.publisher.walk;
     u32 published = smem.publisher.published;
@@ -42,19 +55,19 @@ __device__ __forceinline__ void publish_work(const Params& params, Smem& smem, u
         if (!walk.next(plan, params.tokens(), params.num_splits, params.max_splits, next, is_uniform(params)))
             next.req = -1;
         if (next.req >= 0 && next.num_blocks == 0) {
-            store_empty<kDtype, Row>(params, next, lane_index());
+            store_empty<kDtype, Row>(params, next, lane());
             continue;
         }
         const u32 stage = published % kWorkStages;
         mbarrier_wait_parity(smem_address(&smem.bar_work_free[stage]), ~(published / kWorkStages) & 1);
-        if (lane_index() == 0) {
+        if (lane() == 0) {
             smem.work[stage] = next;
             mbarrier_arrive(smem_address(&smem.bar_work_full[stage]));
         }
         published = next.req >= 0 ? published + 1 : kNoMoreWork;
     }
     __syncwarp();
-    if (lane_index() == 0) {
+    if (lane() == 0) {
         smem.publisher.walk = walk;
         smem.publisher.published = published;
     }
