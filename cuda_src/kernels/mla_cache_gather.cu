@@ -1,6 +1,6 @@
 // Reads tokens from a paged MLA cache into rows of bf16. Rows of a quantised format are dequantised.
 //
-//   cache [num_blocks, page_block_size, token] -> out [rows, 576 or 512] bf16, value = bf16(float(e4m3) * scale)
+//   cache [num_blocks, page_block_size, token] -> out [rows, 576 or 512] bf16, value = bf16(e4m3 * scale)
 //
 // The formats of a token are described in mla/cache_rows.cuh.
 //
@@ -74,15 +74,15 @@ struct Token {
     }
 };
 
-// Tokens begin .. end - 1 of a request go to row `place` and to the rows after it.
+// Tokens begin .. end - 1 of a request go to `row` and the rows after it.
 struct Request {
-    int begin, end, place;
+    int begin, end, row;
 
     // A number past the last request gives a request without tokens.
     __device__ __forceinline__ void load(const Params& params, i64 number) {
         const bool exists = number < params.b;
         end = load_global_4(params.cache_seqlens + number, exists);
-        place = load_global_4(params.workspace_starts + number, exists);
+        row = load_global_4(params.workspace_starts + number, exists);
         begin = load_global_4(params.seq_starts + number, exists && params.seq_starts != nullptr);
     }
 };
@@ -112,7 +112,7 @@ struct Tokens {
 
   private:
     __device__ __forceinline__ void note(const Request& request, i64 number, int first_row, int rows) {
-        const i64 begin = static_cast<i64>(request.place) - first_row;
+        const i64 begin = static_cast<i64>(request.row) - first_row;
         const i64 end = begin + request.end - request.begin;  // at most `begin` if the request has no tokens
 #pragma unroll 1
         for (i64 row = begin > 0 ? begin : 0; row < end && row < rows; ++row)
@@ -125,7 +125,7 @@ struct Tokens {
 __device__ __forceinline__ i64 rows_of_requests(const Params& params) {
     Request last;
     last.load(params, params.b - 1);
-    return static_cast<i64>(last.place) + last.end - last.begin;
+    return static_cast<i64>(last.row) + last.end - last.begin;
 }
 
 // Looks for the token of the lane's row among 32 requests. The 32 are those around the request that would
@@ -142,13 +142,13 @@ __device__ __forceinline__ Token find_nearby(const Params& params, i64 filled, i
     u32 reaching = 0;  // bit i: request first + i has the lane's row
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
-        const i64 distance = static_cast<i64>(__shfl_sync(0xffffffff, row, j * kTokenLanes)) - request.place;
+        const i64 distance = static_cast<i64>(__shfl_sync(0xffffffff, row, j * kTokenLanes)) - request.row;
         const u32 found = __ballot_sync(0xffffffff, distance >= 0 && distance < length);
         if (lane_idx / kTokenLanes == j) reaching = found;
     }
     const int source = __ffs(reaching) - 1;
     // Unsigned, because the difference of two arbitrary ints can overflow
-    const u32 shift = static_cast<u32>(request.begin) - static_cast<u32>(request.place);
+    const u32 shift = static_cast<u32>(request.begin) - static_cast<u32>(request.row);
     const u32 index = static_cast<u32>(row) + __shfl_sync(0xffffffff, shift, source & 31);
     return source < 0 ? Token{-1, 0} : Token{first + source, static_cast<int>(index)};
 }
@@ -193,70 +193,69 @@ struct Source {
     }
 };
 
-// How the lanes of a warp share the loads of four tokens. A row is 64 pieces and, except in kBf16Narrow, a
-// tail of eight more. Lane l loads pieces l and 32 + l of each token. Its own token is token l / 8, of which
-// it loads piece l % 8 of the tail. A piece is eight e4m3 codes in a quantised format and eight bf16
-// otherwise. RoPE in MODEL1 is aligned to eight bytes only, so a piece of it is four bf16. The tail holds the
-// last values of the row, which are RoPE.
+// How the lanes of a warp share the loads of four tokens. A row is 64 vectors and, except in kBf16Narrow, a
+// tail of eight more, which are RoPE. Lane l loads vectors l and 32 + l of each token. Its own token is token
+// l / 8, of which it loads vector l % 8 of the tail. A vector is eight e4m3 codes in a quantised format and
+// eight bf16 otherwise. RoPE in MODEL1 is aligned to eight bytes only, so there a vector of it is four bf16.
 template <int kBytes>
-struct PieceOf;
+struct VectorOf;
 template <>
-struct PieceOf<8> {
+struct VectorOf<8> {
     using Type = uint2;
 };
 template <>
-struct PieceOf<16> {
+struct VectorOf<16> {
     using Type = uint4;
 };
-constexpr int kPieceBytes = Row::kQuantized ? 8 : 16;
-constexpr int kTailBytes = Row::kAlignment;  // per piece
+constexpr int kVectorBytes = Row::kQuantized ? 8 : 16;
+constexpr int kTailBytes = Row::kAlignment;  // per vector
 constexpr int kTailColumns = kTailBytes / 2;
-constexpr int kTailPieces = 8;
+constexpr int kTailVectors = 8;
 constexpr bool kHasTail = kFormat != CacheFormat::kBf16Narrow;
-constexpr int kTailOffset = Row::kRowBytes - kTailPieces * kTailBytes;
+constexpr int kTailOffset = Row::kRowBytes - kTailVectors * kTailBytes;
 constexpr int kScales = Row::kScalesBytes / Row::kScaleBytes;
-using Piece = PieceOf<kPieceBytes>::Type;
-using TailPiece = PieceOf<kTailBytes>::Type;
-static_assert(kTailPieces == kTokenLanes && kScales <= kTokenLanes);
+using Vector = VectorOf<kVectorBytes>::Type;
+using TailVector = VectorOf<kTailBytes>::Type;
+static_assert(kTailVectors == kTokenLanes && kScales <= kTokenLanes);
 
-__device__ __forceinline__ void load_piece(uint4& piece, const unsigned char* src, bool enabled) {
-    piece = load_global_16(src, enabled);
+__device__ __forceinline__ void load_vector(uint4& vector, const unsigned char* src, bool enabled) {
+    vector = load_global_16(src, enabled);
 }
-__device__ __forceinline__ void load_piece(uint2& piece, const unsigned char* src, bool enabled) {
-    piece = load_global_8(src, enabled);
+__device__ __forceinline__ void load_vector(uint2& vector, const unsigned char* src, bool enabled) {
+    vector = load_global_8(src, enabled);
 }
-__device__ __forceinline__ void store_piece(u16* dst, const uint4& piece) { store_global_16(dst, piece); }
-__device__ __forceinline__ void store_piece(u16* dst, const uint2& piece) { store_global_8(dst, piece); }
+__device__ __forceinline__ void store_vector(u16* dst, const uint4& vector) { store_global_16(dst, vector); }
+__device__ __forceinline__ void store_vector(u16* dst, const uint2& vector) { store_global_8(dst, vector); }
 
 // What a lane holds of the warp's four tokens.
 struct Unit {
-    Piece pieces[kUnitTokens][kLaneVectors];
-    TailPiece tail;  // of the lane's own token
-    u32 scale;       // scale l % 8 of the lane's own token
-    u32 present;     // bit 8 j: token j exists
+    Vector vectors[kUnitTokens][kLaneVectors];
+    TailVector tail;  // of the lane's own token
+    u32 scale;        // scale l % 8 of the lane's own token
+    u32 present;      // bit 8 j: token j exists
 
     // `token` is the lane's own. A converged warp calls.
     __device__ __forceinline__ void load(const Params& params, Token token, int lane_idx) {
         const Source own(params, token);
         const bool own_exists = own.row != nullptr;
-        const int own_piece = lane_idx % kTailPieces;
+        const int own_vector = lane_idx % kTailVectors;
         present = __ballot_sync(0xffffffff, token.request >= 0);
 #pragma unroll
         for (int j = 0; j < kUnitTokens; ++j) {
-            const u64 row = __shfl_sync(0xffffffff, reinterpret_cast<u64>(own.row), j * kTailPieces);
-            const unsigned char* src = reinterpret_cast<const unsigned char*>(row) + lane_idx * kPieceBytes;
+            const u64 row = __shfl_sync(0xffffffff, reinterpret_cast<u64>(own.row), j * kTailVectors);
+            const unsigned char* src = reinterpret_cast<const unsigned char*>(row) + lane_idx * kVectorBytes;
 #pragma unroll
             for (int v = 0; v < kLaneVectors; ++v) {
-                load_piece(pieces[j][v], src + v * 32 * kPieceBytes, row != 0);
+                load_vector(vectors[j][v], src + v * 32 * kVectorBytes, row != 0);
             }
         }
         if constexpr (kHasTail) {
-            load_piece(tail, own.row + kTailOffset + own_piece * kTailBytes, own_exists);
+            load_vector(tail, own.row + kTailOffset + own_vector * kTailBytes, own_exists);
         }
         if constexpr (kFormat == CacheFormat::kV32) {
-            scale = load_global_4(own.scales + own_piece * 4, own_exists && own_piece < kScales);
+            scale = load_global_4(own.scales + own_vector * 4, own_exists && own_vector < kScales);
         } else if constexpr (kFormat == CacheFormat::kModel1) {
-            scale = load_global_1(own.scales + own_piece, own_exists);
+            scale = load_global_1(own.scales + own_vector, own_exists);
         }
     }
 
@@ -266,41 +265,40 @@ struct Unit {
         u16* out = params.out + first_row * params.out_stride;
 #pragma unroll
         for (int j = 0; j < kUnitTokens; ++j) {
-            if (!(present >> j * kTailPieces & 1)) continue;
+            if (!(present >> j * kTailVectors & 1)) continue;
 #pragma unroll
             for (int v = 0; v < kLaneVectors; ++v) {
                 store_columns(out + j * params.out_stride, j, v, lane_idx);
             }
         }
         if constexpr (kHasTail) {
-            u16* row = out + lane_idx / kTailPieces * params.out_stride;
-            const int column = Row::kDimQk - (kTailPieces - lane_idx % kTailPieces) * kTailColumns;
-            if (present >> lane_idx & 1) store_piece(row + column, tail);
+            u16* row = out + lane_idx / kTailVectors * params.out_stride;
+            const int column = Row::kDimQk - (kTailVectors - lane_idx % kTailVectors) * kTailColumns;
+            if (present >> lane_idx & 1) store_vector(row + column, tail);
         }
     }
 
   private:
     __device__ __forceinline__ void store_columns(u16* row, int j, int v, int lane_idx) const {
-        const Piece& piece = pieces[j][v];
+        const Vector& vector = vectors[j][v];
         u16* dst = row + (v * 32 + lane_idx) * kVectorColumns;
         if constexpr (Row::kQuantized) {
             const int tile = lane_idx / Row::kTileLanes + v * Row::kTilesPerPass;
-            const float factor = __uint_as_float(__shfl_sync(0xffffffff, scale, j * kTailPieces + tile));
+            const float factor = __uint_as_float(__shfl_sync(0xffffffff, scale, j * kTailVectors + tile));
             if (Row::is_rope(lane_idx, v)) {
-                store_piece(row + Row::kDimNope + Row::rope_vector(lane_idx) * kTailColumns, piece);
+                store_vector(row + Row::kDimNope + Row::rope_vector(lane_idx) * kTailColumns, vector);
             } else {
-                const uint2 low = dequantize_e4m3(piece.x, factor), high = dequantize_e4m3(piece.y, factor);
+                const uint2 low = dequantize_e4m3(vector.x, factor), high = dequantize_e4m3(vector.y, factor);
                 store_global_16(dst, make_uint4(low.x, low.y, high.x, high.y));
             }
         } else {
-            store_piece(dst, piece);
+            store_vector(dst, vector);
         }
     }
 };
 
-// A kernel must not read the results of the kernel ahead before griddepcontrol_wait, but it may prefetch to
-// L2: a prefetch reads no value. The CTAs that wait prefetch what they need first, which keeps the memory
-// busy between two kernels.
+// Nothing that the kernel ahead writes may be read before griddepcontrol_wait, but it may be prefetched to
+// L2. The CTAs that wait prefetch what they read first, which keeps the memory busy between two kernels.
 __device__ __forceinline__ void prefetch_requests(const Params& params) {
     const i64 first = (static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x) * (kLineBytes / 4);
     if (first < params.b) {
@@ -317,8 +315,8 @@ __device__ __forceinline__ void prefetch_requests(const Params& params) {
 __device__ __forceinline__ void prefetch_token(const Params& params, Token token, int lane_idx) {
     const Source own(params, token);
     if (own.row == nullptr) return;
-    const int line = lane_idx % kTailPieces * kLineBytes;
-    constexpr int kLanesBytes = kTailPieces * kLineBytes;
+    const int line = lane_idx % kTailVectors * kLineBytes;
+    constexpr int kLanesBytes = kTailVectors * kLineBytes;
     prefetch_l2(line < Row::kRowBytes ? own.row + line : own.scales);
     if (line + kLanesBytes < Row::kRowBytes) prefetch_l2(own.row + line + kLanesBytes);
 }

@@ -290,9 +290,8 @@ __device__ __forceinline__ void store_wide_rope(const Params& params, const Unit
                     unit.rope);
 }
 
-// A kernel must not read the results of the kernel ahead before griddepcontrol_wait, but it may prefetch to
-// L2: a prefetch reads no value. Only the first CTAs do so, because all waiting CTAs together would prefetch
-// too much at once.
+// Nothing that the kernel ahead writes may be read before griddepcontrol_wait, but it may be prefetched to
+// L2. Only the first CTAs do so, because all waiting CTAs together would prefetch too much at once.
 __device__ __forceinline__ void prefetch_sources(const Params& params, int first, int lane_idx) {
     constexpr int kLineColumns = 64;
     const int token = min_int(first + lane_idx / kTokenLanes, params.tokens - 1);

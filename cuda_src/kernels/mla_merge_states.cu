@@ -30,8 +30,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kMaxParts = 32;  // one per lane
 constexpr int kPartsAtOnce = 8;
 constexpr int kColumns = kDtype == kFloat32 ? 4 : 8;  // in 16 bytes
-constexpr int kPieces = kDimV / (32 * kColumns);      // of a row, one per warp
-constexpr int kRows = kWarps / kPieces;               // per CTA
+constexpr int kRowWarps = kDimV / (32 * kColumns);    // warps per row
+constexpr int kRows = kWarps / kRowWarps;             // per CTA
 static_assert(kRows >= 1, "a row is of one CTA");
 constexpr int kValueBytes = kDtype == kFloat32 ? 4 : 2;
 constexpr int kOutValueBytes = kOutDtype == kFloat32 ? 4 : 2;
@@ -141,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mla_merge_states(const __grid_constant__ Params params) {
     const int lane_idx = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
-    const int row = blockIdx.x * kRows + warp_idx / kPieces;
+    const int row = blockIdx.x * kRows + warp_idx / kRowWarps;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (row >= params.rows) return;
-    const int first_column = (warp_idx % kPieces * 32 + lane_idx) * kColumns;
+    const int first_column = (warp_idx % kRowWarps * 32 + lane_idx) * kColumns;
     const RowIndex index(params, row);
     Part own;
     const float lse = weigh(params, index, lane_idx, own);

@@ -224,8 +224,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
     WorkTileReader reader;
-    // The number of the block modulo 6. Stages and parities of barriers follow from it, and it is one
-    // register.
+    // The number of the block modulo 6, from which stages and parities of barriers follow. They are not kept,
+    // because registers are scarce.
     u32 n = 0;
     u32 q[kQSteps][4];
     // Loads the last chunks of Q to shared memory and the staged ones to registers, after Q K^T of the work
@@ -272,8 +272,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // P V of block n - 2 is complete
         };
         auto store_p = [&]() {
-            // Where the lane stores its 16 bytes of the first 16 columns of P. The swizzle makes 16 columns
-            // on an XOR of 32 bytes.
+            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
+            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 dst =
                 smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);

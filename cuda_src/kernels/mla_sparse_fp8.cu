@@ -100,7 +100,7 @@ struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kStageBytes];         // 147,456 B (D_QK 576)
     unsigned char q[kStageBytes];                                //  73,728 B
     unsigned char p[kPOverRope ? 16 : kStages * Chunk::kBytes];  // unless P is stored over RoPE
-    float row_scale[kStages][kBlockM];                           // factor on O before the block's PV
+    float row_scale[kStages][kBlockM];                           // factor on O before P V
     float row_sum[kBlockM];                                      // of the work tile
     float row_max[kBlockM];                                      // m_ref at the work tile's end, base 2
     alignas(8) unsigned char valid[kStages][kProducerWarps];     // a bit for each row of the stage
@@ -202,8 +202,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_scale[8] = scale[1];
             }
             if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // Q K^T is complete in all warps
-            // Where the lane stores its 16 bytes of the first 16 columns of P. The swizzle makes 16 columns
-            // on an XOR of 32 bytes.
+            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
+            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 smem_p = p_address(smem, stage) +
                                (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * Chunk::kGroupBytes +
@@ -226,7 +226,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
 
 // ---- PV ---------------------------------------------------------------------------------------------------
 
-// Both halves of the columns share one copy of the code, so that a call of few blocks fetches it once.
+// Both halves of the columns share one copy of the code, so that a short call fetches its instructions once.
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int half,
                                              int warp_idx) {
     const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
@@ -238,7 +238,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     while (true) {
         if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
-        bool begun = false;  // the first product of a work tile overwrites O; there is one
+        bool begun = false;  // false: the first product of the work tile overwrites O
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);

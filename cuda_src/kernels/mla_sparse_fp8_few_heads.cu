@@ -9,11 +9,11 @@
 // The bytes of the cache are copied to shared memory as they are. The e4m3 values are widened to float16,
 // exactly, on their way to registers, from where both products take them. RoPE stays bf16 in shared memory.
 // Scales are applied elsewhere:
-//   K Q^T    Q is float16, times a power of two. Each group of 128 columns has a partial sum of its own, which is
-//            multiplied by the scale of token and group in float32.
-//   V^T P^T  P times the scale of token and group is float16, so that there is one P per group. It is in units of
-//            a power of two, to stay in the range of float16. A unit grows when a scale gets too large for it,
-//            just as the reference of the softmax grows with the scores.
+//   K Q^T    Q is float16, times a power of two. Each group of 128 columns has a partial sum of its own,
+//            which is multiplied by the scale of token and group in float32.
+//   V^T P^T  P times the scale of token and group is float16, so that there is one P per group. It is in
+//            units of a power of two, to stay in the range of float16. A unit grows when a scale gets too
+//            large for it, just as the reference of the softmax grows with the scores.
 // So K and V are not rounded. P is rounded to 11 bits if it is at least 2^-14 of a unit, else to a multiple
 // of 2^-24 units.
 //
@@ -408,8 +408,8 @@ struct Keys {
 };
 
 // V^T of a block as operands in registers: two tiles of 64 columns for each 16 tokens. A warp has 32 columns
-// of the group, and a thread the four columns from 4 (lane / 4) on. Columns 0 and 1 of the four are rows lane
-// / 4 and lane / 4 + 8 of the first tile, columns 2 and 3 are the same rows of the second.
+// of the group, and a thread the four columns from 4 (lane / 4) on. The first two of them are rows lane / 4
+// and lane / 4 + 8 of the first tile, the other two are the same rows of the second tile.
 struct Values {
     static constexpr int kSteps = kBlockTokens / 16;
     u32 fragments[kSteps][2][4];
