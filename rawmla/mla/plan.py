@@ -119,8 +119,8 @@ def get_mla_metadata(
         filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
         of `cache_seqlens`. The batch may be smaller than the one the arrays were made for: all of
         `num_splits[b + 1:]` then equals `num_splits[b]`, so that requests past the batch have no splits.
-        Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be that of the call
-        which filled an object, in blocks of 64.
+        Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be
+        that of the call which filled an object, in blocks of 64.
 
     Returns
     -------
