@@ -39,6 +39,8 @@
 //
 // An arrival in the other CTA can overtake loads from shared memory that were issued before it (docs/kernels/mla_sparse_fp8_cluster.md).
 // "Read" therefore means that a product has the values.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -201,13 +203,6 @@ __device__ __forceinline__ void release_stage(SharedMemoryPlan& smem, u32 n) {
     if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
 }
 
-__device__ __forceinline__ void rescale(float (&o)[128], float factor0, float factor1) {
-    if (__any_sync(0xffffffff, factor0 != 1.0f || factor1 != 1.0f)) {
-#pragma unroll
-        for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? factor1 : factor0;
-    }
-}
-
 // Where a warpgroup's Q K^T is in the blocks of all work tiles: ahead of its P V, also past an work tile's end.
 template <int kBarrier>
 struct ScoreWalk {
@@ -290,7 +285,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
             }
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
             valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             u32 p[16], shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
             const float2 factor =
