@@ -46,6 +46,8 @@
 // Warp 0 of PV0 makes the first loads of all. Block n of the partition (over all its work tiles) uses K stage n % 3 with phase
 // (n / 3) & 1, and row scales n % 2; RoPE and P have one buffer each. A box is loaded into a stage for the first time without
 // asking the peer, so bar_peer_free's phase is n / 3 - 1.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -467,7 +469,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
             if (leads_quad()) {
-                float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
+                float* row_scale = first_row(smem.row_scale[n % 2], warp_idx);
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
@@ -531,18 +533,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             if (refills_rope && left > 1) refill_rope(params, smem, n + 1, lane_index());
             if (deferred) load_half<kHalf>(params, smem, n - 1 + kStages, lane_index());
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
-            float scale0 = 1.0f, scale1 = 1.0f;
-            if (leads_quad()) {
-                const float* row_scale = smem.row_scale[n % 2] + warp_idx * 16 + lane_index() / 4;
-                scale0 = row_scale[0];
-                scale1 = row_scale[8];
-            }
-            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
-                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
-                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
-            }
+            rescale(o, smem.row_scale[n % 2], warp_idx);
             const u64 desc_v = Chunk::mn_major(smem_v + n % kStages * (kVChunks * Chunk::kBytes));
             wgmma_pin(o);
             wgmma_fence();

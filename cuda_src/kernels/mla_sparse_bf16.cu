@@ -62,7 +62,10 @@
 // A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
 // it.
 #define WORK_STAGES 4  // shared memory has no room for more
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mla/chunks.cuh"
@@ -277,11 +280,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             const int lane_idx = lane_index();
             const u32 dst =
                 smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
-#pragma unroll
-            for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                            p[4 * group + 3]);
-            }
+            store_probabilities<Chunk::kBytes>(dst, p);
         };
         auto announce_p = [&]() {
             __syncwarp();
@@ -374,13 +373,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             if (kGroupTokens > 1) {
                 selection.apply(s);
             } else if ((valid_low & valid_high) != 0xffffffff) {
-                mask_scores(s, valid_low, valid_high);
+                apply_mask(s, KeyBits(valid_low, valid_high));
             }
 
             u32 shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
             if (leads_quad()) {
-                unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+                unsigned char* row_shrink = first_row(smem.row_shrink[n % 2], warp_idx);
                 row_shrink[0] = shrink[0];
                 row_shrink[8] = shrink[1];
             }
@@ -421,17 +420,14 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             fence_proxy_async();  // the rows were copied by cp.async
             u32 shrink0 = 0, shrink1 = 0;
             if (leads_quad()) {
-                const unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+                const unsigned char* row_shrink = first_row(smem.row_shrink[n % 2], warp_idx);
                 shrink0 = row_shrink[0];
                 shrink1 = row_shrink[8];
             }
             if (__any_sync(0xffffffff, (shrink0 | shrink1) != 0)) {
-                const float scale0 =
-                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink0, 0, 4));
-                const float scale1 =
-                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink1, 0, 4));
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
+                const float scale0 = MaximumFirstSoftmax::shrink_factor(quad_broadcast(shrink0));
+                const float scale1 = MaximumFirstSoftmax::shrink_factor(quad_broadcast(shrink1));
+                multiply_rows(o, scale0, scale1);
             }
             const u64 desc_v = Chunk::mn_major(smem_v + stage * kStageBytes);
             wgmma_pin(o);

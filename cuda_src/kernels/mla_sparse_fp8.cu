@@ -59,7 +59,10 @@
 //
 // A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
 // it.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mla/chunks.cuh"
@@ -190,14 +193,14 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     start_load_q(params, smem, after.work(smem).req);
                 }
             }
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             if constexpr (kMaxLogits) maximum.block(s);
             u32 p[16];
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
 
             if (leads_quad()) {
-                float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
+                float* row_scale = first_row(smem.row_scale[stage], warp_idx);
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
@@ -208,11 +211,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             const u32 smem_p = p_address(smem, stage) +
                                (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * Chunk::kGroupBytes +
                                Chunk::offset(lane_idx % 8, lane_idx / 16);
-#pragma unroll
-            for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                stmatrix_x4(smem_p ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                            p[4 * group + 3]);
-            }
+            store_probabilities<Chunk::kBytes>(smem_p, p);
             fence_proxy_async();
             __syncwarp();
             if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
@@ -242,18 +241,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
-            float scale0 = 1.0f, scale1 = 1.0f;
-            if (leads_quad()) {
-                const float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
-                scale0 = row_scale[0];
-                scale1 = row_scale[8];
-            }
-            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
-                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
-                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
-            }
+            rescale(o, smem.row_scale[stage], warp_idx);
             const u64 desc_p = GroupMajorTiles<kPChunks>::descriptor(p_address(smem, stage));
             const u64 desc_v = KTiles::descriptor(smem_v + stage * kStageBytes);
             wgmma_pin(o);

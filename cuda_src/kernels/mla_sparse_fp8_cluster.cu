@@ -55,6 +55,8 @@
 // An arrival in the other CTA can overtake earlier loads from shared memory
 // (docs/kernels/mla_sparse_fp8_cluster.md). "Read" in this table therefore means that a product has used the
 // values.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -219,13 +221,6 @@ __device__ __forceinline__ void release_stage(SharedMemoryPlan& smem, u32 n) {
     if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
 }
 
-__device__ __forceinline__ void rescale(float (&o)[128], float factor0, float factor1) {
-    if (__any_sync(0xffffffff, factor0 != 1.0f || factor1 != 1.0f)) {
-#pragma unroll
-        for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? factor1 : factor0;
-    }
-}
-
 // The block that Q K^T of a warpgroup has reached. It is ahead of P V, and may be in a later work tile.
 template <int kBarrier>
 struct ScoreWalk {
@@ -308,7 +303,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
             }
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
             valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             u32 p[16], shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
             const float2 factor =
