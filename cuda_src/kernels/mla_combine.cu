@@ -325,8 +325,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const int group = threadIdx.x / 64 % kGroups;
     const int first_row = blockIdx.x * kRows + threadIdx.x / 64 / kGroups * kRowsAtOnce;
     const int rows = params.s_q * params.h_q;
-    // The plan may be read before griddepcontrol_wait: the kernel ahead waited for it before it let this one
-    // start.
+    // The plan may be read now: the kernel ahead waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
     const SplitRange range(params, req);

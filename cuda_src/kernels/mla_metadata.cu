@@ -236,8 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int begin_req = b, end_req = -1, begin_block = 0, end_block = 0, begin_split = 0;
         bool begin_is_split = false, end_is_split = false;
         if (begin < end) {
-            // A request belongs to the partition if one of its units does. Its fixed cost alone does not
-            // count.
+            // A request belongs to the partition if one of its units does; its fixed cost does not count.
             const RequestsAt requests(smem.start, b, begin, end - 1 - line.fixed);
             begin_req = requests.first;
             end_req = requests.second;

@@ -1,4 +1,4 @@
-// Sparse MLA attention over bf16 rows: decoding from a paged cache, and prefill (Hopper, sm_90a).
+// Sparse MLA attention over bf16 rows: decoding from a paged cache, and prefill (sm_90a).
 //
 //   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the indices name, V = K[:, 0:512]
 //
@@ -59,8 +59,7 @@
 // stage of the work tile's first block, before the rows of that block. The Q of the first work tile is loaded
 // to the last stage.
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
-// it.
+// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
 #define WORK_STAGES 4  // shared memory has no room for more
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"

@@ -1,5 +1,4 @@
-// Sparse MLA decoding over a paged FP8 cache: each query token attends the tokens that it selects (Hopper,
-// sm_90a).
+// Sparse MLA decoding over a paged FP8 cache: each query token attends the tokens that it selects (sm_90a).
 //
 //   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the indices name, V = K[:, 0:512]
 //
@@ -57,8 +56,7 @@
 //                          QK: last Q K^T of the work tile complete      QK: copy the next Q
 //                          QK: Q K^T complete (D_QK 576)                 QK: store P over RoPE
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
-// it.
+// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"
 #include "attention/softmax.cuh"

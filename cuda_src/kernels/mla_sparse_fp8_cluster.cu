@@ -1,5 +1,4 @@
-// Sparse MLA decoding over FP8 caches for 128 heads at a time: two CTAs share the columns of every row
-// (Hopper, sm_90a).
+// Sparse MLA decoding over FP8 caches for 128 heads at a time: two CTAs share the columns of every row (sm_90a).
 //
 // Operation, arrays, formats, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu. There the CTA of
 // each tile of 64 heads gathers and converts whole rows. Here a cluster of two CTAs has a pair of tiles. CTA
@@ -104,8 +103,8 @@ constexpr int kPartialBytes = 8 * kVectors;             // 32 partial scores per
 constexpr int kPBytes = 4 * kVectors + 32 * 8;          // packed P and two factors per lane
 constexpr int kEndsBytes = 16 * (kMaxLogits ? 12 : 8);  // the row ends of 16 rows
 
-// The end values of the rows of both tiles. The CTA writes those of its own tile, and the other CTA sends the
-// others.
+// The end values of the rows of both tiles. The CTA writes those of its own tile, the other CTA sends the
+// rest.
 struct RowEnds {
     float row_sum[kTiles * kBlockM];                   // of the work tile
     float row_max[kTiles * kBlockM];                   // m_ref at the work tile's end, base 2
@@ -179,8 +178,7 @@ __device__ __forceinline__ void start_scores(SharedMemoryPlan& smem, int tile, u
                                              bool accumulate) {
     const u32 stage = n % kStages;
     mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
-    // The compiler must not see where this address comes from, or it keeps descriptors in registers between
-    // calls
+    // Hidden from the compiler, which would otherwise keep descriptors in registers between calls
     u32 smem_q = smem_address(smem.q[0]) + tile * kStageBytes;
     asm volatile("" : "+r"(smem_q));
     const u64 desc_q = Chunk::k_major(smem_q);

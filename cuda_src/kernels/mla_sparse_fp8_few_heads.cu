@@ -1,5 +1,4 @@
-// Sparse MLA decoding with up to 16 heads over V3.2 caches: tokens are the rows of both products (Hopper,
-// sm_90a).
+// Sparse MLA decoding with up to 16 heads over V3.2 caches: tokens are the rows of both products (sm_90a).
 //
 //   S^T = sm_scale K Q^T,  P = softmax(S),  O^T = V^T P^T,  K, V and all arrays as in mla_sparse_fp8.cu
 //
@@ -58,8 +57,7 @@
 // NB_HALF + h       256    columns of half h: largest magnitudes     the same: scale of the split      -
 //                          written
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked. Nothing is read for
-// it.
+// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"

@@ -30,8 +30,7 @@ constexpr int kProducerWarps = 8;  // each has a group of eight rows of a block
 static_assert(kProducerWarps * kGroupRows == kBlockTokens);
 
 // The rows of a producer thread. A warp has a group of eight rows of a block. Four threads share a row, and
-// each takes 16 bytes of every 64. The members are computed where they are needed, because registers are
-// scarce.
+// each takes 16 bytes of every 64. Members are computed where they are needed, since registers are scarce.
 struct ProducerThread {
     int warp_idx, row, quarter;
 

@@ -1,5 +1,5 @@
-// The plan of split-KV attention: how the partitions (CTAs along grid z) share the 64-token blocks of all
-// requests.
+// The plan of split-KV attention: how the partitions (CTAs along grid z) share the 64-token blocks of a
+// batch.
 //
 // A row of the plan is a contiguous range of the sequence "all blocks of request 0, then all of request 1,
 // ...". Its eight integers come in two orders:
@@ -21,8 +21,8 @@ constexpr int kPlanRowInts = 8;
 // TokenCounts::invariant_split(its blocks), wherever the partitions begin and end.
 constexpr int kBatchInvariantMark = 0x62690001;
 
-// The index in o_accum of the first split of a request. In an ordinary plan a request of k >= 2 splits adds k
-// - 1 to num_splits[req] - req. The index 2 (num_splits[req] - req) therefore leaves 2 (k - 1) >= k places
+// The index in o_accum of the first split of a request. In an ordinary plan a request of k >= 2 splits adds
+// k - 1 to num_splits[req] - req. The index 2 (num_splits[req] - req) therefore leaves 2 (k - 1) >= k places
 // for them. It depends only on the number of cuts, which is at most the number of partitions, and not on the
 // batch.
 __device__ __forceinline__ int first_split(int splits_before, int req, bool batch_invariant) {
@@ -90,9 +90,8 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     return plan;
 }
 
-// A plan without arrays, for requests of equal length. Request i has the blocks at i * pitch .. i * pitch +
-// blocks - 1 of a line, and partition p computes the range [p * length, (p + 1) * length). Length 0: the plan
-// is in arrays.
+// A plan without arrays, for requests of equal length. On one line request i has the blocks from i * pitch
+// on, and partition p computes the range [p * length, (p + 1) * length). Length 0: the plan is in arrays.
 struct UniformPlan {
     int blocks, pitch, length;
 

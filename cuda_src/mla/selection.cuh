@@ -68,8 +68,7 @@ struct TileRow {
     }
 };
 
-// Walks the indices of one query token, block by block: first those of the cache, then those of the extra
-// cache.
+// Walks the indices of one query token, block by block: first those of the cache, then of the extra cache.
 //
 // `BlockRow` tells which row of a block belongs to the thread that constructs it.
 template <class BlockRow>
