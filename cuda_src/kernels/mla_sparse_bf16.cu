@@ -59,7 +59,7 @@
 // stage of the work tile's first block, before the rows of that block. The Q of the first work tile is loaded
 // to the last stage.
 //
-// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
 #define WORK_STAGES 4  // shared memory has no room for more
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"

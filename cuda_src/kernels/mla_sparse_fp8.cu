@@ -56,7 +56,7 @@
 //                          QK: last Q K^T of the work tile complete      QK: copy the next Q
 //                          QK: Q K^T complete (D_QK 576)                 QK: store P over RoPE
 //
-// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"
 #include "attention/softmax.cuh"

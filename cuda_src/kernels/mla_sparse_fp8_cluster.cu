@@ -1,4 +1,4 @@
-// Sparse MLA decoding over FP8 caches for 128 heads at a time: two CTAs share the columns of every row (sm_90a).
+// Sparse MLA decoding over FP8 caches for 128 heads: two CTAs share the columns of every row (sm_90a).
 //
 // Operation, arrays, formats, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu. There the CTA of
 // each tile of 64 heads gathers and converts whole rows. Here a cluster of two CTAs has a pair of tiles. CTA

@@ -57,7 +57,7 @@
 // NB_HALF + h       256    columns of half h: largest magnitudes     the same: scale of the split      -
 //                          written
 //
-// Nothing is read for an index that is not valid. Its row in shared memory is zeros, and its scores are masked.
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
