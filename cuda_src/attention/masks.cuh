@@ -30,7 +30,7 @@ struct BothMasks {
 
 // How many keys a query token attends: all of them, or with a causal mask those up to its own, where the s_q query
 // tokens are the last of `seqlen`.
-__device__ __forceinline__ int visible_keys(int seqlen, int s_q, int token, bool causal) {
+__device__ __forceinline__ int visible_keys(int seqlen, int s_q, int token, int causal) {
     return causal ? seqlen - s_q + token + 1 : seqlen;
 }
 

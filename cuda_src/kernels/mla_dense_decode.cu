@@ -49,6 +49,7 @@
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -341,8 +342,7 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        limit[r] = min_int((params.causal ? seqlen - params.s_q + row.token + 1 : seqlen) - first_token,
-                           kBlockTokens);
+        limit[r] = min_int(visible_keys(seqlen, params.s_q, row.token, params.causal) - first_token, kBlockTokens);
     }
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
@@ -385,13 +385,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
         };  // of n - 2
         auto store_p = [&]() {
-#pragma unroll
-            for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                u32 dst = smem_p;
-                asm volatile("" : "+r"(dst));  // opaque, or four addresses stay in registers
-                stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                            p[4 * group + 3]);
-            }
+            store_probabilities<Chunk::kBytes, true>(smem_p, p);
         };
         auto announce_p = [&]() {
             __syncwarp();

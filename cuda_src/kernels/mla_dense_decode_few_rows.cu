@@ -22,6 +22,8 @@
 //                               P of the block before and O staged read      Q and the staged O
 //
 // What is past a request's last token: mla/dense.cuh.
+#include "attention/masks.cuh"
+#include "attention/transposed.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mla/chunks.cuh"
@@ -69,9 +71,7 @@ static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may 
 // ---- Math --------------------------------------------------------------------------------------------------------------
 
 // A thread's tokens in S^T are 16 warp + lane / 4 and that + 8, its columns in O^T the same of each 64; its rows of Q
-// row_of(i), accumulators accumulator_of(i) and that + 2.
-__device__ __forceinline__ int row_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
-__device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 4 + i % 2; }
+// query_of(i), accumulators accumulator_of(i) and that + 2.
 
 // Starts copying the Q of a request; rows past the last are zeros. Eight lanes a row.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
@@ -88,19 +88,6 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     }
 }
 
-__device__ __forceinline__ float maximum_of_tokens(float value) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, distance));
-    return value;
-}
-__device__ __forceinline__ float sum_of_tokens(float value) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2)
-        value += __shfl_xor_sync(0xffffffff, value, distance);
-    return value;
-}
-
 // -inf where a token is past the row's limit or not in the tile at all (mla/dense.cuh).
 __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAccumulators], int seqlen,
                                             int first_token, int warp_idx) {
@@ -110,9 +97,8 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAc
     const int tail_shift = BOX_ROWS - tokens % BOX_ROWS;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
-        const int query = token_of_row(params, min_int(row_of(i), params.rows - 1));
-        const int limit =
-            min_int((params.causal ? seqlen - params.s_q + query + 1 : seqlen) - first_token, kBlockTokens);
+        const int query = token_of_row(params, min_int(query_of(i), params.rows - 1));
+        const int limit = min_int(visible_keys(seqlen, params.s_q, query, params.causal) - first_token, kBlockTokens);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * warp_idx + lane_index() / 4 + 8 * half;  // of K in the tile
@@ -130,8 +116,7 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
     const int tile_row = threadIdx.x / 8, part = threadIdx.x % 8;
     const RowIndex row(params, tile_row);
     const float* o = smem.o[tile_row];
-    const float sum = smem.warp_sum[0][tile_row] + smem.warp_sum[1][tile_row] + smem.warp_sum[2][tile_row] +
-                      smem.warp_sum[3][tile_row];
+    const float sum = sum_of_warps(smem.warp_sum, tile_row);
     const float m = smem.row_max[tile_row];
     const float lse_log2 = m + log2_approx(sum);
     if (work.split_idx >= 0) {
@@ -265,15 +250,14 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i) {
                     const int j = accumulator_of(i);
-                    const float top = maximum_of_tokens(fmaxf(s[j], s[j + 2]));
-                    if (writes_rows) smem.warp_max[warp_idx][row_of(i)] = top;
+                    const float top = max_over_rows(fmaxf(s[j], s[j + 2]));
+                    if (writes_rows) smem.warp_max[warp_idx][query_of(i)] = top;
                 }
                 named_barrier_sync(NB_MATH, 128);
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i) {
-                    const int row = row_of(i), j = accumulator_of(i);
-                    const float top = fmaxf(fmaxf(smem.warp_max[0][row], smem.warp_max[1][row]),
-                                            fmaxf(smem.warp_max[2][row], smem.warp_max[3][row]));
+                    const int row = query_of(i), j = accumulator_of(i);
+                    const float top = max_of_warps(smem.warp_max, row);
                     // Each row follows by itself. O is still zero while m_ref is -inf.
                     const float m_new = top > m[i] + kLazyLog2 ? top : m[i];
                     const float shrink =
@@ -335,10 +319,10 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
         }
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
-            const float sum = sum_of_tokens(l[i]);
+            const float sum = sum_over_rows(l[i]);
             if (writes_rows) {
-                smem.warp_sum[warp_idx][row_of(i)] = sum;
-                if (warp_idx == 0) smem.row_max[row_of(i)] = m[i];
+                smem.warp_sum[warp_idx][query_of(i)] = sum;
+                if (warp_idx == 0) smem.row_max[query_of(i)] = m[i];
             }
         }
 #pragma unroll
@@ -346,7 +330,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
             const int j = accumulator_of(i);
 #pragma unroll
             for (int tile = 0; tile < kVChunks; ++tile) {
-                float* column = smem.o[row_of(i)] + tile * Chunk::kCols + 16 * warp_idx + lane_idx / 4;
+                float* column = smem.o[query_of(i)] + tile * Chunk::kCols + 16 * warp_idx + lane_idx / 4;
                 column[0] = o[tile][j];
                 column[8] = o[tile][j + 2];
             }

@@ -58,6 +58,7 @@
 //                          written
 //
 // Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#include "attention/transposed.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -140,11 +141,6 @@ static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may 
 
 using RowIndex = TileRow<kHeads>;
 
-// The heads of a thread in a product with heads as columns: i = 0 .. 3, in accumulators accumulator_of(i) and
-// accumulator_of(i) + 2.
-__device__ __forceinline__ int head_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
-__device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 4 + i % 2; }
-
 // ---- Softmax ----------------------------------------------------------------------------------------------
 
 // Loads Q of a work tile to shared memory. A row is multiplied by a power of two. It is float16 for the
@@ -211,18 +207,6 @@ __device__ __forceinline__ float inverse_unit(float scale) {
     return __uint_as_float(max_int(254 - max_int(exponent, 1), 1) << 23);
 }
 
-// The maximum over the lanes that have the same heads.
-__device__ __forceinline__ float maximum_of_tokens(float value) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, distance));
-    return value;
-}
-template <int kCount>
-__device__ __forceinline__ float maximum_of_warps(const float (&of_warps)[4][kCount], int i) {
-    return fmaxf(fmaxf(of_warps[0][i], of_warps[1][i]), fmaxf(of_warps[2][i], of_warps[3][i]));
-}
-
 // A thread has tokens 16 warp_idx + lane / 4 and 8 more than that.
 __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMemoryPlan& smem,
                                                   int warp_idx) {
@@ -284,7 +268,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int j = accumulator_of(i);
-                const float factor = smem.factor[head_of(i)];
+                const float factor = smem.factor[query_of(i)];
                 s[j] = valid & 1 ? s[j] * factor : -kInfinity;
                 s[j + 2] = valid & 1 << 8 ? s[j + 2] * factor : -kInfinity;
                 outgrown |= fmaxf(s[j], s[j + 2]) > m[i] + kLazyLog2;
@@ -300,9 +284,9 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const float top =
-                        maximum_of_tokens(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
-                    const float top_scale = maximum_of_tokens(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
-                    if (writes_heads) smem.warp_max[warp_idx][head_of(i)] = top;
+                        max_over_rows(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
+                    const float top_scale = max_over_rows(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
+                    if (writes_heads) smem.warp_max[warp_idx][query_of(i)] = top;
                     if (lane_idx == 0) smem.warp_unit[warp_idx][i] = top_scale;
                 }
                 named_barrier_sync(NB_SOFTMAX, 128);
@@ -311,15 +295,15 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                 float change[kGroups];
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    const float top = maximum_of_warps(smem.warp_unit, g);
+                    const float top = max_of_warps(smem.warp_unit, g);
                     const float before = inverse[g];
                     if (top * before > kLazyUnits) inverse[g] = inverse_unit(top);
                     change[g] = inverse[g] / before;
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int head = head_of(i);
-                    const float top = maximum_of_warps(smem.warp_max, head);
+                    const int head = query_of(i);
+                    const float top = max_of_warps(smem.warp_max, head);
                     const float m_new = top > m[i] + kLazyLog2 ? top : m[i];
                     const float shrink =
                         m_new == m[i] || m[i] == -kInfinity ? 1.0f : exp2_approx(m[i] - m_new);
@@ -354,15 +338,13 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2)
-                l[i] += __shfl_xor_sync(0xffffffff, l[i], distance);
-            if (writes_heads) smem.warp_sum[warp_idx][head_of(i)] = l[i];
+            l[i] = sum_over_rows(l[i]);
+            if (writes_heads) smem.warp_sum[warp_idx][query_of(i)] = l[i];
             if constexpr (kMaxLogits) {
 #pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2)
                     largest[i] = max_or_nan(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
-                if (writes_heads) smem.warp_row_top[warp_idx][head_of(i)] = largest[i];
+                if (writes_heads) smem.warp_row_top[warp_idx][query_of(i)] = largest[i];
             }
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
@@ -370,9 +352,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         if (warp_idx == 0 && writes_heads) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int head = head_of(i);
-                smem.row_sum[head] = smem.warp_sum[0][head] + smem.warp_sum[1][head] +
-                                     smem.warp_sum[2][head] + smem.warp_sum[3][head];
+                const int head = query_of(i);
+                smem.row_sum[head] = sum_of_warps(smem.warp_sum, head);
                 smem.row_max[head] = m[i];
                 if constexpr (kMaxLogits) {
                     smem.row_top[head] =
@@ -447,15 +428,15 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
                 top = fmaxf(top, fmaxf(fabsf(o[tile][j]), fabsf(o[tile][j + 2])));
-            top = maximum_of_tokens(top);
-            if (quad == 0) smem.warp_top[4 * group + warp_idx][head_of(i)] = top;
+            top = max_over_rows(top);
+            if (quad == 0) smem.warp_top[4 * group + warp_idx][query_of(i)] = top;
         }
         named_barrier_sync(NB_HALF + half, 256);
     }
     const bool writes_scalars = warp_idx == 0 && quad == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int j = accumulator_of(i), head = head_of(i);
+        const int j = accumulator_of(i), head = query_of(i);
         const RowIndex row(params, head);
         if (!row.valid) continue;
         const float sum = smem.row_sum[head];
@@ -563,7 +544,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             if (smem.rescale[p_stage]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float change = smem.row_scale[p_stage][group][head_of(i)];
+                    const float change = smem.row_scale[p_stage][group][query_of(i)];
 #pragma unroll
                     for (int tile = 0; tile < 2; ++tile) {
                         o[tile][accumulator_of(i)] *= change;

@@ -5,6 +5,7 @@
 // kernel, which also stores the largest score of each row. `Row` is constructed from the params and a row of
 // the CTA's tile. It names the query token and the head of that row, and says whether the row exists.
 #pragma once
+#include "attention/fragment_rows.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -52,9 +53,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
         for (int j = 0; j < 128; j += 4) max_magnitudes(top, o[j], o[j + 1], o[j + 2], o[j + 3]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
-            scales[r] = SplitScale(top[r]);
+            scales[r] = SplitScale(quad_max(top[r]));
         }
     }
 #pragma unroll
