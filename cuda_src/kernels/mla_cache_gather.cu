@@ -11,10 +11,11 @@
 //
 // Grid: x = groups of kRows rows, four rows per warp.
 //
-// With PAGED a warp has to find the request of each of its rows. If all requests had the same length, the
-// position of the request would follow from the row. So the lanes first look at the 32 requests around that
-// position. If a row of the CTA then still has no token, all threads of the CTA look at all requests, and a
-// thread that finds a request of such a row writes it to a table in shared memory.
+// With PAGED a warp has to find the request of each of its rows. If all requests had the same length, its
+// position would follow from the row. So the lanes look at the 32 requests around that position, first as if
+// the requests filled `out`, then as if they filled it up to the end of the last request. If a row of the CTA
+// still has no token, all threads of the CTA look at all requests, and a thread that finds a request of such
+// a row writes it to a table in shared memory.
 //
 // The kernel is memory-bound: for V3.2 it reads 656 bytes and writes 1,152 per token. Each lane prefetches
 // whole 128-byte lines to L2 and issues its loads, ten at most, before it uses the first value. The CTAs are
