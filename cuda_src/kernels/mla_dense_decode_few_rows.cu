@@ -70,9 +70,6 @@ static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may 
 
 // ---- Math -------------------------------------------------------------------------------------------------
 
-// A thread's tokens in S^T are 16 warp + lane / 4 and that + 8, its columns in O^T the same of each 64; its
-// rows of Q query_of(i), accumulators accumulator_of(i) and that + 2.
-
 // Starts copying the Q of a request; rows past the last are zeros. Eight lanes a row.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int unit = threadIdx.x % 8;
@@ -178,6 +175,8 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
     }
 }
 
+// A thread has tokens 16 warp + lane / 4 and that + 8 in S^T, the columns of those numbers of each 64 in O^T, and
+// rows query_of(i) of Q in both (attention/transposed.cuh).
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;
