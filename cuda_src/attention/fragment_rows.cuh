@@ -1,11 +1,13 @@
-// The rows of a score or output fragment (ptx/wgmma.cuh) and the lanes that share them. A thread has two rows, r = 0
-// and 1: 16 warp + lane / 4 + 8 r of the warpgroup's 64. The four lanes of a quad have the same two.
+// The rows of a score or output fragment (ptx/wgmma.cuh) and the lanes that share them. A thread has two
+// rows, r = 0 and 1: 16 warp + lane / 4 + 8 r of the warpgroup's 64. The four lanes of a quad have the same
+// two.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-// One lane of a quad, which reads, writes and arrives for the quad's rows. It does all three: compute-sanitizer's
-// racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
+// One lane of a quad, which reads, writes and arrives for the quad's rows. It does all three:
+// compute-sanitizer's racecheck does not see that __syncwarp orders what other lanes did before one lane's
+// arrival.
 __device__ __forceinline__ bool leads_quad() { return lane_index() % 4 == 0; }
 
 __device__ __forceinline__ float quad_max(float value) {

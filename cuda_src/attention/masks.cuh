@@ -2,9 +2,9 @@
 //
 //   bool hides(int i, int column) const
 //
-// for the thread's query i and the key in column `column` of the thread's scores. Columns are numbered as the first
-// lane of a quad has them, which the compiler knows; a mask adds its own lane's offset, 2 (lane % 4). Masks that
-// depend on more (windows, chunks, a user's function) keep it in members.
+// for the thread's query i and the key in column `column` of the thread's scores. Columns are numbered as the
+// first lane of a quad has them, which the compiler knows; a mask adds its own lane's offset, 2 (lane % 4).
+// Masks that depend on more (windows, chunks, a user's function) keep it in members.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
@@ -28,13 +28,14 @@ struct BothMasks {
     }
 };
 
-// How many keys a query token attends: all of them, or with a causal mask those up to its own, where the s_q query
-// tokens are the last of `seqlen`.
+// How many keys a query token attends: all of them, or with a causal mask those up to its own, where the s_q
+// query tokens are the last of `seqlen`.
 __device__ __forceinline__ int visible_keys(int seqlen, int s_q, int token, int causal) {
     return causal ? seqlen - s_q + token + 1 : seqlen;
 }
 
-// Keys from a limit on are hidden, by length or causality: limit[i] = visible_keys(...) less the block's first key.
+// Keys from a limit on are hidden, by length or causality: limit[i] = visible_keys(...) less the block's
+// first key.
 template <int kQueries>
 struct KeyLimits {
     int limit[kQueries];

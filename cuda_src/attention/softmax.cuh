@@ -1,28 +1,32 @@
-// Online softmax over blocks of 64 tokens, on scores as m64n64 accumulators hold them: a thread has two rows, 16 columns each.
+// Online softmax over blocks of keys, on scores as the accumulators of a product hold them (ptx/wgmma.cuh):
+// of kCount scores a thread has half in each of two rows.
 //
-// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when one of them may exceed 256,
-// so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since numerator and denominator carry the same
-// factor. The idea is FlashAttention-4's conditional rescaling. That none exceeds 256 shows in a thread's sum of them, which is
-// needed anyway: the maximum is looked for only when that does.
+// Probabilities are 2^(S - m_ref). The reference m_ref of a row follows the row's maximum only when a
+// probability may exceed 256: O is rescaled rarely, and P stays in the range of 16-bit types. The result is
+// exact, since numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional
+// rescaling. A thread needs the sum of its probabilities anyway; while that is at most 256, none of them is
+// larger, and no maximum is looked for.
 #pragma once
 #include "attention/fragment_rows.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-constexpr float kLazySum = 256.0f;  // of a thread's 16 probabilities of a row
+constexpr float kLazySum = 256.0f;  // of a thread's probabilities of a row
 
 struct OnlineSoftmax {
     float m[2] = {-kInfinity, -kInfinity};  // m_ref
     float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
 
-    // P = 2^(S - m_ref) of a block, packed as A fragments, and the factors on O before its P V. All lanes of a warp call.
+    // P = 2^(S - m_ref) of a block, packed as A fragments, and the factors to be applied to O before P V of
+    // the block. All lanes of a warp call.
     template <Dtype kDtype, int kCount>
     __device__ __forceinline__ void block(const float (&s)[kCount], float sm_scale_log2, u32 (&p)[kCount / 2],
                                           float (&scale)[2]) {
         float sum[2];
         scale[0] = scale[1] = 1.0f;
-        // Without references, as in an work tile's first block, the maxima come first; else the references so far nearly always stand.
+        // In the first block there are no references yet: the maxima come first. Later the references nearly
+        // always stand.
         bool outgrown[2] = {true, true};
         bool looks = __all_sync(0xffffffff, m[0] == -kInfinity && m[1] == -kInfinity);
 #pragma unroll 1
@@ -91,7 +95,8 @@ struct OnlineSoftmax {
     }
 };
 
-// The largest scores of a thread's two rows, which the references of OnlineSoftmax need not be. NaN if a score is.
+// The largest scores of a thread's two rows. (The references of OnlineSoftmax may be smaller.) NaN if a score
+// is NaN.
 struct RowMaximum {
     float top[2] = {-kInfinity, -kInfinity};  // of this thread's columns, not scaled
 
@@ -117,13 +122,14 @@ struct RowMaximum {
     }
 };
 
-// The softmax where registers have no room for scores beside their probabilities: the maxima are looked for first, which prefill needs
-// anyway, and the reference follows one that exceeds it by more than kLazyLog2. It begins as the row's first maximum, and follows by
-// whole numbers, so that factors on O are powers of two, of which a byte has the exponent.
+// An online softmax for kernels without registers for scores and their probabilities at the same time. It
+// looks for the maxima first, which prefill needs anyway. A reference begins as the row's first maximum, and
+// follows one that exceeds it by more than kLazyLog2, by a whole number: factors on O are powers of two,
+// whose exponents fit in bytes.
 struct MaximumFirstSoftmax : OnlineSoftmax {
     RowMaximum maximum;
 
-    // As in OnlineSoftmax, but `shrink`: O is to be multiplied by shrink_factor(shrink) before the block's P V.
+    // As in OnlineSoftmax, but O is to be multiplied by shrink_factor(shrink) before P V of the block.
     template <Dtype kDtype, int kCount>
     __device__ __forceinline__ void block(const float (&s)[kCount], float sm_scale_log2, u32 (&p)[kCount / 2],
                                           u32 (&shrink)[2]) {

@@ -4,10 +4,10 @@
 #include "layout/swizzled_tile.cuh"
 #include "ptx/memory.cuh"
 
-// Stores packed A fragments of 16 rows and 4 kWords columns. `dst` is where the lane's 16 bytes of the first 16 columns
-// lie: row lane % 16 of the warp's, unit lane / 16 of a 128-byte row. 16 columns on, the unit's number differs in bits 1
-// and 2; 64 columns on is the next tile, kTileBytes behind. With kRecomputed, addresses are not kept in registers from
-// one call to the next.
+// Stores packed A fragments of 16 rows and 4 kWords columns. `dst` is where the lane's 16 bytes of the first
+// 16 columns lie: row lane % 16 of the warp's, unit lane / 16 of a 128-byte row. 16 columns on, the unit's
+// number differs in bits 1 and 2; 64 columns on is the next tile, kTileBytes behind. With kRecomputed,
+// addresses are not kept in registers from one call to the next.
 template <int kTileBytes, bool kRecomputed = false, int kWords>
 __device__ __forceinline__ void store_probabilities(u32 dst, const u32 (&p)[kWords]) {
 #pragma unroll

@@ -1,5 +1,6 @@
-// Score and output fragments of transposed products, where tokens (or columns of V) are rows and up to 16 queries are
-// columns: for tiles of few queries. A thread has four queries, i = 0 .. 3, and two rows of each: lane / 4 and that + 8.
+// Score and output fragments of transposed products, where tokens (or columns of V) are rows and up to 16
+// queries are columns: for tiles of few queries. A thread has four queries, i = 0 .. 3, and two rows of each:
+// lane / 4 and that + 8.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
@@ -25,7 +26,8 @@ __device__ __forceinline__ float sum_over_rows(float value) {
 // The largest and the sum of what the four warps of a warpgroup have written for query `query`.
 template <int kCount>
 __device__ __forceinline__ float max_of_warps(const float (&of_warps)[4][kCount], int query) {
-    return fmaxf(fmaxf(of_warps[0][query], of_warps[1][query]), fmaxf(of_warps[2][query], of_warps[3][query]));
+    return fmaxf(fmaxf(of_warps[0][query], of_warps[1][query]),
+                 fmaxf(of_warps[2][query], of_warps[3][query]));
 }
 template <int kCount>
 __device__ __forceinline__ float sum_of_warps(const float (&of_warps)[4][kCount], int query) {

@@ -43,8 +43,8 @@ __device__ __forceinline__ void e4m3_to_f16(u32 codes, u32& low, u32& high) {
         : "r"(codes));
 }
 
-// Four e4m3 times a scale, each product rounded to float and then to bf16: two words, the lowest byte in the low half of the
-// first.
+// Four e4m3 times a scale, each product rounded to float and then to bf16. The lowest byte comes in the low
+// half of the first word.
 __device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {
     u32 low, high;
     e4m3_to_f16(codes, low, high);

@@ -1,51 +1,60 @@
-// Dense MLA decoding over a paged cache, one work tile of the split-KV plan after another (Hopper, sm_90a).
+// Dense MLA decoding over a paged cache (Hopper, sm_90a). A CTA does one work tile of the split-KV plan after
+// another.
 //
-//   S = sm_scale Q K^T (masked by length and causality),  P = softmax(S),  O = P V,  V = first 512 columns of K
+//   S = sm_scale Q K^T, masked by length and causality;  P = softmax(S);  O = P V;  V = columns 0-511 of K
 //
-//   q [b, s_q, h_q, D_QK], k_cache [num_blocks, page_block_size, h_kv, D_QK] in bf16 or fp16, block_table [b, *] int32,
-//   cache_seqlens [b] int32; out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log, +inf for a row
-//   with nothing to attend. Splits of a split request go to scratch (mla/splits.cuh) for mla_combine.
+//   q [b, s_q, h_q, D_QK], k_cache [num_blocks, page_block_size, h_kv, D_QK] in bf16 or fp16
+//   block_table [b, *] int32, cache_seqlens [b] int32
+//   -> out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log
+// A row with nothing to attend has lse +inf. The splits of a request that was cut go to scratch
+// (mla/splits.cuh); mla_combine merges them.
 //
-// Grid: x = tiles of 64 query rows (the rows of one KV head are its (token, head) pairs, token-major), y = KV heads,
-// z = partitions of the plan (mla/plan.cuh). Neighbouring CTAs share a partition, so they read the same K lines from L2.
+// Grid: x = tiles of 64 query rows, y = KV heads, z = partitions of the plan (mla/plan.cuh). The rows of a KV
+// head are its (token, head) pairs, token by token. Neighbouring CTAs share a partition, so they read the
+// same K from L2.
 //
 // Roles (384 threads; the launch gives 168 registers each, setmaxnreg moves them)
 //   QK    warpgroup 0, 176 registers   S = Q K^T with 7 of Q's chunks in registers, online softmax, P
-//   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; its warp 0 walks the plan and looks up pages
+//   PV0   warpgroup 1, 168 registers   O[:, 0:256] += P V, rescale, epilogue; warp 0 walks the plan
 //   PV1   warpgroup 2, 160 registers   O[:, 256:512] += P V, rescale, epilogue
-// PV0 and PV1 refill by TMA the columns of a K block that they are the last to read, 0-255 and 256-511; PV1 the RoPE chunk
-// too, while it waits for P: all of QK would wait for the warp that did. The copy engine takes boxes in order, and where memory is
-// the limit Q K^T waits for the RoPE chunk alone, so PV1 asks for it before its own half. With CLUSTER 2, CTAs 2i and 2i + 1 along x
-// walk the same blocks; CTA 0 loads the left half of V's columns and CTA 1 the right one for both, which halves the traffic from L2
-// and the power it takes.
 //
-// Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV product
-//   tensor core   | QK(j), 36 x 32 = 1152        | PV(j-1), 2 x 4 x 128 = 1024  | QK(j+1)                      | PV(j) ...
-//   QK            | issue QK(j), store P(j-1)    | softmax(j)                   | issue QK(j+1), store P(j)    |
-//   PV0, PV1      | refill, wait for P(j-1)      | rescale O, PV(j-1)           | refill, wait for P(j)        |
-// P(j-1) is announced when all but the last chunk of QK(j) is done, so that PV fills the softmax and not the QK.
-// QK takes the RoPE chunk first: its buffer is free again after a few wgmmas and has almost a whole period to be refilled.
-// A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176 cycles; the rest hides the load.
+// Loads. PV0 and PV1 refill by TMA the columns of a K block that they are the last to read: 0-255 and
+// 256-511. PV1 also refills the RoPE chunk, while it waits for P; if a warp of QK did, all of QK would wait
+// for that warp. Boxes arrive in the order in which they are asked for. Where memory is the limit, Q K^T
+// waits for the RoPE chunk alone, so PV1 asks for it before its own half. With CLUSTER 2, CTAs 2i and 2i + 1
+// along x walk the same blocks. CTA 0 loads the left half of V's columns for both, CTA 1 the right one. That
+// halves the traffic from L2 and the power it takes.
 //
-// Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_work_full[8]    1         warp 0 of PV0: smem.work[n] written                all: read it                     0
-// bar_work_free[8]    12   lane 0 of each warp: done with the work tile             warp 0 of PV0: overwrite it      1
-// bar_k_full[s][h]    1 + bytes warp 0 of PVh arms it; half h of the block landed   QK: S += Q K^T of the half       0
-// bar_peer_free[s]    1         PVh of the CTA that does not load half h is done    PVh of the one that does: refill 0
-// bar_rope_full       1 + bytes warp 0 of PV1 arms it; the RoPE chunk has landed    QK: S = Q K^T of it              0
-// bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    warp 0 of PV1: refill RoPE       0
-// bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
-// bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
-// bar_sum_full   128       QK: row sums and maxima of the work tile written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the work tile's rows are stored      QK: write the next work tile's        1
-// bar_looked_up       1         warp 0 of PV0: the first kLookahead sources, and    warp 0 of PV1: first refill      0
-//                               whether RoPE is prefetched, stored
-// NB_QK          128       QK: done with the work tile's Q / the next Q landed      QK: both                         -
-// NB_V_FREE + h       128       PVh: its PV of the block is complete                warp 0 of PVh: refill            -
+// Schedule, per 64-token block j (tensor cycles): the tensor core alternates between one QK and one PV
+// product
+//   tensor  | QK(j), 36 x 32 = 1152     | PV(j-1), 2 x 4 x 128 = 1024 | QK(j+1)                   | PV(j) ...
+//   QK      | issue QK(j), store P(j-1) | softmax(j)                  | issue QK(j+1), store P(j) |
+//   PV0, 1  | refill, wait for P(j-1)   | rescale O, PV(j-1)          | refill, wait for P(j)     |
+// P(j-1) is announced when all but the last chunk of QK(j) is done: PV then runs beside the softmax, not
+// beside QK. QK takes the RoPE chunk first. Its buffer is free after a few wgmmas and has almost a whole
+// period for the refill. A K block is in use from QK(j) to the end of PV(j), 4352 of its ring's 3 x 2176
+// cycles; the rest hides the load.
 //
-// Warp 0 of PV0 makes the first loads of all. Block n of the partition (over all its work tiles) uses K stage n % 3 with phase
-// (n / 3) & 1, and row scales n % 2; RoPE and P have one buffer each. A box is loaded into a stage for the first time without
-// asking the peer, so bar_peer_free's phase is n / 3 - 1.
+// Barrier          count     arrives, after what                           waits, before what          parity
+// bar_work_full[8] 1         warp 0 of PV0: smem.work[n] written           all: read it                0
+// bar_work_free[8] 12        lane 0 of each warp: done with the work tile  warp 0 of PV0: overwrite it 1
+// bar_k_full[s][h] 1 + bytes warp 0 of PVh arms it; half h has landed      QK: S += Q K^T of the half  0
+// bar_peer_free[s] 1         PVh of the CTA that does not load half h      PVh of the other: refill    0
+// bar_rope_full    1 + bytes warp 0 of PV1 arms it; RoPE has landed        QK: S = Q K^T of it         0
+// bar_rope_free    4         QK: lane 0 of each warp, Q K^T of it done     warp 0 of PV1: refill RoPE  0
+// bar_p_full       32        QK: P and scale stored and fenced; announced  PV0, PV1: rescale, O += P V 0
+//                            as above
+// bar_p_free       64        PV0, PV1: scale read, PV of the warp done     QK: store the next P        1
+// bar_sum_full     128       QK: row sums and maxima of the work tile      PV0, PV1: epilogue          0
+// bar_sum_free     256       PV0, PV1: the work tile's rows are stored     QK: write the next ones     1
+// bar_looked_up    1         warp 0 of PV0: the first kLookahead sources,  warp 0 of PV1: first refill 0
+//                            and whether RoPE is prefetched
+// NB_QK            128       QK: done with the work tile's Q; next Q landedQK: both                    -
+// NB_V_FREE + h    128       PVh: its PV of the block is done              warp 0 of PVh: refill       -
+//
+// Warp 0 of PV0 makes the first loads of all. Block n of the partition, counted over all its work tiles, uses
+// K stage n % 3 with phase (n / 3) & 1, and row scales n % 2. RoPE and P have one buffer each. The first load
+// of a stage does not ask the peer, so the phase of bar_peer_free is n / 3 - 1.
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
@@ -128,8 +137,8 @@ struct SharedMemoryPlan {
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
-// Loads chunks [first, first + count) of a block to `dst`, in both CTAs of a cluster if kMulticast; the caller has armed
-// the barriers. A converged warp calls.
+// Loads chunks [first, first + count) of a block to `dst`, in both CTAs of a cluster if kMulticast; the
+// caller has armed the barriers. A converged warp calls.
 template <int kFirstChunk, int kCount, bool kMulticast>
 __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 bar, BoxSource source,
                                             int lane_idx) {
@@ -155,14 +164,15 @@ __device__ __forceinline__ void load_chunks(const Params& params, u32 dst, u32 b
     __syncwarp();
 }
 
-// What warp 0 of PV0 does for all: walks the plan's work tiles, then their blocks, looking up where each block lies. Items and
-// sources go to rings in shared memory ahead of their use. Its own state is there too (smem.walker): next to 128
-// accumulators there are no registers for it. A converged warp calls.
+// What warp 0 of PV0 does for all: it walks the plan's work tiles and their blocks, and looks up where each
+// block lies. Work tiles and sources go to rings in shared memory ahead of their use. Its state between calls
+// is there too (smem.publisher, smem.walker): next to 128 accumulators there are no registers for it. A
+// converged warp calls.
 struct Walker {
     __device__ __forceinline__ void start(const Params& params, SharedMemoryPlan& smem, int lane_idx) {
         touch_requests(params.cache_seqlens, params.num_splits, params.b, lane_idx);
         const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
-        // The first work tile nearly always begins where the partition does: its pages are on the way before that is known.
+        // The first work tile nearly always begins where the partition does, so its pages are asked for now.
         const i64 token = static_cast<i64>(plan.begin_block) * kBlockTokens + lane_idx % kBoxes * BOX_ROWS;
         const int* entry = nullptr;
         int page = 0;
@@ -174,8 +184,9 @@ struct Walker {
             smem.publisher.start(plan);
             smem.walker.work = 0;
             smem.walker.block = 0;
-            // A prefetch presumably overtakes the boxes that a load waits behind: it helps beside the load. In long partitions some SMs
-            // then get ahead of others, and the call takes longer.
+            // Beside the load of a block, a prefetch of its RoPE chunk helps; presumably it overtakes the
+            // boxes that the chunk's own load waits behind. In long partitions some SMs then get ahead of
+            // others, and the call takes longer.
             smem.walker.prefetches_rope = kHasRope && gridDim.x <= kClusterSize &&
                                           plan.begin_req == plan.end_req &&
                                           plan.end_block - plan.begin_block <= kMaxPrefetchBlocks;
@@ -189,7 +200,8 @@ struct Walker {
         cp_async_wait_all();
         __syncwarp();
     }
-    // Notes where block `n` lies; its page is on the way, or known if it is that of `known_entry`. Blocks are looked up in order.
+    // Notes where block `n` lies. Its page is asked for, or known if its entry is `known_entry`. Blocks are
+    // looked up in order.
     __device__ __forceinline__ void look_up(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx,
                                             const int* known_entry = nullptr, int known_page = 0) {
         const WorkTile& work = smem.work[smem.walker.work % kWorkStages];
@@ -226,9 +238,10 @@ struct Walker {
     }
 };
 
-// Loads one half of block n into its stage, which this CTA has finished with; nothing after the partition's last block. In a
-// cluster, CTA 0 loads the left half and CTA 1 the right one for both, when the other has finished with it too.
-// Whoever loads the right half prefetches the RoPE chunk beside it, where that pays.
+// Loads one half of block n into its stage, which this CTA has finished with. After the partition's last
+// block it does nothing. In a cluster, CTA 0 loads the left half for both and CTA 1 the right one, when the
+// other has finished with the stage too. Whoever loads the right half prefetches the RoPE chunk beside it,
+// where that pays.
 template <int kHalf>
 __device__ __forceinline__ void load_half(const Params& params, SharedMemoryPlan& smem, u32 n, int lane_idx) {
     const BoxSource source = smem.sources[n % kSourceStages][lane_idx % kBoxes];
@@ -271,8 +284,8 @@ __device__ __forceinline__ void refill_rope(const Params& params, SharedMemoryPl
     load_rope(params, smem, n + 1, lane_idx);
 }
 
-// Stands in for query rows past the last. Zeros, because a tensor core that multiplies zeros takes less power, and power
-// is what limits the clock.
+// Stands in for query rows past the last. They are zeros because a tensor core that multiplies zeros takes
+// less power, and power limits the clock.
 __device__ alignas(16) const u16 kZeroRow[D_QK] = {};
 
 __device__ __forceinline__ const u16* q_address(const Params& params, int req, int tile_row) {
@@ -281,8 +294,9 @@ __device__ __forceinline__ const u16* q_address(const Params& params, int req, i
     return params.q + req * params.q_stride_b + row.token * params.q_stride_s + row.head * params.q_stride_h;
 }
 
-// Starts loading the Q of an work tile: 16 bytes each of the first chunks to registers, where A operands cost no shared-memory reads, the rest
-// to shared memory. Rows past the last are zero.
+// Starts loading the Q of a work tile. The first chunks go to registers, 16 bytes at a time, because A
+// operands in registers cost no reads of shared memory; the rest goes to shared memory. Rows past the last
+// are zeros.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
                                              u32 (&q)[kQRegisterChunks * 4][4], int warp_idx) {
     const int lane_idx = lane_index();
@@ -311,7 +325,8 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         }
     }
 }
-// Waits for it and turns the registers into A fragments: of four 16-byte units in a quad, lane i takes the i-th pairs.
+// Waits for it and turns the registers into A fragments: of four 16-byte units in a quad, lane i takes the
+// i-th pairs.
 __device__ __forceinline__ void finish_load_q(u32 (&q)[kQRegisterChunks * 4][4]) {
 #pragma unroll
     for (int i = 0; i < kQRegisterChunks * 2; ++i) {
@@ -330,7 +345,8 @@ __device__ __forceinline__ void finish_load_q(u32 (&q)[kQRegisterChunks * 4][4])
     named_barrier_sync(NB_QK, 128);
 }
 
-// -inf where a token is past the row's limit or not in the tile at all ("Tail" above).
+// -inf where the query does not attend the token, or a row of K holds no token: the head of mla/dense.cuh
+// says where a request's last tokens lie.
 __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32], int seqlen, int first_token,
                                             int warp_idx) {
     const int lane_idx = lane_index();
@@ -342,7 +358,8 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[32]
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const RowIndex row(params, warp_idx * 16 + lane_idx / 4 + 8 * r);
-        limit[r] = min_int(visible_keys(seqlen, params.s_q, row.token, params.causal) - first_token, kBlockTokens);
+        limit[r] =
+            min_int(visible_keys(seqlen, params.s_q, row.token, params.causal) - first_token, kBlockTokens);
     }
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
@@ -367,7 +384,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     u32 n = 0;  // running number of the block
     u32 stage = 0, k_parity = 0;
     u32 q[kQRegisterChunks * 4][4];
-    // The partition's first request nearly always has tokens and then is the first work tile: its Q is on the way before that is known.
+    // The partition's first request nearly always has tokens, so that the first work tile is its: load its Q
+    // now.
     int req = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b).begin_req;
 #pragma unroll 1
     while (true) {
@@ -384,9 +402,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         auto wait_p_free = [&]() {
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
         };  // of n - 2
-        auto store_p = [&]() {
-            store_probabilities<Chunk::kBytes, true>(smem_p, p);
-        };
+        auto store_p = [&]() { store_probabilities<Chunk::kBytes, true>(smem_p, p); };
         auto announce_p = [&]() {
             __syncwarp();
             if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full));
@@ -503,7 +519,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
                 load_half<1>(params, smem, n, lane_index());
                 if (kHasRope && n == 0) load_rope(params, smem, 0, lane_index());
             }
-            // One work tile at a time, so that the first K is on its way early; block n + 1 is in work tile n + 1 at the latest.
+            // One work tile at a time, so that the first K is asked for early. Block n + 1 is in work tile n
+            // + 1 at the latest.
             publish_work<kDtype, RowIndex, LaneKept>(params, smem, n + 2);
             walker.look_up(params, smem, n + 1, lane_index());
         }
@@ -557,8 +574,8 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// One thread in each of six warps, a few barriers each, with addresses known to the compiler: per-lane addresses would be taken
-// one by one, with a fence before each.
+// One thread in each of six warps initialises a few barriers, whose addresses the compiler knows. If lanes
+// had an address each, they would be taken one by one, with a fence before each.
 __device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
@@ -620,5 +637,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         setmaxnreg_dec<kRegistersPV1>();
         pv_warpgroup<1>(params, smem, warp_idx);
     }
-    // A CTA may leave before the other: it has waited for every copy into its memory and every signal to its barriers.
+    // A CTA may leave before the other of its cluster: it has waited for every copy into its memory and every
+    // arrival on its barriers.
 }

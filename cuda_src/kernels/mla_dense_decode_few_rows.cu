@@ -1,10 +1,12 @@
-// Dense MLA decoding with up to 16 query rows for a KV head: mla_dense_decode.cu's operation, arrays, plan and splits.
+// Dense MLA decoding with up to 16 query rows for a KV head. Operation, arrays, plan and splits are those of
+// mla_dense_decode.cu.
 //
-//   S^T = sm_scale K Q^T (masked by length and causality),  P = softmax(S),  O^T = V^T P^T,  V = first 512 columns of K
+//   S^T = sm_scale K Q^T, masked by length and causality;  P = softmax(S);  O^T = V^T P^T
+//   V = columns 0-511 of K
 //
-// Tokens are the rows of both products: 68 wgmmas a block of 20 cycles, where 64 rows of Q take 2,176 cycles. One
-// warpgroup has time for all of it: memory is the limit. A block is loaded as a whole, RoPE with the rest, and its stage is free as soon as P V is
-// done.
+// Tokens are the rows of both products. A block then takes 68 wgmmas of 20 cycles; with Q as rows it would
+// take 2,176 cycles. Memory is the limit, and one warpgroup has time for all of the work. A block is loaded
+// as a whole, RoPE with the rest, and its stage is free as soon as P V is done.
 //
 // Grid: x = 1, y = KV heads, z = partitions of the plan (mla/plan.cuh).
 //
@@ -12,16 +14,14 @@
 //   math      warpgroup 0   S^T, softmax, P, O^T, epilogue; loads the work tile's Q
 //   producer  warp 4        walks the plan, looks up pages, loads K
 //
-// Barrier             count     arrives, after what                          waits, before what             parity
-// bar_work_full[8]    1         producer: work[n] written                   all: read it                   0
-// bar_work_free[8]    5    lane 0 of each warp: done with the work tile      producer: overwrite it         1
-// bar_k_full[s]       1 + bytes producer arms it; the block has landed       math: S^T                      0
-// bar_k_free[s]       4         lane 0 of each warp of math: V^T P^T done    producer: refill               1
-// NB_MATH             128       math: Q landed; maxima, sums, O written      math: use them                 -
-// NB_VOTE             128       math: whether a score outgrew its reference, math: follow it; overwrite P,  -
-//                               P of the block before and O staged read      Q and the staged O
-//
-// What is past a request's last token: mla/dense.cuh.
+// Barrier          count     arrives, after what                           waits, before what          parity
+// bar_work_full[8] 1         producer: work[n] written                     all: read it                0
+// bar_work_free[8] 5         lane 0 of each warp: done with the work tile  producer: overwrite it      1
+// bar_k_full[s]    1 + bytes producer arms it; the block has landed        math: S^T                   0
+// bar_k_free[s]    4         lane 0 of each warp of math: V^T P^T done     producer: refill            1
+// NB_MATH          128       math: Q landed; maxima, sums, O written       math: use them              -
+// NB_VOTE          128       math: whether a score outgrew its reference;  math: follow it; overwrite  -
+//                            P of the block before and O staged read       P, Q and the staged O
 #include "attention/masks.cuh"
 #include "attention/transposed.cuh"
 #include "common/math.cuh"
@@ -68,10 +68,7 @@ struct SharedMemoryPlan {
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
-// ---- Math --------------------------------------------------------------------------------------------------------------
-
-// A thread's tokens in S^T are 16 warp + lane / 4 and that + 8, its columns in O^T the same of each 64; its rows of Q
-// query_of(i), accumulators accumulator_of(i) and that + 2.
+// ---- Math -------------------------------------------------------------------------------------------------
 
 // Starts copying the Q of a request; rows past the last are zeros. Eight lanes a row.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
@@ -88,7 +85,7 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     }
 }
 
-// -inf where a token is past the row's limit or not in the tile at all (mla/dense.cuh).
+// -inf where the query does not attend the token, or a row of K holds no token (mla/dense.cuh).
 __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAccumulators], int seqlen,
                                             int first_token, int warp_idx) {
     const int tokens = min_int(seqlen - first_token, kBlockTokens);
@@ -98,7 +95,8 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAc
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
         const int query = token_of_row(params, min_int(query_of(i), params.rows - 1));
-        const int limit = min_int(visible_keys(seqlen, params.s_q, query, params.causal) - first_token, kBlockTokens);
+        const int limit =
+            min_int(visible_keys(seqlen, params.s_q, query, params.causal) - first_token, kBlockTokens);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = 16 * warp_idx + lane_index() / 4 + 8 * half;  // of K in the tile
@@ -110,7 +108,7 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAc
     }
 }
 
-// Stores an work tile's rows from `smem.o`, eight threads a row.
+// Stores a work tile's rows from `smem.o`, eight threads a row.
 __device__ __forceinline__ void store_work(const Params& params, const SharedMemoryPlan& smem,
                                            const WorkTile& work) {
     const int tile_row = threadIdx.x / 8, part = threadIdx.x % 8;
@@ -177,6 +175,8 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
     }
 }
 
+// A thread has tokens 16 warp + lane / 4 and that + 8 in S^T, the columns of those numbers of each 64 in O^T, and
+// rows query_of(i) of Q in both (attention/transposed.cuh).
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;
@@ -187,7 +187,8 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
                        Chunk::offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
-    // The partition's first request nearly always has tokens and then is the first work tile: its Q is on the way before that is known.
+    // The partition's first request nearly always has tokens, so that the first work tile is its: load its Q
+    // now.
     int req = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b).begin_req;
     start_load_q(params, smem, req);
     for (; reader.next(smem); reader.release(smem)) {
@@ -340,7 +341,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
     }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
 // Loads a block to its stage. Lane i < kBoxes has where box i lies in the cache.
 __device__ __forceinline__ void load_block(const Params& params, SharedMemoryPlan& smem, u32 stage, int page,
@@ -373,7 +374,7 @@ __device__ __forceinline__ void load_block(const Params& params, SharedMemoryPla
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem) {
     const int lane_idx = lane_index();
     touch_requests(params.cache_seqlens, params.num_splits, params.b, lane_idx);
-    // The first work tile nearly always begins where the partition does: its pages are on the way before that is known.
+    // The first work tile nearly always begins where the partition does, so its pages are asked for now.
     const PlanRow plan = read_plan_row(params.sched_meta, blockIdx.z, params.object_layout, params.b);
     const i64 likely = static_cast<i64>(plan.begin_block) * kBlockTokens + lane_idx * BOX_ROWS;
     const int* known_entry = nullptr;
@@ -419,7 +420,7 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
     }
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_dense_decode_few_rows(const __grid_constant__ Params params) {

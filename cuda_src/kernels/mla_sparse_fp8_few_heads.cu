@@ -283,8 +283,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             if (follows) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float top =
-                        max_over_rows(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
+                    const float top = max_over_rows(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
                     const float top_scale = max_over_rows(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
                     if (writes_heads) smem.warp_max[warp_idx][query_of(i)] = top;
                     if (lane_idx == 0) smem.warp_unit[warp_idx][i] = top_scale;

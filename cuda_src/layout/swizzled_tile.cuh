@@ -9,8 +9,8 @@
 //   bits 0-13 start address, 16-29 leading byte offset (LBO), 32-45 stride byte offset (SBO),
 //   62-63 swizzle (0 none, 1 128 bytes, 2 64 bytes).
 //   K-major (rows x k, k contiguous): SBO is the distance of groups of eight rows. LBO is not used.
-//   MN-major (k x columns, columns contiguous): LBO is the distance of tiles side by side, SBO that of groups of
-//   eight rows along k.
+//   MN-major (k x columns, columns contiguous): LBO is the distance of tiles side by side, SBO that of groups
+//   of eight rows along k.
 // The hardware permutes the final address, so steps along k just add to the start address.
 #pragma once
 #include "common/types.cuh"
@@ -44,7 +44,8 @@ struct SwizzledTile {
     __device__ __forceinline__ static constexpr u64 mn_major(u32 smem) {
         return matrix_descriptor(smem, kBytes, kGroupBytes, kSwizzle);
     }
-    // What to add to a descriptor for 16 columns on (K-major), for 16 rows on (MN-major), and for the next tile.
+    // What to add to a descriptor for 16 columns on (K-major), for 16 rows on (MN-major), and for the next
+    // tile.
     static constexpr u64 kStepK = 32 >> 4;
     static constexpr u64 kStepMn = 16 * kRowBytes >> 4;
     static constexpr u64 kStepTile = kBytes >> 4;
@@ -64,8 +65,8 @@ struct GroupMajorTiles {
     static constexpr u64 kStepTile = kGroupBytes >> 4;
 };
 
-// K-major, 16 columns, not swizzled: the units of columns 0-7 of all rows, 16 bytes each, then `unit_bytes` after
-// the first those of columns 8-15.
+// K-major, 16 columns, not swizzled: the units of columns 0-7 of all rows, 16 bytes each, then `unit_bytes`
+// after the first those of columns 8-15.
 __device__ __forceinline__ constexpr u64 descriptor_unswizzled(u32 smem, int unit_bytes) {
     return matrix_descriptor(smem, unit_bytes, kGroupRows * 16, 0);
 }

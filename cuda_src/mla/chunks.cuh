@@ -1,5 +1,5 @@
-// Q, K, V and P in shared memory consist of chunks, one after another. A chunk is 64 rows (query rows or
-// tokens) by 64 columns, and half a chunk has 32 columns.
+// Q, K, V and P in shared memory are chunks of 64 rows (query rows or tokens) and 64 columns, one after
+// another. Half a chunk has 32 columns.
 #pragma once
 #include "layout/swizzled_tile.cuh"
 #include "mla/dimensions.cuh"

@@ -1,9 +1,9 @@
-// Tensor memory accelerator: copies of boxes of a tensor, of 2 to 5 dimensions, between global and shared memory,
-// and reductions to global memory. One thread issues.
-// PTX ISA, "Data Movement and Conversion Instructions: Tensor copy" and "Bulk copy".
+// Tensor memory accelerator: copies of boxes of a tensor, of 2 to 5 dimensions, between global and shared
+// memory, and reductions to global memory. One thread issues. PTX ISA, "Data Movement and Conversion
+// Instructions: Tensor copy" and "Bulk copy".
 //
-// Coordinates are those of the box's first element, the contiguous dimension first. Elements of a box that are
-// out of the tensor arrive as zeros and are not stored; their bytes count all the same.
+// Coordinates are those of the box's first element, the contiguous dimension first. Elements of a box that
+// are out of the tensor arrive as zeros and are not stored; their bytes count all the same.
 #pragma once
 #include "common/types.cuh"
 
@@ -17,8 +17,8 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 // For N = 2 to 5 dimensions:
 //
 //   tma_load_Nd            a box to shared memory, its bytes counted on mbarrier `bar`
-//   tma_load_Nd_multicast  the same to the same place in every CTA of the cluster named in `cta_mask`, counted
-//                          on each one's own barrier
+//   tma_load_Nd_multicast  the same to the same place in every CTA of the cluster that `cta_mask` names,
+//                          counted on each one's own barrier
 //   tma_prefetch_Nd        brings a box to L2
 //   tma_store_Nd           shared memory to a box: see bulk_commit_group
 //   tma_reduce_add_Nd      adds shared memory to a box, element by element
@@ -33,34 +33,37 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 #define RAWMLA_OPERANDS_3 RAWMLA_OPERANDS_2, "r"(c2)
 #define RAWMLA_OPERANDS_4 RAWMLA_OPERANDS_3, "r"(c3)
 #define RAWMLA_OPERANDS_5 RAWMLA_OPERANDS_4, "r"(c4)
-#define RAWMLA_TMA(DIMS, AFTER_1, AFTER_2, AFTER_4, AFTER_5)                             \
-    __device__ __forceinline__ void tma_load_##DIMS##d(u32 dst, const TensorMap* map, u32 bar, RAWMLA_PARAMETERS_##DIMS) {   \
-        asm volatile(                                                                                          \
-            "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"              \
-            ".L2::cache_hint [%0], [%1, {" AFTER_4 "}], [%2], %3;" ::"r"(dst), "l"(map), "r"(bar),             \
-            "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");                                                          \
-    }                                                                                                          \
-    __device__ __forceinline__ void tma_load_##DIMS##d_multicast(u32 dst, const TensorMap* map, u32 bar,       \
-                                                                 u16 cta_mask, RAWMLA_PARAMETERS_##DIMS) {                   \
-        asm volatile(                                                                                          \
-            "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"              \
-            ".multicast::cluster.L2::cache_hint [%0], [%1, {" AFTER_5 "}], [%2], %3, %4;" ::"r"(dst),          \
-            "l"(map), "r"(bar), "h"(cta_mask), "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");                       \
-    }                                                                                                          \
-    __device__ __forceinline__ void tma_prefetch_##DIMS##d(const TensorMap* map, RAWMLA_PARAMETERS_##DIMS) {                 \
-        asm volatile(                                                                                          \
-            "cp.async.bulk.prefetch.tensor." #DIMS "d.L2.global.tile [%0, {" AFTER_1 "}];" ::"l"(map),         \
-            RAWMLA_OPERANDS_##DIMS : "memory");                                                                              \
-    }                                                                                                          \
-    __device__ __forceinline__ void tma_store_##DIMS##d(const TensorMap* map, u32 src, RAWMLA_PARAMETERS_##DIMS) {           \
-        asm volatile(                                                                                          \
-            "cp.async.bulk.tensor." #DIMS "d.global.shared::cta.bulk_group [%0, {" AFTER_2 "}], [%1];"         \
-            ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");                                                        \
-    }                                                                                                          \
-    __device__ __forceinline__ void tma_reduce_add_##DIMS##d(const TensorMap* map, u32 src, RAWMLA_PARAMETERS_##DIMS) {      \
-        asm volatile(                                                                                          \
-            "cp.reduce.async.bulk.tensor." #DIMS "d.global.shared::cta.add.tile.bulk_group "                   \
-            "[%0, {" AFTER_2 "}], [%1];" ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");                           \
+#define RAWMLA_TMA(DIMS, AFTER_1, AFTER_2, AFTER_4, AFTER_5)                                                 \
+    __device__ __forceinline__ void tma_load_##DIMS##d(u32 dst, const TensorMap* map, u32 bar,               \
+                                             RAWMLA_PARAMETERS_##DIMS) {                                     \
+        asm volatile(                                                                                        \
+            "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"            \
+            ".L2::cache_hint [%0], [%1, {" AFTER_4 "}], [%2], %3;" ::"r"(dst), "l"(map), "r"(bar),           \
+            "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");                                          \
+    }                                                                                                        \
+    __device__ __forceinline__ void tma_load_##DIMS##d_multicast(u32 dst, const TensorMap* map, u32 bar,     \
+                                                                 u16 cta_mask, RAWMLA_PARAMETERS_##DIMS) {   \
+        asm volatile(                                                                                        \
+            "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"            \
+            ".multicast::cluster.L2::cache_hint [%0], [%1, {" AFTER_5 "}], [%2], %3, %4;" ::"r"(dst),        \
+            "l"(map), "r"(bar), "h"(cta_mask), "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");       \
+    }                                                                                                        \
+    __device__ __forceinline__ void tma_prefetch_##DIMS##d(const TensorMap* map, RAWMLA_PARAMETERS_##DIMS) { \
+        asm volatile(                                                                                        \
+            "cp.async.bulk.prefetch.tensor." #DIMS "d.L2.global.tile [%0, {" AFTER_1 "}];" ::"l"(map),       \
+            RAWMLA_OPERANDS_##DIMS : "memory");                                                              \
+    }                                                                                                        \
+    __device__ __forceinline__ void tma_store_##DIMS##d(const TensorMap* map, u32 src,                       \
+                                             RAWMLA_PARAMETERS_##DIMS) {                                     \
+        asm volatile(                                                                                        \
+            "cp.async.bulk.tensor." #DIMS "d.global.shared::cta.bulk_group [%0, {" AFTER_2 "}], [%1];"       \
+            ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");                                        \
+    }                                                                                                        \
+    __device__ __forceinline__ void tma_reduce_add_##DIMS##d(const TensorMap* map, u32 src,                  \
+                                             RAWMLA_PARAMETERS_##DIMS) {                                     \
+        asm volatile(                                                                                        \
+            "cp.reduce.async.bulk.tensor." #DIMS "d.global.shared::cta.add.tile.bulk_group "                 \
+            "[%0, {" AFTER_2 "}], [%1];" ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");           \
     }
 RAWMLA_TMA(2, "%1, %2",             "%2, %3",             "%4, %5",             "%5, %6")
 RAWMLA_TMA(3, "%1, %2, %3",         "%2, %3, %4",         "%4, %5, %6",         "%5, %6, %7")
@@ -77,17 +80,18 @@ RAWMLA_TMA(5, "%1, %2, %3, %4, %5", "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8", 
 #undef RAWMLA_TMA
 // clang-format on
 
-// Adds `bytes` of float32 in shared memory to as many in global memory, without a tensor map. Each addition is
-// atomic; their order is not fixed. Addresses and `bytes` are multiples of 16.
+// Adds `bytes` of float32 in shared memory to as many in global memory, without a tensor map. Each addition
+// is atomic; their order is not fixed. Addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* dst, u32 src, u32 bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
                  "r"(src), "r"(bytes)
                  : "memory");
 }
 
-// Of a thread's stores and reductions: what was shared memory's by ordinary stores needs fence_proxy_async before
-// they are issued. The thread commits those since its last commit as a group and waits until at most kPending of
-// its groups still read shared memory, or until they are visible to itself in global memory.
+// Completion of stores and reductions, for the thread that issued them. bulk_commit_group makes those since
+// the last commit a group. bulk_wait_group_read waits until at most kPending groups still read shared memory,
+// bulk_wait_group until at most kPending are not complete. Shared memory that was written with ordinary
+// stores needs fence_proxy_async before it is the source of either.
 __device__ __forceinline__ void bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -1,5 +1,6 @@
-// Warpgroup matrix multiply-accumulate: d (+)= A B^T with A 64 x 16 and B N x 16 of a 16-bit type, in float32.
-// PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". All four warps of a warpgroup issue, converged.
+// Warpgroup matrix multiply-accumulate: d (+)= A B^T with A 64 x 16 and B N x 16 of a 16-bit type, in
+// float32. PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions". All four warps of a warpgroup issue,
+// converged.
 //
 //   wgmma_ss<kDtype, kMajorA, kMajorB>(d, desc_a, desc_b, accumulate)   A and B in shared memory
 //   wgmma_rs<kDtype, kMajorB>(d, a, desc_b, accumulate)                   A in registers
@@ -111,42 +112,43 @@ __device__ __forceinline__ float (&wgmma_columns(float (&d)[kAll])) [kCount] {
 #define RAWMLA_OPERANDS_128  RAWMLA_OPERANDS_124, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
 // %P is the predicate's operand: whether d is added to. Scales of A and B are 1.
-#define RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, P, INPUTS, TRANSPOSED)              \
-    "{\n"                                                                     \
-    ".reg .pred p;\n"                                                         \
-    "setp.ne.b32 p, %" #P ", 0;\n"                                            \
-    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "       \
-    "{" RAWMLA_TEXT_##COUNT "}, " INPUTS ", p, 1, 1, " TRANSPOSED ";\n"       \
+#define RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, P, INPUTS, TRANSPOSED)                          \
+    "{\n"                                                                                 \
+    ".reg .pred p;\n"                                                                     \
+    "setp.ne.b32 p, %" #P ", 0;\n"                                                        \
+    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " "                   \
+    "{" RAWMLA_TEXT_##COUNT "}, " INPUTS ", p, 1, 1, " TRANSPOSED ";\n"                   \
     "}\n"
-#define RAWMLA_WGMMA_SS(N, COUNT, TYPE, I1, I2, I3, I4)                                                        \
-    asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I2, "%" #COUNT ", %" #I1, "%" #I3 ", %" #I4)                \
-                 : RAWMLA_OPERANDS_##COUNT                                                                     \
-                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)))
-#define RAWMLA_WGMMA_RS(N, COUNT, TYPE, I1, I2, I3, I4, I5, I6)                                                \
-    asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I5,                                                         \
-                                   "{%" #COUNT ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4, "%" #I6)              \
-                 : RAWMLA_OPERANDS_##COUNT                                                                     \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                                    \
+#define RAWMLA_WGMMA_SS(N, COUNT, TYPE, I1, I2, I3, I4)                                                \
+    asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I2, "%" #COUNT ", %" #I1, "%" #I3 ", %" #I4)        \
+                 : RAWMLA_OPERANDS_##COUNT                                                             \
+                 : "l"(desc_a), "l"(desc_b), "r"(static_cast<int>(accumulate)),                        \
+                   "n"(static_cast<int>(kMajorA)), "n"(static_cast<int>(kMajorB)))
+#define RAWMLA_WGMMA_RS(N, COUNT, TYPE, I1, I2, I3, I4, I5, I6)                                        \
+    asm volatile(RAWMLA_WGMMA_TEXT(N, COUNT, TYPE, I5,                                                 \
+                                   "{%" #COUNT ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4, "%" #I6)      \
+                 : RAWMLA_OPERANDS_##COUNT                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(desc_b),                            \
                    "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(kMajorB)))
 
 // The wrappers of one N with COUNT accumulators; I1 to I6 are the numbers after COUNT.
-#define RAWMLA_WGMMA(N, COUNT, I1, I2, I3, I4, I5, I6)                                                         \
-    template <Dtype kDtype, Major kMajorA = Major::kK, Major kMajorB = Major::kK>                                              \
-    __device__ __forceinline__ void wgmma_ss(float (&d)[COUNT], u64 desc_a, u64 desc_b, bool accumulate) {     \
-        if constexpr (kDtype == Dtype::kBf16) {                                                                \
-            RAWMLA_WGMMA_SS(N, COUNT, "bf16", I1, I2, I3, I4);                                                 \
-        } else {                                                                                               \
-            RAWMLA_WGMMA_SS(N, COUNT, "f16", I1, I2, I3, I4);                                                  \
-        }                                                                                                      \
-    }                                                                                                          \
-    template <Dtype kDtype, Major kMajorB = Major::kK>                                                                 \
-    __device__ __forceinline__ void wgmma_rs(float (&d)[COUNT], const u32 (&a)[4], u64 desc_b,                 \
-                                             bool accumulate) {                                                \
-        if constexpr (kDtype == Dtype::kBf16) {                                                                \
-            RAWMLA_WGMMA_RS(N, COUNT, "bf16", I1, I2, I3, I4, I5, I6);                                         \
-        } else {                                                                                               \
-            RAWMLA_WGMMA_RS(N, COUNT, "f16", I1, I2, I3, I4, I5, I6);                                          \
-        }                                                                                                      \
+#define RAWMLA_WGMMA(N, COUNT, I1, I2, I3, I4, I5, I6)                                                       \
+    template <Dtype kDtype, Major kMajorA = Major::kK, Major kMajorB = Major::kK>                            \
+    __device__ __forceinline__ void wgmma_ss(float (&d)[COUNT], u64 desc_a, u64 desc_b, bool accumulate) {   \
+        if constexpr (kDtype == Dtype::kBf16) {                                                              \
+            RAWMLA_WGMMA_SS(N, COUNT, "bf16", I1, I2, I3, I4);                                               \
+        } else {                                                                                             \
+            RAWMLA_WGMMA_SS(N, COUNT, "f16", I1, I2, I3, I4);                                                \
+        }                                                                                                    \
+    }                                                                                                        \
+    template <Dtype kDtype, Major kMajorB = Major::kK>                                                       \
+    __device__ __forceinline__ void wgmma_rs(float (&d)[COUNT], const u32 (&a)[4], u64 desc_b,               \
+                                             bool accumulate) {                                              \
+        if constexpr (kDtype == Dtype::kBf16) {                                                              \
+            RAWMLA_WGMMA_RS(N, COUNT, "bf16", I1, I2, I3, I4, I5, I6);                                       \
+        } else {                                                                                             \
+            RAWMLA_WGMMA_RS(N, COUNT, "f16", I1, I2, I3, I4, I5, I6);                                        \
+        }                                                                                                    \
     }
 RAWMLA_WGMMA(8, 4, 5, 6, 7, 8, 9, 10)
 RAWMLA_WGMMA(16, 8, 9, 10, 11, 12, 13, 14)
