@@ -14,6 +14,7 @@ from cuda_probe import assert_in_header, assert_in_kernel, ptx, source
 from rawmla import jit, reference
 from rawmla.call import checks
 from rawmla.jit import KernelSpec
+from rawmla.jit.sources import find_source_root
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import all_specs, common, default_specs, warmup
 from rawmla.kernels import mla_cache_gather as cache_gather
@@ -193,6 +194,18 @@ def test_constants_of_the_plan_agree() -> None:
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
     assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_PIECES
     assert reference.PLAN_COLUMNS == checks.PLAN_COLUMNS
+
+
+def test_comments_fit_the_line() -> None:
+    """clang-format keeps code within 110 columns and leaves comments as they are."""
+    root = find_source_root()
+    long = [
+        f"{path.relative_to(root)}:{number}"
+        for path in sorted(root.rglob("*.cu*"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "//" in line and len(line) > 110
+    ]
+    assert not long
 
 
 def test_constants_of_the_kernels_agree() -> None:

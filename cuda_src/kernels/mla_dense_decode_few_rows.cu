@@ -175,8 +175,8 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
     }
 }
 
-// A thread has tokens 16 warp + lane / 4 and that + 8 in S^T, the columns of those numbers of each 64 in O^T, and
-// rows query_of(i) of Q in both (attention/transposed.cuh).
+// A thread has tokens 16 warp + lane / 4 and 8 more than that in S^T. In O^T it has the columns of these
+// numbers in each 64, and rows query_of(i) of Q in both (attention/transposed.cuh).
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;
