@@ -51,15 +51,31 @@ def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str], declarations: 
 
 def ptx(spec: KernelSpec) -> str:
     """The PTX of a variant."""
-    sources = collect(find_source_root(), spec.name)
     options = [
         option for option in nvrtc.compiler_options(spec) if not option.startswith(("-arch", "--ptxas"))
     ]
+    return _ptx(collect(find_source_root(), spec.name), options)
+
+
+def assemble(text: str) -> str:
+    """The PTX of a source that includes project headers. Raises AssertionError unless ptxas takes it without
+    spills and without a warning.
+    """
+    sources = SourceSet("probe.cu", text.encode(), headers())
+    options = ("-arch=sm_90a", "-std=c++20", "--ptxas-options=-v")
+    result = nvrtc.compile_source(sources, options)
+    assert result.status == "NVRTC_SUCCESS", result.log
+    assert "warning" not in result.log.lower(), result.log
+    assert all(found == "0" for found in re.findall(r"(\d+) bytes spill", result.log)), result.log
+    return _ptx(sources, ["-std=c++20"])
+
+
+def _ptx(sources: SourceSet, options: list[str]) -> str:
     nvrtc.version()
     compiler = nvrtc._bindings()
     program = nvrtc._create(compiler, sources.main, sources.main_name, sources.headers)
     try:
-        options.append("-arch=compute_90a")
+        options = [*options, "-arch=compute_90a"]
         (status,) = compiler.nvrtcCompileProgram(
             program, len(options), [option.encode() for option in options]
         )

@@ -14,27 +14,33 @@ from cuda_probe import assert_in_header, source
 
 from rawmla.kernels.mla_dense_decode import box_rows
 
-SWIZZLE = "layout/swizzle128.cuh"
+TILE = "layout/swizzled_tile.cuh"
 CHUNK_BYTES = 64 * 128
 
 
-def hardware_swizzle(address: int) -> int:
-    """128-byte swizzle: bits 4-6 of a shared-memory address are XORed with its bits 7-9."""
-    return address ^ (address >> 7 & 7) << 4
+def hardware_swizzle(address: int, row_bytes: int = 128) -> int:
+    """Swizzle of 128 bytes: bits 4-6 of a shared-memory address are XORed with its bits 7-9. Of 64: bits 4-5
+    with bits 7-8.
+    """
+    return address ^ (address >> 7 & row_bytes // 16 - 1) << 4
 
 
 def tile_byte(row: int, col: int) -> int:
-    """Where element (row, col) of a 64-row tile lies, as the head of swizzle128.cuh says."""
+    """Where element (row, col) of a 64-row tile lies, as the head of swizzled_tile.cuh says."""
     return (col // 64) * 8192 + row * 128 + (((col % 64) // 8) ^ (row % 8)) * 16 + (col % 8) * 2
 
 
-def test_swizzle_offset() -> None:
+@pytest.mark.parametrize("rows", (8, 16, 64, 192))
+@pytest.mark.parametrize("row_bytes", (64, 128))
+def test_swizzle_offset(rows: int, row_bytes: int) -> None:
+    tile = f"SwizzledTile<{rows}, {row_bytes}>"
     conditions = [
-        f"swizzle128_offset({row}, {unit}) == {hardware_swizzle(row * 128 + unit * 16)}"
-        for row in range(64)
-        for unit in range(8)
+        f"{tile}::offset({row}, {unit}) == {hardware_swizzle(row * row_bytes + unit * 16, row_bytes)}"
+        for row in range(rows)
+        for unit in range(row_bytes // 16)
     ]
-    assert_in_header(SWIZZLE, [*conditions, f"kChunkBytes == {CHUNK_BYTES}"])
+    conditions += [f"{tile}::kBytes == {rows * row_bytes}", f"{tile}::kCols == {row_bytes // 2}"]
+    assert_in_header(TILE, conditions)
 
 
 def test_tile_formula_is_the_hardware_swizzle_of_its_chunks() -> None:
@@ -51,22 +57,49 @@ def bits(value: int, low: int, high: int) -> int:
     return value >> low & (1 << high - low + 1) - 1
 
 
-def descriptor(start: int, lbo: int, sbo: int) -> int:
-    """A matrix descriptor from the PTX ISA's table; addresses in bytes, swizzle mode 1 (128 bytes)."""
-    return (start & 0x3FFFF) >> 4 | lbo >> 4 << 16 | sbo >> 4 << 32 | 1 << 62
+def descriptor(start: int, lbo: int, sbo: int, swizzle: int) -> int:
+    """A matrix descriptor from the PTX ISA's table; addresses in bytes, swizzle 0 (none), 1 (128), 2 (64)."""
+    return (start & 0x3FFFF) >> 4 | lbo >> 4 << 16 | sbo >> 4 << 32 | swizzle << 62
 
 
-def test_descriptors() -> None:
+STARTS = (0, 16, 1024, 8192, 0x12340, 0x38800, 232_448 - 8192)
+
+
+@pytest.mark.parametrize(("rows", "row_bytes"), [(64, 128), (16, 128), (192, 128), (64, 64)])
+def test_descriptors(rows: int, row_bytes: int) -> None:
+    tile, swizzle = f"SwizzledTile<{rows}, {row_bytes}>", {128: 1, 64: 2}[row_bytes]
     conditions = []
-    for start in (0, 16, 1024, 8192, 0x12340, 0x38800, 232_448 - 8192):
-        k_major, mn_major = descriptor(start, 0, 1024), descriptor(start, CHUNK_BYTES, 1024)
-        conditions.append(f"descriptor_k_major({start}) == {k_major}ull")
-        conditions.append(f"descriptor_mn_major({start}) == {mn_major}ull")
-        for value, lbo in ((k_major, 0), (mn_major, 512)):
-            assert (bits(value, 0, 13), bits(value, 16, 29), bits(value, 32, 45)) == (start // 16, lbo, 64)
-            assert (bits(value, 46, 61), bits(value, 62, 63)) == (0, 1)
-    conditions += ["kStepKMajor == 32 / 16", "kStepMnMajor == 2048 / 16", "kStepChunk == 8192 / 16"]
-    assert_in_header(SWIZZLE, conditions, constexpr=("descriptor_k_major", "descriptor_mn_major"))
+    for start in STARTS:
+        k_major = descriptor(start, 0, 8 * row_bytes, swizzle)
+        mn_major = descriptor(start, rows * row_bytes, 8 * row_bytes, swizzle)
+        conditions.append(f"{tile}::k_major({start}) == {k_major}ull")
+        conditions.append(f"{tile}::mn_major({start}) == {mn_major}ull")
+        for value, lbo in ((k_major, 0), (mn_major, rows * row_bytes // 16)):
+            fields = (bits(value, 0, 13), bits(value, 16, 29), bits(value, 32, 45))
+            assert fields == (start // 16, lbo, row_bytes // 2)
+            assert (bits(value, 46, 61), bits(value, 62, 63)) == (0, swizzle)
+    conditions += [
+        f"{tile}::kStepK == 32 / 16",
+        f"{tile}::kStepMn == {16 * row_bytes // 16}",
+        f"{tile}::kStepTile == {rows * row_bytes // 16}",
+    ]
+    assert_in_header(TILE, conditions)
+
+
+@pytest.mark.parametrize("tiles", (1, 4, 9))
+def test_group_major_descriptors(tiles: int) -> None:
+    conditions = [
+        f"GroupMajorTiles<{tiles}>::descriptor({start}) == {descriptor(start, 1024, tiles * 1024, 1)}ull"
+        for start in STARTS
+    ]
+    conditions += [
+        f"GroupMajorTiles<{tiles}>::kStepMn == {2 * tiles * 1024 // 16}",
+        f"GroupMajorTiles<{tiles}>::kStepTile == {1024 // 16}",
+    ]
+    conditions += [
+        f"descriptor_unswizzled({start}, 1024) == {descriptor(start, 1024, 128, 0)}ull" for start in STARTS
+    ]
+    assert_in_header(TILE, conditions)
 
 
 def test_descriptor_steps_reach_every_element() -> None:
@@ -90,13 +123,14 @@ def test_descriptor_steps_reach_every_element() -> None:
 
 def test_next_16_columns_are_another_bit_of_the_unit() -> None:
     """The stores of P flip bits 5 and 6 of one address for each group of 16 columns."""
+    tile = "SwizzledTile<64>"
     conditions = [
-        f"(swizzle128_offset({row}, {half}) ^ {32 * group}) == swizzle128_offset({row}, {2 * group + half})"
+        f"({tile}::offset({row}, {half}) ^ {32 * group}) == {tile}::offset({row}, {2 * group + half})"
         for row in range(64)
         for half in range(2)
         for group in range(4)
     ]
-    assert_in_header(SWIZZLE, conditions)
+    assert_in_header(TILE, conditions)
 
 
 # Fragments
@@ -150,7 +184,7 @@ def test_transpositions(function: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("groups", "function"), [(4, "quad_transpose"), (2, "pair_transpose")])
-def test_pieces_come_back_in_order(groups: int, function: str) -> None:
+def test_columns_of_splits_come_back_in_order(groups: int, function: str) -> None:
     """A quad's pairs of `groups` groups of eight columns, stored as held, are neighbours once merged."""
     address = {
         4: "8 * unit",
@@ -192,8 +226,8 @@ def test_q_registers_become_a_fragments() -> None:
 def test_staged_q_becomes_a_fragments() -> None:
     """Lane l gives ldmatrix row l % 16 and unit l / 16 of a step; of matrix i, a thread gets register i."""
     load = re.search(
-        r"swizzle128_offset\(warp_idx \* 16 \+ lane_idx % 16, lane_idx / 16\);\s+"
-        r"auto place = .*? return \(src \^ \(step % 4 \* 32\)\) \+ step / 4 \* kChunkBytes;",
+        r"Chunk::offset\(warp_idx \* 16 \+ lane_idx % 16, lane_idx / 16\);\s+"
+        r"auto place = .*? return \(src \^ \(step % 4 \* 32\)\) \+ step / 4 \* Chunk::kBytes;",
         source("kernels/mla_sparse_bf16.cu"),
         re.DOTALL,
     )

@@ -60,6 +60,7 @@ class TestPlanObject:
             "num_parts": parts,
             "sched_meta": plan.tile_scheduler_metadata.ptr,
             "num_splits": plan.num_splits.ptr,
+            "splits_length": B + 1,
             "object_layout": True,
             "batch_invariant": False,
         }
@@ -187,6 +188,7 @@ class TestMetadata:
             "num_parts": parts,
             "sched_meta": rows.ptr,
             "num_splits": splits.ptr,
+            "splits_length": B + 1,
             "object_layout": False,
             "batch_invariant": False,
         }
@@ -210,7 +212,7 @@ class TestMetadata:
         assert returned[0] is rows and returned[1] is splits and not world.framework.allocated
         (launched,) = world.plans
         assert (launched["sched_meta"], launched["num_splits"], launched["num_parts"]) == (0x8000, 0x9000, 9)
-        assert launched["object_layout"] is False
+        assert launched["splits_length"] == 60 and launched["object_layout"] is False
 
     @pytest.mark.parametrize("batch_invariant", (False, True))
     def test_object_in_place(self, world: World, batch_invariant: bool) -> None:

@@ -247,6 +247,7 @@ class TestLaunch:
             "num_parts": SM_COUNT,
             "sched_meta": scratch,
             "num_splits": scratch + 32 * SM_COUNT,
+            "splits_length": S_Q + 1,
             "object_layout": True,
             "batch_invariant": False,
         }
@@ -486,6 +487,7 @@ class TestChunks:
         for args, plan in zip(world.sparse, world.plans, strict=True):
             assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, pieces)
             assert (plan["sched_meta"], plan["num_splits"]) == (scratch.ptr, splits)
+            assert plan["splits_length"] == plan["b"] + 1
             assert args.sched_meta == scratch.ptr
 
 

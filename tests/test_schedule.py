@@ -1,6 +1,6 @@
 """The scheduling plan, on the NumPy model of the kernel that makes it: complete, balanced, and safe to merge.
 
-`work_items` and `combine_candidates` restate what the kernels do with a plan (cuda_src/mla/plan.cuh and
+`work_tiles` and `combine_candidates` restate what the kernels do with a plan (cuda_src/mla/plan.cuh and
 cuda_src/kernels/mla_combine.cu); that the device makes the same plan is tested in tests/gpu/test_metadata.py.
 """
 
@@ -44,24 +44,24 @@ def lengths_of(kind: str, b: int) -> list[int]:
     return [of_kind(i) for i in range(b)]
 
 
-class Item(NamedTuple):
-    """A range of blocks that one CTA computes in one go."""
+class WorkTile(NamedTuple):
+    """A range of blocks of one request that one CTA computes in one go."""
 
     part: int
     req: int
     first_block: int
     num_blocks: int
-    place: int  # of the split in scratch; -1: the whole request, written to the output
+    split_idx: int  # in o_accum; -1: the whole request, written to the output
 
 
-def work_items(
+def work_tiles(
     rows: NDArray[np.int32],
     num_splits: NDArray[np.int32],
     request_blocks: Sequence[int],
     max_splits: int,
     room: int | None = None,
-) -> Iterator[Item]:
-    """The items of all parts, as `WorkItems` in plan.cuh walks them; rows in the object layout.
+) -> Iterator[WorkTile]:
+    """The work tiles of all partitions, as `WorkTileWalk` in plan.cuh walks them; rows in the object layout.
 
     `request_blocks` are those there are when the plan is used, `room` as in `reference.plan_blocks`.
     """
@@ -74,26 +74,26 @@ def work_items(
         req, block = begin_req, 0
         while req <= min(end_req, len(request_blocks) - 1):
             blocks = request_blocks[req]
-            request_splits = splits[req + 1] - splits[req]
+            count = splits[req + 1] - splits[req]
             begin = max(begin_block, 0) if req == begin_req else 0
             end = end_block if req == end_req else blocks
             first, stop = max(block, begin), end
             split = begin_split if req == begin_req else 0
             if batch_invariant:
-                piece = max(8, -(-(blocks if room is None else room) // 32))
-                end = end_block if req == end_req else request_splits * piece
-                split = first // piece
-                stop = min(end, (split + 1) * piece)
-            place = -1
-            if request_splits > 1:
-                place = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
-                assert place < max_splits, f"place {place} of {max_splits}: part {part} drops request {req}"
-            item = Item(part, req, first, max(min(stop, blocks) - first, 0), place)
+                split_blocks = max(8, -(-(blocks if room is None else room) // 32))
+                end = end_block if req == end_req else count * split_blocks
+                split = first // split_blocks
+                stop = min(end, (split + 1) * split_blocks)
+            split_idx = -1
+            if count > 1:
+                split_idx = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
+                assert split_idx < max_splits, f"{split_idx} of {max_splits}: part {part} drops request {req}"
+            work = WorkTile(part, req, first, max(min(stop, blocks) - first, 0), split_idx)
             block = stop
             if stop >= end:
                 req, block = req + 1, 0
-            if item.num_blocks > 0 or blocks == 0 or place >= 0:
-                yield item
+            if work.num_blocks > 0 or blocks == 0 or split_idx >= 0:
+                yield work
 
 
 def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -> list[int]:
@@ -110,38 +110,38 @@ def combine_candidates(rows: NDArray[np.int32], b: int, batch_invariant: bool) -
     return candidates
 
 
-def check_items(
+def check_work(
     plan: reference.Plan, blocks: Sequence[int], batch_invariant: bool, room: int | None = None
 ) -> None:
     """Each block is computed once; each split has a place of its own; each split request is merged once.
 
-    `blocks` are those there are, of which a sparse plan may have seen more, up to `room`; there are as many
-    places as a call has whose block table or indices have room for no more than that.
+    `blocks` are those there are, of which a sparse plan may have seen more, up to `room`; o_accum has as
+    many places as a call has whose block table or indices have room for no more than that.
     """
     b, num_parts = len(blocks), len(plan.object_rows)
     splits = np.diff(plan.num_splits).tolist()
     most = common.max_splits(num_parts, b, max(blocks, default=0) if room is None else room, batch_invariant)
-    items = list(work_items(plan.object_rows, plan.num_splits, blocks, most, room))
+    tiles = list(work_tiles(plan.object_rows, plan.num_splits, blocks, most, room))
     position = [0] * b
     visits = [0] * b
-    for item in items:
-        # What is planned behind the last block is an empty piece, which the combine reads all the same.
-        assert item.first_block == position[item.req] or (
+    for work in tiles:
+        # What is planned behind the last block is an empty split, which the combine reads all the same.
+        assert work.first_block == position[work.req] or (
             room is not None
-            and item.num_blocks == 0
-            and position[item.req] == blocks[item.req] < item.first_block
-        ), item
-        position[item.req] += item.num_blocks
-        # The combine reads places first, first + 1, ... of a request in order.
+            and work.num_blocks == 0
+            and position[work.req] == blocks[work.req] < work.first_block
+        ), work
+        position[work.req] += work.num_blocks
+        # The combine reads splits first, first + 1, ... of a request in order.
         expected = -1
-        if splits[item.req] > 1:
-            splits_before = int(plan.num_splits[item.req])
-            first = splits_before if batch_invariant else 2 * (splits_before - item.req)
-            expected = first + visits[item.req]
-        assert item.place == expected, item
-        visits[item.req] += 1
+        if splits[work.req] > 1:
+            splits_before = int(plan.num_splits[work.req])
+            first = splits_before if batch_invariant else 2 * (splits_before - work.req)
+            expected = first + visits[work.req]
+        assert work.split_idx == expected, work
+        visits[work.req] += 1
     assert position == list(blocks) and visits == splits
-    used = [item.place for item in items if item.place >= 0]
+    used = [work.split_idx for work in tiles if work.split_idx >= 0]
     assert len(set(used)) == len(used), "two splits share a place"
     if not batch_invariant:
         assert max(used, default=0) < 2 * num_parts
@@ -164,7 +164,7 @@ def shortest_part(units: int) -> int:
 
 @pytest.mark.parametrize("num_parts", (1, 7, 66, 132))
 def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
-    """Row for row, but for where idle rows lie; places hold the splits of one request each."""
+    """Row for row, but for where idle rows lie; places in o_accum are of one request each."""
     cut = 0
     for b in (1, 2, 3, 5, 31, 64, 66, 67, 132, 200, 512, 4096):
         for blocks in (1, 2, 3, 8, 10, 32, 33, 257):
@@ -173,15 +173,15 @@ def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
             rows = [tuple(row[:5]) for row in plan.object_rows.tolist() if row[0] <= row[1]]
             found = [uniform_row(uniform, part, b) for part in range(num_parts)]
             assert [row for row in found if row[0] <= row[1]] == rows, (b, blocks)
-            places: set[int] = set()
-            for req, pieces in enumerate(np.diff(plan.num_splits).tolist()):
+            taken: set[int] = set()
+            for req, count in enumerate(np.diff(plan.num_splits).tolist()):
                 first = req * uniform.pitch // uniform.length
-                assert (req * uniform.pitch + blocks - 1) // uniform.length - first + 1 == pieces
-                assert pieces == 1 or uniform.cuts
-                if pieces > 1:
-                    of_request = set(range(2 * first, 2 * first + pieces))
-                    assert not of_request & places and max(of_request) < 2 * num_parts
-                    places |= of_request
+                assert (req * uniform.pitch + blocks - 1) // uniform.length - first + 1 == count
+                assert count == 1 or uniform.cuts
+                if count > 1:
+                    of_request = set(range(2 * first, 2 * first + count))
+                    assert not of_request & taken and max(of_request) < 2 * num_parts
+                    taken |= of_request
                     cut += 1
     assert cut > 20 or num_parts == 1
 
@@ -220,8 +220,8 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
     """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
-    piece = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
-    units = -(-blocks // piece)
+    unit = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
+    units = -(-blocks // unit)
     fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
     line_end = int(units.sum()) + (b - 1) * fixed
     share = -(-line_end // num_parts)
@@ -234,7 +234,7 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
             continue
         load = int(units[begin_req : end_req + 1].sum())
         load -= (
-            begin_block // int(piece[begin_req]) + int(units[end_req]) - -(-end_block // int(piece[end_req]))
+            begin_block // int(unit[begin_req]) + int(units[end_req]) - -(-end_block // int(unit[end_req]))
         )
         loads.append((load, end_req - begin_req + 1))
     assert sum(load for load, _ in loads) == units.sum()
@@ -264,10 +264,10 @@ def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> refe
     for layout, rows in zip(LAYOUTS, (plan.object_rows, plan.tensor_rows), strict=True):
         assert rows.dtype == np.int32 and rows.shape == (num_parts, 8)
         check_plan(rows, plan.num_splits, lengths, layout, batch_invariant=batch_invariant)
-    pieces = [read_pieces(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
-    assert pieces[0] == pieces[1]
+    splits = [read_pieces(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
+    assert splits[0] == splits[1]
     assert plan.num_splits.dtype == np.int32 and plan.num_splits.shape == (len(lengths) + 1,)
-    check_items(plan, blocks_of(lengths), batch_invariant)
+    check_work(plan, blocks_of(lengths), batch_invariant)
     check_balance(plan, lengths, batch_invariant)
     return plan
 
@@ -315,7 +315,7 @@ def test_equal_requests_worked_out_by_hand() -> None:
 
 
 def test_batch_invariant_plan_worked_out_by_hand() -> None:
-    """320 blocks are 32 pieces of 10, 20 blocks 3 pieces of 8, 8 and 4: parts of 18 pieces."""
+    """320 blocks are 32 splits of 10, 20 blocks 3 splits of 8, 8 and 4: parts of 18 splits."""
     plan = reference.plan([320 * 64, 20 * 64], 2, batch_invariant=True)
     mark = reference.BATCH_INVARIANT_MARK
     assert plan.object_rows.tolist() == [[0, 0, 0, 180, 0, 1, 1, mark], [0, 1, 180, 20, 18, 1, 1, mark]]
@@ -369,7 +369,7 @@ def test_all_small_batches(batch_invariant: bool) -> None:
 @pytest.mark.parametrize("divisor", (2, 3, 8, 16))
 @pytest.mark.parametrize("short_part", (1, 16))
 def test_any_tuning(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int, short_part: int) -> None:
-    """What requests and pieces cost is a matter of tuning; plans are complete and balanced whatever it is."""
+    """What requests and splits cost is a matter of tuning; plans are complete and balanced whatever it is."""
     monkeypatch.setattr(_plan, "MAX_FIXED_COST", cost)
     monkeypatch.setattr(_plan, "FIXED_COST_DIVISOR", divisor)
     monkeypatch.setattr(_plan, "MAX_SHORT_PART", short_part)
@@ -413,38 +413,38 @@ def test_lengths_below_zero_count_as_zero() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def pieces_of(lengths: Sequence[int], num_parts: int) -> dict[int, list[tuple[int, int, int]]]:
-    """Per request, what a batch-invariant plan makes of it: (piece, first block, blocks)."""
+def splits_of(lengths: Sequence[int], num_parts: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Per request, what a batch-invariant plan makes of it: (split, first block, blocks)."""
     plan = reference.plan(lengths, num_parts, batch_invariant=True)
     found: dict[int, list[tuple[int, int, int]]] = {}
-    for item in work_items(plan.object_rows, plan.num_splits, blocks_of(lengths), 1 << 30):
-        piece = item.place - int(plan.num_splits[item.req]) if item.place >= 0 else 0
-        found.setdefault(item.req, []).append((piece, item.first_block, item.num_blocks))
+    for work in work_tiles(plan.object_rows, plan.num_splits, blocks_of(lengths), 1 << 30):
+        split = work.split_idx - int(plan.num_splits[work.req]) if work.split_idx >= 0 else 0
+        found.setdefault(work.req, []).append((split, work.first_block, work.num_blocks))
     return found
 
 
-def test_batch_invariant_pieces_depend_on_the_request_alone() -> None:
+def test_batch_invariant_splits_depend_on_the_request_alone() -> None:
     draw = random.Random(0)
     lengths = [0, 1, 64, 511, 512, 513, 4096, 16384, 16385, 20_000, 131072]
     lengths += [draw.randrange(300_000) for _ in range(20)]
-    alone = {length: pieces_of([length], 1)[0] for length in lengths}
+    alone = {length: splits_of([length], 1)[0] for length in lengths}
     for _ in range(60):
         batch = draw.choices(lengths, k=draw.choice((2, 5, 40)))
         for num_parts in (1, draw.randint(2, 132), 132):
-            for req, pieces in pieces_of(batch, num_parts).items():
-                assert pieces == alone[batch[req]], (batch, num_parts, req)
+            for req, splits in splits_of(batch, num_parts).items():
+                assert splits == alone[batch[req]], (batch, num_parts, req)
 
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
 def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
-    """Lengths that need the most places: as many cuts as parts, and last pieces of a single block."""
+    """Lengths that need the most places: as many cuts as parts, and last splits of a single block."""
     for b in (1, 2, 5, 131, 132, 133, 400):
         for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
             for num_parts in (1, 2, 132):
                 check([64 * blocks] * b, num_parts, batch_invariant)
 
 
-# ---- sparse plans: their pieces depend on what a call has room for
+# ---- sparse plans: their splits depend on what a call has room for
 
 
 def check_sparse(
@@ -457,7 +457,7 @@ def check_sparse(
         tokens = [64 * n for n in planned]
         for layout, rows in zip(LAYOUTS, plan[:2], strict=True):
             check_plan(rows, plan.num_splits, tokens, layout, batch_invariant=batch_invariant)
-        check_items(plan, blocks, batch_invariant, room)
+        check_work(plan, blocks, batch_invariant, room)
     return known, full
 
 
@@ -482,35 +482,36 @@ def test_all_small_sparse_batches(batch_invariant: bool) -> None:
 
 
 def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
-    """Room for 320 blocks: pieces of 10. 25 blocks are 3 pieces, none is 1; parts of 2 pieces."""
+    """Room for 320 blocks: splits of 10. 25 blocks are 3 splits, none is 1; parts of 2 splits."""
     plan, full = check_sparse([25, 0], 2, 320, True)
     mark = reference.BATCH_INVARIANT_MARK
     assert plan.object_rows.tolist() == [[0, 0, 0, 20, 0, 1, 1, mark], [0, 1, 20, 1, 2, 1, 0, mark]]
     assert plan.num_splits.tolist() == [0, 3, 4]
     assert full.object_rows.tolist() == [[0, 0, 0, 320, 0, 1, 1, mark], [1, 1, 0, 320, 0, 1, 1, mark]]
-    found = list(work_items(full.object_rows, full.num_splits, [25, 0], 64, 320))
-    assert [(item.req, item.first_block, item.num_blocks) for item in found if item.num_blocks] == [
+    found = list(work_tiles(full.object_rows, full.num_splits, [25, 0], 64, 320))
+    assert [(work.req, work.first_block, work.num_blocks) for work in found if work.num_blocks] == [
         (0, 0, 10),
         (0, 10, 10),
         (0, 20, 5),
     ]
-    assert [item.place for item in found] == list(range(64))
+    assert [work.split_idx for work in found] == list(range(64))
 
 
-def test_sparse_pieces_depend_on_the_request_and_the_room_alone() -> None:
-    """The pieces with blocks in them are the same in any batch, under a plan of either kind."""
+def test_sparse_splits_depend_on_the_request_and_the_room_alone() -> None:
+    """The splits with blocks in them are the same in any batch, under a plan of either kind."""
     draw = random.Random(1)
     for room in (7, 32, 33, 257, 700):
-        piece = max(8, -(-room // 32))
+        split_blocks = max(8, -(-room // 32))
         for _ in range(60):
             blocks = [draw.randint(0, room) for _ in range(draw.choice((1, 2, 5, 40)))]
             for plan in check_sparse(blocks, draw.randint(1, 132), room, True):
                 found: list[list[tuple[int, int]]] = [[] for _ in blocks]
-                for item in work_items(plan.object_rows, plan.num_splits, blocks, 1 << 30, room):
-                    if item.num_blocks:
-                        found[item.req].append((item.first_block, item.num_blocks))
+                for work in work_tiles(plan.object_rows, plan.num_splits, blocks, 1 << 30, room):
+                    if work.num_blocks:
+                        found[work.req].append((work.first_block, work.num_blocks))
                 assert found == [
-                    [(first, min(piece, n - first)) for first in range(0, n, piece)] for n in blocks
+                    [(first, min(split_blocks, n - first)) for first in range(0, n, split_blocks)]
+                    for n in blocks
                 ]
 
 

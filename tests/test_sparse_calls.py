@@ -701,6 +701,7 @@ class TestPlanObject:
             "num_parts": parts,
             "sched_meta": plan.tile_scheduler_metadata.ptr,
             "num_splits": plan.num_splits.ptr,
+            "splits_length": B + 1,
             "object_layout": True,
             "batch_invariant": False,
         }
@@ -929,6 +930,7 @@ class TestMetadata:
             "num_parts": parts,
             "sched_meta": rows.ptr,
             "num_splits": splits.ptr,
+            "splits_length": B + 1,
             "object_layout": False,
             "batch_invariant": False,
         }

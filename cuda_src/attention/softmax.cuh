@@ -1,38 +1,32 @@
-// Online softmax over blocks of 64 tokens, on scores as m64n64 accumulators hold them: a thread has two rows, 16 columns each.
+// Online softmax over blocks of keys, on scores as the accumulators of a product hold them (ptx/wgmma.cuh):
+// of kCount scores a thread has half in each of two rows.
 //
-// Lazy maximum: probabilities are 2^(S - m_ref) with a reference that follows the row maximum only when one of them may exceed 256,
-// so O is rescaled rarely and P stays within 16-bit range. Exact in the end, since numerator and denominator carry the same
-// factor. The idea is FlashAttention-4's conditional rescaling. That none exceeds 256 shows in a thread's sum of them, which is
-// needed anyway: the maximum is looked for only when that does.
+// Probabilities are 2^(S - m_ref). The reference m_ref of a row follows the row's maximum only when a
+// probability may exceed 256: O is rescaled rarely, and P stays in the range of 16-bit types. The result is
+// exact, since numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional
+// rescaling. A thread needs the sum of its probabilities anyway; while that is at most 256, none of them is
+// larger, and no maximum is looked for.
 #pragma once
+#include "attention/fragment_rows.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-// -inf in scores of tokens whose bit is not set.
-__device__ __forceinline__ void mask_scores(float (&s)[32], u32 valid_low, u32 valid_high) {
-    const int shift = 2 * (lane_index() % 4);
-    const u32 low = valid_low >> shift, high = valid_high >> shift;
-#pragma unroll
-    for (int j = 0; j < 32; ++j) {
-        const int bit = 8 * (j >> 2) + (j & 1);
-        if (!((bit < 32 ? low : high) >> bit % 32 & 1)) s[j] = -kInfinity;
-    }
-}
-
-constexpr float kLazySum = 256.0f;  // of a thread's 16 probabilities of a row
+constexpr float kLazySum = 256.0f;  // of a thread's probabilities of a row
 
 struct OnlineSoftmax {
     float m[2] = {-kInfinity, -kInfinity};  // m_ref
     float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
 
-    // P = 2^(S - m_ref) of a block, packed as A fragments, and the factors on O before its P V. All lanes of a warp call.
-    template <Dtype kDtype>
-    __device__ __forceinline__ void block(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
+    // P = 2^(S - m_ref) of a block, packed as A fragments, and the factors to be applied to O before P V of
+    // the block. All lanes of a warp call.
+    template <Dtype kDtype, int kCount>
+    __device__ __forceinline__ void block(const float (&s)[kCount], float sm_scale_log2, u32 (&p)[kCount / 2],
                                           float (&scale)[2]) {
         float sum[2];
         scale[0] = scale[1] = 1.0f;
-        // Without references, as in an item's first block, the maxima come first; else the references so far nearly always stand.
+        // In the first block there are no references yet: the maxima come first. Later the references nearly
+        // always stand.
         bool outgrown[2] = {true, true};
         bool looks = __all_sync(0xffffffff, m[0] == -kInfinity && m[1] == -kInfinity);
 #pragma unroll 1
@@ -53,8 +47,7 @@ struct OnlineSoftmax {
     __device__ __forceinline__ void store(float* row_sum, float* row_max, int warp_idx) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 1);
-            l[r] += __shfl_xor_sync(0xffffffff, l[r], 2);
+            l[r] = quad_sum(l[r]);
             const int lane_idx = lane_index();
             const int row = warp_idx * 16 + lane_idx / 4 + 8 * r;
             if (lane_idx % 4 == 0) {
@@ -66,15 +59,15 @@ struct OnlineSoftmax {
 
   private:
     // Raises the references of rows that have outgrown theirs, in any of a row's four threads.
-    __device__ __forceinline__ void follow_maxima(const float (&s)[32], float sm_scale_log2,
+    template <int kCount>
+    __device__ __forceinline__ void follow_maxima(const float (&s)[kCount], float sm_scale_log2,
                                                   const bool (&outgrown)[2], float (&scale)[2]) {
         float row_max[2] = {-kInfinity, -kInfinity};
 #pragma unroll
-        for (int j = 0; j < 32; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
+        for (int j = 0; j < kCount; ++j) row_max[(j >> 1) & 1] = fmaxf(row_max[(j >> 1) & 1], s[j]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 1));
-            row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(0xffffffff, row_max[r], 2)) * sm_scale_log2;
+            row_max[r] = quad_max(row_max[r]) * sm_scale_log2;
             // Other rows of the warp stay as they are: a row depends on itself alone.
             const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
             const float m_new = follows ? fmaxf(row_max[r], m[r]) : m[r];
@@ -86,13 +79,13 @@ struct OnlineSoftmax {
     }
 
     // P by the references, packed, and its sums of this thread.
-    template <Dtype kDtype>
-    __device__ __forceinline__ void exponentials(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
-                                                 float (&sum)[2]) const {
+    template <Dtype kDtype, int kCount>
+    __device__ __forceinline__ void exponentials(const float (&s)[kCount], float sm_scale_log2,
+                                                 u32 (&p)[kCount / 2], float (&sum)[2]) const {
         const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
         sum[0] = sum[1] = 0.0f;
 #pragma unroll
-        for (int j = 0; j < 32; j += 2) {
+        for (int j = 0; j < kCount; j += 2) {
             const int r = (j >> 1) & 1;
             const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
             const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
@@ -102,13 +95,15 @@ struct OnlineSoftmax {
     }
 };
 
-// The largest scores of a thread's two rows, which the references of OnlineSoftmax need not be. NaN if a score is.
+// The largest scores of a thread's two rows. (The references of OnlineSoftmax may be smaller.) NaN if a score
+// is NaN.
 struct RowMaximum {
     float top[2] = {-kInfinity, -kInfinity};  // of this thread's columns, not scaled
 
-    __device__ __forceinline__ void block(const float (&s)[32]) {
+    template <int kCount>
+    __device__ __forceinline__ void block(const float (&s)[kCount]) {
 #pragma unroll
-        for (int j = 0; j < 32; ++j) top[(j >> 1) & 1] = max_or_nan(top[(j >> 1) & 1], s[j]);
+        for (int j = 0; j < kCount; ++j) top[(j >> 1) & 1] = max_or_nan(top[(j >> 1) & 1], s[j]);
     }
 
     // Of all columns of row `r`; all lanes of a warp call.
@@ -127,15 +122,16 @@ struct RowMaximum {
     }
 };
 
-// The softmax where registers have no room for scores beside their probabilities: the maxima are looked for first, which prefill needs
-// anyway, and the reference follows one that exceeds it by more than kLazyLog2. It begins as the row's first maximum, and follows by
-// whole numbers, so that factors on O are powers of two, of which a byte has the exponent.
+// An online softmax for kernels without registers for scores and their probabilities at the same time. It
+// looks for the maxima first, which prefill needs anyway. A reference begins as the row's first maximum, and
+// follows one that exceeds it by more than kLazyLog2, by a whole number: factors on O are powers of two,
+// whose exponents fit in bytes.
 struct MaximumFirstSoftmax : OnlineSoftmax {
     RowMaximum maximum;
 
-    // As in OnlineSoftmax, but `shrink`: O is to be multiplied by shrink_factor(shrink) before the block's P V.
-    template <Dtype kDtype>
-    __device__ __forceinline__ void block(const float (&s)[32], float sm_scale_log2, u32 (&p)[16],
+    // As in OnlineSoftmax, but O is to be multiplied by shrink_factor(shrink) before P V of the block.
+    template <Dtype kDtype, int kCount>
+    __device__ __forceinline__ void block(const float (&s)[kCount], float sm_scale_log2, u32 (&p)[kCount / 2],
                                           u32 (&shrink)[2]) {
         maximum.block(s);
         shrink[0] = shrink[1] = 0;
@@ -144,9 +140,7 @@ struct MaximumFirstSoftmax : OnlineSoftmax {
         if (__any_sync(0xffffffff, outgrown[0] || outgrown[1])) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                float top = maximum.top[r];
-                top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, 2)) * sm_scale_log2;
+                const float top = quad_max(maximum.top[r]) * sm_scale_log2;
                 // In any of the row's four threads; a row depends on itself alone.
                 const bool follows = __ballot_sync(0xffffffff, outgrown[r]) >> (lane_index() & ~3) & 0xf;
                 // O is still zero while m_ref is -inf
@@ -162,7 +156,7 @@ struct MaximumFirstSoftmax : OnlineSoftmax {
         }
         const float offset[2] = {m[0] == -kInfinity ? 0.0f : m[0], m[1] == -kInfinity ? 0.0f : m[1]};
 #pragma unroll
-        for (int j = 0; j < 32; j += 2) {
+        for (int j = 0; j < kCount; j += 2) {
             const int r = (j >> 1) & 1;
             const float p0 = exp2_approx(fmaf(s[j], sm_scale_log2, -offset[r]));
             const float p1 = exp2_approx(fmaf(s[j + 1], sm_scale_log2, -offset[r]));
@@ -175,7 +169,3 @@ struct MaximumFirstSoftmax : OnlineSoftmax {
         return __uint_as_float(shrink < 127 ? (127 - shrink) << 23 : 0);
     }
 };
-
-// Row scales are written and read by the first lane of a quad, for its two rows. These lanes also arrive for P and scales, since
-// racecheck does not see that __syncwarp orders what other lanes did before one lane's arrival.
-__device__ __forceinline__ bool has_row_scales() { return lane_index() % 4 == 0; }

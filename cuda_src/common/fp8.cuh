@@ -43,8 +43,8 @@ __device__ __forceinline__ void e4m3_to_f16(u32 codes, u32& low, u32& high) {
         : "r"(codes));
 }
 
-// Four e4m3 times a scale, each product rounded to float and then to bf16: two words, the lowest byte in the low half of the
-// first.
+// Four e4m3 times a scale, each product rounded to float and then to bf16. The lowest byte comes in the low
+// half of the first word.
 __device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {
     u32 low, high;
     e4m3_to_f16(codes, low, high);
@@ -58,10 +58,4 @@ __device__ __forceinline__ float e8m0_value(u32 code) {
     constexpr u32 kTwoToMinus127 = 0x00400000, kCodeNaN = 255;
     if (code == kCodeNaN) return kNaN;
     return __uint_as_float(code == 0 ? kTwoToMinus127 : code << 23);
-}
-
-// The code of the least power of two that is not below a positive normal number; 255 for infinity.
-__device__ __forceinline__ u32 e8m0_ceil(float value) {
-    const u32 bits = __float_as_uint(value);
-    return (bits >> 23) + ((bits & 0x7fffff) != 0);
 }

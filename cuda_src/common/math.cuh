@@ -15,15 +15,15 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// 1 / x. A rounded division calls a subroutine for its rare cases, and where one is called inside a loop ptxas keeps few values in
-// uniform registers in the whole kernel.
+// 1 / x. A correctly rounded division calls a subroutine in rare cases. If a loop has such a call, ptxas
+// keeps few values in uniform registers in the whole kernel.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Where softmaxes look for maxima, the reference m_ref of a row follows a score (base 2) that exceeds it by more.
+// How far (base 2) a row's largest score may exceed the reference m_ref of its softmax before m_ref follows.
 constexpr float kLazyLog2 = 8.0f;
 
 // The larger of two, NaN if one of them is.
@@ -59,7 +59,8 @@ __device__ __forceinline__ float2 unpack_f16(u32 packed) {
     return pair;
 }
 
-// What an attention sink leaves of a head's output: exp(lse) / (exp(lse) + exp(sink)), for a lse in base 2. 1 without sinks.
+// The factor of an attention sink on a head's output, exp(lse) / (exp(lse) + exp(sink)), with lse given in
+// base 2. It is 1 without sinks.
 __device__ __forceinline__ float sink_factor(const float* attn_sink, int head, float lse_log2) {
     if (attn_sink == nullptr) return 1.0f;
     return reciprocal_approx(1.0f + exp2_approx(load_global(attn_sink + head) * kLog2E - lse_log2));

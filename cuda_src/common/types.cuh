@@ -14,6 +14,9 @@ constexpr float kNaN = __builtin_bit_cast(float, 0x7fffffffu);
 constexpr float kLn2 = 0.693147180559945309f;
 constexpr float kLog2E = 1.44269504088896341f;
 
+// Shared memory that a CTA may have on sm_90, in bytes.
+constexpr int kMaxSharedBytes = 232448;
+
 // A CUtensorMap as the driver encodes it. Lives in a kernel's __grid_constant__ parameter.
 struct alignas(64) TensorMap {
     u64 words[16];

@@ -1,15 +1,21 @@
-// Writes tokens into a paged cache, quantised if its layout is (mla/cache_rows.cuh).
+// Writes tokens into a paged MLA cache. A quantised format (mla/cache_rows.cuh) gets e4m3 values and a scale
+// per tile.
 //
 //   kv_c [tokens, 512 or 448], k_pe [tokens, 64] bf16 -> cache [num_blocks, page_block_size, token]
 //
-// V3.2: scale = max(amax / 448, 2^-126) per 128 values. MODEL1: the least power of two not below max(amax, 1e-4) / 448, per 64
-// values. amax leaves NaN out. A value becomes e4m3(value / scale), the quotient rounded to float first.
+//   V3.2    tiles of 128 values, scale = max(amax / 448, 2^-126)
+//   MODEL1  tiles of 64 values, scale = the least power of two that is not below max(amax, 1e-4) / 448
+//   A value becomes e4m3(float(value / scale)).
 //
-// With SLOTS token t goes to slot slots[t] = block * page_block_size + offset; slots that are negative or past the cache are
-// skipped. Without, it goes to slot t, and the sources are blocks of page_block_size tokens too.
+// amax is the largest magnitude in the tile. NaN does not count in it.
 //
-// Grid: x = groups of kWarps units. A warp takes a unit of four tokens: nine 16-byte loads per lane (wide layouts) are on their
-// way before the first is used. Memory-bound: 1,152 bytes in, 656 out at V3.2.
+// SLOTS: token t goes to slot slots[t] = block * page_block_size + offset. A slot that is negative or past
+// the end of the cache is skipped. Without SLOTS token t goes to slot t, and the sources are also in blocks
+// of page_block_size tokens.
+//
+// Grid: x = groups of kWarps * 4 tokens; a warp writes four tokens. The kernel is memory-bound: for V3.2 it
+// reads 1,152 bytes and writes 656 per token. A lane issues all of its loads, nine of 16 bytes if d_qk is
+// 576, before it uses the first value.
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
@@ -18,15 +24,16 @@
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-constexpr CacheLayout kLayout = static_cast<CacheLayout>(FORMAT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kSlots = SLOTS;
-using Row = CacheRow<kLayout>;
+using Row = CacheRow<kFormat>;
 constexpr int kThreads = 64;
 constexpr int kWarps = kThreads / 32;
-constexpr int kPrefetchingCtas = 528;            // 4 of an SM
+constexpr int kPrefetchingCtas = 528;            // 4 per SM of a GPU with 132
 constexpr float kV32MinScale = 1.17549435e-38f;  // 2^-126
 constexpr float kModel1MinAmax = 1e-4f;
-// Below it, values and scale are multiplied by a power of two first: a remainder of the division would not be exact.
+// If a scale is smaller, values and scale are first multiplied by 2^60. Otherwise the remainder that
+// V32Divisor computes could need bits below the smallest float.
 constexpr float kMinCorrectableScale = 8.0779357e-28f;  // 2^-90
 constexpr float kTwoTo60 = 1152921504606846976.0f;
 
@@ -36,7 +43,7 @@ struct Params {
     const void* slots;  // [tokens] int32 or int64
     unsigned char* cache;
     int kv_c_stride, k_pe_stride;    // elements from token to token
-    int source_block_stride;         // elements from block to block, without slots
+    int source_block_stride;         // elements from block to block, without SLOTS
     int block_stride, token_stride;  // bytes, of the cache
     int num_slots;
     int tokens;
@@ -53,7 +60,7 @@ __device__ __forceinline__ int block_of(const Params& params, int slot) {
     return divide(slot, params.page_magic, params.page_shift);
 }
 
-// Elements from the first row of a source to a token's.
+// Elements from the first row of a source to the row of a token.
 __device__ __forceinline__ i64 source_offset(const Params& params, int token, int stride) {
     if constexpr (kSlots) return wide_product(token, stride);
     const int block = block_of(params, token);
@@ -85,11 +92,12 @@ __device__ __forceinline__ uint4 load_vector(const u16* src) {
                       values[6] | values[7] << 16);
 }
 
-// A lane's part of a unit. Everything is loaded before anything is looked at; tokens past the last repeat it.
+// What a lane holds of the warp's four tokens. Past the last token it loads the last one again, and does not
+// store it.
 struct Unit {
-    uint2 slot;  // of the own token: low and high word
+    uint2 slot;  // slot of the lane's own token: low and high word
     uint4 vectors[kUnitTokens][kLaneVectors];
-    uint4 rope;  // wide layouts: of the own token
+    uint4 rope;  // d_qk = 576: a RoPE vector of the lane's own token
 
     __device__ __forceinline__ void load_slot(const Params& params, int first, int lane_idx) {
         const int token = first + lane_idx / kTokenLanes, loaded = min_int(token, params.tokens - 1);
@@ -123,7 +131,7 @@ struct Unit {
         }
     }
 
-    // Where the own token goes, or -1. A negative slot is a large number here, in one word or two.
+    // The slot of the lane's own token, or -1 if it is not stored. Unsigned, a negative slot is too large.
     __device__ __forceinline__ int own_slot(const Params& params, int first, int lane_idx) const {
         const bool valid = first + lane_idx / kTokenLanes < params.tokens && slot.y == 0 &&
                            slot.x < static_cast<u32>(params.num_slots);
@@ -131,7 +139,8 @@ struct Unit {
     }
 };
 
-// The largest magnitudes in the tiles of a token that the lane's two vectors belong to: bf16, the first in the low half.
+// The largest magnitudes of the two tiles that the lane's two vectors of a token belong to, as two bf16: that
+// of the first vector in the low half.
 __device__ __forceinline__ u32 tile_maxima(const uint4 (&vectors)[kLaneVectors]) {
     u32 top[kLaneVectors];
 #pragma unroll
@@ -148,14 +157,14 @@ __device__ __forceinline__ u32 tile_maxima(const uint4 (&vectors)[kLaneVectors])
     return maxima;
 }
 
-// What quotients of bf16 values by a V3.2 scale are made of.
+// Divides by a V3.2 scale with a multiplication and a correction.
 struct V32Divisor {
     float scale, inverse;
 
     V32Divisor() = default;
     __device__ __forceinline__ explicit V32Divisor(float stored_scale) : scale(stored_scale) {
         inverse = 1.0f / (is_tiny() ? scale * kTwoTo60 : scale);
-        if (scale == kInfinity) scale = 0.0f;  // as its inverse is: quotients are 0, or NaN for infinities
+        if (scale == kInfinity) scale = 0.0f;  // the quotient of a finite value is then 0, of an infinity NaN
     }
     __device__ __forceinline__ bool is_tiny() const { return scale < kMinCorrectableScale && scale != 0.0f; }
     __device__ __forceinline__ V32Divisor of_lane(int lane_idx) const {
@@ -164,8 +173,8 @@ struct V32Divisor {
         other.inverse = __shfl_sync(0xffffffff, inverse, lane_idx);
         return other;
     }
-    // value / scale, rounded as by a division wherever e4m3 can tell: value * (1 / scale) is corrected by its remainder.
-    // This order of signs keeps the sign of zero.
+    // value / scale: the product value * (1 / scale) is corrected by its remainder. After rounding to e4m3
+    // the result is that of a rounded division. The signs are placed so that a zero keeps its sign.
     __device__ __forceinline__ float quotient(float value) const {
         const float product = value * inverse;
         return fmaf(fmaf(product, scale, -value), -inverse, product);
@@ -187,12 +196,12 @@ __device__ __forceinline__ uint2 quantize_v32(const uint4& vector, V32Divisor di
                       pack_e4m3(values[4], values[5], values[6], values[7]));
 }
 
-// Lane l computes the scale of tile l % 4 of token l / 8 for the whole warp.
+// Lane l computes the scale of tile l % 4 of token l / 8. The other lanes get it with a shuffle.
 __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit& unit, int first,
                                                int lane_idx) {
     const int own_slot = unit.own_slot(params, first, lane_idx);
     const int tile = lane_idx % 4;
-    u32 own_maxima = 0;  // of tiles tile % 2 and tile % 2 + 2
+    u32 own_maxima = 0;  // largest magnitudes of tiles tile % 2 and tile % 2 + 2
 #pragma unroll
     for (int j = 0; j < kUnitTokens; ++j) {
         const u32 maxima = __shfl_sync(0xffffffff, tile_maxima(unit.vectors[j]), tile % 2 * Row::kTileLanes);
@@ -215,7 +224,7 @@ __device__ __forceinline__ void store_v32_unit(const Params& params, const Unit&
     *reinterpret_cast<float*>(Target(params, own_slot).scales + tile * 4) = scale;
 }
 
-// A power of two is undone by an exact product.
+// The scale is 2^(scale - 127), so the product with its inverse is exact.
 __device__ __forceinline__ uint2 quantize_model1(const uint4& vector, u32 scale) {
     const float inverse = __uint_as_float((254 - scale) << 23);
     return make_uint2(pack_e4m3(bf16_low(vector.x) * inverse, bf16_high(vector.x) * inverse,
@@ -224,7 +233,8 @@ __device__ __forceinline__ uint2 quantize_model1(const uint4& vector, u32 scale)
                                 bf16_low(vector.w) * inverse, bf16_high(vector.w) * inverse));
 }
 
-// The e8m0 code of the least power of two not below max(amax, 1e-4) / 448, for 448 = 1.75 * 2^8; infinity counts as 2^128.
+// The e8m0 code of the least power of two that is not below max(amax, 1e-4) / 448. Since 448 = 1.75 * 2^8,
+// the exponent of amax is rounded up if its mantissa is above 1.75. An infinite amax counts as 2^128.
 __device__ __forceinline__ u32 model1_scale(float amax) {
     constexpr u32 kMantissa175 = 0x600000, kMantissaMax = 0x7fffff;
     const u32 bits = __float_as_uint(fmaxf(amax, kModel1MinAmax));
@@ -280,8 +290,8 @@ __device__ __forceinline__ void store_wide_rope(const Params& params, const Unit
                     unit.rope);
 }
 
-// Before griddepcontrol_wait nothing may be read, but it may be on its way: the first CTAs bring their sources to L2 while they wait for
-// the kernel ahead. All that wait would bring too much at once.
+// Nothing that the kernel ahead writes may be read before griddepcontrol_wait, but it may be prefetched to
+// L2. Only the first CTAs do so, because all waiting CTAs together would prefetch too much at once.
 __device__ __forceinline__ void prefetch_sources(const Params& params, int first, int lane_idx) {
     constexpr int kLineColumns = 64;
     const int token = min_int(first + lane_idx / kTokenLanes, params.tokens - 1);
@@ -307,9 +317,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     } else {
         unit.load_rows<false>(params, first, lane_idx);
     }
-    if constexpr (kLayout == CacheLayout::kV32) {
+    if constexpr (kFormat == CacheFormat::kV32) {
         store_v32_unit(params, unit, first, lane_idx);
-    } else if constexpr (kLayout == CacheLayout::kModel1) {
+    } else if constexpr (kFormat == CacheFormat::kModel1) {
         store_model1_unit(params, unit, first, lane_idx);
     } else {
         store_bf16_unit(params, unit, first, lane_idx);

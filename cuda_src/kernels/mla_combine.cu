@@ -1,49 +1,52 @@
-// Merges the pieces of split requests (mla/pieces.cuh):
-//   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j,
-// with an attention sink out exp(lse) / (exp(lse) + exp(sink)).
-// In float32, with all powers of two relative to the largest lse_j.
+// Merges the splits of requests that were cut (mla/splits.cuh):
+//   out = sum_j numerator_j / sum_j 2^lse_j,  lse = ln sum_j 2^lse_j.
+// An attention sink multiplies out by exp(lse) / (exp(lse) + exp(sink)). Sums are in float32, with all powers
+// of two relative to the largest lse_j.
 //
-//   -> out [b, s_q, h_q, 512] in q's type, lse [b, h_q, s_q] float32, natural log
+//   -> out [b, s_q, h_q, 512] of q's type, lse [b, h_q, s_q] float32, natural log
 //
-// With MAX_LOGITS, behind a prefill kernel, lse is in the base that a factor gives, and the largest of the pieces' largest scores is
-// an output too.
+// MAX_LOGITS: the kernel merges the splits of a prefill kernel. lse_factor then gives the base of lse, and
+// max_logits [b, h_q, s_q] gets the largest score of all splits.
 //
-// Grid: x = groups of rows, y = candidates for a split request: request y when there are no more requests than parts (or
-// the plan is batch-invariant), else the last request of part y, if its first piece is there. A CTA whose candidate is not
-// split leaves at once, without waiting for the kernel ahead, so that the CTAs of the kernel behind find their SMs free. Only the first
-// CTA always waits: this kernel must not be complete before that one is.
+// Grid: x = groups of kRows rows, y = candidates for a request with splits. Candidate y is request y if there
+// are no more requests than partitions, or if the plan is batch-invariant. Otherwise it is the last request
+// of partition y, provided that its first split is there. If the candidate has no splits, the CTA exits at
+// once and does not wait for the kernel ahead, so that the CTAs of the next kernel find free SMs. Only the
+// first CTA always waits, because this kernel must not complete before the kernel ahead.
 //
-// A warp merges the columns of a row that share an o_scale_log2, SPLITS_AT_ONCE pieces at a time; two such warps a row. With
-// SPLIT_GROUPS n > 1, for few rows of many pieces, n pairs of warps share a row, each taking every n-th piece; their sums meet in
-// shared memory, where each of the first four pairs of warps adds up a pair of every thread's columns, in fixed order, and stores it.
-// With ROWS_AT_ONCE n > 1, for more rows than run at once, of few pieces, a pair of warps has n rows at the same time.
-// Time is latency (plan, then num_splits, then scalars and data together, which do not wait for their weights) and then instructions:
-// a warp has but a few vectors of data.
+// Two warps merge a row, one for each half of the columns. A half has a single o_scale_log2. A warp loads
+// SPLITS_AT_ONCE splits at a time.
+//   SPLIT_GROUPS n > 1, for few rows of many splits: n pairs of warps share a row, and each takes every n-th
+//   split. Their sums meet in shared memory. There each of the first four pairs adds up two columns per
+//   thread, in a fixed order, and stores them.
+//   ROWS_AT_ONCE n > 1, for many rows of few splits: a pair of warps merges n rows at the same time.
+// A warp has only a few vectors to load, so most of the time is latency: first of the plan, then of
+// num_splits, then of scalars and data, which are loaded together. The rest is instructions.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
+#include "mla/dimensions.cuh"
+#include "mla/plan.cuh"
+#include "mla/splits.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
-constexpr int kDimV = 512;
 constexpr int kGroups = SPLIT_GROUPS;
 constexpr int kRowsAtOnce = ROWS_AT_ONCE;
-static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of pieces share one row");
+static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of splits share one row");
 constexpr int kRows = kGroups == 1 ? 4 * kRowsAtOnce : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
 constexpr int kResidentThreads =
-    SPLITS_AT_ONCE > 6 ? 512 : 1024;  // of an SM; fewer have registers for more pieces
+    SPLITS_AT_ONCE > 6 ? 512 : 1024;  // per SM; with more splits at once a thread needs more registers
 constexpr int kColumns = kDimV / 64;  // per thread
 constexpr int kPairs = kColumns / 2;
 static_assert(kGroups == 1 || kGroups >= kPairs, "a pair is added up and stored by the group of its number");
-constexpr int kVectorColumns = kFloat16Pieces<kDtype> ? 8 : 4;  // in the 16 bytes of a load
+constexpr int kVectorColumns = kFloat16Splits<kDtype> ? 8 : 4;  // in the 16 bytes of a load
 constexpr int kVectors = kColumns / kVectorColumns;
-constexpr int kPiecesAtOnce = SPLITS_AT_ONCE / kVectors;
+constexpr int kSplitsAtOnce = SPLITS_AT_ONCE / kVectors;
 
 struct Params {
     const int* sched_meta;
@@ -62,20 +65,21 @@ struct Params {
     int b, s_q, h_q;
     int max_splits;
     int object_layout;
-    int by_request;  // grid y is requests, else parts
+    int by_request;  // grid y is requests; 0: partitions
 #if MAX_LOGITS
-    float lse_factor;  // on lse and max_logits, from base 2
+    float lse_factor;  // converts lse and max_logits from base 2
     UniformPlan uniform;
 #endif
 };
 
-// What the groups hand over: the sums of their 64 threads, pair by pair of columns, and for each half row the scalars that go with them.
+// What the groups write to shared memory: the sums of their 64 threads, two columns at a time, and the
+// scalars of each half row.
 struct Partials {
     float2 sum[kPairs][kGroups][64];
     float max_log2[2][kGroups], weight_sum[2][kGroups];
 };
 
-// The request this CTA merges, or -1.
+// The candidate of the CTA, or -1.
 __device__ __forceinline__ int candidate_request(const Params& params) {
     if (params.by_request) return blockIdx.y;
     const PlanRow plan = part_row(params, blockIdx.y);
@@ -84,22 +88,22 @@ __device__ __forceinline__ int candidate_request(const Params& params) {
     return begun_before ? -1 : plan.end_req;
 }
 
-// The pieces of a request, and the slot of the first; of no request, none.
-struct Splits {
+// The splits of a request and the index of the first in o_accum. Request -1 has no splits.
+struct SplitRange {
     int count, first;
 
-    __device__ __forceinline__ Splits(const Params& params, int req) {
+    __device__ __forceinline__ SplitRange(const Params& params, int req) {
         if (is_uniform(params)) {
             const UniformPlan plan = uniform_plan(params);
             const int first_part = plan.first_part(req);
             count = req < 0 ? 0 : plan.last_part(req) - first_part + 1;
-            first = first_slot_uniform(first_part);
+            first = first_split_uniform(first_part);
             return;
         }
         const int before = req < 0 ? 0 : load_global(params.num_splits + req);
         count = req < 0 ? 0 : load_global(params.num_splits + req + 1) - before;
         const int mark = load_global(params.sched_meta + kPlanRowInts - 1);
-        first = first_slot(before, req, mark == kBatchInvariantMark);
+        first = first_split(before, req, mark == kBatchInvariantMark);
     }
 };
 
@@ -108,7 +112,7 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     const float words[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if constexpr (kFloat16Pieces<kDtype>) {
+        if constexpr (kFloat16Splits<kDtype>) {
             const float2 pair = unpack_f16(__float_as_uint(words[i]));
             sum[2 * i] = fmaf(weight, pair.x, sum[2 * i]);
             sum[2 * i + 1] = fmaf(weight, pair.y, sum[2 * i + 1]);
@@ -118,13 +122,13 @@ __device__ __forceinline__ void accumulate(float* sum, float weight, const float
     }
 }
 
-// A lane's place in a piece of a half row.
-struct Place {
+// Where a lane reads a half row of a split.
+struct SplitPointers {
     const float* lse_log2;
     const float* scale_log2;
     const float4* vectors;
 
-    __device__ __forceinline__ Place(const Params& params, i64 accum_row, int half, int lane_idx)
+    __device__ __forceinline__ SplitPointers(const Params& params, i64 accum_row, int half, int lane_idx)
         : lse_log2(params.lse_accum_log2 + accum_row),
           scale_log2(params.o_scale_log2 + accum_row * kScaleHalves + half),
           vectors(static_cast<const float4*>(params.o_accum) +
@@ -136,33 +140,35 @@ struct Place {
     }
 };
 
-// Some pieces of a half row on their way to registers.
-struct Pieces {
-    float lse_log2[kPiecesAtOnce], scale_log2[kPiecesAtOnce];
-    float4 value[kPiecesAtOnce][kVectors];
+// Splits of a half row, loaded to registers.
+struct SplitData {
+    float lse_log2[kSplitsAtOnce], scale_log2[kSplitsAtOnce];
+    float4 value[kSplitsAtOnce][kVectors];
 
-    // The first at `place`, each `step` rows of o_accum behind the one before; `count`: with those of other groups.
-    __device__ __forceinline__ void load(Place place, int step, int count) {
+    // Loads the split at `pointers` and the ones after it, which are `step` rows of o_accum apart. `count`:
+    // the splits that are left, those of the other groups included.
+    __device__ __forceinline__ void load(SplitPointers pointers, int step, int count) {
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
+        for (int j = 0; j < kSplitsAtOnce; ++j) {
             const bool exists = j * kGroups < count;
             lse_log2[j] = -kInfinity;
-            load_global_if(lse_log2[j], place.lse_log2, exists);
-            load_global_if(scale_log2[j], place.scale_log2, exists);
+            load_global_if(lse_log2[j], pointers.lse_log2, exists);
+            load_global_if(scale_log2[j], pointers.scale_log2, exists);
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v) load_global_if(value[j][v], place.vectors + v * 32, exists);
-            place.advance(step);
+            for (int v = 0; v < kVectors; ++v) load_global_if(value[j][v], pointers.vectors + v * 32, exists);
+            pointers.advance(step);
         }
     }
 };
 
-// The merge of some pieces of a row: numerator and denominator, divided by 2^max_log2.
+// The sum of the splits so far: numerator and denominator, divided by 2^max_log2.
 struct Merged {
     float max_log2 = -kInfinity;
     float weight_sum = 0.0f;
     float sum[kColumns] = {};
 
-    // Makes room for a maximum; returns what powers of two are relative to from now on.
+    // Rescales the sums if `lse_log2` is a new maximum. Returns the exponent that powers of two are relative
+    // to from now on.
     __device__ __forceinline__ float raise_max(float lse_log2) {
         const float max_new = fmaxf(max_log2, lse_log2);
         const float offset = max_new == -kInfinity ? 0.0f : max_new;
@@ -176,38 +182,37 @@ struct Merged {
         return offset;
     }
 
-    __device__ __forceinline__ void add(const Pieces& pieces) {
+    __device__ __forceinline__ void add(const SplitData& data) {
         float top = -kInfinity;
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) top = fmaxf(top, pieces.lse_log2[j]);
+        for (int j = 0; j < kSplitsAtOnce; ++j) top = fmaxf(top, data.lse_log2[j]);
         const float offset = raise_max(top);
 #pragma unroll
-        for (int j = 0; j < kPiecesAtOnce; ++j) {
-            if (pieces.lse_log2[j] == -kInfinity) continue;  // no such piece, or one without any key
-            weight_sum += exp2_approx(pieces.lse_log2[j] - offset);
-            const float weight = exp2_approx(pieces.scale_log2[j] - offset);
+        for (int j = 0; j < kSplitsAtOnce; ++j) {
+            if (data.lse_log2[j] == -kInfinity) continue;  // there is no such split, or it has no keys
+            weight_sum += exp2_approx(data.lse_log2[j] - offset);
+            const float weight = exp2_approx(data.scale_log2[j] - offset);
 #pragma unroll
-            for (int v = 0; v < kVectors; ++v)
-                accumulate(sum + v * kVectorColumns, weight, pieces.value[j][v]);
+            for (int v = 0; v < kVectors; ++v) accumulate(sum + v * kVectorColumns, weight, data.value[j][v]);
         }
     }
 };
 
-// The largest of the maxima of a lane's share of the pieces of a row; all lanes have their own.
+// The largest score among the lane's share of the splits of a row.
 template <class Params>
 __device__ __forceinline__ float load_top(const Params& params, i64 accum_row, int rows, int count,
                                           int lane_idx) {
     float top = -kInfinity;
     if constexpr (requires { params.max_logits; }) {
-        for (int piece = lane_idx; piece < count; piece += 32) {
-            const float of_piece =
-                load_global(params.max_accum_log2 + accum_row + static_cast<i64>(piece) * rows);
-            top = max_or_nan(top, of_piece);
+        for (int split = lane_idx; split < count; split += 32) {
+            const float of_split =
+                load_global(params.max_accum_log2 + accum_row + static_cast<i64>(split) * rows);
+            top = max_or_nan(top, of_split);
         }
     }
     return top;
 }
-// Writes the largest of what the lanes have. All lanes of the warp call.
+// Writes the largest score of all lanes. All lanes of the warp call.
 template <class Params>
 __device__ __forceinline__ void store_top(const Params& params, i64 at, float top, int lane_idx) {
     if constexpr (requires { params.max_logits; }) {
@@ -218,8 +223,8 @@ __device__ __forceinline__ void store_top(const Params& params, i64 at, float to
     }
 }
 
-// Stores a lane's columns of a half row, rounded: the quad exchanges its units (mla/pieces.cuh) so that each lane has
-// neighbours. All lanes of the warp call.
+// Stores the lane's columns of a half row. The lanes of a quad exchange words (mla/splits.cuh), so that each
+// has neighbouring columns. All lanes of the warp call.
 __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&words)[4]) {
     quad_transpose(words);
     *reinterpret_cast<uint4*>(half_row + 8 * unit) = make_uint4(words[0], words[1], words[2], words[3]);
@@ -230,7 +235,7 @@ __device__ __forceinline__ void store_merged(u16* half_row, int unit, u32 (&word
     *reinterpret_cast<uint2*>(dst) = make_uint2(words[0], words[1]);
 }
 
-// Hands a group's merge over. All threads of the CTA call.
+// Writes the sums of a group to shared memory. All threads of the CTA call.
 __device__ __forceinline__ void hand_over(Partials& partials, const Merged& merged, int half, int group,
                                           int lane_idx) {
     const int column = half * 32 + lane_idx;
@@ -243,7 +248,7 @@ __device__ __forceinline__ void hand_over(Partials& partials, const Merged& merg
         partials.sum[pair][group][column] = make_float2(merged.sum[2 * pair], merged.sum[2 * pair + 1]);
     __syncthreads();
 }
-// Adds up what all groups have handed over: their scalars, and of the sums a pair of columns, which is returned.
+// Adds up the scalars of all groups and the sums of one pair of columns, which it returns.
 __device__ __forceinline__ float2 merge_groups(const Partials& partials, Merged& merged, int half, int pair,
                                                int lane_idx) {
     float2 sum = make_float2(0.0f, 0.0f);
@@ -263,7 +268,7 @@ __device__ __forceinline__ float2 merge_groups(const Partials& partials, Merged&
     return sum;
 }
 
-// Where half a row of the result goes.
+// Where a half row of the result is stored.
 struct Target {
     u16* half_row;
     i64 lse_at;  // in lse and max_logits
@@ -278,8 +283,8 @@ struct Target {
     }
 };
 
-// What a row's sums are multiplied by. Without `fits`, a plan that its scratch was not made for: NaN, not nonsense. One lane of a row
-// stores the row's scalars.
+// Returns the factor that turns the sums of a row into the result. `fits` is false if the scratch was made
+// for another plan: the result is then NaN. The lane with `stores_scalars` stores the lse of the row.
 __device__ __forceinline__ float finish(const Params& params, const Target& target, const Merged& merged,
                                         bool fits, bool stores_scalars) {
     const float weight_sum = fits ? merged.weight_sum : kNaN;
@@ -290,7 +295,7 @@ __device__ __forceinline__ float finish(const Params& params, const Target& targ
     return sink_factor(params.attn_sink, target.head, lse_log2) * reciprocal_approx(weight_sum);
 }
 
-// Stores a lane's columns of a half row. All lanes of the warp call.
+// Rounds and stores the columns of a lane in a half row. All lanes of the warp call.
 __device__ __forceinline__ void store_columns(u16* half_row, const float (&sum)[kColumns], float factor,
                                               int lane_idx) {
 #pragma unroll
@@ -304,7 +309,7 @@ __device__ __forceinline__ void store_columns(u16* half_row, const float (&sum)[
         store_merged(half_row, v * 32 + lane_idx, words);
     }
 }
-// One pair of them; where it belongs follows from the order of columns in a piece.
+// Rounds and stores one pair of columns. Its place follows from the order of columns in a split.
 __device__ __forceinline__ void store_pair(u16* half_row, int pair, float2 sum, float factor, int lane_idx) {
     constexpr int kUnitPairs = kGroupsPerUnit<kDtype>;
     const int unit = pair / kUnitPairs * 32 + lane_idx;
@@ -320,23 +325,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const int group = threadIdx.x / 64 % kGroups;
     const int first_row = blockIdx.x * kRows + threadIdx.x / 64 / kGroups * kRowsAtOnce;
     const int rows = params.s_q * params.h_q;
-    // The plan is older than the kernel ahead, which waited for it before it let this one start.
+    // The plan may be read now: the kernel ahead waited for it before it let this one start.
     const int req = candidate_request(params);
     griddepcontrol_launch_dependents();
-    const Splits pieces_of(params, req);
-    const int splits = pieces_of.count, slot = pieces_of.first;
+    const SplitRange range(params, req);
+    const int splits = range.count, first_split_idx = range.first;
     const bool merges = splits > 1;
-    const bool fits = slot >= 0 && slot + splits <= params.max_splits;
+    const bool fits = first_split_idx >= 0 && first_split_idx + splits <= params.max_splits;
     const int count = fits ? splits : 0;
-    const i64 accum_row = static_cast<i64>(slot) * rows + first_row;
-    Place place(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);
+    const i64 accum_row = static_cast<i64>(first_split_idx) * rows + first_row;
+    SplitPointers pointers(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);
     if (!merges || first_row >= rows) {
         if (blockIdx.x == 0 && blockIdx.y == 0) griddepcontrol_wait();
         return;
     }
     griddepcontrol_wait();
 
-    // Maxima are asked for before the pieces, looked at after them
+    // The loads of the largest scores are issued before those of the splits, and used after them
     float top_of_lane[kRowsAtOnce];
     Merged merged[kRowsAtOnce];
 #pragma unroll
@@ -345,17 +350,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
         if (half == 0 && group == 0 && first_row + r < rows)
             top_of_lane[r] = load_top(params, accum_row + r, rows, count, lane_idx);
     }
-    for (int piece = group; piece < count; piece += kGroups * kPiecesAtOnce) {
-        Pieces pieces[kRowsAtOnce];
+    for (int split = group; split < count; split += kGroups * kSplitsAtOnce) {
+        SplitData data[kRowsAtOnce];
 #pragma unroll
         for (int r = 0; r < kRowsAtOnce; ++r) {
-            Place of_row = place;
+            SplitPointers of_row = pointers;
             of_row.advance(r);
-            pieces[r].load(of_row, kGroups * rows, first_row + r < rows ? count - piece : 0);
+            data[r].load(of_row, kGroups * rows, first_row + r < rows ? count - split : 0);
         }
-        place.advance(kPiecesAtOnce * kGroups * rows);
+        pointers.advance(kSplitsAtOnce * kGroups * rows);
 #pragma unroll
-        for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(pieces[r]);
+        for (int r = 0; r < kRowsAtOnce; ++r) merged[r].add(data[r]);
     }
     if constexpr (kGroups > 1) {
         Partials& partials = *reinterpret_cast<Partials*>(smem_bytes);

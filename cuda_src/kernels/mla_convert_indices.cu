@@ -1,16 +1,20 @@
-// Token positions within requests -> slots in the cache.
+// Converts token positions within requests to slots of the cache.
 //
 //   indices [n, s_q, topk] int32, block_table [num_requests, table_width] int32 -> out [n, s_q, topk] int32:
 //   slot = block_table[request, position / page_block_size] * page_block_size + position % page_block_size
 //
-// or -1 where the position is negative, its page is not in the table or negative there, the slot is above the largest int32, or
-// there is no such request. The request of indices[i] is request_ids[i], or i.
+// The request of indices[i] is request_ids[i], or i without request_ids. The slot is -1 if there is no such
+// request, if the position is negative, if its page is outside the table or negative in it, or if the slot
+// does not fit int32.
 //
-// COMPACT: the valid slots of a row move to its front, in their order; -1 follows, and counts [n, s_q] int32 is their number.
-// Nothing is written where another thread may still read, so `out` may be `indices`.
+// COMPACT: the valid slots of a row move to its front and keep their order. The rest of the row is -1, and
+// counts [n, s_q] int32 gets the number of valid slots.
 //
-// Grid: x = groups of rows; ROW_WARPS of the CTA's warps share a row. A warp takes kChunk consecutive positions at a time: all
-// its loads of indices, then all its loads of the table, are on their way together.
+// `out` may be `indices`: an element is written only after every thread has read it.
+//
+// Grid: x = groups of kRows rows; ROW_WARPS warps of the CTA share a row. A warp takes kChunk consecutive
+// positions at a time: it issues all loads of indices, then all loads of the block table, and only then uses
+// the values.
 #include "common/division.cuh"
 #include "common/types.cuh"
 #include "ptx/memory.cuh"
@@ -24,14 +28,14 @@ constexpr int kRows = kWarps / kRowWarps;  // per CTA
 static_assert(kRowWarps == 1 || kRowWarps == kWarps, "a row is of one warp or of the whole CTA");
 constexpr int kPerLane = 8;
 constexpr int kChunk = kPerLane * 32;
-constexpr int kStep = kRowWarps * kChunk;  // of a row at a time
+constexpr int kStep = kRowWarps * kChunk;  // positions of a row per step
 
 struct Params {
     const int* indices;
     const int* block_table;
     const int* request_ids;  // [n], or null
     int* out;
-    int* counts;                             // [n, s_q], COMPACT
+    int* counts;                             // [n, s_q], used if COMPACT
     i64 indices_stride_n, indices_stride_s;  // elements
     i64 out_stride_n, out_stride_s;
     i64 table_stride;
@@ -45,14 +49,14 @@ struct Params {
     int page_shift;
 };
 
-// The table of a request; null if there is no such request.
+// The request's row of the block table, or null if there is no such request.
 __device__ __forceinline__ const int* request_table(const Params& params, int i) {
     const int request = params.request_ids == nullptr ? i : load_global(params.request_ids + i);
     if (request < 0 || request >= params.num_requests) return nullptr;
     return params.block_table + request * params.table_stride;
 }
 
-// Slots of a warp's chunk that begins at `first`; lane l has positions first + l, first + 32 + l, ...
+// The slots of the warp's chunk that begins at `first`. Lane l has positions first + l, first + 32 + l, ...
 __device__ __forceinline__ void load_slots(const Params& params, const int* indices, const int* table,
                                            int first, int (&slots)[kPerLane]) {
     const int lane_idx = threadIdx.x % 32;
@@ -79,7 +83,7 @@ __device__ __forceinline__ void load_slots(const Params& params, const int* indi
     }
 }
 
-// Stores the valid slots of a warp's chunk from place `place` on. All lanes call.
+// Stores the valid slots of the warp's chunk to out[place] and the elements after it. All lanes call.
 __device__ __forceinline__ void store_valid(const int (&slots)[kPerLane], int* out, int place) {
     const u32 lanes_below = (1u << threadIdx.x % 32) - 1;
 #pragma unroll
@@ -99,12 +103,13 @@ __device__ __forceinline__ void store_all(const Params& params, const int (&slot
     }
 }
 
-// Valid slots of a step: those of the row's warps before this one, and of all.
+// How many valid slots a step has: in the row's warps before this one, and in all.
 struct Places {
     int before, total;
 };
 
-// The row's warps call, each time with the other `warp_counts`. What they read of `indices` in this step has arrived.
+// All warps of the row call it, each time with the other `warp_counts`. After it every warp has read its
+// indices of this step, so that `out` may overwrite them.
 __device__ __forceinline__ Places take_places(const int (&slots)[kPerLane], int (&warp_counts)[kWarps],
                                               int row_warp) {
     int count = 0;
@@ -138,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int* indices = params.indices + n * params.indices_stride_n + s * params.indices_stride_s;
     int* out = params.out + n * params.out_stride_n + s * params.out_stride_s;
 
-    int place = 0;  // valid slots of the row before this step
+    int place = 0;  // valid slots in the steps before
 #pragma unroll 1
     for (int step = 0, turn = 0; step < params.topk; step += kStep, turn ^= 1) {
         const int first = step + row_warp * kChunk;

@@ -1,16 +1,18 @@
-// Which rows hold NaN or Inf among their first 512 bf16 values.
+// Finds the rows that hold NaN or Inf among their first 512 bf16 values, which are V.
 //
-//   rows [num_rows, >= 512] -> not_finite [4 * ceil(num_rows / 32)] bytes, a bit for each row
+//   rows [num_rows, >= 512] bf16 -> not_finite [4 * ceil(num_rows / 32)] bytes, one bit per row
 //
-// A warp takes eight rows; every lane has all its loads in flight before the first use.
+// Grid: x = groups of 32 rows; a warp takes eight rows and writes their byte. Each lane issues all of its
+// loads before it uses the first value.
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
 constexpr int kThreads = 128;
 constexpr int kWarpRows = 8;
-constexpr int kRowVectors = 2;  // of 16 bytes, of a lane
-static_assert(kRowVectors * 32 * 16 == 512 * 2, "a warp reads a row's values");
+constexpr int kRowVectors = 2;  // 16-byte vectors per lane and row
+static_assert(kRowVectors * 32 * 16 == 2 * kDimV, "a warp reads the values of V in a row");
 
 struct Params {
     const unsigned char* rows;
@@ -19,7 +21,7 @@ struct Params {
     int num_rows;
 };
 
-// Either of two bf16 values has all bits of its exponent set.
+// NaN and Inf have all bits of the exponent set.
 __device__ __forceinline__ bool either_not_finite(u32 pair) {
     return (pair & 0x7f80) == 0x7f80 || (pair & 0x7f800000) == 0x7f800000;
 }

@@ -1,31 +1,37 @@
-// Merges attention over disjoint parts of the keys:
+// Merges attention results over disjoint sets of keys, called parts:
 //   out = sum_i exp(lse_i) out_i / sum_i exp(lse_i),  lse = ln sum_i exp(lse_i).
-// In float32, relative to the largest lse_i. A part whose lse is +inf or -inf has no keys and its out is not looked at. Without
-// any keys out is 0 and lse +inf. A single part with keys is copied bit for bit.
 //
-//   up to 32 parts: out_i [n, s, h, 512] of DTYPE, lse_i [n, s, h] float32, natural log -> out of OUT_DTYPE, lse
+//   up to 32 parts: out_i [n, s, h, 512] of DTYPE, lse_i [n, s, h] float32, natural log
+//   -> out [n, s, h, 512] of OUT_DTYPE, lse [n, s, h] float32, natural log
 //
-// Grid: x = groups of kRows rows. A warp takes a piece of a row, what its lanes read with one 16-byte load each per part. Lane i
-// looks after the weight of part i; loads of kPartsAtOnce parts are on their way together. Memory-bound.
+// A part has no keys if its lse is +inf or -inf; its out is not read. If no part has keys, out is 0 and lse
+// is +inf. If one part has keys, its weight is exactly 1: lse and out are copied, and out is rounded if
+// OUT_DTYPE is narrower than DTYPE. Two kinds of values may change their bits on the way, because they are
+// added to +0: -0.0 becomes +0.0, and NaN stays NaN with any bits. Sums are in float32, with all powers
+// relative to the largest lse_i.
+//
+// Grid: x = groups of kRows rows. A warp merges 512 bytes of a row, 16 bytes per lane and part. Lane i
+// computes the weight of part i. A lane issues the loads of kPartsAtOnce parts before it uses the first
+// value. The kernel is memory-bound.
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 
-// The values of the defines DTYPE and OUT_DTYPE, of which the first two are those of Dtype.
+// DTYPE and OUT_DTYPE are values of Dtype, or 2 for float32.
 constexpr int kFloat32 = 2;
 constexpr int kDtype = DTYPE;
 constexpr int kOutDtype = OUT_DTYPE;
-constexpr int kDimV = 512;
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxParts = 32;  // the lanes of a warp
+constexpr int kMaxParts = 32;  // one per lane
 constexpr int kPartsAtOnce = 8;
-constexpr int kColumns = kDtype == kFloat32 ? 4 : 8;  // in a vector of 16 bytes
-constexpr int kPieces = kDimV / (32 * kColumns);      // of a row
-constexpr int kRows = kWarps / kPieces;               // per CTA
+constexpr int kColumns = kDtype == kFloat32 ? 4 : 8;  // in 16 bytes
+constexpr int kRowWarps = kDimV / (32 * kColumns);    // warps per row
+constexpr int kRows = kWarps / kRowWarps;             // per CTA
 static_assert(kRows >= 1, "a row is of one CTA");
 constexpr int kValueBytes = kDtype == kFloat32 ? 4 : 2;
 constexpr int kOutValueBytes = kOutDtype == kFloat32 ? 4 : 2;
@@ -96,13 +102,13 @@ __device__ __forceinline__ void store(unsigned char* dst, const float (&values)[
     }
 }
 
-// What lane i knows of part i.
+// What lane i holds of part i.
 struct Part {
-    const unsigned char* row = nullptr;
-    float weight = 0.0f;  // its share of the result
+    const unsigned char* row = nullptr;  // null: no keys
+    float weight = 0.0f;                 // exp(lse_i) / sum_j exp(lse_j)
 };
 
-// Sets the parts' weights; returns the merged lse. A converged warp.
+// Sets the weight of the lane's part; returns the merged lse. A converged warp calls.
 __device__ __forceinline__ float weigh(const Params& params, const RowIndex& index, int lane_idx,
                                        Part& part) {
     float lse = -kInfinity;
@@ -135,11 +141,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     mla_merge_states(const __grid_constant__ Params params) {
     const int lane_idx = threadIdx.x % 32;
     const int warp_idx = threadIdx.x / 32;
-    const int row = blockIdx.x * kRows + warp_idx / kPieces;
+    const int row = blockIdx.x * kRows + warp_idx / kRowWarps;
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (row >= params.rows) return;
-    const int first_column = (warp_idx % kPieces * 32 + lane_idx) * kColumns;
+    const int first_column = (warp_idx % kRowWarps * 32 + lane_idx) * kColumns;
     const RowIndex index(params, row);
     Part own;
     const float lse = weigh(params, index, lane_idx, own);

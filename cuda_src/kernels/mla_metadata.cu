@@ -1,33 +1,43 @@
-// Scheduling metadata of split-KV decoding: shares all 64-token blocks of a batch among the parts.
+// Computes the plan of split-KV decoding: shares the 64-token blocks of all requests among the partitions.
 //
-//   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [b + 1] int32 (all in mla/plan.cuh)
+//   token counts [b]  ->  sched_meta [num_parts, 8] int32, num_splits [splits_length] int32   (mla/plan.cuh)
 //
-// One CTA. All requests are laid on one line: request i owns [start_i, start_i + F + n_i), its n_i blocks (at least 1) behind
-// F blocks' worth of fixed cost, start = exclusive prefix sum less F, so that the first request's blocks begin at 0. The line is cut
-// into parts of equal length T:
-//   part p computes the blocks inside [p T, (p + 1) T), found by binary search;
-//   request i has (last part - first part + 1) pieces, a second prefix sum of which is num_splits.
-// Nothing is serial over requests or parts: ceil(b / THREADS) elements per thread, two block scans, O(log b) per part.
+// Grid: one CTA.
 //
-// Requests of equal length are moved apart so that cuts fall between them, where that makes no part longer: none then shares a
-// part with others (or none is cut), and what is not cut need not be merged. Rows without work then lie between the others, if they are
-// few: the CTAs of the last rows run on neighbouring SMs, and when these have nothing to do, some of the others get more of the memory's
-// rate than the rest. In other plans there is hardly ever more than one, and they follow the others.
+// All requests lie on one line. Request i takes n_i units on it, one for each of its blocks and at least one.
+// In front of them lie F more units: the fixed cost of a request, which stands for the time that a partition
+// needs to change to it. Only the first request has none. The line is cut into ranges of equal length T:
+//   partition p computes the blocks in [p T, (p + 1) T), which it finds by binary search;
+//   request i has (last partition - first partition + 1) splits; num_splits is their exclusive prefix sum.
+// No step is serial over requests or partitions: a thread has ceil(b / THREADS) requests, the sums are two
+// scans over the CTA, and a partition takes O(log b).
 //
-// Batch-invariant plans: the unit on the line is a piece of invariant_piece(n_i) blocks, so that where a request is
-// cut depends on its own length alone; the line's cuts only decide who computes a piece.
+// If all requests have the same length, they are moved apart on the line so that cuts fall between them,
+// unless a partition would get longer. Then either no request is cut and there is nothing to merge, or no
+// partition has blocks of two requests. If only a few rows of such a plan are without work, they lie between
+// the others. CTAs of neighbouring rows run on neighbouring SMs, and if all idle SMs are neighbours, some of
+// the busy ones get more memory bandwidth than the rest. In other plans there is hardly ever more than one
+// row without work, and these rows come last.
+//
+// In a batch-invariant plan a unit of the line is a split of invariant_split(n_i) blocks. Where a request is
+// cut then depends on its own length alone. The cuts of the line only decide which partition computes a
+// split.
+//
+// num_splits is longer than b + 1 if a plan is recomputed in place for a smaller batch. A captured CUDA graph
+// of the larger batch still reads the later elements. They all get the total, so that requests past the batch
+// have no splits and mla_combine does not merge stale ones.
 #include "common/division.cuh"
 #include "common/types.cuh"
+#include "mla/plan.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "mla/plan.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
-constexpr int kMaxFixedCost = 3;   // blocks: what a change of request costs a part, roughly
-constexpr int kMaxShortPart = 16;  // blocks; longer parts need no thought about the cost of merging
-constexpr int kRowsPerIdle = 8;    // at least, for idle rows to lie between the others
+constexpr int kMaxFixedCost = 3;   // blocks: about what a change of requests costs a partition
+constexpr int kMaxShortPart = 16;  // blocks: the cost of merging never asks for longer partitions
+constexpr int kRowsPerIdle = 8;    // with fewer rows per idle row, idle rows come last
 
 struct Params {
     TokenCounts tokens;
@@ -39,22 +49,23 @@ struct Params {
     int batch_invariant;
     int requests_per_part;  // ceil(b / num_parts)
     int parts_per_request;  // num_parts / b, but at least 1
-    // Division by num_parts, b and parts_per_request (common/division.cuh): where the divisor is not known, each takes some 40
-    // cycles of the few thousand that there are.
+    // Division by num_parts, b and parts_per_request (common/division.cuh). A division by a divisor that is
+    // not known in advance takes about 40 cycles, of the few thousand that the kernel takes.
     u32 parts_magic, b_magic, share_magic;
     int parts_shift, b_shift, share_shift;
+    int splits_length;  // elements of num_splits, at least b + 1
 };
 
 struct SharedMemoryPlan {
-    int start[kMaxBatch + 1];  // prefix sum of the requests' lengths on the line
+    int start[kMaxBatch + 1];  // where each request begins on the line
     int blocks[kMaxBatch];
     int warp_sums[2][kWarps];
 };
 static_assert(kWarps <= 32, "one warp scans the warps' sums");
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
-// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call, each time with other `warp_sums`. `barrier` is
-// the one __syncthreads, or a vote that is one.
+// Exclusive prefix sum over the CTA; `total` gets the sum. All threads call, each time with another
+// `warp_sums`. `barrier` synchronises the CTA: __syncthreads, or a vote that does so.
 template <class Barrier>
 __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[kWarps], int& total,
                                                    Barrier barrier) {
@@ -68,7 +79,7 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
     }
     if (lane_idx == 31) warp_sums[warp_idx] = inclusive;
     barrier();
-    // Every warp scans the 32 warp sums itself: one barrier less than handing the result out.
+    // Every warp scans the sums of the warps itself, which saves a barrier.
     int warp_sum = lane_idx < kWarps ? warp_sums[lane_idx] : 0;
     const int own = warp_sum;
 #pragma unroll
@@ -81,15 +92,17 @@ __device__ __forceinline__ int block_exclusive_sum(int value, int (&warp_sums)[k
     return before + inclusive - value;
 }
 
-// The line's geometry. A "unit" is what may not be cut: a block, or a batch-invariant piece.
+// Where requests and partitions lie on the line. A unit cannot be cut: it is a block, or a split of a
+// batch-invariant plan.
 struct Line {
     int fixed;   // F, in units
     int length;  // T, in units; at least 1
-    int group;  // so many requests, of equal length, begin at each multiple of `span`; 0: they follow each other
+    int group;   // 0: requests follow each other; else `group` requests begin at each multiple of `span`
     int span;
 
-    // For requests of `units` units each, `requests` of them in a part, if that makes no part longer. Where one would have
-    // parts of its own, these have `apart` units.
+    // Moves requests of `units` units each apart, unless a partition would get longer. If `requests` is above
+    // 1, each partition gets that many whole requests. If it is 1, each request gets partitions of its own,
+    // of `apart` units each.
     __device__ __forceinline__ void move_apart(int units, int requests, int apart) {
         if (requests > 1) apart = requests * units + (requests - 1) * fixed;
         if (apart > length) return;
@@ -98,7 +111,7 @@ struct Line {
         group = requests;
         span = requests > 1 ? apart : ceil_div(units, apart) * apart;
     }
-    // Where request i begins on the line, with the units of those before it.
+    // Where request i begins on the line. `units_before`: the units of the requests before it.
     __device__ __forceinline__ int start(int i, int units, int units_before) const {
         if (group == 0) return units_before + (i - 1) * fixed;
         return i / group * span + i % group * (units + fixed) - fixed;
@@ -111,11 +124,11 @@ struct Line {
 };
 
 __device__ __forceinline__ int unit_blocks(const Params& params, int blocks) {
-    return params.batch_invariant ? params.tokens.invariant_piece(blocks) : 1;
+    return params.batch_invariant ? params.tokens.invariant_split(blocks) : 1;
 }
 
-// For two positions on the line, the last requests that begin at or before them; no position is before the first request.
-// Two searches at once hide each other's latency.
+// For each of two positions on the line, the last request that begins at or before it. No position may be
+// before the first request. The two binary searches run together to hide each other's latency.
 struct RequestsAt {
     int first, second;
 
@@ -131,12 +144,13 @@ struct RequestsAt {
     }
 };
 
-// Which row a part of a plan of requests moved apart has. Parts without work follow the others on the line.
+// The row of a partition, if requests were moved apart. Partitions without work come last on the line, but a
+// few of them get rows between the others.
 __device__ __forceinline__ int row_of_part(int part, int num_parts, int part_length, int line_end) {
     const int busy = ceil_div(line_end, part_length);
     const int idle = num_parts - busy;
     if (idle <= 0 || idle * kRowsPerIdle > num_parts) return part;
-    const int gap = num_parts / idle;  // the last of so many rows is idle, until all idle ones are placed
+    const int gap = num_parts / idle;  // the last of every `gap` rows is idle, as long as there are idle ones
     return part < busy ? part + min_int(part / (gap - 1), idle) : (part - busy + 1) * gap - 1;
 }
 
@@ -165,10 +179,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int units_before = block_exclusive_sum(units_here, smem.warp_sums[0], units_total,
                                                  [&] { equal = __syncthreads_and(equal); });
 
-    // The fixed cost fades out when parts are short: there, filling the machine matters more than whole requests. Nor
-    // may parts become so short that merging the pieces of a request costs more than it saves. If merging n / T pieces takes
-    // as long as n / (32 T) blocks, parts of T = sqrt(n / 32) blocks are best; n is the mean length here, and of the factors
-    // that were measured 32 was the fastest (docs/kernels/mla_dense_decode.md).
+    // If partitions are short, the fixed cost is lowered: filling the GPU then matters more than whole
+    // requests. Partitions must also not be so short that merging costs more than it saves. Suppose that
+    // merging the n / T splits of a request takes as long as n / (32 T) blocks. Then T = sqrt(n / 32) is
+    // best. n is the mean number of blocks per request, and 32 was the fastest of the factors that were
+    // measured (docs/kernels/mla_dense_decode.md).
     Line line;
     const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
     line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);
@@ -207,9 +222,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                       ? units
                       : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
     }
-    if (threadIdx.x == 0) params.num_splits[b] = splits_total;
+#pragma unroll 1
+    for (int i = b + static_cast<int>(threadIdx.x); i < params.splits_length; i += kThreads) {
+        params.num_splits[i] = splits_total;
+    }
 
-    // One part per thread
+    // One partition per thread
     const int last_units = ceil_div(smem.blocks[b - 1], unit_blocks(params, smem.blocks[b - 1]));
     const int line_end = smem.start[b - 1] + line.fixed + last_units;
     for (int part = threadIdx.x; part < params.num_parts; part += kThreads) {
@@ -218,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         int begin_req = b, end_req = -1, begin_block = 0, end_block = 0, begin_split = 0;
         bool begin_is_split = false, end_is_split = false;
         if (begin < end) {
-            // A request belongs to the part when one of its units does, not only its fixed cost.
+            // A request belongs to the partition if one of its units does; its fixed cost does not count.
             const RequestsAt requests(smem.start, b, begin, end - 1 - line.fixed);
             begin_req = requests.first;
             end_req = requests.second;
@@ -236,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 begin_is_split = begin_is_split || smem.blocks[begin_req] > begin_unit_blocks;
                 end_is_split = end_is_split || end_blocks > end_unit_blocks;
             }
-            if (end_req < begin_req) {  // nothing but the fixed cost of one request
+            if (end_req < begin_req) {  // the range holds only the fixed cost of a request
                 begin_req = b;
                 end_req = -1;
                 begin_block = end_block = begin_split = 0;

@@ -1,93 +1,111 @@
-// Sparse MLA attention over bf16 rows: decoding from a paged cache, and prefill (Hopper, sm_90a).
+// Sparse MLA attention over bf16 rows: decoding from a paged cache, and prefill (sm_90a).
 //
-//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the rows that the token's indices name, V = their first 512 columns
+//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the indices name, V = K[:, 0:512]
 //
-// mla_sparse_fp8.cu's operation, arrays, plan and pieces, for rows that need no conversion. MAX_LOGITS as there: in prefill every
-// query token is a request of its own, and a page is one row. With GROUP_TOKENS above 1 it is so many neighbouring query tokens, whose
-// heads share a tile over the union of what they select (mla_unite_selections.cu).
+// Arrays, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu, but the rows need no conversion. In
+// prefill every query token is a request, and a page is one row.
 //
-// Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
-// z = parts of the plan (mla/plan.cuh).
+// GROUP_TOKENS above 1 (prefill only): a request is a group of this many neighbouring query tokens. The heads
+// of all its tokens share a tile, over the union of the rows that the tokens select
+// (mla_unite_selections.cu).
 //
-// Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
-//   QK        warpgroup 0, 168 registers      S = Q K^T with most of Q in registers, online softmax, P
-//   PV0, PV1  warpgroups 1 and 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
-//   producer  warpgroup 3, 24                 copies rows into K's ring, each of the four warps 16 rows of a block; loads the next Q there
-// ptxas wants 26 registers besides the operands of the wgmmas in flight: 128 accumulators in PV, 32 and what QK has of Q. All four come to
-// the 512 that there are.
+// Grid: x = query tokens x tiles of 64 heads, z = partitions of the plan (mla/plan.cuh). The tiles of a token
+// are neighbours, so that they read the same rows at the same time, from L2.
 //
-// Schedule: that of mla_dense_decode.cu, where the tensor core alternates between one Q K^T and one P V, and the softmax always has a
-// P V to run under. P(j - 1) is announced when all but the last chunk of Q K^T(j) is done.
-//   producer      | RoPE of block j + 1 when Q K^T(j) has read the slot | rows of block j + 2 as PV(j - 1) leaves their stage,
-//                 | or, if j + 2 begins an item, that item's Q, and the rows when QK has it
+// Roles (512 threads; the launch gives 128 registers to each, setmaxnreg redistributes them)
+//   QK        warpgroup 0,        168 registers  S = Q K^T with most of Q in registers, online softmax, P
+//   PV0, PV1  warpgroups 1 and 2, 160            O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue;
+//                                                warp 0 of PV1 walks the plan
+//   producer  warpgroup 3,         24            copies rows into the ring of K, each of the four warps
+//                                                16 rows of a block; loads the next Q there
+// Besides the operands of the wgmmas in flight ptxas needs 26 registers. The operands are 128 accumulators in
+// PV, and in QK 32 accumulators and the registers of Q. The counts add up to the 4 x 128 that the launch
+// gives.
 //
-// Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[4]    1         warp 0 of PV1: items[n] written                     all: read it                     0
-// bar_item_free[4]    16        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
-// bar_k_full[s][h]    132, 128  producer: every thread's copies of half h landed    QK: S += Q K^T of the half       0
-//                               (half 0: and lane 0 of each warp, valid written)
-// bar_k_free[s][i]    8         PV0, PV1: lane 0 of each warp, P V of the 32 tokens producer: refill them; of both   1
-//                               of slice i is complete                              slices: load the next Q
-// bar_rope_full       128       producer: every thread's copies of RoPE landed      QK: S = Q K^T of it              0
-// bar_rope_free       4         QK: lane 0 of each warp, Q K^T of it is complete    producer: refill                 1
-// bar_p_full          32        QK: P and scale stored, fenced; announced as above  PV0, PV1: rescale, O += P V      0
-// bar_p_free          64        PV0, PV1: scale read, PV of the warp is complete    QK: store the next P             1
-// bar_q_full          1         a producer lane, of the first item a QK lane:       QK: read Q from the stage        0
-//                               its bytes announced
-// bar_q_free          128       QK: every thread has read Q from the stage          producer: copy rows there        0
-// bar_q_rest_full     1         a QK lane: bytes of the rest of Q announced         QK: S = Q K^T                    0
-// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: the item's Q K^T is complete                    QK: overwrite Q in shared memory -
-//                               QK: the single step is stored                       QK: S = Q K^T                    -
+// Schedule: as in mla_dense_decode.cu, the tensor core alternates between one Q K^T and one P V, so that the
+// softmax always runs during a P V. P(j - 1) is announced when all but the last chunk of Q K^T(j) is
+// complete.
+//   producer  | Q K^T(j) has read the RoPE buffer: | P V(j - 1) leaves a stage: rows of block j + 2, or, if a
+//             | RoPE of block j + 1                | work tile begins there, its Q first
 //
-// An item's Q comes to QK's registers through K's ring: through the stage that the item's first block is to have (of the first item the
-// ring's last), before its rows are copied there.
+// Barrier           count     arrives, after what                        waits, before what            parity
+// bar_work_full[4]  1         warp 0 of PV1: work[n] written             all: read it                  0
+// bar_work_free[4]  16        lane 0 of each warp: done with the work    warp 0 of PV1: overwrite it   1
+//                             tile
+// bar_k_full[s][h]  132, 128  producer: copies of half h landed, every   QK: S += Q K^T of the half    0
+//                             thread; for half 0 also lane 0 of each
+//                             warp, valid written
+// bar_k_free[s][i]  8         PV0, PV1: lane 0 of each warp, P V of the  producer: refill the slice;   1
+//                             32 tokens of slice i complete              both slices: load the next Q
+// bar_rope_full     128       producer: copies of RoPE landed, every     QK: S = Q K^T of RoPE         0
+//                             thread
+// bar_rope_free     4         QK: lane 0 of each warp, Q K^T of RoPE     producer: refill              1
+//                             complete
+// bar_p_full        32        QK: P and scale stored, fenced             PV0, PV1: rescale, O += P V   0
+// bar_p_free        64        PV0, PV1: scale read, P V of the warp      QK: store the next P          1
+//                             complete
+// bar_q_full        1         producer: one lane, bytes of Q announced   QK: read Q from the stage     0
+//                             (for the first work tile: QK)
+// bar_q_free        128       QK: every thread, Q read from the stage    producer: copy rows there     0
+// bar_q_rest_full   1         QK: one lane, bytes of the rest of Q       QK: S = Q K^T                 0
+//                             announced
+// bar_sum_full      128       QK: row sums and maxima of the work tile   PV0, PV1: epilogue            0
+//                             written
+// bar_sum_free      256       PV0, PV1: rows of the work tile stored     QK: write those of the next   1
+// NB_QK             128       QK: last Q K^T of the work tile complete   QK: overwrite Q in smem       -
+//                             QK: single step of Q stored, fenced        QK: S = Q K^T
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#define ITEM_SLOTS 4  // shared memory is full
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
+// The Q of a work tile passes through the ring of K on its way to the registers of QK. It is loaded to the
+// stage of the work tile's first block, before the rows of that block. The Q of the first work tile is loaded
+// to the last stage.
+//
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#define WORK_STAGES 4  // shared memory has no room for more
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
-static_assert(LOAD_BYTES == 16, "LOAD_BYTES is what addresses of rows are multiples of");
+static_assert(LOAD_BYTES == 16, "LOAD_BYTES is the alignment of rows in bytes: 16");
 static_assert(GROUP_TOKENS == 1 || (GROUP_TOKENS <= 8 && MAX_LOGITS), "united selections are of prefill");
 constexpr int kGroupTokens = GROUP_TOKENS;
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 3;
-constexpr int kVChunks = kDimV / kChunkCols;
+constexpr int kVChunks = kDimV / Chunk::kCols;
 constexpr bool kHasRope = D_QK > kDimV;
-// Of Q's steps of 16 columns the first kQSteps live in registers. In shared memory are the last two chunks and, at D_QK 576, a step by
-// itself before them.
+// Q is multiplied in steps of 16 columns. The first kQSteps steps are in registers. The last two chunks are
+// in shared memory, and at D_QK 576 so is one single step in front of them.
 constexpr int kQSteps = D_QK == 576 ? 27 : 24;
 constexpr int kQSharedChunks = 2;
 constexpr int kQSingleStep = D_QK == 576 ? kQSteps : -1;
 
-constexpr int kStageBytes = kVChunks * kChunkBytes;
+constexpr int kStageBytes = kVChunks * Chunk::kBytes;
 constexpr int kQStagedChunks = ceil_div(kQSteps, 4);
-static_assert(kQStagedChunks * kChunkBytes <= kStageBytes, "Q passes through a stage");
+static_assert(kQStagedChunks * Chunk::kBytes <= kStageBytes, "Q passes through a stage");
 
-constexpr int kQUnitBytes = kBlockM * 16;  // eight columns of the step
+constexpr int kQUnitBytes = kBlockM * 16;  // eight columns of the single step
 constexpr int kQStepBytes = kQSingleStep < 0 ? 16 : 2 * kQUnitBytes;
-constexpr int kRopeBytes = kHasRope ? kChunkBytes : 16;
+constexpr int kRopeBytes = kHasRope ? Chunk::kBytes : 16;
 
 constexpr int kThreads = 512;
 constexpr int kProducerWarps = 4;
-constexpr int kWarpRows = kBlockTokens / kProducerWarps;  // of a block
+constexpr int kWarpRows = kBlockTokens / kProducerWarps;  // rows of a block per warp
 constexpr int kRegistersQK = 168;
 constexpr int kRegistersPV = 160;
 constexpr int kRegistersProducer = 24;
@@ -99,13 +117,13 @@ enum NamedBarrier : int { NB_QK = 1 };
 
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kStageBytes];  // 196,608 B
-    unsigned char q[kQSharedChunks * kChunkBytes];        //  16,384 B (D_QK 576), the chunks not in registers
-    unsigned char q_step[kQStepBytes];           //   2,048 B or none: its two units, one after the other
-    unsigned char rope[kRopeBytes];              //   8,192 B or none: chunk 8 of the block in hand
-    alignas(1024) unsigned char p[kChunkBytes];  //   8,192 B
-    unsigned char row_shrink[2][kBlockM];        // exponent of the factor on O before the block's PV
-    float row_sum[kBlockM];                      // of the item
-    float row_max[kBlockM];                      // m_ref at the item's end, base 2
+    unsigned char q[kQSharedChunks * Chunk::kBytes];      //  16,384 B (D_QK 576), not in registers
+    unsigned char q_step[kQStepBytes];                    //   2,048 B or none: the single step, two units
+    unsigned char rope[kRopeBytes];                       //   8,192 B or none: RoPE of the current block
+    alignas(1024) unsigned char p[Chunk::kBytes];         //   8,192 B
+    unsigned char row_shrink[2][kBlockM];                 // exponent of the factor on O before P V
+    float row_sum[kBlockM];                               // row sums of the work tile
+    float row_max[kBlockM];                               // m_ref at the work tile's end, base 2
     alignas(8) unsigned short valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_k_full[kStages][2];
     u64 bar_k_free[kStages][2];
@@ -118,52 +136,53 @@ struct SharedMemoryPlan {
     u64 bar_q_free;
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kBlockM>;
 
 __device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages - 1 ? 0 : stage + 1; }
 
-// One thread: starts loading kCount chunks of an item's Q from chunk `first` on, counted on `bar` as one arrival. Heads past the last
-// are zeros.
+// One thread starts loading kCount chunks of Q, from chunk `first` on. `bar` counts this as one arrival.
+// Heads past the last are zeros.
 template <int kCount>
 __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
     const RowIndex row(params, 0);
-    mbarrier_arrive_expect_tx(bar, kCount * kChunkBytes);
+    mbarrier_arrive_expect_tx(bar, kCount * Chunk::kBytes);
 #pragma unroll
     for (int chunk = 0; chunk < kCount; ++chunk)
-        tma_load_5d(dst + chunk * kChunkBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
+        tma_load_5d(dst + chunk * Chunk::kBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
                     req);
 }
 
-// ---- United selections ---------------------------------------------------------------------------------------------------
+// ---- United selections ------------------------------------------------------------------------------------
 
-// Which rows of a block the two tile rows of a thread attend, in a tile of several tokens.
+// Which rows of a block a thread attends with its two tile rows, in a tile of several query tokens.
 struct BlockSelection {
-    u64 selected[2];  // a bit for each row that the token of tile row r has selected
-    u64 not_finite;   // a bit for each row that zeros stand for
+    u64 selected[2];  // a bit for each row that the token of tile row r selects
+    u64 not_finite;   // a bit for each row with NaN or Inf, for which zeros were loaded
 
-    // The words of the item's block that is followed by left - 1 others.
+    // The words for the block of the work tile after which left - 1 others follow.
     template <class Params>
-    __device__ __forceinline__ static const u64* words(const Params& params, const WorkItem& item, int left) {
-        const int block = item.first_block + item.num_blocks - left;
+    __device__ __forceinline__ static const u64* words(const Params& params, const WorkTile& work, int left) {
+        const int block = work.first_block + work.num_blocks - left;
         return params.selected +
-               (static_cast<i64>(item.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
+               (static_cast<i64>(work.req) * (params.topk[0] / kBlockTokens) + block) * (2 * kGroupTokens);
     }
-    // For the warp that has the tile's rows from warp_idx * 16 on.
+    // Loads the words for the warp whose tile rows begin at warp_idx * 16.
     __device__ __forceinline__ void load(const u64* words, int warp_idx) {
         constexpr int kHeads = kBlockM / kGroupTokens;
         selected[0] = load_global(words + warp_idx * 16 / kHeads);
         selected[1] = kHeads > 8 ? selected[0] : load_global(words + warp_idx * 2 + 1);
         not_finite = load_global(words + kGroupTokens);
     }
-    // Scores of rows that are not the token's become -inf; of the others NaN, if the row is not finite.
+    // A score becomes -inf if the token does not select the row, and NaN if it does and the row is not
+    // finite.
     __device__ __forceinline__ void apply(float (&s)[32]) const {
         const int shift = 2 * (lane_index() % 4);
         auto has = [&](u64 words, int j) {
@@ -181,47 +200,49 @@ struct BlockSelection {
     }
 };
 
-// ---- QK ----------------------------------------------------------------------------------------------------------------
+// ---- QK ---------------------------------------------------------------------------------------------------
 
-// Writes the largest scores of an item's rows: shared memory has no room to hand them to the epilogue. (A template, since decoding
-// has no such arrays.)
+// Stores the largest scores of the rows of a work tile. Shared memory has no room to hand them to the
+// epilogue. This is a template because the Params of decoding have no such arrays.
 template <class Params>
-__device__ __forceinline__ void store_tops(const Params& params, const WorkItem& item,
+__device__ __forceinline__ void store_tops(const Params& params, const WorkTile& work,
                                            const RowMaximum& maximum, int warp_idx) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float top = maximum.of_row(r) * params.sm_scale_log2;
         const RowIndex row(params, warp_idx * 16 + lane_index() / 4 + 8 * r);
         if (!row.valid || lane_index() % 4 != 0) continue;
-        if (item.slot >= 0) {
-            params.max_accum_log2[piece_row(params, item.slot, row)] = top;
+        if (work.split_idx >= 0) {
+            params.max_accum_log2[split_row(params, work.split_idx, row)] = top;
         } else {
-            params.max_logits[lse_index(params, item.req, row)] = top * lse_factor(params);
+            params.max_logits[lse_index(params, work.req, row)] = top * lse_factor(params);
         }
     }
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
     const u64 desc_q_step = descriptor_unswizzled(smem_address(smem.q_step), kQUnitBytes);
-    const u64 desc_rope = descriptor_k_major(smem_address(smem.rope));
+    const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
-    ItemReader reader;
-    // Running number of the block, modulo 6: stages and parities of barriers follow from it, and registers are short.
+    WorkTileReader reader;
+    // The number of the block modulo 6, from which stages and parities of barriers follow. They are not kept,
+    // because registers are scarce.
     u32 n = 0;
     u32 q[kQSteps][4];
-    // The rest of Q to its own place, and what was staged to registers, when Q K^T of the item before is complete in all warps
-    auto load_q = [&](u32 in_stage, const ItemReader& owner) {
+    // Loads the last chunks of Q to shared memory and the staged ones to registers, after Q K^T of the work
+    // tile before is complete in all warps
+    auto load_q = [&](u32 in_stage, const WorkTileReader& owner) {
         const int lane_idx = lane_index();
         if (warp_idx == 0 && lane_idx == 0) {
             load_q_chunks<kQSharedChunks>(params, smem_address(smem.q), smem_address(&smem.bar_q_rest_full),
-                                          owner.item(smem).req, D_QK / kChunkCols - kQSharedChunks);
+                                          owner.work(smem).req, D_QK / Chunk::kCols - kQSharedChunks);
         }
         __syncwarp();
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), owner.count & 1);
         const u32 src =
-            smem_k + in_stage * kStageBytes + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
-        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * kChunkBytes; };
+            smem_k + in_stage * kStageBytes + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+        auto place = [&](int step) { return (src ^ (step % 4 * 32)) + step / 4 * Chunk::kBytes; };
         if constexpr (kQSingleStep >= 0) {
             u32 single[4];
             ldmatrix_x4(single, place(kQSingleStep));
@@ -238,7 +259,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     if (reader.next(smem)) {
         if (warp_idx == 0 && lane_index() == 0) {
             load_q_chunks<kQStagedChunks>(params, smem_k + (kStages - 1) * kStageBytes,
-                                          smem_address(&smem.bar_q_full), reader.item(smem).req, 0);
+                                          smem_address(&smem.bar_q_full), reader.work(smem).req, 0);
         }
         __syncwarp();
         load_q(kStages - 1, reader);
@@ -248,31 +269,28 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         named_barrier_sync(NB_QK, 128);
 
         MaximumFirstSoftmax softmax;
-        u32 p[16] = {};  // P of the block before, packed as A fragments
+        u32 p[16] = {};  // P of the previous block, packed as A fragments
         auto wait_p_free = [&]() {
-            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // of n - 2
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // P V of block n - 2 is complete
         };
         auto store_p = [&]() {
-            // This lane's 16 bytes of the first 16 columns; 16 columns on, the unit's number has another bit 1.
+            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
+            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 dst =
-                smem_address(smem.p) + swizzle128_offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
-#pragma unroll
-            for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                stmatrix_x4(dst ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                            p[4 * group + 3]);
-            }
+                smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);
+            store_probabilities<Chunk::kBytes>(dst, p);
         };
         auto announce_p = [&]() {
             __syncwarp();
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full));
         };
-        bool p_pending = false;  // P of the block before is in registers
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left) {
+        bool p_pending = false;  // P of the previous block is still in registers
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left) {
             // S = Q K^T; the stores of P hide between the chunks
             const u32 stage = n % kStages, k_parity = n / kStages;
             u64* full = smem.bar_k_full[stage];
-            const u64 desc_k = descriptor_k_major(smem_k + stage * kStageBytes);
+            const u64 desc_k = Chunk::k_major(smem_k + stage * kStageBytes);
             float s[32];
             wgmma_pin(s);
             if constexpr (kHasRope) {
@@ -281,9 +299,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    wgmma_m64n64k16_ss<kDtype>(s,
-                                               desc_q + (kQSharedChunks - 1) * kStepChunk + k * kStepKMajor,
-                                               desc_rope + k * kStepKMajor, k > 0);
+                    wgmma_ss<kDtype>(s, desc_q + (kQSharedChunks - 1) * Chunk::kStepTile + k * Chunk::kStepK,
+                                     desc_rope + k * Chunk::kStepK, k > 0);
                 }
                 wgmma_commit_group();
             }
@@ -297,16 +314,16 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_fence();
 #pragma unroll
                 for (int k = 0; k < 4; ++k) {
-                    const u64 b = desc_k + chunk * kStepChunk + k * kStepKMajor;
+                    const u64 b = desc_k + chunk * Chunk::kStepTile + k * Chunk::kStepK;
                     const int step = 4 * chunk + k;
                     if (step < kQSteps) {
-                        wgmma_m64n64k16_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
+                        wgmma_rs<kDtype>(s, q[min_int(step, kQSteps - 1)], b, kHasRope || step > 0);
                     } else if (step == kQSingleStep) {
-                        wgmma_m64n64k16_ss<kDtype>(s, desc_q_step, b, true);
+                        wgmma_ss<kDtype>(s, desc_q_step, b, true);
                     } else {
-                        const int first = kVChunks - kQSharedChunks + kHasRope;  // of the shared ones
-                        const u64 a = desc_q + (chunk - first) * kStepChunk + k * kStepKMajor;
-                        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
+                        const int first = kVChunks - kQSharedChunks + kHasRope;  // in smem.q
+                        const u64 a = desc_q + (chunk - first) * Chunk::kStepTile + k * Chunk::kStepK;
+                        wgmma_ss<kDtype>(s, a, b, true);
                     }
                 }
                 if (p_pending) {
@@ -327,12 +344,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             u32 valid_low = 0, valid_high = 0;
             BlockSelection selection;
             if constexpr (kGroupTokens > 1) {
-                // It was brought to L1 a block ago, and the last wgmmas hide what that takes.
-                const u64* words = BlockSelection::words(params, reader.item(smem), left);
+                // The words were prefetched to L1 during the previous block, and the last wgmmas hide the
+                // load.
+                const u64* words = BlockSelection::words(params, reader.work(smem), left);
                 selection.load(words, warp_idx);
                 if (left > 1) prefetch_l1(words + 2 * kGroupTokens);
             } else {
-                if (has_row_scales()) {
+                if (leads_quad()) {
                     const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
                     valid_low = valid[0];
                     valid_high = valid[1];
@@ -344,7 +362,7 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                ItemReader after = reader;
+                WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
@@ -354,13 +372,13 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             if (kGroupTokens > 1) {
                 selection.apply(s);
             } else if ((valid_low & valid_high) != 0xffffffff) {
-                mask_scores(s, valid_low, valid_high);
+                apply_mask(s, KeyBits(valid_low, valid_high));
             }
 
             u32 shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
-            if (has_row_scales()) {
-                unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+            if (leads_quad()) {
+                unsigned char* row_shrink = first_row(smem.row_shrink[n % 2], warp_idx);
                 row_shrink[0] = shrink[0];
                 row_shrink[8] = shrink[1];
             }
@@ -372,55 +390,53 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         fence_proxy_async();
         announce_p();
 
-        if constexpr (kMaxLogits) store_tops(params, reader.item(smem), softmax.maximum, warp_idx);
+        if constexpr (kMaxLogits) store_tops(params, reader.work(smem), softmax.maximum, warp_idx);
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_full));
     }
 }
 
-// ---- PV ----------------------------------------------------------------------------------------------------------------
+// ---- PV ---------------------------------------------------------------------------------------------------
 
 template <int kHalf>
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_p = descriptor_k_major(smem_address(smem.p));
-    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * kChunkBytes;
+    const u64 desc_p = Chunk::k_major(smem_address(smem.p));
+    const u32 smem_v = smem_address(smem.k) + kHalf * 4 * Chunk::kBytes;
     const bool publishes = kHalf == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full), n & 1);
             fence_proxy_async();  // the rows were copied by cp.async
             u32 shrink0 = 0, shrink1 = 0;
-            if (has_row_scales()) {
-                const unsigned char* row_shrink = smem.row_shrink[n % 2] + warp_idx * 16 + lane_index() / 4;
+            if (leads_quad()) {
+                const unsigned char* row_shrink = first_row(smem.row_shrink[n % 2], warp_idx);
                 shrink0 = row_shrink[0];
                 shrink1 = row_shrink[8];
             }
             if (__any_sync(0xffffffff, (shrink0 | shrink1) != 0)) {
-                const float scale0 =
-                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink0, 0, 4));
-                const float scale1 =
-                    MaximumFirstSoftmax::shrink_factor(__shfl_sync(0xffffffff, shrink1, 0, 4));
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
+                const float scale0 = MaximumFirstSoftmax::shrink_factor(quad_broadcast(shrink0));
+                const float scale1 = MaximumFirstSoftmax::shrink_factor(quad_broadcast(shrink1));
+                multiply_rows(o, scale0, scale1);
             }
-            const u64 desc_v = descriptor_mn_major(smem_v + stage * kStageBytes);
+            const u64 desc_v = Chunk::mn_major(smem_v + stage * kStageBytes);
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajor;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, true);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunk, true);
+                const u64 a = desc_p + k * Chunk::kStepK, b = desc_v + k * Chunk::kStepMn;
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<0, 64>(o), a, b, true);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<64, 64>(o), a, b + 2 * Chunk::kStepTile,
+                                                        true);
                 if (k == 1) wgmma_commit_group();
             }
             wgmma_commit_group();
@@ -433,35 +449,37 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
             wgmma_wait_group<0>();
             wgmma_pin(o);
             leave(1);
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_free));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_free));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, kHalf);
+        store_rows<kDtype, RowIndex>(params, smem, reader.work(smem), o, warp_idx, kHalf);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
-// Lanes i and i + 16 of a warp find the i-th of its rows.
-struct Place {
+// Lanes i and i + 16 of a warp find row i of the warp.
+struct FoundRow {
     __device__ __forceinline__ int block_row() const {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         return (thread - (kThreads - 32 * kProducerWarps)) / 32 * kWarpRows + thread % kWarpRows;
     }
-    // Which half of a stage's rows the warp's are in. Worked out where it is needed, like the row: registers are short.
+    // The half of a stage that the rows of the warp are in. Like the row it is computed where it is needed,
+    // because registers are scarce.
     __device__ __forceinline__ int slice() const { return warp_uniform(block_row() / (kBlockTokens / 2)); }
 };
 
-// Copies kCount chunks of the warp's rows from column `first_col` on, eight lanes a row. `dst`: the first chunk of the tile.
+// Copies kCount chunks of the rows of the warp, from column `first_col` on; eight lanes share a row. `dst` is
+// the first of these chunks in the tile.
 template <int kCount>
 __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 found, int first_col) {
     const int lane_idx = lane_index();
-    dst += swizzle128_offset(Place().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
+    dst += Chunk::offset(FoundRow().block_row() / kWarpRows * kWarpRows + lane_idx / 8, lane_idx % 8);
 #pragma unroll
-    for (int i = 0; i < kWarpRows / 4; ++i) {  // rows 4 i + lane / 8 of the warp's
+    for (int i = 0; i < kWarpRows / 4; ++i) {  // row 4 i + lane / 8 of the warp
         const u64 address = __shfl_sync(0xffffffff, found, 4 * i + lane_idx / 8);
         const bool reads = address != 0;
         const unsigned char* src =
@@ -469,8 +487,8 @@ __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 f
             lane_idx % 8 * 16;
 #pragma unroll
         for (int chunk = 0; chunk < kCount; ++chunk) {
-            cp_async_16_or_zeros((dst ^ (i % 2 * 64)) + i * (4 * kChunkRowBytes) + chunk * kChunkBytes,
-                                 src + chunk * kChunkRowBytes, reads);
+            cp_async_16_or_zeros((dst ^ (i % 2 * 64)) + i * (4 * Chunk::kRowBytes) + chunk * Chunk::kBytes,
+                                 src + chunk * Chunk::kRowBytes, reads);
         }
     }
 }
@@ -478,7 +496,7 @@ __device__ __forceinline__ void copy_chunks(const Params& params, u32 dst, u64 f
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     griddepcontrol_wait();  // before indices are read
     griddepcontrol_launch_dependents();
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     u64 before = 0;
     u32 stage = 0, parity = 1;
@@ -488,45 +506,46 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
         cp_async_mbarrier_arrive(smem_address(&smem.bar_rope_full));
     };
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
-        if (reader.count > 0) {  // QK does it for the first
+        const WorkTile& work = reader.work(smem);
+        if (reader.count > 0) {  // QK loads Q of the first work tile
 #pragma unroll
             for (int slice = 0; slice < 2; ++slice)
                 mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][slice]), parity);
             if (warp_idx == 0 && lane_index() == 0) {
-                fence_proxy_async();  // what was in the stage was copied by cp.async
+                fence_proxy_async();  // the stage held rows that cp.async wrote
                 load_q_chunks<kQStagedChunks>(params, smem_address(smem.k[stage]),
-                                              smem_address(&smem.bar_q_full), item.req, 0);
+                                              smem_address(&smem.bar_q_full), work.req, 0);
             }
             __syncwarp();
         }
         auto wait_q_free = [&]() { mbarrier_wait_parity(smem_address(&smem.bar_q_free), reader.count & 1); };
-        Selection<Place> selection;
-        selection.start(params, item);
+        Selection<FoundRow> selection;
+        selection.start(params, work);
 #pragma unroll 1
-        for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(work.num_blocks); left > 0; --left, ++n) {
             const u64 found = reinterpret_cast<u64>(row_address(params, selection));
-            selection.advance(params, item);
+            selection.advance(params, work);
             if constexpr (kHasRope) {
-                // A block late, when Q K^T of the block before that has begun, but not later than the item's end: the next Q has
-                // to wait for its last Q K^T
+                // RoPE of block n - 1 is copied together with the rows of block n, when Q K^T(n - 2) has read
+                // its RoPE. At the end of a work tile it is copied at once, because the next Q waits for the
+                // last Q K^T
                 if (n == 0) {
                     copy_rope(0, found);
-                } else if (n > 1 && left < item.num_blocks) {
+                } else if (n > 1 && left < work.num_blocks) {
                     copy_rope(n - 1, before);
                 }
                 before = found;
             }
             const u32 valid = __ballot_sync(0xffffffff, found != 0);
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][Place().slice()]), parity);
-            if (reader.count == 0 ? n == kStages - 1 : left == item.num_blocks) wait_q_free();
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage][FoundRow().slice()]), parity);
+            if (reader.count == 0 ? n == kStages - 1 : left == work.num_blocks) wait_q_free();
             if (lane_index() == 0) {
                 smem.valid[stage][warp_idx] = valid;
                 mbarrier_arrive(smem_address(&smem.bar_k_full[stage][0]));
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * kChunkBytes, found,
+                copy_chunks<4>(params, smem_address(smem.k[stage]) + half * 4 * Chunk::kBytes, found,
                                half * (kDimV / 2));
                 cp_async_mbarrier_arrive(smem_address(&smem.bar_k_full[stage][half]));
             }
@@ -534,16 +553,16 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
             if (stage == 0) parity ^= 1;
         }
         if (kHasRope && n > 1) copy_rope(n - 1, before);
-        if (n < kStages && reader.count == 0) wait_q_free();  // the first item has but one or two blocks
+        if (n < kStages && reader.count == 0) wait_q_free();  // it has only one or two blocks
     }
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

@@ -1,74 +1,91 @@
-// Sparse MLA decoding over a paged cache: every query token attends tokens of its own choice (Hopper, sm_90a).
+// Sparse MLA decoding over a paged FP8 cache: each query token attends the tokens that it selects (sm_90a).
 //
-//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the token's indices name, V = their first 512 columns
+//   S = sm_scale Q K^T,  P = softmax(S),  O = P V,  K = the cache rows that the indices name, V = K[:, 0:512]
 //
-//   q [b, s_q, h_q, D_QK] bf16, indices [b, s_q, topk] int32 (physical slots; < 0 or past the cache: skipped), and the same of
-//   an extra cache, attended in the same softmax; out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] float32, natural log, +inf for
-//   a row with nothing to attend. Pieces of a split request go to scratch (mla/pieces.cuh) for mla_combine.
+//   q [b, s_q, h_q, D_QK] bf16, indices [b, s_q, topk] int32
+//   -> out [b, s_q, h_q, 512] bf16, lse [b, h_q, s_q] float32, natural log, +inf for a row without tokens
 //
-// Cache rows by FORMAT
-//   0 V3.2    656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)                                  D_QK 576
-//   1 MODEL1  576 bytes: 448 e4m3, 64 bf16 (RoPE); behind a block's rows 8 bytes a token: 7 e8m0 (one per 64)      D_QK 512
-// Values times their scale are rounded to bf16 once. Up to 16 heads over V3.2 have mla_sparse_fp8_few_heads.cu, pairs of tiles with
-// enough blocks mla_sparse_fp8_cluster.cu, caches of bf16 rows mla_sparse_bf16.cu.
+// An index is a slot of the cache. It is skipped if it is negative or past the cache. An extra cache has
+// indices of its own, and its tokens are in the same softmax. The splits of a request go to scratch
+// (mla/splits.cuh), and mla_combine merges them.
 //
-// With MAX_LOGITS it is a prefill kernel: every query token is a request, lse is in the base that a factor gives, and the largest
-// score of each row is an output too, -inf for a row with nothing to attend.
+// Cache rows by FORMAT (mla/cache_rows.cuh)
+//   0 V3.2    D_QK 576  656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)
+//   1 MODEL1  D_QK 512  576 bytes: 448 e4m3, 64 bf16 (RoPE); after the rows of a block 8 bytes per token:
+//                       7 e8m0 scales (one per 64)
+// A value times its scale is rounded to bf16 once. Other kernels serve up to 16 heads over V3.2
+// (mla_sparse_fp8_few_heads.cu), pairs of tiles with enough blocks (mla_sparse_fp8_cluster.cu) and bf16
+// caches (mla_sparse_bf16.cu).
 //
-// Grid: x = query tokens x tiles of 64 heads (tiles of a token are neighbours and read the same rows at the same time, from L2),
-// z = parts of the plan (mla/plan.cuh), whose blocks are 64 indices: first those of the cache, then those of the extra one.
+// MAX_LOGITS: the kernel serves prefill. Every query token is a request, lse_factor gives the base of lse,
+// and max_logits gets the largest score of each row, which is -inf for a row that attends nothing.
 //
-// Roles (640 threads; the launch gives 96 registers each, setmaxnreg moves them)
-//   QK        warpgroup 0,  64 registers   S = Q K^T, online softmax, P; loads Q
-//   PV0, PV1  warpgroups 1, 2, 160         O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue; warp 0 of PV1 walks the plan
-//   producer  warpgroups 3, 4, 48          gather and dequantise rows into K's ring, each of the eight warps a group of a block
+// Grid: x = query tokens x tiles of 64 heads, z = partitions of the plan (mla/plan.cuh). The tiles of a token
+// are neighbours, so that they read the same rows at the same time, from L2. A block of the plan is 64
+// indices. The blocks of the cache come before those of the extra cache.
 //
-// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of QK and 2 x 8 x 64 = 1024 of PV
-//   producer      | values of block j + 1 on their way to registers, its stage's PV(j - 1) complete: convert, store | rows of
-//                 | block j + 3 found and prefetched to L2, first values of block j + 2 asked for
-//   QK            | QK(j), softmax(j), store P(j)       | QK(j + 1) ...
-//   PV0, PV1      | PV(j - 1)                           | PV(j) ...
-// A stage is in use for QK, softmax and PV and is then filled, which takes half as long; with two stages that is a block's time
-// (docs/kernels/mla_sparse_fp8.md has the cycles). P(j) lies where block j's RoPE was, which no PV reads, so that it needs no
-// memory and no barrier of its own; at D_QK 512, where RoPE is part of V, it has two slots.
+// Roles (640 threads; the launch gives 96 registers to each, setmaxnreg redistributes them)
+//   QK        warpgroup 0,     64 registers  S = Q K^T, online softmax, P; loads Q
+//   PV0, PV1  warpgroups 1, 2,    160        O[:, 0:256] and O[:, 256:512] += P V, rescale, epilogue;
+//                                            warp 0 of PV1 walks the plan
+//   producer  warpgroups 3, 4,     48        gather and dequantise rows into the ring of K; each of the eight
+//                                            warps has a group of eight rows of a block
 //
-// Barrier             count     arrives, after what                                 waits, before what               parity
-// bar_item_full[8]    1         warp 0 of PV1: items[n] written                     all: read it                     0
-// bar_item_free[8]    20        lane 0 of each warp: done with the item             warp 0 of PV1: overwrite it      1
-// bar_k_full[s]       8         producer: lane 0 of each warp, its rows stored      QK: S = Q K^T                    0
-// bar_k_free[s]       64        PV0, PV1: scale read, PV of the warp is complete    producer: refill                 1
-// bar_p_full[s]       32        QK: P and scale stored, fenced                      PV0, PV1: rescale, O += P V      0
-// bar_sum_full        128       QK: row sums and maxima of the item written         PV0, PV1: epilogue               0
-// bar_sum_free        256       PV0, PV1: the item's rows are stored                QK: write the next item's        1
-// NB_QK               128       QK: done with the item's Q / the next Q landed;     QK: all three                    -
-//                               Q K^T is complete, so P may lie over RoPE
+// Schedule, per 64-token block j: the tensor core has 36 x 32 = 1152 cycles of Q K^T, 16 x 64 = 1024 of P V
+//   producer  | P V(j - 1) complete: convert block j + 1, store it | find and prefetch rows of block j + 3,
+//             |                                                    | issue the first loads of block j + 2
+//   QK        | Q K^T(j), softmax(j), store P(j)      | Q K^T(j + 1) ...
+//   PV0, PV1  | P V(j - 1)                            | P V(j) ...
+// A stage is in use during Q K^T, softmax and P V of its block. To fill it again takes half as long. The two
+// stages take turns, so a block takes half of the sum (docs/kernels/mla_sparse_fp8.md has the cycles). P(j)
+// is stored over the RoPE of block j, which no P V reads, so that it needs no memory and no barrier of its
+// own. At D_QK 512 RoPE is part of V, and P has one buffer per stage.
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#include "mla/fp8_rows.cuh"
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
+// Barrier           count  arrives, after what                           waits, before what            parity
+// bar_work_full[8]  1      warp 0 of PV1: work[n] written                all: read it                  0
+// bar_work_free[8]  20     lane 0 of each warp: done with the work tile  warp 0 of PV1: overwrite it   1
+// bar_k_full[s]     8      producer: lane 0 of each warp, its rows       QK: S = Q K^T                 0
+//                          stored, fenced
+// bar_k_free[s]     64     PV0, PV1: scale read, P V of the warp         producer: refill              1
+//                          complete
+// bar_p_full[s]     32     QK: P and scale stored, fenced                PV0, PV1: rescale, O += P V   0
+// bar_sum_full      128    QK: row sums and maxima of the work tile      PV0, PV1: epilogue            0
+//                          written
+// bar_sum_free      256    PV0, PV1: rows of the work tile stored        QK: write those of the next   1
+// NB_QK             128    QK: Q of the work tile copied, fenced         QK: S = Q K^T                 -
+//                          QK: last Q K^T of the work tile complete      QK: copy the next Q
+//                          QK: Q K^T complete (D_QK 576)                 QK: store P over RoPE
+//
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
+#include "mla/fp8_rows.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kStages = 2;
-constexpr int kChunks = D_QK / kChunkCols;
-constexpr int kStageBytes = kChunks * kChunkBytes;
+constexpr int kChunks = D_QK / Chunk::kCols;
+using KTiles = GroupMajorTiles<kChunks>;
+constexpr int kStageBytes = kChunks * Chunk::kBytes;
 constexpr int kRopeChunk = kChunks - 1;
-// P of a block lies where its RoPE chunk was, when that is no part of V.
+// Whether P of a block is stored over its RoPE chunk. It is, if RoPE is not part of V.
 constexpr bool kPOverRope = D_QK > kDimV;
-constexpr int kPChunks = kPOverRope ? kChunks : 1;  // of the group-major tile that P is a chunk of
+constexpr int kPChunks = kPOverRope ? kChunks : 1;  // chunks of the group-major tile that P is stored in
 
 constexpr int kThreads = 640;
 constexpr int kRegistersQK = 64;
@@ -81,32 +98,32 @@ static_assert(kRegistersQK + 2 * kRegistersPV + 2 * kRegistersProducer <=
 enum NamedBarrier : int { NB_QK = 1 };
 
 struct SharedMemoryPlan {
-    alignas(1024) unsigned char k[kStages][kStageBytes];       // 147,456 B (D_QK 576)
-    unsigned char q[kStageBytes];                              //  73,728 B
-    unsigned char p[kPOverRope ? 16 : kStages * kChunkBytes];  // unless P lies over RoPE
-    float row_scale[kStages][kBlockM];                         // factor on O before the block's PV
-    float row_sum[kBlockM];                                    // of the item
-    float row_max[kBlockM];                                    // m_ref at the item's end, base 2
-    alignas(8) unsigned char valid[kStages][kProducerWarps];   // a bit for each row of the stage
+    alignas(1024) unsigned char k[kStages][kStageBytes];         // 147,456 B (D_QK 576)
+    unsigned char q[kStageBytes];                                //  73,728 B
+    unsigned char p[kPOverRope ? 16 : kStages * Chunk::kBytes];  // unless P is stored over RoPE
+    float row_scale[kStages][kBlockM];                           // factor on O before P V
+    float row_sum[kBlockM];                                      // of the work tile
+    float row_max[kBlockM];                                      // m_ref at the work tile's end, base 2
+    alignas(8) unsigned char valid[kStages][kProducerWarps];     // a bit for each row of the stage
     u64 bar_k_full[kStages];
     u64 bar_k_free[kStages];
     u64 bar_p_full[kStages];
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
-    float row_top[kMaxLogits ? kBlockM : 1];  // largest scores of the item, base 2
+    float row_top[kMaxLogits ? kBlockM : 1];  // largest scores of the work tile, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kBlockM>;
 
-// ---- QK ----------------------------------------------------------------------------------------------------------------
+// ---- QK ---------------------------------------------------------------------------------------------------
 
-// Starts copying the Q of an item to shared memory. Rows past the last are zero.
+// Starts copying Q of a work tile to shared memory. Rows past the last are zeros.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
     const u16* base = params.q + req * params.q_stride_b;
@@ -115,49 +132,49 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         const RowIndex row(params, tile_row);
         const u16* src = base + row.token * params.q_stride_s +
                          (row.valid ? row.head : 0) * params.q_stride_h + thread % 8 * 8;
-        const u32 dst = smem_address(smem.q) + swizzle128_offset(tile_row, thread % 8);
+        const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-            cp_async_16_or_zeros(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+            cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
         }
     }
 }
 
 __device__ __forceinline__ u32 p_address(const SharedMemoryPlan& smem, u32 stage) {
-    return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * kGroupBytes
-                      : smem_address(smem.p) + stage * kChunkBytes;
+    return kPOverRope ? smem_address(smem.k[stage]) + kRopeChunk * Chunk::kGroupBytes
+                      : smem_address(smem.p) + stage * Chunk::kBytes;
 }
 
 __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
-    const u64 desc_q = descriptor_k_major(smem_address(smem.q));
+    const u64 desc_q = Chunk::k_major(smem_address(smem.q));
     griddepcontrol_wait();  // before Q is read
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
-    if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req);
+    if (reader.next(smem)) start_load_q(params, smem, reader.work(smem).req);
     for (; reader.next(smem); reader.release(smem)) {
         cp_async_wait_all();
         fence_proxy_async();
         named_barrier_sync(NB_QK, 128);
         OnlineSoftmax softmax;
         RowMaximum maximum;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
             u32 valid_low = 0, valid_high = 0;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const u32* valid = reinterpret_cast<const u32*>(smem.valid[stage]);
                 valid_low = valid[0];
                 valid_high = valid[1];
             }
             float s[32];
-            const u64 desc_k = descriptor_grouped<kChunks>(smem_address(smem.k[stage]));
+            const u64 desc_k = KTiles::descriptor(smem_address(smem.k[stage]));
             wgmma_pin(s);
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 4 * kChunks; ++i) {
-                const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
-                const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-                wgmma_m64n64k16_ss<kDtype>(s, a, b, i > 0);
+                const u64 a = desc_q + i / 4 * Chunk::kStepTile + i % 4 * Chunk::kStepK;
+                const u64 b = desc_k + i / 4 * KTiles::kStepTile + i % 4 * Chunk::kStepK;
+                wgmma_ss<kDtype>(s, a, b, i > 0);
             }
             wgmma_commit_group();
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
@@ -166,39 +183,36 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             wgmma_pin(s);
 
             if (left == 1) {
-                // The next item's Q, under the rest of this one
-                ItemReader after = reader;
+                // Load Q of the next work tile while this one is finished
+                WorkTileReader after = reader;
                 ++after.count;
                 if (after.next(smem)) {
                     named_barrier_sync(NB_QK, 128);
-                    start_load_q(params, smem, after.item(smem).req);
+                    start_load_q(params, smem, after.work(smem).req);
                 }
             }
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             if constexpr (kMaxLogits) maximum.block(s);
             u32 p[16];
             float scale[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, scale);
 
-            if (has_row_scales()) {
-                float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
+            if (leads_quad()) {
+                float* row_scale = first_row(smem.row_scale[stage], warp_idx);
                 row_scale[0] = scale[0];
                 row_scale[8] = scale[1];
             }
-            if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // all of Q K^T is complete
-            // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
+            if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // Q K^T is complete in all warps
+            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
+            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 smem_p = p_address(smem, stage) +
-                               (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * kGroupBytes +
-                               swizzle128_offset(lane_idx % 8, lane_idx / 16);
-#pragma unroll
-            for (int group = 0; group < 4; ++group) {  // of 16 tokens
-                stmatrix_x4(smem_p ^ (32 * group), p[4 * group], p[4 * group + 1], p[4 * group + 2],
-                            p[4 * group + 3]);
-            }
+                               (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * Chunk::kGroupBytes +
+                               Chunk::offset(lane_idx % 8, lane_idx / 16);
+            store_probabilities<Chunk::kBytes>(smem_p, p);
             fence_proxy_async();
             __syncwarp();
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_p_full[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
         softmax.store(smem.row_sum, smem.row_max, warp_idx);
@@ -207,89 +221,79 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     }
 }
 
-// ---- PV ----------------------------------------------------------------------------------------------------------------
+// ---- PV ---------------------------------------------------------------------------------------------------
 
-// One code for both halves of the columns: a small call fetches it once.
+// Both halves of the columns share one copy of the code, so that a short call fetches its instructions once.
 __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryPlan& smem, int half,
                                              int warp_idx) {
-    const u32 smem_v = smem_address(smem.k) + half * 4 * kGroupBytes;
+    const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
     float o[128];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
-        bool begun = false;  // the first product of an item, which has a block, overwrites O
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        bool begun = false;  // false: the first product of the work tile overwrites O
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[stage]), n / kStages & 1);
-            float scale0 = 1.0f, scale1 = 1.0f;
-            if (has_row_scales()) {
-                const float* row_scale = smem.row_scale[stage] + warp_idx * 16 + lane_index() / 4;
-                scale0 = row_scale[0];
-                scale1 = row_scale[8];
-            }
-            if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
-                scale0 = __shfl_sync(0xffffffff, scale0, 0, 4);
-                scale1 = __shfl_sync(0xffffffff, scale1, 0, 4);
-#pragma unroll
-                for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? scale1 : scale0;
-            }
-            const u64 desc_p = descriptor_grouped<kPChunks>(p_address(smem, stage));
-            const u64 desc_v = descriptor_grouped<kChunks>(smem_v + stage * kStageBytes);
+            rescale(o, smem.row_scale[stage], warp_idx);
+            const u64 desc_p = GroupMajorTiles<kPChunks>::descriptor(p_address(smem, stage));
+            const u64 desc_v = KTiles::descriptor(smem_v + stage * kStageBytes);
             wgmma_pin(o);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kBlockTokens / 16; ++k) {
-                const u64 a = desc_p + k * kStepKMajor, b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-                wgmma_m64n128k16_ss_bt<kDtype, 0>(o, a, b, begun || k > 0);
-                wgmma_m64n128k16_ss_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, begun || k > 0);
+                const u64 a = desc_p + k * Chunk::kStepK, b = desc_v + k * KTiles::kStepMn;
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<0, 64>(o), a, b, begun || k > 0);
+                wgmma_ss<kDtype, Major::kK, Major::kMn>(wgmma_columns<64, 64>(o), a,
+                                                        b + 2 * KTiles::kStepTile, begun || k > 0);
             }
             wgmma_commit_group();
             wgmma_wait_group<0>();
             wgmma_pin(o);
             begun = true;
-            if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
+            if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_rows<kDtype, RowIndex>(params, smem, reader.item(smem), o, warp_idx, half);
+        store_rows<kDtype, RowIndex>(params, smem, reader.work(smem), o, warp_idx, half);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
-// A thread's share of an FP8 row on its way to a stage: 16 values of each chunk but RoPE's.
+// The share of a thread in an FP8 row: 16 values of each chunk except RoPE's.
 struct Share {
-    static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are short
-    static constexpr int kValueChunks = kFp8Values / kChunkCols;
+    static constexpr int kAhead = LOAD_BYTES == 16 ? 4 : 3;  // chunks in flight; registers are scarce
+    static constexpr int kValueChunks = Fp8Row::kDimNope / Chunk::kCols;
 
     const unsigned char* src;  // the share's first byte, or null
     u32 values[kAhead][4];
     u32 scales[2];  // V3.2: float32, of chunks 4 i + {0, 1} and 4 i + {2, 3}; MODEL1: 8 e8m0
 
     __device__ __forceinline__ static void prefetch(const Row& row) {
-        const Place place;
-        constexpr int kLines = ceil_div(kRowBytes + 127, 128);  // wherever it begins
+        const ProducerThread thread;
+        constexpr int kLines = ceil_div(Fp8Row::kRowBytes + 127, 128);  // for any start of the row
         if (row.data == nullptr) return;
 #pragma unroll
         for (int line = 0; line < kLines; line += 4) {
-            if (line + place.quarter < kLines)
-                prefetch_l2(row.data + min_int((line + place.quarter) * 128, kRowBytes - 1));
+            if (line + thread.quarter < kLines)
+                prefetch_l2(row.data + min_int((line + thread.quarter) * 128, Fp8Row::kRowBytes - 1));
         }
     }
     __device__ __forceinline__ void load(int chunk) {
-        load_16_or_zeros(values[chunk % kAhead], src + chunk * kChunkCols, src != nullptr);
+        load_16_or_zeros(values[chunk % kAhead], src + chunk * Chunk::kCols, src != nullptr);
     }
     __device__ __forceinline__ void load_scale(const unsigned char* row, int chunk) {
-        scales[chunk / 2 % 2] = load_global_4(row + kScaleOffset + chunk / 2 * 4, src != nullptr);
+        scales[chunk / 2 % 2] = load_global_4(row + Fp8Row::kScalesOffset + chunk / 2 * 4, src != nullptr);
     }
     __device__ __forceinline__ void start(const Row& row) {
-        src = row.data != nullptr ? row.data + Place().quarter * 16 : nullptr;
-        if constexpr (kFormat == Format::kV32) {
+        src = row.data != nullptr ? row.data + ProducerThread().quarter * 16 : nullptr;
+        if constexpr (kFormat == CacheFormat::kV32) {
             load_scale(row.data, 0);
             load_scale(row.data, 2);
         } else {
@@ -300,31 +304,31 @@ struct Share {
         for (int chunk = 0; chunk < kAhead; ++chunk) load(chunk);
     }
     __device__ __forceinline__ float scale(int chunk) const {
-        if constexpr (kFormat == Format::kV32) {
+        if constexpr (kFormat == CacheFormat::kV32) {
             return __uint_as_float(scales[chunk / 2 % 2]);
         } else {
             return e8m0_value(scales[chunk / 4] >> chunk % 4 * 8 & 0xff);
         }
     }
-    // RoPE, which is bf16 already, is copied to its chunk.
+    // Copies RoPE, which is already bf16, to its chunk.
     __device__ __forceinline__ void copy_rope(const Params& params, u32 group) {
-        const Place place;
+        const ProducerThread thread;
         const bool reads = src != nullptr;
-        const unsigned char* rope = (reads ? src : params.cache[0]) + kRopeOffset;
-        const u32 dst = group + kRopeChunk * kGroupBytes + swizzle128_offset(place.row, place.quarter);
+        const unsigned char* rope = (reads ? src : params.cache[0]) + Fp8Row::kRopeOffset;
+        const u32 dst = group + kRopeChunk * Chunk::kGroupBytes + Chunk::offset(thread.row, thread.quarter);
         copy_16_or_zeros(dst, rope, reads);
         copy_16_or_zeros(dst ^ 64, rope + 64, reads);
     }
     __device__ __forceinline__ void dequantise(u32 group) {
-        const Place place;
-        const u32 dst = group + swizzle128_offset(place.row, place.quarter * 2);
+        const ProducerThread thread;
+        const u32 dst = group + Chunk::offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
             const u32(&v)[4] = values[chunk % kAhead];
-            store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
-            store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
-            if (kFormat == Format::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
-                load_scale(src - place.quarter * 16, chunk + 3);
+            store_dequantised(dst + chunk * Chunk::kGroupBytes, v[0], v[1], scale(chunk));
+            store_dequantised((dst ^ 16) + chunk * Chunk::kGroupBytes, v[2], v[3], scale(chunk));
+            if (kFormat == CacheFormat::kV32 && chunk % 2 == 1 && chunk + 3 < kValueChunks)
+                load_scale(src - thread.quarter * 16, chunk + 3);
             if (chunk + kAhead < kValueChunks) load(chunk + kAhead);
         }
     }
@@ -334,12 +338,12 @@ struct Share {
     }
 };
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {

@@ -1,72 +1,89 @@
-// Sparse MLA decoding over FP8 caches for 128 heads at a time: two CTAs share the columns of every row (Hopper, sm_90a).
+// Sparse MLA decoding over FP8 caches for 128 heads: two CTAs share the columns of every row (sm_90a).
 //
-// Operation, arrays, formats, plan, pieces and MAX_LOGITS are those of mla_sparse_fp8.cu. There each tile of 64 heads gathers and
-// converts whole rows. Here a cluster of two CTAs has both tiles, and CTA r only columns 256 r to 256 r + 255 of V and half r of RoPE
-// (MODEL1, whose RoPE is part of V: 256 of the 512 columns), so that every value is loaded, converted and stored once:
+// Operation, arrays, formats, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu. There the CTA of
+// each tile of 64 heads gathers and converts whole rows. Here a cluster of two CTAs has a pair of tiles. CTA
+// r has columns 256 r to 256 r + 255 of V and half r of RoPE; in MODEL1, where RoPE is part of V, it has 256
+// of the 512 columns. Every value is then loaded, converted and stored once:
 //
-//   S = Q K^T     each CTA over its columns, for both tiles; a tile's CTA (r = tile) adds what the other one sends
-//   P             by the tile's CTA, which sends it to the other one
-//   O = P V       each CTA its 256 columns, for both tiles
+//   S = Q K^T  each CTA computes it over its columns, for both tiles. CTA r is the owner of tile r and adds
+//              what the other CTA sends.
+//   P          the owner computes it and sends it to the other CTA
+//   O = P V    each CTA computes its 256 columns, for both tiles
 //
-// Grid: x = query tokens x pairs of tiles x 2, z = parts of the plan (mla/plan.cuh).
+// Grid: x = query tokens x pairs of tiles x 2, z = partitions of the plan (mla/plan.cuh).
 //
-// Roles (512 threads; the launch gives 128 registers each, setmaxnreg moves them)
-//   owner     warpgroup 0,  208 registers   the CTA's own tile: S, online softmax, P, O
-//   helper    warpgroup 1,  208             the other CTA's tile: its share of S, O; warp 0 walks the plan
-//   producer  warpgroups 2, 3, 48           gather and dequantise rows into K's ring, each of the eight warps a group of a block
+// Roles (512 threads; the launch gives 128 registers to each, setmaxnreg redistributes them)
+//   owner     warpgroup 0,     208 registers  the CTA's own tile: S, online softmax, P, O
+//   helper    warpgroup 1,     208            the other CTA's tile: partial S, O; warp 0 walks the plan
+//   producer  warpgroups 2, 3,  48            gather and dequantise rows into the ring of K; each of the
+//                                             eight warps has a group of eight rows of a block
 //
-// Schedule, per 64-token block j: each of owner and helper has 18 x 32 cycles of Q K^T (MODEL1 16 x 32) and 8 x 64 of P V
-//   producer  | rows of block j + 3 (MODEL1: j + 4) when both P V(j) have left their stage
-//   owner     | softmax(j), send P(j) | P V(j), S(j + 1) from the partial scores on | softmax(j + 1) ...
-//   helper    | S(j + 2) | P V(j), send the partial scores of S(j + 2) | S(j + 3) ...
-// Q K^T goes on across items, so that an epilogue has partial scores on their way under it. A warp exchanges with the same warp of
-// the other CTA alone: lanes have the same places in both fragments, so that what is sent has no layout but theirs, and no warp waits
-// for three others.
+// Schedule, per 64-token block j: owner and helper each have 18 x 32 cycles of Q K^T (MODEL1 16 x 32) and
+// 8 x 64 of P V
+//   producer  | rows of block j + 3 (MODEL1: j + 4), when both P V(j) have left their stage
+//   owner     | softmax(j), send P(j) | P V(j), S(j + 1) on top of the partial scores | softmax(j + 1) ...
+//   helper    | S(j + 2)              | P V(j), send the partial scores of S(j + 2)   | S(j + 3) ...
+// Q K^T runs ahead across work tiles, so that partial scores are on their way during an epilogue. A warp
+// exchanges data only with the same warp of the other CTA. A lane has the same place in both fragments, so
+// data is sent in the order of registers, and no warp waits for the three others.
 //
-// Barrier             count  arrives, after what                                     waits, before what               parity
-// bar_item_full[8]    1      warp 0 of the helper: items[n] written                  all: read it                     0
-// bar_item_free[8]    16     lane 0 of each warp: done with the item                 warp 0 of the helper: overwrite  1
-// bar_k_full[s]       8      producer: lane 0 of each warp, its rows stored          owner, helper: S = Q K^T         0
-// bar_k_free[s]       64     owner, helper: P V of the warp is complete              producer: refill                 1
-// and for each of four warps
-// bar_partial_full    1      owner: bytes announced; the other helper's are there    owner: S on top of them          0
-// bar_partial_free    1      the other owner: they are read                          helper: send the next, leave     1
-// bar_p_full          1      helper: bytes announced; the other owner's are there    helper: rescale, O += P V        0
-// bar_p_free          1      the other helper: they are read                         owner: send the next, leave      1
-// bar_ends_full       1      helper: bytes announced; the other owner's are there    helper: epilogue                 0
-// bar_ends_free       1      the other helper: the item's rows are stored            owner: send the next, leave      1
-// NB_OWNER, NB_HELPER 128    an item's last Q K^T is complete; the next Q landed     that warpgroup: both             -
+// Barrier              count  arrives, after what                   waits, before what                 parity
+// bar_work_full[8]     1      warp 0 of the helper: work[n]         all: read it                       0
+//                             written
+// bar_work_free[8]     16     lane 0 of each warp: done with the    warp 0 of the helper: overwrite    1
+//                             work tile                             it
+// bar_k_full[s]        8      producer: lane 0 of each warp, its    owner, helper: S = Q K^T           0
+//                             rows stored, fenced
+// bar_k_free[s]        64     owner, helper: P V of the warp        producer: refill                   1
+//                             complete
+// and for each of the four warps
+// bar_partial_full     1      owner: bytes announced; bytes of the  owner: S on top of them            0
+//                             other helper landed
+// bar_partial_free     1      the other owner: they are read        helper: send the next, exit        1
+// bar_p_full           1      helper: bytes announced; bytes of     helper: rescale, O += P V          0
+//                             the other owner landed
+// bar_p_free           1      the other helper: they are read       owner: send the next, exit         1
+// bar_ends_full        1      helper: bytes announced; bytes of     helper: epilogue                   0
+//                             the other owner landed
+// bar_ends_free        1      the other helper: rows of the work    owner: send the next, exit         1
+//                             tile stored
+// NB_OWNER, NB_HELPER  128    that warpgroup: Q of the work tile    the same: S = Q K^T                -
+//                             copied, fenced
+//                             that warpgroup: last Q K^T complete   the same: copy the next Q
 //
-// An arrival in the other CTA can overtake loads from shared memory that were issued before it (docs/kernels/mla_sparse_fp8_cluster.md).
-// "Read" therefore means that a product has the values.
-#include "mla/fp8_rows.cuh"
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
+// An arrival in the other CTA can overtake earlier loads from shared memory
+// (docs/kernels/mla_sparse_fp8_cluster.md). "Read" in this table therefore means that a product has used the
+// values.
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
-#include "layout/swizzle64.cuh"
+#include "mla/chunks.cuh"
+#include "mla/fp8_rows.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
 constexpr Dtype kDtype = Dtype::kBf16;
-constexpr bool kV32 = kFormat == Format::kV32;
+constexpr bool kV32 = kFormat == CacheFormat::kV32;
 constexpr int kStages = kV32 ? 3 : 4;
 constexpr int kTiles = 2;
-constexpr int kColumns = kDimV / 2;  // of V, in a CTA
-constexpr int kChunks = kColumns / kChunkCols;
-constexpr int kStageBytes = kChunks * kChunkBytes;
-// Half of RoPE, which is no part of V in V3.2, lies by itself.
-constexpr int kRopeBytes = kV32 ? kHalfChunkBytes : 16;
+constexpr int kColumns = kDimV / 2;  // columns of V per CTA
+constexpr int kChunks = kColumns / Chunk::kCols;
+using KTiles = GroupMajorTiles<kChunks>;
+constexpr int kStageBytes = kChunks * Chunk::kBytes;
+// Half of RoPE has a buffer of its own in V3.2, where RoPE is not part of V.
+constexpr int kRopeBytes = kV32 ? HalfChunk::kBytes : 16;
 
 constexpr int kThreads = 512;
 constexpr int kRegistersConsumer = 208;  // owner and helper
@@ -76,21 +93,22 @@ static_assert(2 * kRegistersConsumer + 2 * kRegistersProducer <= 65536 / kThread
 
 enum NamedBarrier : int { NB_OWNER = 1, NB_HELPER = 2 };
 
-// How far the publisher is ahead of the items that are attended: Q K^T is two blocks ahead, which may be two items, and asks for the Q
-// of one more.
-constexpr u32 kItemsPublished = 5;
+// How many work tiles the publisher is ahead of the one whose P V is computed. Q K^T is two blocks ahead,
+// which can be two work tiles, and the Q of one more is being loaded.
+constexpr u32 kWorkPublished = 5;
 
-// What a warp sends at a time.
-constexpr int kVectors = 32 * 16;                       // bytes of one vector a lane
-constexpr int kPartialBytes = 8 * kVectors;             // partial scores, 32 a lane
-constexpr int kPBytes = 4 * kVectors + 32 * 8;          // P, packed, and two factors a lane
-constexpr int kEndsBytes = 16 * (kMaxLogits ? 12 : 8);  // of 16 rows
+// Bytes that a warp sends at a time.
+constexpr int kVectors = 32 * 16;                       // one vector per lane
+constexpr int kPartialBytes = 8 * kVectors;             // 32 partial scores per lane
+constexpr int kPBytes = 4 * kVectors + 32 * 8;          // packed P and two factors per lane
+constexpr int kEndsBytes = 16 * (kMaxLogits ? 12 : 8);  // the row ends of 16 rows
 
-// Of both tiles' rows. The CTA's own are written here, the others by the other CTA.
+// The end values of the rows of both tiles. The CTA writes those of its own tile, the other CTA sends the
+// rest.
 struct RowEnds {
-    float row_sum[kTiles * kBlockM];                   // of the item
-    float row_max[kTiles * kBlockM];                   // m_ref at the item's end, base 2
-    float row_top[kMaxLogits ? kTiles * kBlockM : 1];  // largest scores of the item, base 2
+    float row_sum[kTiles * kBlockM];                   // of the work tile
+    float row_max[kTiles * kBlockM];                   // m_ref at the work tile's end, base 2
+    float row_top[kMaxLogits ? kTiles * kBlockM : 1];  // largest scores of the work tile, base 2
 };
 
 struct SharedMemoryPlan {
@@ -100,7 +118,7 @@ struct SharedMemoryPlan {
     unsigned char q_rope[kTiles][kRopeBytes];             //  8,192 B or none
     unsigned char partial[4][kPartialBytes];              // 16,384 B, for the owner
     unsigned char p[4][4 * kVectors];                     //  8,192 B, for the helper
-    float2 factors[4][32];                                // on O before P V, with P
+    float2 factors[4][32];                                // on O before P V; sent with P
     RowEnds ends;
     alignas(8) unsigned char valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_k_full[kStages];
@@ -111,15 +129,15 @@ struct SharedMemoryPlan {
     u64 bar_p_free[4];
     u64 bar_ends_full[4];
     u64 bar_ends_free[4];
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
-// A row of the pair of tiles as (token, head) of the request.
+// A row of the pair of tiles, as a token and a head of the request.
 struct PairRow {
     int token, head;
     bool valid;
@@ -131,9 +149,9 @@ struct PairRow {
     }
 };
 
-// ---- Products ----------------------------------------------------------------------------------------------------------
+// ---- Products ---------------------------------------------------------------------------------------------
 
-// Starts copying the CTA's columns of a tile's Q to shared memory. Rows past the last are zero.
+// Starts copying Q of a tile to shared memory, the columns of this CTA. Rows past the last are zeros.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req,
                                              int tile) {
     const int thread = threadIdx.x % 128, unit = thread % 8;
@@ -144,92 +162,85 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         const PairRow row(params, tile * kBlockM + tile_row);
         const u16* src = base + row.token * params.q_stride_s +
                          (row.valid ? row.head : 0) * params.q_stride_h + rank * kColumns + unit * 8;
-        const u32 dst = smem_address(smem.q[tile]) + swizzle128_offset(tile_row, unit);
+        const u32 dst = smem_address(smem.q[tile]) + Chunk::offset(tile_row, unit);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            cp_async_16_or_zeros(dst + chunk * kChunkBytes, src + chunk * kChunkCols, row.valid);
+            cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
         if (kV32 && unit < 4) {
-            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + swizzle64_offset(tile_row, unit),
-                                 src + kDimV - rank * (kColumns - kHalfChunkCols), row.valid);
+            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, unit),
+                                 src + kDimV - rank * (kColumns - HalfChunk::kCols), row.valid);
         }
     }
 }
 
-// S = Q K^T of block n over the CTA's columns, or S += Q K^T, when the block's rows are there.
+// Waits for the rows of block n, then starts S = Q K^T, or S += Q K^T, over the CTA's columns.
 __device__ __forceinline__ void start_scores(SharedMemoryPlan& smem, int tile, u32 n, float (&s)[32],
                                              bool accumulate) {
     const u32 stage = n % kStages;
     mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), n / kStages & 1);
-    // Opaque, or descriptors of one call are kept in registers for the next
+    // Hidden from the compiler, which would otherwise keep descriptors in registers between calls
     u32 smem_q = smem_address(smem.q[0]) + tile * kStageBytes;
     asm volatile("" : "+r"(smem_q));
-    const u64 desc_q = descriptor_k_major(smem_q);
-    const u64 desc_k = descriptor_grouped<kChunks>(smem_address(smem.k[stage]));
+    const u64 desc_q = Chunk::k_major(smem_q);
+    const u64 desc_k = KTiles::descriptor(smem_address(smem.k[stage]));
     wgmma_pin(s);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4 * kChunks; ++i) {
-        const u64 a = desc_q + i / 4 * kStepChunk + i % 4 * kStepKMajor;
-        const u64 b = desc_k + i / 4 * kStepChunkGrouped + i % 4 * kStepKMajor;
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, accumulate || i > 0);
+        const u64 a = desc_q + i / 4 * Chunk::kStepTile + i % 4 * Chunk::kStepK;
+        const u64 b = desc_k + i / 4 * KTiles::kStepTile + i % 4 * Chunk::kStepK;
+        wgmma_ss<kDtype>(s, a, b, accumulate || i > 0);
     }
     if constexpr (kV32) {
-        const u64 a = descriptor_half_chunk(smem_address(smem.q_rope[tile]));
-        const u64 b = descriptor_half_chunk(smem_address(smem.k_rope[stage]));
-        wgmma_m64n64k16_ss<kDtype>(s, a, b, true);
-        wgmma_m64n64k16_ss<kDtype>(s, a + kStepKMajor, b + kStepKMajor, true);
+        const u64 a = HalfChunk::k_major(smem_address(smem.q_rope[tile]));
+        const u64 b = HalfChunk::k_major(smem_address(smem.k_rope[stage]));
+        wgmma_ss<kDtype>(s, a, b, true);
+        wgmma_ss<kDtype>(s, a + HalfChunk::kStepK, b + HalfChunk::kStepK, true);
     }
     wgmma_commit_group();
 }
 
-// O += P V of block n.
+// Starts O += P V of block n.
 __device__ __forceinline__ void start_pv(SharedMemoryPlan& smem, u32 n, float (&o)[128], const u32 (&p)[16]) {
-    const u64 desc_v = descriptor_grouped<kChunks>(smem_address(smem.k[n % kStages]));
+    const u64 desc_v = KTiles::descriptor(smem_address(smem.k[n % kStages]));
     wgmma_pin(o);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockTokens / 16; ++k) {
         const u32 a[4] = {p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]};
-        const u64 b = desc_v + k * kStepMnMajorGrouped<kChunks>;
-        wgmma_m64n128k16_rs_bt<kDtype, 0>(o, a, b, true);
-        wgmma_m64n128k16_rs_bt<kDtype, 64>(o, a, b + 2 * kStepChunkGrouped, true);
+        const u64 b = desc_v + k * KTiles::kStepMn;
+        wgmma_rs<kDtype, Major::kMn>(wgmma_columns<0, 64>(o), a, b, true);
+        wgmma_rs<kDtype, Major::kMn>(wgmma_columns<64, 64>(o), a, b + 2 * KTiles::kStepTile, true);
     }
     wgmma_commit_group();
 }
-// The warp's P V of block n is complete.
+// Frees the stage of block n for this warp, whose P V is complete.
 __device__ __forceinline__ void release_stage(SharedMemoryPlan& smem, u32 n) {
-    if (has_row_scales()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
+    if (leads_quad()) mbarrier_arrive(smem_address(&smem.bar_k_free[n % kStages]));
 }
 
-__device__ __forceinline__ void rescale(float (&o)[128], float factor0, float factor1) {
-    if (__any_sync(0xffffffff, factor0 != 1.0f || factor1 != 1.0f)) {
-#pragma unroll
-        for (int j = 0; j < 128; ++j) o[j] *= j & 2 ? factor1 : factor0;
-    }
-}
-
-// Where a warpgroup's Q K^T is in the blocks of all items: ahead of its P V, also past an item's end.
+// The block that Q K^T of a warpgroup has reached. It is ahead of P V, and may be in a later work tile.
 template <int kBarrier>
 struct ScoreWalk {
     int tile;
-    ItemReader reader;
-    int left = 0;  // blocks of the item
+    WorkTileReader reader;
+    int left = 0;  // blocks of the work tile that are left
 
     __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem) {
-        if (reader.next(smem)) start_load_q(params, smem, reader.item(smem).req, tile);
+        if (reader.next(smem)) start_load_q(params, smem, reader.work(smem).req, tile);
     }
-    // Whether there is another block. Its Q has landed then.
+    // Returns whether there is another block. Its Q has then landed.
     __device__ __forceinline__ bool next(SharedMemoryPlan& smem) {
         if (left == 0) {
             if (!reader.next(smem)) return false;
-            left = warp_uniform(reader.item(smem).num_blocks);
+            left = warp_uniform(reader.work(smem).num_blocks);
             cp_async_wait_all();
             fence_proxy_async();
             named_barrier_sync(kBarrier, 128);
         }
         return true;
     }
-    // Its Q K^T is complete.
+    // Moves on when Q K^T of the block is complete.
     __device__ __forceinline__ void done(const Params& params, SharedMemoryPlan& smem) {
         if (--left > 0) return;
         ++reader.count;
@@ -238,7 +249,7 @@ struct ScoreWalk {
     }
 };
 
-// ---- Owner -------------------------------------------------------------------------------------------------------------
+// ---- Owner ------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int tile = cluster_ctarank();
@@ -247,7 +258,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
     if (lane_index() == 0) mbarrier_arrive_expect_tx(bar_partial_full, kPartialBytes);
     __syncwarp();
     float o[128], s[32];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     ScoreWalk<NB_OWNER> walk{tile};
     auto start_scores_of = [&](u32 block) {
@@ -272,7 +283,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
     griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
     const bool attends = start_scores_of(0);
-    wgmma_wait_group<0>();  // in a branch, some compilers would serialise all wgmmas
+    wgmma_wait_group<0>();  // outside the branch, in which some compilers serialise all wgmmas
     if (attends) {
         wgmma_pin(s);
         walk.done(params, smem);
@@ -281,16 +292,16 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
         MaximumFirstSoftmax softmax;
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             u32 valid_low = 0, valid_high = 0;
-            if (has_row_scales()) {
+            if (leads_quad()) {
                 const u32* valid = reinterpret_cast<const u32*>(smem.valid[n % kStages]);
                 valid_low = valid[0];
                 valid_high = valid[1];
             }
             valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
             valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
-            if ((valid_low & valid_high) != 0xffffffff) mask_scores(s, valid_low, valid_high);
+            if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             u32 p[16], shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);
             const float2 factor =
@@ -326,7 +337,7 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
             softmax.maximum.store(smem.ends.row_top, params.sm_scale_log2, warp_of_pair);
         mbarrier_wait_parity(smem_address(&smem.bar_ends_free[warp_idx]), ~reader.count & 1);
         __syncwarp();
-        if (has_row_scales()) {
+        if (leads_quad()) {
             const u32 bar = remote_address(smem_address(&smem.bar_ends_full[warp_idx]), peer);
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -339,13 +350,13 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
                 if constexpr (kMaxLogits) send(smem.ends.row_top[row]);
             }
         }
-        store_rows<kDtype, PairRow>(params, smem.ends, reader.item(smem), o, warp_of_pair, tile);
+        store_rows<kDtype, PairRow>(params, smem.ends, reader.work(smem), o, warp_of_pair, tile);
     }
     mbarrier_wait_parity(smem_address(&smem.bar_p_free[warp_idx]), ~n & 1);
     mbarrier_wait_parity(smem_address(&smem.bar_ends_free[warp_idx]), ~reader.count & 1);
 }
 
-// ---- Helper ------------------------------------------------------------------------------------------------------------
+// ---- Helper -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int rank = cluster_ctarank();
@@ -361,7 +372,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
     }
     __syncwarp();
     float o[128], s[32];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     ScoreWalk<NB_HELPER> walk{tile};
     auto start_scores_of = [&](u32 block) {
@@ -380,7 +391,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
         }
         walk.done(params, smem);
     };
-    if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, kItemsPublished);
+    if (publishes) publish_work<kDtype, TileRow<kBlockM>>(params, smem, kWorkPublished);
     griddepcontrol_wait();  // before Q is read
     walk.load_q(params, smem);
 #pragma unroll 1
@@ -393,7 +404,7 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
     while (reader.next(smem)) {
 #pragma unroll
         for (int j = 0; j < 128; ++j) o[j] = 0.0f;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             mbarrier_wait_parity(bar_p_full, n & 1);
             u32 p[16];
             const u32 src = smem_address(smem.p[warp_idx]) + lane_index() * 16;
@@ -425,50 +436,52 @@ __device__ __forceinline__ void helper_warpgroup(const Params& params, SharedMem
             release_stage(smem, n);
         }
         mbarrier_wait_parity(bar_ends_full, reader.count & 1);
-        store_rows<kDtype, PairRow>(params, smem.ends, reader.item(smem), o, tile * 4 + warp_idx, rank);
+        store_rows<kDtype, PairRow>(params, smem.ends, reader.work(smem), o, tile * 4 + warp_idx, rank);
         __syncwarp();
         if (lane_index() == 0) {
             mbarrier_arrive_expect_tx(bar_ends_full, kEndsBytes);
             mbarrier_arrive_remote(smem_address(&smem.bar_ends_free[warp_idx]), peer);
         }
         reader.release(smem);
-        if (publishes) publish_items<kDtype, TileRow<kBlockM>>(params, smem, reader.count + kItemsPublished);
+        if (publishes) publish_work<kDtype, TileRow<kBlockM>>(params, smem, reader.count + kWorkPublished);
     }
     mbarrier_wait_parity(smem_address(&smem.bar_partial_free[warp_idx]), ~n & 1);
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
-// A thread's share of the CTA's columns of a row: 16 values of each chunk but RoPE's.
+// The share of a thread in the CTA's columns of a row: 16 values of each chunk except RoPE's.
 struct Share {
     const unsigned char* src;  // the share's first byte, or null
     u32 values[kChunks][4];
     u32 scales[kV32 ? 2 : 1];  // V3.2: float32, of chunks {0, 1} and {2, 3}; MODEL1: 4 e8m0
 
-    // The first three lanes have the CTA's values, the last one scales and RoPE, together with the other CTA's.
+    // The first three threads prefetch the values of this CTA. The last one prefetches scales and RoPE,
+    // sharing this with the other CTA.
     __device__ __forceinline__ static void prefetch(const Row& row) {
-        const Place place;
+        const ProducerThread thread;
         if (row.data == nullptr) return;
         const int rank = cluster_ctarank();
-        const int value = rank * kColumns + min_int(place.quarter * 128, kColumns - 1);
-        prefetch_l2(row.data + (place.quarter < 3 ? value : kRowBytes - 1 - (rank == 0 ? 64 : 0)));
+        const int value = rank * kColumns + min_int(thread.quarter * 128, kColumns - 1);
+        prefetch_l2(row.data + (thread.quarter < 3 ? value : Fp8Row::kRowBytes - 1 - (rank == 0 ? 64 : 0)));
     }
-    // MODEL1: the second CTA's last chunk is RoPE.
+    // False for RoPE, which in MODEL1 is the last chunk of the second CTA.
     __device__ __forceinline__ static bool has_values(int chunk) {
         return kV32 || chunk < kChunks - 1 || cluster_ctarank() == 0;
     }
     __device__ __forceinline__ void start(const Row& row) {
         const int rank = cluster_ctarank();
-        src = row.data != nullptr ? row.data + rank * kColumns + Place().quarter * 16 : nullptr;
+        src = row.data != nullptr ? row.data + rank * kColumns + ProducerThread().quarter * 16 : nullptr;
         if constexpr (kV32) {
-            const uint2 x = load_global_8(row.data + kScaleOffset + rank * 8, src != nullptr);
+            const uint2 x = load_global_8(row.data + Fp8Row::kScalesOffset + rank * 8, src != nullptr);
             scales[0] = x.x, scales[1] = x.y;
         } else {
             scales[0] = load_global_4(row.data + row.scale_distance + rank * 4, src != nullptr);
         }
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-            if (has_values(chunk)) load_16_or_zeros(values[chunk], src + chunk * kChunkCols, src != nullptr);
+            if (has_values(chunk))
+                load_16_or_zeros(values[chunk], src + chunk * Chunk::kCols, src != nullptr);
     }
     __device__ __forceinline__ float scale(int chunk) const {
         if constexpr (kV32) {
@@ -477,19 +490,20 @@ struct Share {
             return e8m0_value(scales[0] >> chunk * 8 & 0xff);
         }
     }
-    // RoPE, which is bf16 already, is copied.
+    // Copies RoPE, which is already bf16.
     __device__ __forceinline__ void copy_rope(const Params& params, SharedMemoryPlan& smem, u32 stage,
                                               u32 group) const {
-        const Place place;
+        const ProducerThread thread;
         const int rank = cluster_ctarank();
         const bool reads = src != nullptr;
-        const unsigned char* rope = (reads ? src - rank * kColumns : params.cache[0]) + kRopeOffset;
+        const unsigned char* rope = (reads ? src - rank * kColumns : params.cache[0]) + Fp8Row::kRopeOffset;
         if constexpr (kV32) {
             const u32 dst =
-                smem_address(smem.k_rope[stage]) + swizzle64_offset(place.block_row(), place.quarter);
-            copy_16_or_zeros(dst, rope + rank * kHalfChunkRowBytes, reads);
+                smem_address(smem.k_rope[stage]) + HalfChunk::offset(thread.block_row(), thread.quarter);
+            copy_16_or_zeros(dst, rope + rank * HalfChunk::kRowBytes, reads);
         } else if (rank == 1) {
-            const u32 dst = group + (kChunks - 1) * kGroupBytes + swizzle128_offset(place.row, place.quarter);
+            const u32 dst =
+                group + (kChunks - 1) * Chunk::kGroupBytes + Chunk::offset(thread.row, thread.quarter);
             copy_16_or_zeros(dst, rope, reads);
             copy_16_or_zeros(dst ^ 64, rope + 64, reads);
         }
@@ -497,24 +511,24 @@ struct Share {
     __device__ __forceinline__ void store(const Params& params, SharedMemoryPlan& smem, u32 stage,
                                           u32 group) const {
         copy_rope(params, smem, stage, group);
-        const Place place;
-        const u32 dst = group + swizzle128_offset(place.row, place.quarter * 2);
+        const ProducerThread thread;
+        const u32 dst = group + Chunk::offset(thread.row, thread.quarter * 2);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             if (!has_values(chunk)) continue;
             const u32(&v)[4] = values[chunk];
-            store_dequantised(dst + chunk * kGroupBytes, v[0], v[1], scale(chunk));
-            store_dequantised((dst ^ 16) + chunk * kGroupBytes, v[2], v[3], scale(chunk));
+            store_dequantised(dst + chunk * Chunk::kGroupBytes, v[0], v[1], scale(chunk));
+            store_dequantised((dst ^ 16) + chunk * Chunk::kGroupBytes, v[2], v[3], scale(chunk));
         }
     }
 };
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
         mbarrier_init_fence();
     } else if (thread == 32) {
 #pragma unroll
@@ -556,5 +570,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         setmaxnreg_dec<kRegistersProducer>();
         producer_warp<Share>(params, smem);
     }
-    // A CTA may leave before the other: it has waited for all that is sent to its memory and every arrival on its barriers.
+    // A CTA may exit before the other: it has waited for all data sent to its memory and for every arrival on
+    // its barriers.
 }

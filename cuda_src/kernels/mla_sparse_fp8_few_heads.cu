@@ -1,73 +1,90 @@
-// Sparse MLA decoding with up to 16 heads over V3.2 caches: tokens are the rows of both products (Hopper, sm_90a).
+// Sparse MLA decoding with up to 16 heads over V3.2 caches: tokens are the rows of both products (sm_90a).
 //
 //   S^T = sm_scale K Q^T,  P = softmax(S),  O^T = V^T P^T,  K, V and all arrays as in mla_sparse_fp8.cu
 //
-// A tile of 64 heads is three quarters padding here. With tokens on the side that has 64 rows, 16 heads cost 16 columns. The cache's
-// bytes are written to shared memory once, as they are. But for RoPE they are widened to float16, exactly, on their way to registers,
-// from where both products take them:
-//   K Q^T    Q times a power of two, float16; a sum for each of a token's four scales, which multiply it in float32.
-//   V^T P^T  P times the token's scale, float16: one P for each 128 columns. Units of a power of two keep it in range; they follow
-//            the scales as the softmax's reference follows the scores.
-// So neither K nor V is rounded, and P to 11 bits above 2^-14 of a unit, to 2^-25 of it below.
+// With so few heads a tile of 64 heads is three quarters padding. wgmma has 64 rows but can have as few as 8
+// columns. So tokens are the rows here, and 16 heads cost 16 columns.
 //
-// Grid and MAX_LOGITS: as mla_sparse_fp8.cu, with tiles of 16 heads.
+// The bytes of the cache are copied to shared memory as they are. The e4m3 values are widened to float16,
+// exactly, on their way to registers, from where both products take them. RoPE stays bf16 in shared memory.
+// Scales are applied elsewhere:
+//   K Q^T    Q is float16, times a power of two. Each group of 128 columns has a partial sum of its own,
+//            which is multiplied by the scale of token and group in float32.
+//   V^T P^T  P times the scale of token and group is float16, so that there is one P per group. It is in
+//            units of a power of two, to stay in the range of float16. A unit grows when a scale gets too
+//            large for it, just as the reference of the softmax grows with the scores.
+// So K and V are not rounded. P is rounded to 11 bits if it is at least 2^-14 of a unit, else to a multiple
+// of 2^-24 units.
 //
-// Roles (768 threads; the launch gives 80 registers each, setmaxnreg moves them)
-//   softmax   warpgroup 0,     88 registers   RoPE's part of S^T, online softmax, P^T; loads Q
-//   columns   warpgroups 1-4,  88             128 columns each: their part of S^T, their O^T, rescale, epilogue; warp 0 of the
-//                                             last walks the plan
-//   producer  warpgroup 5,     40             copies rows by cp.async, each warp 16 of a block
+// Grid and MAX_LOGITS: as in mla_sparse_fp8.cu, with tiles of 16 heads.
 //
-// Schedule, per 64-token block j: the tensor core has 4 x 16 x 16 + 4 x 20 = 1104 cycles
-//   producer  | rows of block j + 4 as soon as block j is read
-//   columns   | their part of S^T(j + 1); V^T(j) to registers             | V^T P^T(j)
-//   softmax   | S^T(j) added up, softmax(j), P(j) stored                  | ...
+// Roles (768 threads; the launch gives 80 registers to each, setmaxnreg redistributes them)
+//   softmax   warpgroup 0,     88 registers  RoPE's part of S^T, online softmax, P^T; loads Q
+//   columns   warpgroups 1-4,  88            128 columns each: their part of S^T, their O^T, rescale,
+//                                            epilogue; warp 0 of the last one walks the plan
+//   producer  warpgroup 5,     40            copies rows with cp.async, each warp 16 rows of a block
 //
-// Barrier             count     arrives, after what                                waits, before what                 parity
-// bar_item_full[8]    1         the publisher: items[n] written                    all: read it                       0
-// bar_item_free[8]    24        lane 0 of each warp: done with the item            the publisher: overwrite it        1
-// bar_q_full          128       softmax: Q of the item stored                      columns: their part of S^T         0
-// bar_raw_full[s]     132       producer: every thread's copies landed; lane 0     softmax, columns: read the rows    0
-//                               of each warp, validity written
-// bar_raw_free[s]     20        lane 0 of each warp of both: rows read             producer: refill                   1
-// bar_p_full[p]       128       softmax: P, row scales stored, parts read          columns: rescale, O^T += V^T P^T,   0
-//                                                                                  write the next block's parts
-// bar_p_free[p]       16        lane 0 of each warp of columns: V^T P^T complete   softmax: overwrite them            1
-// bar_sum_full        128       softmax: sums and units of the item written,       columns: epilogue; write the       0
-//                               parts of its last block read                       next item's first parts
-// bar_sum_free        512       columns: the item's rows are stored                softmax: write the next item's     1
-// NB_SOFTMAX          128       softmax: Q, warps' maxima, warps' sums written     softmax: use them                  -
-// NB_VOTE             128       softmax: whether something outgrew its reference   softmax: follow it                 -
-// NB_PART_FULL        640       columns: their parts of S^T written, so Q read     softmax: add them up; at an        -
-//                                                                                  item's end overwrite Q
-// NB_HALF + h         256       columns of half h: magnitudes written              the same: scale of the piece       -
+// Schedule, per 64-token block j: the tensor core works 4 x 16 x 16 + 4 x 20 = 1104 cycles
+//   producer  | rows of block j + 4, as soon as block j has been read
+//   columns   | their part of S^T(j + 1); V^T(j) to registers  | V^T P^T(j)
+//   softmax   | add up S^T(j), softmax(j), store P(j)          | ...
 //
-// A row that no valid index names is zeros in shared memory, and its scores are masked: nothing of the cache is read for it.
-#include "mla/items.cuh"
-#include "mla/output.cuh"
-#include "mla/publisher.cuh"
-#include "mla/selection.cuh"
+// Barrier           count  arrives, after what                       waits, before what                parity
+// bar_work_full[8]  1      the publisher: work[n] written            all: read it                      0
+// bar_work_free[8]  24     lane 0 of each warp: done with the work   the publisher: overwrite it       1
+//                          tile
+// bar_q_full        128    softmax: Q of the work tile stored,       columns: their part of S^T        0
+//                          fenced
+// bar_raw_full[s]   132    producer: copies landed, every thread;    softmax, columns: read the rows   0
+//                          lane 0 of each warp, valid written
+// bar_raw_free[s]   20     softmax, columns: lane 0 of each warp,    producer: refill                  1
+//                          rows read
+// bar_p_full[p]     128    softmax: P and row scales stored,         columns: rescale, O^T += V^T      0
+//                          fenced; partial sums read                 P^T; write the partial sums of
+//                                                                    the next block
+// bar_p_free[p]     16     columns: lane 0 of each warp, V^T P^T     softmax: overwrite P and row      1
+//                          complete                                  scales
+// bar_sum_full      128    softmax: sums and units of the work tile  columns: epilogue; write the      0
+//                          written; partial sums of its last block   first partial sums of the next
+//                          read                                      work tile
+// bar_sum_free      512    columns: rows of the work tile stored     softmax: write those of the next  1
+// NB_SOFTMAX        128    softmax: Q, maxima of warps, sums of      softmax: use them                 -
+//                          warps written
+// NB_VOTE           128    softmax: whether a score or scale is too  softmax: raise reference and      -
+//                          large                                     unit
+// NB_PART_FULL      640    columns: partial sums of S^T written; Q   softmax: add them up; after the   -
+//                          read                                      last block overwrite Q
+// NB_HALF + h       256    columns of half h: largest magnitudes     the same: scale of the split      -
+//                          written
+//
+// Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#include "attention/transposed.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/cache_rows.cuh"
+#include "mla/chunks.cuh"
+#include "mla/output.cuh"
+#include "mla/plan.cuh"
+#include "mla/publisher.cuh"
+#include "mla/selection.cuh"
+#include "mla/splits.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
 #include "ptx/wgmma.cuh"
-#include "mla/pieces.cuh"
-#include "mla/plan.cuh"
 
-static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8, "LOAD_BYTES is what addresses of rows are multiples of");
+static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8, "LOAD_BYTES is the alignment of rows in bytes: 16 or 8");
 
 constexpr Dtype kDtype = Dtype::kBf16;
 constexpr int kHeads = 16;
 constexpr int kStages = 4;
-constexpr int kPSlots = 2;
-constexpr int kGroups = 4;  // of columns with a scale; one for each warpgroup of columns
+constexpr int kPStages = 2;
+constexpr int kGroups = 4;  // of columns that share a scale; one per warpgroup of columns
 constexpr int kGroupCols = 128;
-constexpr int kScaleOffset = 512, kRopeOffset = 528;  // bytes into a row
+using Fp8Row = CacheRow<CacheFormat::kV32>;
 
 constexpr int kThreads = 768;
 constexpr int kProducerWarps = 4;
@@ -81,69 +98,66 @@ static_assert(kRegistersSoftmax + kGroups * kRegistersColumns + kRegistersProduc
 
 enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_HALF = 4 };
 
-constexpr int kPartThreads = 128 + 128 * kGroups;     // that parts of S^T go between
-constexpr int kHeadsBytes = kHeads * kChunkRowBytes;  // of a chunk with a row for each head
+constexpr int kPartThreads = 128 + 128 * kGroups;       // that exchange partial sums of S^T
+constexpr int kHeadsBytes = kHeads * Chunk::kRowBytes;  // a chunk with one row per head
 
 struct SharedMemoryPlan {
     struct Raw {
-        alignas(1024) unsigned char values[kGroups][kChunkBytes];  // e4m3
-        unsigned char rope[kChunkBytes];                           // bf16
-    } raw[kStages];                                                // 163,840 B
-    unsigned char q[kGroups][2][kHeadsBytes];                      // 16,384 B: float16
-    unsigned char q_rope[kHeadsBytes];                             //  2,048 B: bf16
-    unsigned char p[kPSlots][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
-    float4 part[kGroups][2][128];                    // 16,384 B: of S^T, as the accumulators of 128 threads
+        alignas(1024) unsigned char values[kGroups][Chunk::kBytes];  // e4m3
+        unsigned char rope[Chunk::kBytes];                           // bf16
+    } raw[kStages];                                                  // 163,840 B
+    unsigned char q[kGroups][2][kHeadsBytes];                        // 16,384 B: float16
+    unsigned char q_rope[kHeadsBytes];                               //  2,048 B: bf16
+    unsigned char p[kPStages][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
+    float4 part[kGroups][2][128];                     // 16,384 B: partial sums of S^T
     float scale[kStages][kGroups][kBlockTokens];
-    float factor[kHeads];                       // on scores, makes them base 2
-    float row_scale[kPSlots][kGroups][kHeads];  // factor on O before the block's V^T P^T
-    u32 rescale[kPSlots];                       // whether it is to be applied
+    float factor[kHeads];                        // that converts scores to base 2
+    float row_scale[kPStages][kGroups][kHeads];  // factor on O before V^T P^T
+    u32 rescale[kPStages];                       // whether the factor is applied
     float warp_max[4][kHeads];
     float warp_unit[4][kGroups];
     float warp_sum[4][kHeads];
-    float row_sum[kHeads];  // of the item
-    float row_max[kHeads];  // m_ref at the item's end, base 2
-    float unit[kGroups];    // of O at the item's end
+    float row_sum[kHeads];  // of the work tile
+    float row_max[kHeads];  // m_ref at the work tile's end, base 2
+    float unit[kGroups];    // unit of P and O at the work tile's end
     float warp_top[4 * kGroups][kHeads];
     u16 valid[kStages][kProducerWarps];  // a bit for each row of the stage
     u64 bar_q_full;
     u64 bar_raw_full[kStages];
     u64 bar_raw_free[kStages];
-    u64 bar_p_full[kPSlots];
-    u64 bar_p_free[kPSlots];
+    u64 bar_p_full[kPStages];
+    u64 bar_p_free[kPStages];
     u64 bar_sum_full;
     u64 bar_sum_free;
-    u64 bar_item_full[kItemSlots];
-    u64 bar_item_free[kItemSlots];
-    WorkItem items[kItemSlots];
+    u64 bar_work_full[kWorkStages];
+    u64 bar_work_free[kWorkStages];
+    WorkTile work[kWorkStages];
     PublisherState publisher;
     float warp_row_top[kMaxLogits ? 4 : 1][kHeads];
-    float row_top[kMaxLogits ? kHeads : 1];  // largest scores of the item, base 2
+    float row_top[kMaxLogits ? kHeads : 1];  // largest scores of the work tile, base 2
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-static_assert(SMEM_BYTES <= 232448, "more shared memory than a CTA may have");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
 using RowIndex = TileRow<kHeads>;
 
-// The four heads of a thread in products with heads as columns: i = 0 .. 3, accumulators accumulator_of(i) and that + 2.
-__device__ __forceinline__ int head_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
-__device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 4 + i % 2; }
+// ---- Softmax ----------------------------------------------------------------------------------------------
 
-// ---- Softmax -----------------------------------------------------------------------------------------------------------
-
-// Brings the Q of an item to shared memory: each row times a power of two, float16 beside K's e4m3, bf16 beside RoPE. Rows past
-// the last are zero. Eight lanes a row.
+// Loads Q of a work tile to shared memory. A row is multiplied by a power of two. It is float16 for the
+// groups, and bf16 for RoPE. Rows past the last are zeros. Eight lanes share a row.
 //
-// A group's columns lie in the order in which `Keys` has K's: column 32 t + 4 s + 2 h + e at 16 s + 8 h + 2 t + e.
+// Column 32 t + 4 s + 2 h + e of a group is stored as column 16 s + 8 h + 2 t + e. That is the order in which
+// `Keys` has the columns of K.
 __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
     const int part = thread % 8, tile_row = thread / 8;
     const RowIndex row(params, tile_row);
     const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
                      (row.valid ? row.head : 0) * params.q_stride_h + part * 8;
-    uint4 v[9];  // of each 64 columns
+    uint4 v[9];  // eight columns of each 64
     u32 top = 0;
 #pragma unroll
-    for (int c = 0; c < 9; ++c) v[c] = load_global_16(src + c * kChunkCols, row.valid);
+    for (int c = 0; c < 9; ++c) v[c] = load_global_16(src + c * Chunk::kCols, row.valid);
 #pragma unroll
     for (int c = 0; c < 9; ++c) {
         top = max_bf16x2(max_bf16x2(top, abs_bf16x2(v[c].x)), abs_bf16x2(v[c].y));
@@ -152,7 +166,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int distance = 1; distance < 8; distance *= 2)
         top = max_bf16x2(top, __shfl_xor_sync(0xffffffff, top, distance));
-    // The largest element to [2^14, 2^15): exact in float16 down to 2^-28 of it
+    // The largest element is scaled to [2^14, 2^15). Elements down to 2^-28 of it are exact in float16
     constexpr int kBias = 127, kTopExponent = 14, kInfinite = 255;
     const int exponent = (max_bf16x2(top, top >> 16) & 0x7fff) >> 7;
     const int power = exponent == 0 ? kBias : min_int(kTopExponent + 2 * kBias - exponent, 2 * kBias - 1);
@@ -164,11 +178,11 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         const u32 words[4] = {v[c].x, v[c].y, v[c].z, v[c].w};
-        const int column = c % 2 * 64 + part * 8;  // of the group
+        const int column = c % 2 * 64 + part * 8;  // column of the group
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int step = (column % 32 + 2 * k) / 4;
-            const u32 offset = swizzle128_offset(tile_row, step % 4 * 2 + k % 2) + column / 32 * 4;
+            const u32 offset = Chunk::offset(tile_row, step % 4 * 2 + k % 2) + column / 32 * 4;
             *reinterpret_cast<u32*>(&smem.q[c / 2][step / 4][offset]) =
                 pack_16bit<Dtype::kF16>(bf16_low(words[k]) * factor, bf16_high(words[k]) * factor);
         }
@@ -178,65 +192,55 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         scaled[k] = pack_16bit<kDtype>(bf16_low(words[k]) * factor, bf16_high(words[k]) * factor);
-    *reinterpret_cast<uint4*>(&smem.q_rope[swizzle128_offset(tile_row, part)]) =
+    *reinterpret_cast<uint4*>(&smem.q_rope[Chunk::offset(tile_row, part)]) =
         make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
 }
 
-constexpr float kLazyUnits =
-    128.0f;  // a unit follows a scale that is more of them: 2^8 x 128 < 65504, float16's largest
-constexpr float kInverseOfLeast = 0x1p126f;  // of the least unit, which an item begins with
+// A unit grows when a scale is more than this many units. P is at most 2^8, and 2^8 x 128 is below 65504, the
+// largest float16.
+constexpr float kLazyUnits = 128.0f;
+constexpr float kInverseOfLeast = 0x1p126f;  // inverse of the least unit, with which a work tile begins
 
-// The power of two at or below a scale that is in a float's normal range, as its inverse.
+// The inverse of the power of two at or below a scale, limited to the normal range of float.
 __device__ __forceinline__ float inverse_unit(float scale) {
     const int exponent = __float_as_uint(scale) >> 23;
     return __uint_as_float(max_int(254 - max_int(exponent, 1), 1) << 23);
 }
 
-// Over the lanes that have the same heads.
-__device__ __forceinline__ float maximum_of_tokens(float value) {
-#pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, distance));
-    return value;
-}
-template <int kCount>
-__device__ __forceinline__ float maximum_of_warps(const float (&of_warps)[4][kCount], int i) {
-    return fmaxf(fmaxf(of_warps[0][i], of_warps[1][i]), fmaxf(of_warps[2][i], of_warps[3][i]));
-}
-
-// A thread's tokens are 16 warp + lane / 4 and that + 8.
+// A thread has tokens 16 warp_idx + lane / 4 and 8 more than that.
 __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMemoryPlan& smem,
                                                   int warp_idx) {
     const int lane_idx = lane_index();
     const int token = 16 * warp_idx + lane_idx / 4;
     const bool writes_heads = lane_idx < 4;
-    // This lane's 16 bytes of P^T: heads 8 (lane / 16) + lane % 8, tokens of the warp's half lane / 8 % 2
-    const u32 smem_p = smem_address(smem.p[0][0]) + lane_idx / 16 * kGroupBytes +
-                       swizzle128_offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
-    ItemReader reader;
+    // Where the lane stores 16 bytes of P^T: head 8 (lane / 16) + lane % 8, tokens of half lane / 8 % 2 of
+    // the warp
+    const u32 smem_p = smem_address(smem.p[0][0]) + lane_idx / 16 * Chunk::kGroupBytes +
+                       Chunk::offset(lane_idx % 8, 2 * warp_idx + lane_idx / 8 % 2);
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        load_q(params, smem, reader.item(smem).req);
+        load_q(params, smem, reader.work(smem).req);
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.bar_q_full));
         named_barrier_sync(NB_SOFTMAX, 128);
-        float m[4], l[4];        // m_ref, and this thread's share of the sums
-        float largest[4];        // score of this thread's
-        float inverse[kGroups];  // of the units
+        float m[4], l[4];        // m_ref, and the sum over the tokens of this thread
+        float largest[4];        // largest score of this thread
+        float inverse[kGroups];  // inverses of the units
 #pragma unroll
         for (int i = 0; i < 4; ++i) m[i] = largest[i] = -kInfinity, l[i] = 0.0f, inverse[i] = kInverseOfLeast;
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            const u32 stage = n % kStages, slot = n % kPSlots;
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages, p_stage = n % kPStages;
             mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
             fence_proxy_async();  // the rows were copied by cp.async
             float s[8];
             wgmma_pin(s);
             wgmma_fence();
-            const u64 desc_q = descriptor_k_major(smem_address(smem.q_rope));
-            const u64 desc_k = descriptor_k_major(smem_address(smem.raw[stage].rope));
+            const u64 desc_q = Chunk::k_major(smem_address(smem.q_rope));
+            const u64 desc_k = Chunk::k_major(smem_address(smem.raw[stage].rope));
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                wgmma_m64n16k16_ss<kDtype>(s, desc_k + i * kStepKMajor, desc_q + i * kStepKMajor, i > 0);
+                wgmma_ss<kDtype>(s, desc_k + i * Chunk::kStepK, desc_q + i * Chunk::kStepK, i > 0);
             wgmma_commit_group();
             float scale[kGroups][2];
 #pragma unroll
@@ -264,7 +268,7 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int j = accumulator_of(i);
-                const float factor = smem.factor[head_of(i)];
+                const float factor = smem.factor[query_of(i)];
                 s[j] = valid & 1 ? s[j] * factor : -kInfinity;
                 s[j + 2] = valid & 1 << 8 ? s[j + 2] * factor : -kInfinity;
                 outgrown |= fmaxf(s[j], s[j + 2]) > m[i] + kLazyLog2;
@@ -273,32 +277,32 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
             for (int g = 0; g < kGroups; ++g)
                 outgrown |= fmaxf(fabsf(scale[g][0]), fabsf(scale[g][1])) * inverse[g] > kLazyUnits;
-            mbarrier_wait_parity(smem_address(&smem.bar_p_free[slot]), ~(n / kPSlots) & 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free[p_stage]), ~(n / kPStages) & 1);
             const bool follows = named_barrier_any(NB_VOTE, 128, outgrown);
-            if (warp_idx == 0 && lane_idx == 0) smem.rescale[slot] = follows;
+            if (warp_idx == 0 && lane_idx == 0) smem.rescale[p_stage] = follows;
             if (follows) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float top =
-                        maximum_of_tokens(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
-                    const float top_scale = maximum_of_tokens(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
-                    if (writes_heads) smem.warp_max[warp_idx][head_of(i)] = top;
+                    const float top = max_over_rows(fmaxf(s[accumulator_of(i)], s[accumulator_of(i) + 2]));
+                    const float top_scale = max_over_rows(fmaxf(fabsf(scale[i][0]), fabsf(scale[i][1])));
+                    if (writes_heads) smem.warp_max[warp_idx][query_of(i)] = top;
                     if (lane_idx == 0) smem.warp_unit[warp_idx][i] = top_scale;
                 }
                 named_barrier_sync(NB_SOFTMAX, 128);
-                // Each head and each group follows by itself. O is still zero while m_ref is -inf.
+                // Each head and each group is updated separately. While m_ref is -inf, O is zero and needs no
+                // rescaling.
                 float change[kGroups];
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    const float top = maximum_of_warps(smem.warp_unit, g);
+                    const float top = max_of_warps(smem.warp_unit, g);
                     const float before = inverse[g];
                     if (top * before > kLazyUnits) inverse[g] = inverse_unit(top);
                     change[g] = inverse[g] / before;
                 }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int head = head_of(i);
-                    const float top = maximum_of_warps(smem.warp_max, head);
+                    const int head = query_of(i);
+                    const float top = max_of_warps(smem.warp_max, head);
                     const float m_new = top > m[i] + kLazyLog2 ? top : m[i];
                     const float shrink =
                         m_new == m[i] || m[i] == -kInfinity ? 1.0f : exp2_approx(m[i] - m_new);
@@ -306,7 +310,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
                     l[i] *= shrink;
                     if (warp_idx == 0 && writes_heads) {
 #pragma unroll
-                        for (int g = 0; g < kGroups; ++g) smem.row_scale[slot][g][head] = shrink * change[g];
+                        for (int g = 0; g < kGroups; ++g)
+                            smem.row_scale[p_stage][g][head] = shrink * change[g];
                     }
                 }
             }
@@ -325,22 +330,20 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
                     p[k] = pack_16bit<Dtype::kF16>(s[2 * k] * units[k % 2], s[2 * k + 1] * units[k % 2]);
-                stmatrix_x4_trans(smem_p + (slot * kGroups + g) * kHeadsBytes, p[0], p[1], p[2], p[3]);
+                stmatrix_x4_trans(smem_p + (p_stage * kGroups + g) * kHeadsBytes, p[0], p[1], p[2], p[3]);
             }
             fence_proxy_async();
-            mbarrier_arrive(smem_address(&smem.bar_p_full[slot]));
+            mbarrier_arrive(smem_address(&smem.bar_p_full[p_stage]));
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int distance = 4; distance < 32; distance *= 2)
-                l[i] += __shfl_xor_sync(0xffffffff, l[i], distance);
-            if (writes_heads) smem.warp_sum[warp_idx][head_of(i)] = l[i];
+            l[i] = sum_over_rows(l[i]);
+            if (writes_heads) smem.warp_sum[warp_idx][query_of(i)] = l[i];
             if constexpr (kMaxLogits) {
 #pragma unroll
                 for (int distance = 4; distance < 32; distance *= 2)
                     largest[i] = max_or_nan(largest[i], __shfl_xor_sync(0xffffffff, largest[i], distance));
-                if (writes_heads) smem.warp_row_top[warp_idx][head_of(i)] = largest[i];
+                if (writes_heads) smem.warp_row_top[warp_idx][query_of(i)] = largest[i];
             }
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_free), ~reader.count & 1);
@@ -348,9 +351,8 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
         if (warp_idx == 0 && writes_heads) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int head = head_of(i);
-                smem.row_sum[head] = smem.warp_sum[0][head] + smem.warp_sum[1][head] +
-                                     smem.warp_sum[2][head] + smem.warp_sum[3][head];
+                const int head = query_of(i);
+                smem.row_sum[head] = sum_of_warps(smem.warp_sum, head);
                 smem.row_max[head] = m[i];
                 if constexpr (kMaxLogits) {
                     smem.row_top[head] =
@@ -364,15 +366,16 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
     }
 }
 
-// ---- Columns -----------------------------------------------------------------------------------------------------------
+// ---- Columns ----------------------------------------------------------------------------------------------
 
-// K as register operands: four steps of 16 columns, of the thread's two tokens (lane / 4 of the warp's, and that + 8) 16 bytes each.
+// K as operands in registers: 16 bytes of each of the two tokens of a thread, which are row lane / 4 of the
+// warp and row lane / 4 + 8. These are four steps of 16 columns.
 struct Keys {
     u32 fragments[4][4];
 
-    // `src`: the first token's bytes.
+    // `src`: the address of the 16 bytes of the first token.
     __device__ __forceinline__ void load(u32 src) {
-        const uint4 x = load_shared_16(src), y = load_shared_16(src + kGroupBytes);
+        const uint4 x = load_shared_16(src), y = load_shared_16(src + Chunk::kGroupBytes);
         const u32 first[4] = {x.x, x.y, x.z, x.w}, second[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
         for (int step = 0; step < 4; ++step) {
@@ -382,21 +385,22 @@ struct Keys {
     }
 };
 
-// A block's V^T as register operands: for 16 tokens at a time two tiles of 64 columns. A warp has 32 columns of the group, a thread
-// four: in the first tile 4 (lane / 4) and the next of the warp's as its rows lane / 4 and that + 8, in the second the two after them.
+// V^T of a block as operands in registers: two tiles of 64 columns for each 16 tokens. A warp has 32 columns
+// of the group, and a thread the four columns from 4 (lane / 4) on. The first two of them are rows lane / 4
+// and lane / 4 + 8 of the first tile, the other two are the same rows of the second tile.
 struct Values {
     static constexpr int kSteps = kBlockTokens / 16;
     u32 fragments[kSteps][2][4];
 
-    // `src`: the thread's bytes of its first token, 2 (lane % 4).
+    // `src`: the address of the four columns for token 2 (lane % 4).
     __device__ __forceinline__ void load(u32 src) {
-        const u32 next_token = (src ^ 16) + kChunkRowBytes;
+        const u32 next_token = (src ^ 16) + Chunk::kRowBytes;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {  // tokens 2 (lane % 4) + {0, 1}, and those + 8
-                const u32 x = load_shared_4(src + (2 * k + half) * kGroupBytes);
-                const u32 y = load_shared_4(next_token + (2 * k + half) * kGroupBytes);
+            for (int half = 0; half < 2; ++half) {  // tokens 2 (lane % 4) + {0, 1} + 8 half
+                const u32 x = load_shared_4(src + (2 * k + half) * Chunk::kGroupBytes);
+                const u32 y = load_shared_4(next_token + (2 * k + half) * Chunk::kGroupBytes);
                 u32(&first)[4] = fragments[k][0], (&second)[4] = fragments[k][1];
                 e4m3_to_f16(__byte_perm(x, y, 0x5140), first[2 * half], first[2 * half + 1]);
                 e4m3_to_f16(__byte_perm(x, y, 0x7362), second[2 * half], second[2 * half + 1]);
@@ -405,17 +409,17 @@ struct Values {
     }
 };
 
-// Stores the columns of `group`: of each of the thread's heads the four from `column` on.
+// Stores the columns of `group`: four columns of each head of a thread.
 __device__ __forceinline__ void store_columns(const Params& params, SharedMemoryPlan& smem,
-                                              const WorkItem& item, float (&o)[2][8], int group,
+                                              const WorkTile& work, float (&o)[2][8], int group,
                                               int warp_idx) {
     const int lane_idx = lane_index();
     const float unit = smem.unit[group];
 #pragma unroll
     for (int j = 0; j < 8; ++j) o[0][j] *= unit, o[1][j] *= unit;
     const int quad = lane_idx / 4, half = group / 2;
-    const bool is_piece = item.slot >= 0;
-    if (is_piece) {
+    const bool is_split = work.split_idx >= 0;
+    if (is_split) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int j = accumulator_of(i);
@@ -423,33 +427,34 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
                 top = fmaxf(top, fmaxf(fabsf(o[tile][j]), fabsf(o[tile][j + 2])));
-            top = maximum_of_tokens(top);
-            if (quad == 0) smem.warp_top[4 * group + warp_idx][head_of(i)] = top;
+            top = max_over_rows(top);
+            if (quad == 0) smem.warp_top[4 * group + warp_idx][query_of(i)] = top;
         }
         named_barrier_sync(NB_HALF + half, 256);
     }
     const bool writes_scalars = warp_idx == 0 && quad == 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int j = accumulator_of(i), head = head_of(i);
+        const int j = accumulator_of(i), head = query_of(i);
         const RowIndex row(params, head);
         if (!row.valid) continue;
         const float sum = smem.row_sum[head];
         const float lse_log2 = smem.row_max[head] + log2_approx(sum);
-        if (is_piece) {
+        if (is_split) {
             float top = 0.0f;
 #pragma unroll
             for (int w = 0; w < 8; ++w) top = fmaxf(top, smem.warp_top[8 * half + w][head]);
-            const PieceScale scale(top);
-            const i64 accum_row = piece_row(params, item.slot, row);
+            const SplitScale scale(top);
+            const i64 accum_row = split_row(params, work.split_idx, row);
             if (writes_scalars && group % 2 == 0) {
                 if (half == 0) {
                     params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
-                    store_piece_top(params, smem, accum_row, head);
+                    store_split_top(params, smem, accum_row, head);
                 }
                 params.o_scale_log2[accum_row * kScaleHalves + half] = smem.row_max[head] + scale.log2();
             }
-            // The order of mla/pieces.cuh: 32 columns are four units, and a thread has a word of two of them
+            // The order of mla/splits.cuh: 32 columns are four units, and a thread has one word in each of
+            // two units
             const i64 unit = (accum_row * 2 + half) * kUnitsPerHalf<kDtype> + 4 * (group % 2 * 4 + warp_idx) +
                              2 * (quad % 2);
             u32* words = static_cast<u32*>(params.o_accum) + unit * 4 + quad / 2;
@@ -457,13 +462,13 @@ __device__ __forceinline__ void store_columns(const Params& params, SharedMemory
             words[4] = pack_16bit<Dtype::kF16>(o[1][j] * scale.factor, o[1][j + 2] * scale.factor);
         } else {
             if (writes_scalars && group == 0) {
-                const i64 index = lse_index(params, item.req, row);
+                const i64 index = lse_index(params, work.req, row);
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, head);
             }
             float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
             if (sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
-            store_global_8(out_address(params, item.req, row) + group * kGroupCols + 32 * warp_idx + 4 * quad,
+            store_global_8(out_address(params, work.req, row) + group * kGroupCols + 32 * warp_idx + 4 * quad,
                            make_uint2(pack_16bit<kDtype>(o[0][j] * factor, o[0][j + 2] * factor),
                                       pack_16bit<kDtype>(o[1][j] * factor, o[1][j + 2] * factor)));
         }
@@ -474,25 +479,25 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                                                   int warp_idx) {
     const bool publishes = group == kGroups - 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    float part[8];  // of S^T of a block, times the scales
+    float part[8];  // partial sums of S^T, times the scales
     auto multiply_keys = [&](u32 n) {
         const u32 stage = n % kStages;
         mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
         const int token = 16 * warp_idx + lane_index() / 4;  // the thread's first
         const u32 src =
-            smem_address(smem.raw[stage].values[group]) + swizzle128_offset(token, lane_index() % 4 * 2);
+            smem_address(smem.raw[stage].values[group]) + Chunk::offset(token, lane_index() % 4 * 2);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             Keys keys;
             keys.load(half ? src ^ 16 : src);
-            const u64 desc_q = descriptor_k_major(smem_address(smem.q[group][half]));
+            const u64 desc_q = Chunk::k_major(smem_address(smem.q[group][half]));
             if (half > 0) wgmma_wait_group<0>();
             wgmma_pin(part);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma_m64n16k16_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * kStepKMajor,
-                                                half > 0 || step > 0);
+                wgmma_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * Chunk::kStepK,
+                                      half > 0 || step > 0);
             }
             wgmma_commit_group();
         }
@@ -502,7 +507,8 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
 #pragma unroll
         for (int j = 0; j < 8; ++j) part[j] *= j & 2 ? scale1 : scale0;
     };
-    // The parts of the block before have been read: P of that block is there, or its item's sums are
+    // Called only after the softmax has read the partial sums of the previous block: its P, or the sums of
+    // its work tile, have been announced
     auto store_part = [&]() {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -512,32 +518,32 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         named_barrier_arrive(NB_PART_FULL, kPartThreads);
     };
     float o[2][8];
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
-        if (publishes) publish_items<kDtype, RowIndex>(params, smem, reader.count + kItemsAhead);
+        if (publishes) publish_work<kDtype, RowIndex>(params, smem, reader.count + kWorkAhead);
         if (!reader.next(smem)) break;
 #pragma unroll
         for (int j = 0; j < 8; ++j) o[0][j] = o[1][j] = 0.0f;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), reader.count & 1);
         multiply_keys(n);
         store_part();
-        for (int left = warp_uniform(reader.item(smem).num_blocks); left > 0; --left, ++n) {
-            const u32 stage = n % kStages, slot = n % kPSlots;
-            // Under this block's softmax
+        for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
+            const u32 stage = n % kStages, p_stage = n % kPStages;
+            // During the softmax of this block
             if (left > 1) multiply_keys(n + 1);
             const int column = 32 * warp_idx + lane_index() / 4 * 4;  // the thread's first of the group
             Values values;
             values.load(smem_address(smem.raw[stage].values[group]) +
-                        swizzle128_offset(lane_index() % 4 * 2, column / 16) + column % 16);
+                        Chunk::offset(lane_index() % 4 * 2, column / 16) + column % 16);
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
-            mbarrier_wait_parity(smem_address(&smem.bar_p_full[slot]), n / kPSlots & 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_p_full[p_stage]), n / kPStages & 1);
             if (left > 1) store_part();
-            if (smem.rescale[slot]) {
+            if (smem.rescale[p_stage]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float change = smem.row_scale[slot][group][head_of(i)];
+                    const float change = smem.row_scale[p_stage][group][query_of(i)];
 #pragma unroll
                     for (int tile = 0; tile < 2; ++tile) {
                         o[tile][accumulator_of(i)] *= change;
@@ -545,7 +551,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                     }
                 }
             }
-            const u64 desc_p = descriptor_k_major(smem_address(smem.p[slot][group]));
+            const u64 desc_p = Chunk::k_major(smem_address(smem.p[p_stage][group]));
             wgmma_pin(o[0]);
             wgmma_pin(o[1]);
             wgmma_fence();
@@ -553,8 +559,8 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             for (int k = 0; k < Values::kSteps; ++k) {
 #pragma unroll
                 for (int tile = 0; tile < 2; ++tile) {
-                    wgmma_m64n16k16_rs<Dtype::kF16>(o[tile], values.fragments[k][tile],
-                                                    desc_p + k * kStepKMajor, true);
+                    wgmma_rs<Dtype::kF16>(o[tile], values.fragments[k][tile], desc_p + k * Chunk::kStepK,
+                                          true);
                 }
             }
             wgmma_commit_group();
@@ -562,43 +568,43 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             wgmma_pin(o[0]);
             wgmma_pin(o[1]);
             __syncwarp();
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free[slot]));
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_p_free[p_stage]));
         }
         mbarrier_wait_parity(smem_address(&smem.bar_sum_full), reader.count & 1);
-        store_columns(params, smem, reader.item(smem), o, group, warp_idx);
+        store_columns(params, smem, reader.work(smem), o, group, warp_idx);
         mbarrier_arrive(smem_address(&smem.bar_sum_free));
         reader.release(smem);
     }
 }
 
-// ---- Producer ----------------------------------------------------------------------------------------------------------
+// ---- Producer ---------------------------------------------------------------------------------------------
 
-// A warp has 16 rows of a block. Lanes 0 to 15 find one each, and eight lanes copy a row.
-struct Place {
+// A warp has 16 rows of a block. Each of lanes 0 to 15 finds one, and eight lanes copy a row.
+struct FoundRow {
     __device__ __forceinline__ int block_row() const {
         return threadIdx.x / 32 % kProducerWarps * kWarpRows + threadIdx.x % kWarpRows;
     }
 };
-using RowSelection = Selection<Place>;
+using RowSelection = Selection<FoundRow>;
 
 __device__ __forceinline__ void producer_warp(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
+        const WorkTile& work = reader.work(smem);
         RowSelection selection;
-        selection.start(params, item);
+        selection.start(params, work);
 #pragma unroll 1
-        for (int left = warp_uniform(item.num_blocks); left > 0; --left, ++n) {
+        for (int left = warp_uniform(work.num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages;
             const unsigned char* found = row_address(params, selection);
             const u32 valid = __ballot_sync(0xffffffff, found != nullptr);
-            selection.advance(params, item);
+            selection.advance(params, work);
             mbarrier_wait_parity(smem_address(&smem.bar_raw_free[stage]), ~(n / kStages) & 1);
             if (lane_idx == 0) smem.valid[stage][warp_idx] = valid;
             const u32 values =
-                smem_address(smem.raw[stage].values[0]) + warp_idx * kWarpRows * kChunkRowBytes;
+                smem_address(smem.raw[stage].values[0]) + warp_idx * kWarpRows * Chunk::kRowBytes;
             const u32 scales = smem_address(&smem.scale[stage][lane_idx % 4][warp_idx * kWarpRows]);
 #pragma unroll
             for (int i = 0; i < kWarpRows; i += 4) {
@@ -607,14 +613,17 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
                 const bool reads = address != 0;
                 const unsigned char* row =
                     reads ? reinterpret_cast<const unsigned char*>(address) : params.cache[0];
-                const u32 dst = values + swizzle128_offset(copied, lane_idx % 8);
+                const u32 dst = values + Chunk::offset(copied, lane_idx % 8);
 #pragma unroll
                 for (int g = 0; g < kGroups; ++g) {
-                    copy_16_or_zeros(dst + g * kChunkBytes, row + g * kGroupCols + lane_idx % 8 * 16, reads);
+                    copy_16_or_zeros(dst + g * Chunk::kBytes, row + g * kGroupCols + lane_idx % 8 * 16,
+                                     reads);
                 }
-                copy_16_or_zeros(dst + kGroups * kChunkBytes, row + kRopeOffset + lane_idx % 8 * 16, reads);
+                copy_16_or_zeros(dst + kGroups * Chunk::kBytes, row + Fp8Row::kRopeOffset + lane_idx % 8 * 16,
+                                 reads);
                 if (lane_idx % 8 < kGroups) {
-                    cp_async_4_or_zeros(scales + copied * 4, row + kScaleOffset + lane_idx % 4 * 4, reads);
+                    cp_async_4_or_zeros(scales + copied * 4, row + Fp8Row::kScalesOffset + lane_idx % 4 * 4,
+                                        reads);
                 }
             }
             const u32 bar = smem_address(&smem.bar_raw_full[stage]);
@@ -625,12 +634,12 @@ __device__ __forceinline__ void producer_warp(const Params& params, SharedMemory
     }
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const int thread = threadIdx.x;
     if (thread == 0) {
-        init_item_barriers(smem, kThreads / 32);
+        init_work_barriers(smem, kThreads / 32);
     } else if (thread == 32) {
 #pragma unroll
         for (int stage = 0; stage < kStages; ++stage) {
@@ -638,9 +647,9 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
             mbarrier_init(smem_address(&smem.bar_raw_free[stage]), 4 + 4 * kGroups);
         }
 #pragma unroll
-        for (int slot = 0; slot < kPSlots; ++slot) {
-            mbarrier_init(smem_address(&smem.bar_p_full[slot]), 128);
-            mbarrier_init(smem_address(&smem.bar_p_free[slot]), 4 * kGroups);
+        for (int stage = 0; stage < kPStages; ++stage) {
+            mbarrier_init(smem_address(&smem.bar_p_full[stage]), 128);
+            mbarrier_init(smem_address(&smem.bar_p_free[stage]), 4 * kGroups);
         }
         mbarrier_init(smem_address(&smem.bar_q_full), 128);
         mbarrier_init(smem_address(&smem.bar_sum_full), 128);

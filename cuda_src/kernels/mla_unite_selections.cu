@@ -1,22 +1,32 @@
-// Unites what the query tokens of a group select, so that mla_sparse_bf16.cu reads a row once for all of them.
+// Unites what the query tokens of a group select, so that mla_sparse_bf16.cu reads each row once for the
+// whole group.
 //
-//   indices [s_q, topk] int32 -> rows [groups, capacity] int32, ascending, each row once; what a token selects twice comes again behind
-//                                counts [groups] int32, how many there are
-//                                selected [groups, capacity / 64, 2 * group_tokens] uint64: of each block of 64 rows, a word of
-//                                bits for each token that selected them, then one for the rows that are not finite
+//   indices [s_q, topk] int32, not_finite (mla_find_not_finite.cu), attn_sink [heads] float32 ->
+//     rows      [groups, capacity] int32: the rows that any token of the group selects
+//     counts    [groups] int32: the number of these rows
+//     selected  [groups, capacity / 64, 2 * group_tokens] uint64: a bit for each row of a block of 64
+//     sinks     [64] float32: attn_sink, repeated for each token of a group
 //
-// A row that is not finite would reach the other tokens of its group, whose probability of it is zero: it becomes -1, for which
-// attention reads nothing, and its bit says where NaN belongs.
+// Rows are ascending and each comes once. If a token selects a row more than once, the row comes again after
+// all others, as often as needed.
 //
-// A CTA takes a group. In shared memory every row has a byte, in which every token that selects it sets a bit. A bit that was set
-// before goes to a list, of which the next round makes bytes again: what is in which round depends on how often a token selects a row
-// and not on who comes first. The list fills the end of the group's `rows`, for which there is room as long as something is in it.
+// Word t of a block, t < group_tokens, has the bits of the rows that token t selects. Word group_tokens has
+// the bits of the rows with NaN or Inf in V. The other words are not written.
 //
-// attn_sink [heads] is repeated for each token of a group: sinks [64].
+// A row has probability 0 for the tokens of the group that do not select it. That does not keep NaN and Inf
+// out of their results, since 0 * NaN is NaN. So a row with NaN or Inf becomes -1 in `rows` and is not read
+// by attention, which sets the scores of the tokens that select it to NaN.
+//
+// Grid: x = groups. Shared memory has one byte for each row of the cache, and token t sets bit t of the rows
+// it selects. If the bit is already set, the pair of token and row goes to a list. The marked rows are then
+// moved to `rows` in order, and the next round does the same with the pairs of the list. How many rounds a
+// row takes part in depends on how often a token selects it and not on the order of the threads, so the
+// result is deterministic. The list is stored at the end of the group's `rows`. There is room for it: marked
+// rows and list together have at most as many entries as the group has indices.
 #include "common/types.cuh"
+#include "mla/plan.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "mla/plan.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
@@ -27,7 +37,7 @@ static_assert(MAX_ROWS <= 1 << kListTokenShift, "row and token share an int");
 struct Params {
     const int* indices;
     const int* topk_length;  // [s_q], or null
-    const int* not_finite;   // a bit for each row
+    const int* not_finite;   // a bit for each row: mla_find_not_finite.cu
     const float* attn_sink;  // [heads], or null
     int* rows;
     int* counts;
@@ -37,39 +47,40 @@ struct Params {
     int topk;
     int num_rows;
     int group_tokens;
-    int capacity;  // of a group, a multiple of 64
+    int capacity;  // entries of `rows` per group, a multiple of 64
 };
 
 struct SharedMemoryPlan {
-    u32 tokens[MAX_ROWS / 4];                 // of four rows, a byte each
-    u32 not_finite[MAX_ROWS / 32];            // of rows, a bit each
-    unsigned char united[MAX_ENTRIES];        // of the places that have been filled, their rows' bytes
-    u64 united_not_finite[MAX_ENTRIES / 64];  // of these places, a bit each
+    u32 tokens[MAX_ROWS / 4];                 // a byte for each row: bit t is set if token t selects it
+    u32 not_finite[MAX_ROWS / 32];            // a bit for each row
+    unsigned char united[MAX_ENTRIES];        // for each entry of `rows`, the byte of its row
+    u64 united_not_finite[MAX_ENTRIES / 64];  // for each entry of `rows`, a bit
     int warp_counts[kWarps];
-    int listed;
+    int listed;  // length of the list
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
-// The top bit of each byte that is not zero.
+// Sets the top bit of each byte that is not zero, and no other bit.
 __device__ __forceinline__ u32 used_bytes(u32 word) {
     return (((word & 0x7f7f7f7f) + 0x7f7f7f7f) | word) & 0x80808080;
 }
 
-// Sets a token's bit of a row. Returns whether it was set before.
+// Sets the bit of a token in the byte of a row. Returns whether it was set before.
 __device__ __forceinline__ bool mark(SharedMemoryPlan& smem, int row, int token) {
     const u32 bit = 1u << (row % 4 * 8 + token);
     return atomicOr(&smem.tokens[row / 4], bit) & bit;
 }
-// Adds a token's row to the list, which ends at `list_end`.
+// Adds a token and a row to the list, which grows downwards from `list_end`.
 __device__ __forceinline__ void enlist(SharedMemoryPlan& smem, int* list_end, int row, int token) {
     list_end[-1 - atomicAdd(&smem.listed, 1)] = token << kListTokenShift | row;
 }
 
-// Moves the marked rows to place `begin` of `rows` and on, in order, and clears them. Returns the place after them. All threads call.
+// Moves the marked rows in ascending order to rows[begin] and the entries after it, and clears the marks.
+// Returns the index after the last entry. All threads call.
 __device__ __forceinline__ int move_out(const Params& params, SharedMemoryPlan& smem, int* rows, int begin) {
     const int lane_idx = threadIdx.x % 32, warp_idx = threadIdx.x / 32;
     const int words = (params.num_rows + 3) / 4;
-    const int share = (words + kThreads - 1) / kThreads * 32;  // of a warp
+    const int share = (words + kThreads - 1) / kThreads * 32;  // words per warp
     const int first = warp_idx * share, end = min_int(first + share, words);
     int count = 0;
     for (int i = first + lane_idx; i < end; i += 32) count += __popc(used_bytes(smem.tokens[i]));
@@ -162,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (listed == 0) break;
         __syncthreads();
         if (threadIdx.x == 0) smem.listed = 0;
-        // The list shrinks in place: what is read is at least as much as what is written.
+        // The new list replaces the old one in place: it never gets longer than what has been read.
         for (int base = 0; base < listed; base += kThreads) {
             const int k = base + threadIdx.x;
             const int entry = k < listed ? load_global(list_end - 1 - k) : 0;

@@ -1,9 +1,10 @@
-// Moving between the layout of matrix fragments, where the four lanes of a quad hold neighbouring pairs of 16-bit elements
-// (or floats) of eight columns, and 16-byte accesses, where one lane holds all eight.
+// From matrix fragments to 16-byte accesses. In a fragment (ptx/wgmma.cuh) the four lanes of a quad hold a
+// pair each of eight neighbouring columns; in a 16-byte access one lane holds all eight.
 #pragma once
 #include "common/types.cuh"
 
-// Transposes a 4 x 4 matrix of words held by a quad (row = lane % 4, column = index). All lanes of the warp call.
+// Transposes a 4 x 4 matrix of words held by a quad (row = lane % 4, column = index). All lanes of the warp
+// call.
 __device__ __forceinline__ void quad_transpose(u32 (&v)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
     const u32 r0 = __shfl_xor_sync(0xffffffff, odd ? v[0] : v[1], 1);
@@ -28,11 +29,12 @@ __device__ __forceinline__ void pair_transpose(u32 (&v)[2]) {
     v[1] = odd ? v[1] : r;
 }
 
-// The functions below work in single asm blocks, or the compiler interleaves many of them and runs out of registers
-// next to 128 accumulators. They take a row's pairs (two columns) of neighbouring groups of eight columns, as a fragment
-// holds them.
+// The functions below are single asm statements. Otherwise the compiler would interleave many calls, and run
+// out of registers next to 128 accumulators. Their arguments a0 and a1, b0 and b1 and so on are the lane's
+// pairs of neighbouring groups of eight columns.
 
-// The largest magnitudes of pairs of two rows and `top`. Pairs first: a chain through all columns would take as long as both.
+// top[r] becomes the largest magnitude of itself and the pair of row r: a of row 0, b of row 1. The pair is
+// reduced first, so that the chain through all columns has one step a pair.
 __device__ __forceinline__ void max_magnitudes(float (&top)[2], float a0, float a1, float b0, float b1) {
     asm volatile(
         "{\n"
@@ -50,7 +52,7 @@ __device__ __forceinline__ void max_magnitudes(float (&top)[2], float a0, float 
         : "f"(a0), "f"(a1), "f"(b0), "f"(b1));
 }
 
-// The lane's pairs of four groups times `factor` in float16, or of two groups in float32: a unit of a piece (mla/pieces.cuh).
+// Stores 16 bytes: the pairs of four groups times `factor` in float16, or those of two groups in float32.
 __device__ __forceinline__ void store_unit_f16(uint4* dst, float factor, float a0, float a1, float b0,
                                                float b1, float c0, float c1, float d0, float d1) {
     asm volatile(
@@ -72,49 +74,51 @@ __device__ __forceinline__ void store_unit_f32(uint4* dst, float a0, float a1, f
                  : "memory");
 }
 
-// Four groups, rounded to a 16-bit type: lane l of a quad stores the eight columns of group l. `dst`: column 0 of group l. All
-// lanes of the warp call; `valid` ones store.
+// Stores four groups times `factor`, rounded to a 16-bit type. The lanes of a quad exchange their pairs: lane
+// l stores the eight columns of group l to `dst`. All lanes of a warp call; `valid` ones store.
 template <Dtype kDtype>
 __device__ __forceinline__ void store_four_groups_16bit(u16* dst, bool valid, float factor, float a0,
                                                         float a1, float b0, float b1, float c0, float c1,
                                                         float d0, float d1) {
-#define RAWMLA_PACK(WORD, LOW, HIGH, TYPE) \
-    "mul.f32 x, " LOW                      \
-    ", %1;\n"                              \
-    "mul.f32 y, " HIGH                     \
-    ", %1;\n"                              \
+    // clang-format off
+#define RAWMLA_PACK(WORD, LOW, HIGH, TYPE)                                                      \
+    "mul.f32 x, " LOW ", %1;\n"                                                                 \
+    "mul.f32 y, " HIGH ", %1;\n"                                                                \
     "cvt.rn." TYPE "x2.f32 " WORD ", y, x;\n"
-#define RAWMLA_STORE(TYPE) \
-    asm volatile(                                                                                                 \
-        "{\n"                                                                                                     \
-        ".reg .pred odd, upper, ok;\n"                                                                            \
-        ".reg .f32 x, y;\n"                                                                                       \
-        ".reg .b32 w0, w1, w2, w3, r0, r1;\n" RAWMLA_PACK("w0", "%2", "%3", TYPE)                                 \
-            RAWMLA_PACK("w1", "%4", "%5", TYPE) RAWMLA_PACK("w2", "%6", "%7", TYPE)                               \
-                RAWMLA_PACK("w3", "%8", "%9", TYPE) "setp.ne.u32 odd, %10, 0;\n"                                  \
-        "setp.ne.u32 upper, %11, 0;\n"                                                                            \
-        "setp.ne.u32 ok, %12, 0;\n"                                                                               \
-        "selp.b32 r0, w0, w1, odd;\n"                                                                             \
-        "selp.b32 r1, w2, w3, odd;\n"                                                                             \
-        "shfl.sync.bfly.b32 r0, r0, 1, 31, 0xffffffff;\n"                                                         \
-        "shfl.sync.bfly.b32 r1, r1, 1, 31, 0xffffffff;\n"                                                         \
-        "@odd mov.b32 w0, r0;\n"                                                                                  \
-        "@!odd mov.b32 w1, r0;\n"                                                                                 \
-        "@odd mov.b32 w2, r1;\n"                                                                                  \
-        "@!odd mov.b32 w3, r1;\n"                                                                                 \
-        "selp.b32 r0, w0, w2, upper;\n"                                                                           \
-        "selp.b32 r1, w1, w3, upper;\n"                                                                           \
-        "shfl.sync.bfly.b32 r0, r0, 2, 31, 0xffffffff;\n"                                                         \
-        "shfl.sync.bfly.b32 r1, r1, 2, 31, 0xffffffff;\n"                                                         \
-        "@upper mov.b32 w0, r0;\n"                                                                                \
-        "@upper mov.b32 w1, r1;\n"                                                                                \
-        "@!upper mov.b32 w2, r0;\n"                                                                               \
-        "@!upper mov.b32 w3, r1;\n"                                                                               \
-        "@ok st.global.v4.b32 [%0], {w0, w1, w2, w3};\n"                                                          \
-        "}\n" ::"l"(dst),                                                                                         \
-        "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1), "f"(d0), "f"(d1), "r"(threadIdx.x & 1), \
-        "r"(threadIdx.x & 2), "r"(static_cast<u32>(valid))                                                        \
+#define RAWMLA_STORE(TYPE)                                                                      \
+    asm volatile(                                                                               \
+        "{\n"                                                                                   \
+        ".reg .pred odd, upper, ok;\n"                                                          \
+        ".reg .f32 x, y;\n"                                                                     \
+        ".reg .b32 w0, w1, w2, w3, r0, r1;\n"                                                   \
+        RAWMLA_PACK("w0", "%2", "%3", TYPE)                                                     \
+        RAWMLA_PACK("w1", "%4", "%5", TYPE)                                                     \
+        RAWMLA_PACK("w2", "%6", "%7", TYPE)                                                     \
+        RAWMLA_PACK("w3", "%8", "%9", TYPE)                                                     \
+        "setp.ne.u32 odd, %10, 0;\n"                                                            \
+        "setp.ne.u32 upper, %11, 0;\n"                                                          \
+        "setp.ne.u32 ok, %12, 0;\n"                                                             \
+        "selp.b32 r0, w0, w1, odd;\n"                                                           \
+        "selp.b32 r1, w2, w3, odd;\n"                                                           \
+        "shfl.sync.bfly.b32 r0, r0, 1, 31, 0xffffffff;\n"                                       \
+        "shfl.sync.bfly.b32 r1, r1, 1, 31, 0xffffffff;\n"                                       \
+        "@odd mov.b32 w0, r0;\n"                                                                \
+        "@!odd mov.b32 w1, r0;\n"                                                               \
+        "@odd mov.b32 w2, r1;\n"                                                                \
+        "@!odd mov.b32 w3, r1;\n"                                                               \
+        "selp.b32 r0, w0, w2, upper;\n"                                                         \
+        "selp.b32 r1, w1, w3, upper;\n"                                                         \
+        "shfl.sync.bfly.b32 r0, r0, 2, 31, 0xffffffff;\n"                                       \
+        "shfl.sync.bfly.b32 r1, r1, 2, 31, 0xffffffff;\n"                                       \
+        "@upper mov.b32 w0, r0;\n"                                                              \
+        "@upper mov.b32 w1, r1;\n"                                                              \
+        "@!upper mov.b32 w2, r0;\n"                                                             \
+        "@!upper mov.b32 w3, r1;\n"                                                             \
+        "@ok st.global.v4.b32 [%0], {w0, w1, w2, w3};\n"                                        \
+        "}\n" ::"l"(dst), "f"(factor), "f"(a0), "f"(a1), "f"(b0), "f"(b1), "f"(c0), "f"(c1),    \
+        "f"(d0), "f"(d1), "r"(threadIdx.x & 1), "r"(threadIdx.x & 2), "r"(static_cast<u32>(valid)) \
         : "memory")
+    // clang-format on
     if constexpr (kDtype == Dtype::kBf16) {
         RAWMLA_STORE("bf16");
     } else {

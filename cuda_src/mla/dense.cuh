@@ -1,11 +1,13 @@
-// What the dense decode kernels share: parameters, the query rows of a tile, and where a request's tokens lie in the cache.
+// What the dense decode kernels share: their parameters, the query rows of a tile, and where the tokens of a
+// request are in the cache.
 //
-// The last box of a request is shifted so that its valid tokens are the last ones of the page read; rows before
-// the page's first are out of range and arrive as zeros. Tokens past the length are never in shared memory.
+// A box is the range of a page that one TMA load reads. The last box of a request is moved back so that it
+// ends with the last token of the request. In front of that token it has earlier tokens of the page, or zeros
+// where it begins before the page. The softmax masks both. Tokens past the length are never in shared memory.
 #pragma once
-#include "mla/output.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/chunks.cuh"
+#include "mla/output.cuh"
 #include "mla/plan.cuh"
 
 static_assert(D_QK == 576 || D_QK == 512, "D_QK must be 576 (512 + 64 RoPE) or 512");
@@ -14,8 +16,8 @@ static_assert(BOX_ROWS == 64 || BOX_ROWS == 32 || BOX_ROWS == 16,
               "BOX_ROWS is min(page_block_size, 64): 16, 32 or 64");
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
-constexpr int kQChunks = D_QK / kChunkCols;
-constexpr int kVChunks = kDimV / kChunkCols;
+constexpr int kQChunks = D_QK / Chunk::kCols;
+constexpr int kVChunks = kDimV / Chunk::kCols;
 constexpr bool kHasRope = D_QK > kDimV;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 
@@ -29,7 +31,7 @@ struct Params {
     const int* num_splits;
     u16* out;
     float* lse;     // [b, h_q, s_q]
-    void* o_accum;  // pieces: mla/pieces.cuh
+    void* o_accum;  // splits: mla/splits.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
     i64 q_stride_b, q_stride_s, q_stride_h;  // elements, as all strides
@@ -40,7 +42,7 @@ struct Params {
     int rows;         // s_q * heads_per_kv, query rows of one KV head
     int page_block_size;
     u32 page_magic;  // ceil(2^32 / (page_block_size / 16)), for BOX_ROWS > 16
-    int max_seqlen;  // that a row of block_table has room for
+    int max_seqlen;  // tokens that a row of block_table has room for
     int max_splits;
     int object_layout;
     int causal;
@@ -53,7 +55,7 @@ __device__ __forceinline__ int token_of_row(const Params& params, int row) {
     return params.heads_per_kv == 1 ? row : __umulhi(row, params.heads_magic);
 }
 
-// A row of the CTA's tile as (token, head) of the request.
+// A row of the CTA's tile, as a token and a head of the request.
 struct RowIndex {
     int token, head;
     bool valid;
@@ -66,7 +68,7 @@ struct RowIndex {
     }
 };
 
-// The page of a request's token, which is the first of a box: its place in the request's row of the block table, and the entry.
+// For the first token of a box: the column of its page in the block table, and the address of that entry.
 __device__ __forceinline__ u32 page_in_table(const Params& params, int token) {
     return BOX_ROWS == 16 ? token / 16 : __umulhi(token / 16, params.page_magic);
 }

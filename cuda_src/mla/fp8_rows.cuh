@@ -1,45 +1,40 @@
-// The producer warps of the kernels over FP8 caches: they find rows, load them and dequantise them into K's ring.
+// The producer warps of the kernels over FP8 caches. They find the rows of a block, load them, dequantise
+// them and store them to the ring of K.
 //
-// FORMAT is the kernel's, see mla_sparse_fp8.cu. `Share` is what a thread has of a row on its way to a stage:
-//   Share::prefetch(row)               has the row brought to L2, together with the three other lanes of it
-//   start(row)                         asks for its values; `src` is null if there is no row, and zeros are stored
-//   store(params, smem, stage, group)  converts them and stores them to the warp's group of the stage
-// Shared memory (`Smem`) has k, group-major (layout/swizzle128.cuh), valid, bar_k_full and bar_k_free.
+// The kernel defines FORMAT (mla_sparse_fp8.cu) and `Share`, the part of a row that one thread handles:
+//   Share::prefetch(row)               prefetches the row to L2; the four threads of the row share this
+//   start(row)                         issues the first loads; sets `src`, which is null if there is no row
+//   store(params, smem, stage, group)  converts the values and stores them to the group; zeros if no row
+// Shared memory (`Smem`) has k, group-major (layout/swizzled_tile.cuh), valid, bar_k_full and bar_k_free.
 #pragma once
-#include "mla/items.cuh"
-#include "mla/selection.cuh"
 #include "common/division.cuh"
 #include "common/fp8.cuh"
 #include "common/types.cuh"
-#include "layout/swizzle128.cuh"
+#include "mla/cache_rows.cuh"
+#include "mla/chunks.cuh"
+#include "mla/plan.cuh"
+#include "mla/selection.cuh"
+#include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/vector.cuh"
-#include "mla/plan.cuh"
 
-enum class Format : int { kV32 = 0, kModel1 = 1 };
-constexpr Format kFormat = static_cast<Format>(FORMAT);
+constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
+using Fp8Row = CacheRow<kFormat>;
 static_assert(FORMAT == 0 || FORMAT == 1, "FORMAT must be 0 (V3.2) or 1 (MODEL1)");
-static_assert(D_QK == (kFormat == Format::kV32 ? 576 : 512), "D_QK of V3.2 is 576, of MODEL1 512");
-static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8,
-              "LOAD_BYTES is what addresses of rows are multiples of: 16 or 8");
+static_assert(D_QK == Fp8Row::kDimQk, "D_QK of V3.2 is 576, of MODEL1 512");
+static_assert(LOAD_BYTES == 16 || LOAD_BYTES == 8, "LOAD_BYTES is the alignment of rows in bytes: 16 or 8");
 
-constexpr int kFp8Values = kFormat == Format::kV32 ? 512 : 448;
-constexpr int kRopeOffset = kFormat == Format::kV32 ? 528 : 448;  // bytes into an FP8 row
-constexpr int kScaleOffset = 512;                                 // of V3.2
-constexpr int kModel1RowBytes = 576, kModel1ScaleBytes = 8;
-constexpr int kRowBytes = kFormat == Format::kV32 ? 656 : kModel1RowBytes;
-
-constexpr int kProducerWarps = 8;  // each has a group of a block's rows
+constexpr int kProducerWarps = 8;  // each has a group of eight rows of a block
 static_assert(kProducerWarps * kGroupRows == kBlockTokens);
 
-// A producer thread's place. Its warp has eight rows of a block, a group of the tile. It shares one of them with three other lanes,
-// taking 16 bytes of every 64. Worked out where it is needed: registers are short.
-struct Place {
+// The rows of a producer thread. A warp has a group of eight rows of a block. Four threads share a row, and
+// each takes 16 bytes of every 64. Members are computed where they are needed, since registers are scarce.
+struct ProducerThread {
     int warp_idx, row, quarter;
 
-    __device__ __forceinline__ Place() {
+    __device__ __forceinline__ ProducerThread() {
         int thread;
         asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
         warp_idx = thread / 32 % kProducerWarps;
@@ -49,15 +44,15 @@ struct Place {
     __device__ __forceinline__ int block_row() const { return warp_idx * kGroupRows + row; }
 };
 
-// A thread's row in a block.
+// Where the row of a thread is in the cache.
 struct Row {
-    const unsigned char* data;  // null: none
+    const unsigned char* data;  // null: no row
     int scale_distance;         // MODEL1: bytes from the row to its scales
 };
 
-using RowSelection = Selection<Place>;
+using RowSelection = Selection<ProducerThread>;
 
-// The row of the block that is next.
+// The row for the next block.
 __device__ __forceinline__ Row find_row(const Params& params, const RowSelection& selection) {
     const int c = selection.blocks_before == 0;
     const unsigned char* cache = c ? params.cache[1] : params.cache[0];
@@ -73,11 +68,12 @@ __device__ __forceinline__ Row find_row(const Params& params, const RowSelection
     Row row;
     row.data = cache + page * block_stride + static_cast<u64>(row_in_page) * token_stride;
     if (slot >= slots) row.data = nullptr;
-    row.scale_distance = page_size * kModel1RowBytes - row_in_page * (kModel1RowBytes - kModel1ScaleBytes);
+    row.scale_distance =
+        page_size * Fp8Row::kRowBytes - row_in_page * (Fp8Row::kRowBytes - Fp8Row::kScalesBytes);
     return row;
 }
 
-// 16 bytes of the cache to registers, or 16 zeros.
+// Loads 16 bytes of the cache, or 16 zeros.
 __device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned char* src, bool reads) {
     if constexpr (LOAD_BYTES == 16) {
         const uint4 x = load_global_16(src, reads);
@@ -88,7 +84,7 @@ __device__ __forceinline__ void load_16_or_zeros(u32 (&v)[4], const unsigned cha
     }
 }
 
-// Eight e4m3 times `factor`, rounded to bf16.
+// Multiplies eight e4m3 values by `factor`, rounds them to bf16 and stores them to shared memory.
 __device__ __forceinline__ void store_dequantised(u32 dst, u32 low, u32 high, float factor) {
 #define RAWMLA_PAIR(WORD, E4M3)       \
     "cvt.rn.f16x2.e4m3x2 pair, " E4M3 \
@@ -116,34 +112,36 @@ __device__ __forceinline__ void store_dequantised(u32 dst, u32 low, u32 high, fl
 template <class Smem>
 constexpr u32 kStagesOf = sizeof(Smem::k) / sizeof(Smem::k[0]);
 
-// Waits for the stage of block n, notes which of the warp's rows there are, and returns where their group begins.
+// Waits until the stage of block n is free and records which rows of the warp exist. Returns the address of
+// their group.
 template <class Smem>
 __device__ __forceinline__ u32 open_stage(Smem& smem, u32 n, bool valid) {
     const u32 stage = n % kStagesOf<Smem>, round = n / kStagesOf<Smem>;
     mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), ~round & 1);
-    const Place place;
-    const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << place.row);
-    if (lane_index() == 0) smem.valid[stage][place.warp_idx] = bits;
-    return smem_address(smem.k[stage]) + place.warp_idx * (sizeof(Smem::k[0]) / kProducerWarps);
+    const ProducerThread thread;
+    const u32 bits = __reduce_or_sync(0xffffffff, static_cast<u32>(valid) << thread.row);
+    if (lane_index() == 0) smem.valid[stage][thread.warp_idx] = bits;
+    return smem_address(smem.k[stage]) + thread.warp_idx * (sizeof(Smem::k[0]) / kProducerWarps);
 }
-// The warp's rows of block n are stored.
+// Announces that the warp has stored its rows of block n.
 template <class Smem>
 __device__ __forceinline__ void announce_rows(Smem& smem, u32 n) {
     if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full[n % kStagesOf<Smem>]));
 }
 
-// Blocks n to end - 1, all of one item. While a block is stored the next one's rows are on their way to L2;
-// its first values are asked for right after, while its stage may still be in use.
+// Produces blocks n to end - 1, which belong to one work tile. The rows of block n + 1 are prefetched to L2
+// before block n is stored. Their first loads are issued right after that, while their stage may still be in
+// use.
 template <class Share, class Smem>
 __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSelection& selection,
-                                        const WorkItem& item, u32 n, u32 end) {
+                                        const WorkTile& work, u32 n, u32 end) {
     Row next = find_row(params, selection);
-    selection.advance(params, item);
+    selection.advance(params, work);
     Share share;
     auto step = [&]() {
         const Row after = find_row(params, selection);
         Share::prefetch(after);
-        selection.advance(params, item);
+        selection.advance(params, work);
         share.start(next);
         next = after;
     };
@@ -160,18 +158,19 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
     }
 }
 
-// The part's first item nearly always begins where the part does: rows of its first block are on their way to L2 before it is known.
+// Prefetches the rows of the first block to L2 before the first work tile is published: nearly always it
+// begins where the partition begins.
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     const PlanRow plan = plan_row(params);
     if (plan.begin_req > plan.end_req) return;
-    WorkItem item;
-    item.req = plan.begin_req;
-    item.seqlen = params.tokens().main(item.req);
-    item.first_block = max_int(plan.begin_block, 0);
-    item.num_blocks = 1;
+    WorkTile work;
+    work.req = plan.begin_req;
+    work.seqlen = params.tokens().main(work.req);
+    work.first_block = max_int(plan.begin_block, 0);
+    work.num_blocks = 1;
     RowSelection selection;
-    selection.start(params, item);
+    selection.start(params, work);
     Share::prefetch(find_row(params, selection));
 }
 
@@ -180,14 +179,14 @@ __device__ __forceinline__ void producer_warp(const Params& params, Smem& smem) 
     griddepcontrol_wait();  // before indices are read
     griddepcontrol_launch_dependents();
     prefetch_first_block<Share>(params);
-    ItemReader reader;
+    WorkTileReader reader;
     u32 n = 0;  // running number of the block
     for (; reader.next(smem); reader.release(smem)) {
-        const WorkItem& item = reader.item(smem);
-        const u32 end = n + warp_uniform(item.num_blocks);
+        const WorkTile& work = reader.work(smem);
+        const u32 end = n + warp_uniform(work.num_blocks);
         RowSelection selection;
-        selection.start(params, item);
-        produce<Share>(params, smem, selection, item, n, end);
+        selection.start(params, work);
+        produce<Share>(params, smem, selection, work, n, end);
         n = end;
     }
 }

@@ -1,37 +1,36 @@
-// What a decode kernel writes of a work item: the rows of a whole request, or of a piece (mla/pieces.cuh).
+// How an attention kernel stores a work tile: the rows of a whole request to the output, those of a split to
+// scratch (mla/splits.cuh).
 //
-// `Params` has q's and the output's sizes, pointers and strides under the names used here. `Row` is constructed from the
-// params and a row of the CTA's tile; it names the row's query token and head, and whether there is such a row.
-//
-// Params with `max_logits` are those of a prefill kernel, which also writes the largest score of each row.
+// `Params` names sizes, pointers and strides as below. With a member `max_logits` they belong to a prefill
+// kernel, which also stores the largest score of each row. `Row` is constructed from the params and a row of
+// the CTA's tile. It names the query token and the head of that row, and says whether the row exists.
 #pragma once
+#include "attention/fragment_rows.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
-#include "ptx/sync.cuh"
-#include "mla/pieces.cuh"
+#include "mla/dimensions.cuh"
 #include "mla/plan.cuh"
-
-constexpr int kBlockM = 64;
-constexpr int kDimV = 512;
+#include "mla/splits.cuh"
+#include "ptx/sync.cuh"
 
 template <class Params, class Row>
 __device__ __forceinline__ i64 lse_index(const Params& params, int req, const Row& row) {
     return lse_index(params, req, row.token, row.head);
 }
-// Row of a piece.
+// Row of o_accum.
 template <class Params, class Row>
-__device__ __forceinline__ i64 piece_row(const Params& params, int slot, const Row& row) {
-    return (static_cast<i64>(slot) * params.s_q + row.token) * params.h_q + row.head;
+__device__ __forceinline__ i64 split_row(const Params& params, int split_idx, const Row& row) {
+    return (static_cast<i64>(split_idx) * params.s_q + row.token) * params.h_q + row.head;
 }
 template <class Params, class Row>
 __device__ __forceinline__ u16* out_address(const Params& params, int req, const Row& row) {
     return params.out + req * params.out_stride_b + row.token * params.out_stride_s +
            row.head * params.out_stride_h;
 }
-// Write the largest score of row `tile_row`, of a piece or of the whole, where shared memory has it.
+// These two store the largest score of row `tile_row`, of a split or of the request, if shared memory has it.
 template <class Params, class Smem>
-__device__ __forceinline__ void store_piece_top(const Params& params, const Smem& smem, i64 accum_row,
+__device__ __forceinline__ void store_split_top(const Params& params, const Smem& smem, i64 accum_row,
                                                 int tile_row) {
     if constexpr (requires { params.max_logits, smem.row_top; })
         params.max_accum_log2[accum_row] = smem.row_top[tile_row];
@@ -42,38 +41,36 @@ __device__ __forceinline__ void store_top(const Params& params, const Smem& smem
         params.max_logits[index] = smem.row_top[tile_row] * lse_factor(params);
 }
 
-// Stores 256 columns, the first or the second half, of two rows a thread, from the accumulators of the columns' product.
+// Stores half of the columns, 0-255 or 256-511, of two rows per thread, from the accumulators of P V.
 template <Dtype kDtype, class Row, class Params, class Smem>
-__device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkItem& item,
+__device__ __forceinline__ void store_rows(const Params& params, const Smem& smem, const WorkTile& work,
                                            float (&o)[128], int warp_idx, int half) {
-    const bool is_piece = item.slot >= 0;
-    PieceScale scales[2];
-    if (kFloat16Pieces<kDtype> && is_piece) {
+    const bool is_split = work.split_idx >= 0;
+    SplitScale scales[2];
+    if (kFloat16Splits<kDtype> && is_split) {
         float top[2] = {};
 #pragma unroll
         for (int j = 0; j < 128; j += 4) max_magnitudes(top, o[j], o[j + 1], o[j + 2], o[j + 3]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 1));
-            top[r] = fmaxf(top[r], __shfl_xor_sync(0xffffffff, top[r], 2));
-            scales[r] = PieceScale(top[r]);
+            scales[r] = SplitScale(quad_max(top[r]));
         }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const PieceScale scale = scales[r];
+        const SplitScale scale = scales[r];
         const int quad_lane = lane_index() % 4;
         const int tile_row = warp_idx * 16 + lane_index() / 4 + 8 * r;
         const Row row(params, tile_row);
         const float sum = smem.row_sum[tile_row];
         const float lse_log2 = smem.row_max[tile_row] + log2_approx(sum);
         const bool writes_scalars = quad_lane == 0 && row.valid;
-        if (is_piece) {
-            const i64 accum_row = piece_row(params, item.slot, row);
+        if (is_split) {
+            const i64 accum_row = split_row(params, work.split_idx, row);
             if (writes_scalars) {
                 if (half == 0) {
                     params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
-                    store_piece_top(params, smem, accum_row, tile_row);
+                    store_split_top(params, smem, accum_row, tile_row);
                 }
                 params.o_scale_log2[accum_row * kScaleHalves + half] = smem.row_max[tile_row] + scale.log2();
             }
@@ -83,7 +80,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
 #pragma unroll
                 for (int unit = 0; unit < kUnitsPerHalf<kDtype>; unit += 4) {
                     const float* pairs = &o[kGroupsPerUnit<kDtype> * unit + 2 * r];
-                    if constexpr (kFloat16Pieces<kDtype>) {
+                    if constexpr (kFloat16Splits<kDtype>) {
                         store_unit_f16(units + unit, scale.factor, pairs[0], pairs[1], pairs[4], pairs[5],
                                        pairs[8], pairs[9], pairs[12], pairs[13]);
                     } else {
@@ -93,7 +90,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
             }
         } else {
             if (half == 0 && writes_scalars) {
-                const i64 index = lse_index(params, item.req, row);
+                const i64 index = lse_index(params, work.req, row);
                 params.lse[index] = sum == 0.0f ? kInfinity : lse_log2 * lse_factor(params);
                 store_top(params, smem, index, tile_row);
             }
@@ -101,7 +98,7 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
             if constexpr (requires { params.attn_sink; }) {
                 if (row.valid && sum != 0.0f) factor *= sink_factor(params.attn_sink, row.head, lse_log2);
             }
-            u16* out = out_address(params, item.req, row) + half * (kDimV / 2) + 8 * quad_lane;
+            u16* out = out_address(params, work.req, row) + half * (kDimV / 2) + 8 * quad_lane;
 #pragma unroll
             for (int j = 0; j < 32; j += 4) {
                 const float* pair = &o[4 * j + 2 * r];
@@ -112,23 +109,23 @@ __device__ __forceinline__ void store_rows(const Params& params, const Smem& sme
     }
 }
 
-// A request without tokens: output 0, lse +inf, largest score -inf; or an empty piece, which mla_combine recognises by its lse. A
-// converged warp.
+// Stores a work tile without tokens. For a request the output is 0, lse is +inf and the largest score -inf.
+// For a split lse_accum_log2 is -inf, by which mla_combine recognises it. A converged warp calls.
 template <Dtype kDtype, class Row, class Params>
-__device__ __forceinline__ void store_empty(const Params& params, const WorkItem& empty, int lane_idx) {
+__device__ __forceinline__ void store_empty(const Params& params, const WorkTile& empty, int lane_idx) {
     for (int tile_row = 0; tile_row < kBlockM; ++tile_row) {
         const Row row(params, tile_row);
         if (!row.valid) return;
-        const bool is_piece = empty.slot >= 0;
-        constexpr int kPieceBytes = kFloat16Pieces<kDtype> ? 2 : 4;  // of a number
-        const i64 accum_row = is_piece ? piece_row(params, empty.slot, row) : 0;
-        uint4* vectors = is_piece
-                             ? static_cast<uint4*>(params.o_accum) + accum_row * (kDimV * kPieceBytes / 16)
+        const bool is_split = empty.split_idx >= 0;
+        constexpr int kSplitBytes = kFloat16Splits<kDtype> ? 2 : 4;  // of a value
+        const i64 accum_row = is_split ? split_row(params, empty.split_idx, row) : 0;
+        uint4* vectors = is_split
+                             ? static_cast<uint4*>(params.o_accum) + accum_row * (kDimV * kSplitBytes / 16)
                              : reinterpret_cast<uint4*>(out_address(params, empty.req, row));
-        const int bytes = kDimV * (is_piece ? kPieceBytes : 2);
+        const int bytes = kDimV * (is_split ? kSplitBytes : 2);
         for (int i = lane_idx; i < bytes / 16; i += 32) vectors[i] = make_uint4(0, 0, 0, 0);
         if (lane_idx > 0) continue;
-        if (is_piece) {
+        if (is_split) {
             params.lse_accum_log2[accum_row] = -kInfinity;
             if constexpr (requires { params.max_logits; }) params.max_accum_log2[accum_row] = -kInfinity;
             for (int half = 0; half < kScaleHalves; ++half) {

@@ -1,36 +1,40 @@
-// The split-KV plan: how the parts (CTAs along grid z) share the 64-token blocks of all requests.
+// The plan of split-KV attention: how the partitions (CTAs along grid z) share the 64-token blocks of a
+// batch.
 //
-// A plan row covers a contiguous range on the line "all blocks of request 0, then of request 1, ...". Two orders of its
-// eight integers are in use:
-//   object layout  begin_req, end_req (inclusive), begin_block, end_block (exclusive), begin_split, 2 flags, mark
-//   tensor layout  begin_req, begin_block, end_req, end_block, begin_split, 2 unused, mark
-// A row is idle when begin_req < 0, begin_req >= b or begin_req > end_req.
+// A row of the plan is a contiguous range of the sequence "all blocks of request 0, then all of request 1,
+// ...". Its eight integers come in two orders:
+//   object layout: begin_req, end_req inclusive, begin_block, end_block exclusive, begin_split, 2 flags, mark
+//   tensor layout: begin_req, begin_block, end_req, end_block, begin_split, 2 unused, mark
+// A row is idle if begin_req < 0, begin_req >= b or begin_req > end_req.
 //
-// num_splits[b + 1] is the exclusive prefix sum of the pieces per request. A request of one piece is written straight to
-// the output; the pieces of the others go to scratch slots and are merged by mla_combine.
+// num_splits [b + 1] is the exclusive prefix sum of the splits per request. A request of one split is written
+// to the output directly. The splits of other requests go to o_accum, and mla_combine merges them.
 #pragma once
 #include "common/types.cuh"
+#include "mla/dimensions.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 
 constexpr int kPlanRowInts = 8;
-constexpr int kBlockTokens = 64;
 
-// In the last column of the rows of a batch-invariant plan: every request is cut at multiples of
-// TokenCounts::invariant_piece(its own blocks), wherever the parts begin and end.
+// Marks, in the last column of each row, a batch-invariant plan. There every request is cut at multiples of
+// TokenCounts::invariant_split(its blocks), wherever the partitions begin and end.
 constexpr int kBatchInvariantMark = 0x62690001;
 
-// First scratch slot of a request's pieces. In an ordinary plan a request of k >= 2 pieces adds k - 1 to
-// num_splits[req] - req, so that 2 (num_splits[req] - req) leaves at least k slots for it and depends on the number of
-// cuts (at most the number of parts) and not on the batch.
-__device__ __forceinline__ int first_slot(int splits_before, int req, bool batch_invariant) {
+// The index in o_accum of the first split of a request. In an ordinary plan a request of k >= 2 splits adds
+// k - 1 to num_splits[req] - req. The index 2 (num_splits[req] - req) therefore leaves 2 (k - 1) >= k places
+// for them. It depends only on the number of cuts, which is at most the number of partitions, and not on the
+// batch.
+__device__ __forceinline__ int first_split(int splits_before, int req, bool batch_invariant) {
     return batch_invariant ? splits_before : 2 * (splits_before - req);
 }
-// The same in a uniform plan: no request cut in that part or a later one has an earlier slot.
-__device__ __forceinline__ int first_slot_uniform(int first_part) { return 2 * first_part; }
+// The same in a uniform plan, for a request that begins in partition `first_part`. The next request that is
+// cut begins in the last partition of this one or later, so that their indices do not overlap.
+__device__ __forceinline__ int first_split_uniform(int first_part) { return 2 * first_part; }
 
-// How many tokens a request attends: all of its own in dense decoding; in sparse decoding those it selected from a cache and
-// from an extra cache, each padded to whole blocks.
+// How many tokens a request attends. In dense decoding these are all of its tokens. In sparse decoding these
+// are the tokens selected from the cache and from the extra cache, and each of the two is rounded up to whole
+// blocks.
 struct TokenCounts {
     const int* lengths;        // [b]; null: `most` for every request
     const int* extra_lengths;  // the same of the extra cache
@@ -43,9 +47,10 @@ struct TokenCounts {
     __device__ __forceinline__ int blocks(int req) const {
         return ceil_div(main(req), kBlockTokens) + ceil_div(extra(req), kBlockTokens);
     }
-    // Blocks in a piece of a batch-invariant plan, for a request of so many. In sparse decoding that depends on what a call has
-    // room for, not on the request: a plan may know no more.
-    __device__ __forceinline__ int invariant_piece(int num_blocks) const {
+    // Blocks per split in a batch-invariant plan, for a request of `num_blocks` blocks. In sparse decoding it
+    // follows from the largest counts that the call allows: a plan may be made without the lengths of the
+    // requests.
+    __device__ __forceinline__ int invariant_split(int num_blocks) const {
         if (most != kUnlimited)
             num_blocks = ceil_div(most, kBlockTokens) + ceil_div(extra_most, kBlockTokens);
         return max_int(8, ceil_div(num_blocks, 32));
@@ -85,8 +90,8 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     return plan;
 }
 
-// A plan that needs no arrays: all requests have `blocks` blocks, request i those at i * pitch and following on a line, of which
-// every part has `length`. Length 0: the plan is in arrays.
+// A plan without arrays, for requests of equal length. On one line request i has the blocks from i * pitch
+// on, and partition p computes the range [p * length, (p + 1) * length). Length 0: the plan is in arrays.
 struct UniformPlan {
     int blocks, pitch, length;
 
@@ -113,7 +118,7 @@ struct UniformPlan {
     __device__ __forceinline__ int last_part(int req) const { return (req * pitch + blocks - 1) / length; }
 };
 
-// `Params` has `uniform` where a plan may do without arrays.
+// `Params` has a member `uniform` if the kernel can work without the arrays of a plan.
 template <class Params>
 __device__ __forceinline__ UniformPlan uniform_plan(const Params& params) {
     if constexpr (requires { params.uniform; }) {
@@ -131,16 +136,16 @@ __device__ __forceinline__ PlanRow part_row(const Params& params, int part) {
     if (is_uniform(params)) return uniform_plan(params).row(part, params.b);
     return read_plan_row(params.sched_meta, part, params.object_layout, params.b);
 }
-// Of the CTA's part. Arrays are read when the kernel ahead is complete; a uniform plan is known before, and items are published under
-// that kernel's end. Roles wait for it themselves.
+// The row of the CTA. Arrays are read only after the kernel ahead is complete. A uniform plan is known
+// earlier, so that work tiles are published before that kernel ends; every role then waits for it by itself.
 template <class Params>
 __device__ __forceinline__ PlanRow plan_row(const Params& params) {
     if (!is_uniform(params)) griddepcontrol_wait();
     return part_row(params, blockIdx.z);
 }
 
-// Brings to L1 what is known of the requests around the one that a part begins with if all are alike: its first item then waits
-// for the plan row alone. A converged warp calls.
+// Loads to L1 the lengths and split counts of the 32 requests around the one with which the partition begins
+// if all requests are alike. The first work tile then waits for the plan row alone. A converged warp calls.
 __device__ __forceinline__ void touch_requests(const int* lengths, const int* num_splits, int b,
                                                int lane_idx) {
     const int likely = blockIdx.z * static_cast<u32>(b) / gridDim.z;
@@ -149,17 +154,17 @@ __device__ __forceinline__ void touch_requests(const int* lengths, const int* nu
     load_global(num_splits + req);
 }
 
-// One contiguous range of blocks of one request, computed by one CTA in one go.
-struct WorkItem {
+// A contiguous range of blocks of one request, computed by one CTA.
+struct WorkTile {
     int req;
     int seqlen;  // tokens of the request, without those of an extra cache
     int first_block;
     int num_blocks;  // 0 for a request without tokens
-    int slot;        // scratch slot of the piece, or -1: the whole request, written to the output
+    int split_idx;   // index in o_accum; -1: the work tile is the whole request and goes to the output
 };
 
-// Walks the work items of a plan row.
-struct WorkItems {
+// Walks the work tiles of a plan row.
+struct WorkTileWalk {
     int req;
     int block;  // blocks of `req` before this one are done
 
@@ -169,7 +174,7 @@ struct WorkItems {
     }
 
     __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
-                                         int max_splits, WorkItem& item, bool uniform = false) {
+                                         int max_splits, WorkTile& work, bool uniform = false) {
         while (req <= row.end_req) {
             const int seqlen = tokens.main(req);
             const int splits_before = uniform ? 0 : load_global(num_splits + req);
@@ -181,29 +186,30 @@ struct WorkItems {
             int stop = end;
             int split = req == row.begin_req ? row.begin_split : 0;
             if (row.batch_invariant()) {
-                const int piece = tokens.invariant_piece(blocks);
+                const int split_blocks = tokens.invariant_split(blocks);
                 if (req != row.end_req)
-                    end = splits * piece;  // of the plan, which may see more blocks than there are
-                split = first / piece;
-                stop = min_int(end, (split + 1) * piece);
+                    end = splits * split_blocks;  // as planned, which may be more blocks than there are
+                split = first / split_blocks;
+                stop = min_int(end, (split + 1) * split_blocks);
             }
-            const bool is_piece = uniform ? begin > 0 || end < blocks : splits > 1;
-            const int slot = uniform ? first_slot_uniform(blockIdx.z - split)
-                                     : first_slot(splits_before, req, row.batch_invariant());
-            item.req = req;
-            item.seqlen = seqlen;
-            item.first_block = first;
-            item.num_blocks = max_int(min_int(stop, blocks) - first, 0);
-            item.slot = is_piece ? slot + split : -1;
-            // A plan that its scratch was not made for must not write outside; mla_combine then writes NaN.
-            const bool fits = !is_piece || (item.slot >= 0 && item.slot < max_splits);
+            const bool is_split = uniform ? begin > 0 || end < blocks : splits > 1;
+            const int first_idx = uniform ? first_split_uniform(blockIdx.z - split)
+                                          : first_split(splits_before, req, row.batch_invariant());
+            work.req = req;
+            work.seqlen = seqlen;
+            work.first_block = first;
+            work.num_blocks = max_int(min_int(stop, blocks) - first, 0);
+            work.split_idx = is_split ? first_idx + split : -1;
+            // If the scratch was made for another plan, nothing is written outside it; mla_combine then
+            // writes NaN.
+            const bool fits = !is_split || (work.split_idx >= 0 && work.split_idx < max_splits);
             block = stop;
             if (stop >= end) {
                 ++req;
                 block = 0;
             }
-            // An empty range writes something only where nobody else does.
-            if (fits && (item.num_blocks > 0 || blocks == 0 || item.slot >= 0)) return true;
+            // An empty range is a work tile only if no other one writes the output or the split.
+            if (fits && (work.num_blocks > 0 || blocks == 0 || work.split_idx >= 0)) return true;
         }
         return false;
     }

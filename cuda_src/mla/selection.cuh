@@ -1,18 +1,18 @@
-// What the sparse decode kernels share: their parameters, the rows of a tile, and the walk through what a query token selects.
-// LOAD_BYTES and MAX_LOGITS are the kernel's.
+// What the sparse kernels share: their parameters, the rows of a tile, and how they find the cache rows that
+// a query token selects. The kernel defines LOAD_BYTES and MAX_LOGITS.
 #pragma once
-#include "mla/output.cuh"
 #include "common/division.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "ptx/memory.cuh"
+#include "mla/output.cuh"
 #include "mla/plan.cuh"
+#include "ptx/memory.cuh"
 
 static_assert(MAX_LOGITS == 0 || MAX_LOGITS == 1, "MAX_LOGITS must be 0 (decoding) or 1 (prefill)");
 constexpr bool kMaxLogits = MAX_LOGITS;
 
 struct Params {
-    TensorMap q_map;  // of mla_sparse_bf16 alone; a box is 64 columns of a tile's rows, tokens x heads
+    TensorMap q_map;  // mla_sparse_bf16 only; box of 64 columns x rows of a tile (tokens x heads)
     const u16* q;
     const unsigned char* cache[2];  // the cache, the extra cache
     const int* indices[2];
@@ -22,13 +22,13 @@ struct Params {
     const int* num_splits;
     u16* out;
     float* lse;     // [b, h_q, s_q]
-    void* o_accum;  // pieces: mla/pieces.cuh
+    void* o_accum;  // splits: mla/splits.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
 #if MAX_LOGITS
     float* max_accum_log2;
     float* max_logits;    // as lse
-    const u64* selected;  // of united selections: mla_unite_selections.cu
+    const u64* selected;  // mla_unite_selections.cu
 #endif
     i64 block_stride[2], token_stride[2];          // bytes
     i64 index_stride_b[2], index_stride_s[2];      // elements
@@ -45,7 +45,7 @@ struct Params {
     int object_layout;
     float sm_scale_log2;
 #if MAX_LOGITS
-    float lse_factor;  // on lse and max_logits, from base 2
+    float lse_factor;  // converts lse and max_logits from base 2
     UniformPlan uniform;
 #endif
 
@@ -54,7 +54,8 @@ struct Params {
     }
 };
 
-// A row of the CTA's tile of kTileRows heads as (token, head) of the request. What writes outputs asks for kBlockM rows.
+// A row of the CTA's tile of kTileRows heads, as a token and a head of the request. The functions of
+// output.cuh construct kBlockM rows; those past kTileRows are not valid.
 template <int kTileRows>
 struct TileRow {
     int token, head;
@@ -67,55 +68,55 @@ struct TileRow {
     }
 };
 
-// Walks what one query token of a request selects, block by block: from the cache, then from the extra one.
+// Walks the indices of one query token, block by block: first those of the cache, then of the extra cache.
 //
-// `Place` is constructed by a thread and tells which row of a block is the thread's.
-template <class Place>
+// `BlockRow` tells which row of a block belongs to the thread that constructs it.
+template <class BlockRow>
 struct Selection {
-    const int* src;     // of the thread's row in the block that is next
-    int left;           // indices of the same cache from there on
-    int blocks_before;  // blocks up to the extra cache's first; 0 in that one
-    int index;          // of the block that is next, loaded; -1 past the last
+    const int* src;     // index of the thread's row in the next block
+    int left;           // indices of the same cache from there to the end
+    int blocks_before;  // blocks before the first one of the extra cache; 0 inside that cache
+    int index;          // loaded from `src`; -1 past the last
 
-    __device__ __forceinline__ void enter_cache(const Params& params, const WorkItem& item, int c, int block,
+    __device__ __forceinline__ void enter_cache(const Params& params, const WorkTile& work, int c, int block,
                                                 int end_block) {
-        const Place place;
-        const int req = item.req;
-        const int first = block * kBlockTokens + place.block_row();
+        const BlockRow thread;
+        const int req = work.req;
+        const int first = block * kBlockTokens + thread.block_row();
         const i64 token = blockIdx.x / params.head_tiles;
         src = params.indices[c] + req * params.index_stride_b[c] + token * params.index_stride_s[c] + first;
-        left = min_int(c ? params.tokens().extra(req) : item.seqlen, end_block * kBlockTokens) - first;
+        left = min_int(c ? params.tokens().extra(req) : work.seqlen, end_block * kBlockTokens) - first;
     }
     __device__ __forceinline__ void load() {
         index = -1;
         if (left > 0) index = load_global(src);
     }
-    // From an item's first block on.
-    __device__ __forceinline__ void start(const Params& params, const WorkItem& item) {
-        const int blocks = ceil_div(item.seqlen, kBlockTokens);
-        const bool extra = item.first_block >= blocks;
+    // Starts with the first block of a work tile.
+    __device__ __forceinline__ void start(const Params& params, const WorkTile& work) {
+        const int blocks = ceil_div(work.seqlen, kBlockTokens);
+        const bool extra = work.first_block >= blocks;
         const int skipped = extra ? blocks : 0;
-        blocks_before = extra ? 0 : blocks - item.first_block;
-        enter_cache(params, item, extra, item.first_block - skipped,
-                    item.first_block + item.num_blocks - skipped);
+        blocks_before = extra ? 0 : blocks - work.first_block;
+        enter_cache(params, work, extra, work.first_block - skipped,
+                    work.first_block + work.num_blocks - skipped);
         load();
     }
-    // To the block after it.
-    __device__ __forceinline__ void advance(const Params& params, const WorkItem& item) {
+    // Moves to the next block.
+    __device__ __forceinline__ void advance(const Params& params, const WorkTile& work) {
         src += kBlockTokens;
         left -= kBlockTokens;
         if (blocks_before > 0 && --blocks_before == 0) {
-            enter_cache(params, item, 1, 0,
-                        item.first_block + item.num_blocks - ceil_div(item.seqlen, kBlockTokens));
+            enter_cache(params, work, 1, 0,
+                        work.first_block + work.num_blocks - ceil_div(work.seqlen, kBlockTokens));
         }
         load();
     }
 };
 
-// Where the row of the block that is next lies, or null.
-template <class Place>
+// The address of the cache row for the next block, or null if its index is not valid.
+template <class BlockRow>
 __device__ __forceinline__ const unsigned char* row_address(const Params& params,
-                                                            const Selection<Place>& selection) {
+                                                            const Selection<BlockRow>& selection) {
     const int c = selection.blocks_before == 0;
     const u32 slot = selection.index;
     if (slot >= params.cache_slots[c]) return nullptr;
@@ -125,7 +126,7 @@ __device__ __forceinline__ const unsigned char* row_address(const Params& params
            static_cast<u64>(row_in_page) * static_cast<u32>(params.token_stride[c]);
 }
 
-// 16 bytes of the cache to shared memory, or 16 zeros.
+// Copies 16 bytes of the cache to shared memory, or writes 16 zeros.
 __device__ __forceinline__ void copy_16_or_zeros(u32 dst, const unsigned char* src, bool reads) {
     if constexpr (LOAD_BYTES == 16) {
         cp_async_16_or_zeros(dst, src, reads);

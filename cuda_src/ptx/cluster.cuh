@@ -8,8 +8,9 @@ __device__ __forceinline__ u32 cluster_ctarank() {
     return rank;
 }
 
-// Every thread of every CTA of the cluster arrives, then waits: mbarriers are visible to all that were initialised and fenced
-// (mbarrier_init_fence) before. Other writes are not: a release here would wait for every store of the thread.
+// Every thread of every CTA of the cluster arrives, then waits. mbarriers that were initialised and fenced
+// (mbarrier_init_fence) before are then visible to all. Other writes are not: a release here would wait for
+// every store of the thread.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -34,8 +35,8 @@ __device__ __forceinline__ u32 remote_address(u32 smem, u32 rank) {
     return remote;
 }
 
-// 16, 8 or 4 bytes to another CTA's shared memory, counted there on mbarrier `bar` like those of the copy engine. Both addresses are
-// remote ones.
+// Stores 16, 8 or 4 bytes to another CTA's shared memory. They are counted on mbarrier `bar` there, as bytes
+// of TMA are. Both addresses come from remote_address.
 __device__ __forceinline__ void store_async_16(u32 dst, u32 bar, u32 x, u32 y, u32 z, u32 w) {
     asm volatile(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, "

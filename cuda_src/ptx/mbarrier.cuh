@@ -8,7 +8,7 @@ __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
-// The initialising thread, after its last mbarrier_init: makes them visible to the copy engine.
+// The initialising thread, after its last mbarrier_init: makes the barriers visible to TMA.
 __device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -18,13 +18,14 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// One thread: one arrival, and `bytes` more for the copy engine to deliver before the phase completes.
+// One thread. One arrival, and `bytes` more that TMA has to deliver before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                  : "memory");
 }
 
-// Any thread. Returns once the phase with this parity has completed; parity 1 of a fresh barrier counts as completed.
+// Any thread. Returns once the phase with this parity has completed. Before the first phase, parity 1 counts
+// as completed.
 __device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
     asm volatile(
         "{\n"

@@ -1,4 +1,4 @@
-// Copies between global and shared memory that are not the copy engine's, ldmatrix and stmatrix.
+// Copies between global and shared memory without TMA, and ldmatrix and stmatrix.
 #pragma once
 #include "common/types.cuh"
 

@@ -28,7 +28,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or TMA touches it.
+// For a thread that wrote shared memory with ordinary stores: before the barrier behind which wgmma or TMA
+// uses it.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -43,14 +44,14 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The calling thread's lane. Opaque on purpose: read again where it is needed instead of being kept in a register.
+// The calling thread's lane. The compiler cannot merge two calls, so the lane takes no register in between.
 __device__ __forceinline__ int lane_index() {
     int lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-// The value of lane 0, which all lanes have anyway: tells ptxas that a value read from memory may live in a uniform register.
+// The value of lane 0, for values that all lanes have alike: ptxas may then keep it in a uniform register.
 __device__ __forceinline__ int warp_uniform(int value) { return __shfl_sync(0xffffffff, value, 0); }
 
 // A converged warp: true in exactly one lane. ptxas then emits the guarded TMA instructions bare.
@@ -66,8 +67,9 @@ __device__ __forceinline__ bool elect_one_sync() {
     return elected != 0;
 }
 
-// Programmatic dependent launch. In every rawmla kernel at least one CTA waits, and every CTA does before it writes global memory or
-// reads what the kernel ahead may write; a kernel is thus complete only after the one ahead, along a whole chain of launches.
+// Programmatic dependent launch. In every kernel of rawmla at least one CTA waits for the kernel ahead. Every
+// CTA waits before it writes global memory or reads what the kernel ahead may write. A kernel is thus
+// complete only after the one ahead of it, along a whole chain of launches.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

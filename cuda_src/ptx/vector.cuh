@@ -1,4 +1,5 @@
-// Vector accesses of global memory. The loads do not move above griddepcontrol.wait; a disabled one gives zeros.
+// Vector accesses of global memory. The compiler does not move the loads above griddepcontrol.wait. A load
+// that is not enabled gives zeros.
 #pragma once
 #include "common/types.cuh"
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ i64 load_global(const i64* ptr) {
     return value;
 }
 
-// Where the value stays what it is when nothing is read.
+// A load that is not enabled leaves the value as it is.
 __device__ __forceinline__ void load_global_if(float& value, const float* ptr, bool enabled) {
     asm volatile(
         "{\n"
@@ -103,7 +104,7 @@ __device__ __forceinline__ void store_global_16(void* ptr, const uint4& value) {
 __device__ __forceinline__ void store_global_8(void* ptr, const uint2& value) {
     *reinterpret_cast<uint2*>(ptr) = value;
 }
-// The same for what need not stay in L2.
+// A store of what need not stay in L2.
 __device__ __forceinline__ void stream_global_8(void* ptr, const uint2& value) {
     __stcs(reinterpret_cast<uint2*>(ptr), value);
 }

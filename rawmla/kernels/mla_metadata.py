@@ -79,6 +79,7 @@ PARAMS = ParamStruct(
     I32("b", "num_parts", "object_layout", "batch_invariant", "requests_per_part", "parts_per_request"),
     U32("parts_magic", "b_magic", "share_magic"),
     I32("parts_shift", "b_shift", "share_shift"),
+    I32("splits_length"),
 )
 
 
@@ -152,12 +153,14 @@ def launch(
     num_parts: int,
     sched_meta: int,
     num_splits: int,
+    splits_length: int,
     object_layout: bool,
     batch_invariant: bool,
 ) -> None:
     """Enqueue the planning of a batch; arrays are given as device addresses.
 
-    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [b + 1]. ``object_layout``: the columns of
+    ``sched_meta`` is int32 [num_parts, 8], ``num_splits`` int32 [splits_length], at least
+    b + 1 of them; those behind repeat the last, so that requests of a larger batch have no splits. ``object_layout``: the columns of
     sched_meta have the order of a FlashMLASchedMeta, else that of a bare tensor (cuda_src/mla/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
@@ -181,5 +184,6 @@ def launch(
         parts_shift=parts_shift,
         b_shift=b_shift,
         share_shift=share_shift,
+        splits_length=splits_length,
     )
     kernel.launch((1, 1, 1), params, stream, pdl=True)

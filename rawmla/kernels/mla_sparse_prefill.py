@@ -266,6 +266,7 @@ class _PreparedTokens:
                     num_parts=call.num_parts,
                     sched_meta=scratch,
                     num_splits=num_splits,
+                    splits_length=tokens + 1,
                     object_layout=True,
                     batch_invariant=False,
                 )
@@ -377,6 +378,7 @@ class _PreparedGroups:
                 num_parts=call.num_parts,
                 sched_meta=scratch + self._plan,
                 num_splits=scratch + self._num_splits,
+                splits_length=groups + 1,
                 object_layout=True,
                 batch_invariant=False,
             )

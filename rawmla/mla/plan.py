@@ -152,9 +152,10 @@ def get_mla_metadata(
     out : pair of arrays or FlashMLASchedMeta, optional
         A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or a
         filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
-        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for. Between replays
-        of a captured CUDA graph this updates the plan that the graph reads. `topk` must be that of the call
-        which filled an object, in blocks of 64.
+        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for: all of num_splits
+        is written, so that a call for the larger batch leaves the results of the other requests alone.
+        Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be
+        that of the call which filled an object, in blocks of 64.
 
     Returns
     -------
@@ -228,20 +229,23 @@ def get_mla_metadata(
         num_parts = _num_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
         rows, splits = _empty_arrays(framework, num_parts, b, device)
         rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
+        splits_length = b + 1
     else:
         if plan is not None:
             batch_invariant = _batch_invariant_of(plan, batch_invariant)
             _check_topk_of(plan, topk)
         rows, splits = _given_arrays(out)
+        splits_view = inspect(splits, "out[1]")
         rows_ptr, splits_ptr, num_parts, _ = _check_arrays(
             inspect(rows, "out[0]"),
-            inspect(splits, "out[1]"),
+            splits_view,
             b,
             device,
             framework,
             "cache_seqlens",
             ("out[0]", "out[1]"),
         )
+        splits_length = splits_view.shape[0]
 
     if b:
         mla_metadata.launch(
@@ -253,6 +257,7 @@ def get_mla_metadata(
             num_parts=num_parts,
             sched_meta=rows_ptr,
             num_splits=splits_ptr,
+            splits_length=splits_length,
             object_layout=plan is not None,
             batch_invariant=batch_invariant,
         )
@@ -391,6 +396,7 @@ def compute_plan(
         num_parts=plan.num_parts,
         sched_meta=arrays.sched_meta,
         num_splits=arrays.num_splits,
+        splits_length=b + 1,
         object_layout=True,
         batch_invariant=plan.batch_invariant,
     )
@@ -457,7 +463,7 @@ def _check_arrays(
     splits_ptr, shape, strides, dtype, _, _, splits_owner = num_splits
     if dtype != "int32":
         raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
-    if len(shape) != 1 or shape[0] <= b:
+    if len(shape) != 1 or not b < shape[0] <= checks.INT32_MAX:
         raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
         raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")

@@ -148,6 +148,7 @@ def test_in_place_for_smaller_batches() -> None:
         rawmla.get_mla_metadata(cache_seqlens[:b], 128, 1, out=(rows, num_splits))
         lengths = cache_seqlens[:b].tolist()
         check_plan(rows.cpu().numpy(), num_splits.cpu().numpy(), lengths, "tensors")
+        assert (num_splits[b:] == num_splits[b]).all()  # requests past the batch have no splits
         # Read by a call for the captured batch of 200, the rows name no request past the new batch.
         named = {
             piece.request for piece in read_pieces(rows.cpu().numpy(), lengths + [64] * (200 - b), "tensors")

@@ -1,0 +1,33 @@
+// Rescaling O when references of the softmax have risen (attention/softmax.cuh).
+#pragma once
+#include "attention/fragment_rows.cuh"
+#include "common/types.cuh"
+
+// Multiplies a fragment's rows by a factor each.
+template <int kCount>
+__device__ __forceinline__ void multiply_rows(float (&o)[kCount], float factor0, float factor1) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) o[j] *= j & 2 ? factor1 : factor0;
+}
+
+// The same, where a factor other than 1 is rare. All lanes of a warp call.
+template <int kCount>
+__device__ __forceinline__ void rescale(float (&o)[kCount], float factor0, float factor1) {
+    if (__any_sync(0xffffffff, factor0 != 1.0f || factor1 != 1.0f)) multiply_rows(o, factor0, factor1);
+}
+
+// The same by factors of 64 rows in shared memory, which the leading lanes read.
+template <int kCount>
+__device__ __forceinline__ void rescale(float (&o)[kCount], const float* row_scale, int warp_idx) {
+    float scale0 = 1.0f, scale1 = 1.0f;
+    if (leads_quad()) {
+        const float* first = first_row(row_scale, warp_idx);
+        scale0 = first[0];
+        scale1 = first[8];
+    }
+    if (__any_sync(0xffffffff, scale0 != 1.0f || scale1 != 1.0f)) {
+        scale0 = quad_broadcast(scale0);
+        scale1 = quad_broadcast(scale1);
+        multiply_rows(o, scale0, scale1);
+    }
+}

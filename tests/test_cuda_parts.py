@@ -1,0 +1,181 @@
+"""The parts of cuda_src that any attention kernel can use, also those that no kernel uses yet.
+
+Each is compiled in a kernel of its own: the PTX has its instruction, and ptxas takes it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cuda_probe import assemble, assert_in_header
+
+COORDINATES = ("x", "y", "z", "x + 1", "y + 1")
+
+
+def kernel(includes: tuple[str, ...], parameters: str, body: str) -> str:
+    """A kernel of one warpgroup, whose body can use x, y and z, which the compiler does not know."""
+    return "".join(f'#include "{name}"\n' for name in includes) + (
+        f'extern "C" __global__ void __launch_bounds__(128, 1) probe({parameters}) {{\n'
+        "    [[maybe_unused]] const int x = blockIdx.x, y = blockIdx.y, z = blockIdx.z;\n"
+        f"    {body}\n}}\n"
+    )
+
+
+# TMA
+
+
+@pytest.mark.parametrize("dims", (2, 3, 4, 5))
+@pytest.mark.parametrize(
+    ("function", "arguments", "instruction"),
+    [
+        (
+            "tma_load_{}d",
+            "64, &map, 8",
+            "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
+        ),
+        (
+            "tma_load_{}d_multicast",
+            "64, &map, 8, 3",
+            "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+            ".L2::cache_hint",
+        ),
+        ("tma_prefetch_{}d", "&map", "cp.async.bulk.prefetch.tensor.{}d.L2.global.tile"),
+        ("tma_store_{}d", "&map, 64", "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group"),
+        (
+            "tma_reduce_add_{}d",
+            "&map, 64",
+            "cp.reduce.async.bulk.tensor.{}d.global.shared::cta.add.tile.bulk_group",
+        ),
+    ],
+    ids=("load", "load_multicast", "prefetch", "store", "reduce_add"),
+)
+def test_tma(dims: int, function: str, arguments: str, instruction: str) -> None:
+    """Each coordinate comes once, in order, behind what the instruction has before."""
+    given = ", ".join(COORDINATES[:dims])
+    ptx = assemble(
+        kernel(
+            ("ptx/tma.cuh",),
+            "const __grid_constant__ TensorMap map",
+            f"{function.format(dims)}({arguments}, {given}); bulk_commit_group(); bulk_wait_group<0>();",
+        )
+    )
+    name = re.escape(instruction.format(dims))
+    found = re.search(rf"{name} (?:\[[^\]]*\], )?\[%rd\d+, \{{([^}}]*)\}}\]", ptx)
+    assert found, ptx
+    registers = found[1].split(", ")
+    assert len(set(registers)) == dims
+    ids = {"%ctaid.x": "x", "%ctaid.y": "y", "%ctaid.z": "z"}
+    values: dict[str, str] = {}
+    for target, source in re.findall(r"mov\.u32\s+(%r\d+), (%ctaid\.[xyz]);", ptx):
+        values[target] = ids[source]
+    for target, source in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), 1;", ptx):
+        values[target] = f"{values[source]} + 1"
+    assert [values[register] for register in registers] == list(COORDINATES[:dims])
+
+
+def test_bulk_reduction_and_groups() -> None:
+    ptx = assemble(
+        kernel(
+            ("ptx/tma.cuh",),
+            "float* sums",
+            "bulk_reduce_add_f32(sums, 64, 256); bulk_commit_group(); bulk_wait_group_read<1>();"
+            " bulk_wait_group<0>();",
+        )
+    )
+    instructions = (
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+        "cp.async.bulk.commit_group",
+        "cp.async.bulk.wait_group.read 1",
+        "cp.async.bulk.wait_group 0",
+    )
+    places = [ptx.index(instruction) for instruction in instructions]
+    assert places == sorted(places)
+
+
+# wgmma
+
+MAJORS = {0: "Major::kK", 1: "Major::kMn"}
+
+
+def product(n: int, call: str) -> str:
+    """A kernel that stores what a wgmma of n columns leaves in its accumulators."""
+    return kernel(
+        ("ptx/wgmma.cuh",),
+        "float* out, unsigned long long desc_a, unsigned long long desc_b",
+        f"float d[{n // 2}]; u32 a[4] = {{u32(x), u32(y), u32(z), 7}};\n"
+        f"    for (int i = 0; i < {n // 2}; ++i) d[i] = out[i];\n"
+        "    wgmma_pin(d); wgmma_fence();\n"
+        f"    {call}\n"
+        "    wgmma_commit_group(); wgmma_wait_group<0>(); wgmma_pin(d);\n"
+        f"    for (int i = 0; i < {n // 2}; ++i) out[i * 128 + threadIdx.x] = d[i] + a[i % 4];",
+    )
+
+
+def wgmma_of(ptx: str) -> tuple[str, list[str], str, list[str]]:
+    """The one wgmma of a PTX text: its name, accumulators, A, and what follows B."""
+    (found,) = re.findall(r"(wgmma\.mma_async\S+) \{([^}]*)\}, (\{[^}]*\}|%rd\d+), %rd\d+, p, (.*);", ptx)
+    name, accumulators, a, rest = found
+    return name, accumulators.split(", "), a, rest.split(", ")
+
+
+@pytest.mark.parametrize("n", range(8, 257, 8))
+def test_wgmma_of_every_width(n: int) -> None:
+    """All accumulators, each once and in the order in which they are stored."""
+    for a_major, b_major, dtype in ((0, 1, "bf16"), (1, 0, "f16")):
+        code = {"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}[dtype]
+        call = f"wgmma_ss<{code}, {MAJORS[a_major]}, {MAJORS[b_major]}>(d, desc_a, desc_b, x > 0);"
+        name, accumulators, a, rest = wgmma_of(assemble(product(n, call)))
+        assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+        assert len(set(accumulators)) == n // 2 and a.startswith("%rd")
+        assert rest == ["1", "1", str(a_major), str(b_major)]
+        numbers = [int(register[2:]) for register in accumulators]
+        assert numbers == sorted(numbers)
+    for b_major in (0, 1):
+        call = f"wgmma_rs<Dtype::kBf16, {MAJORS[b_major]}>(d, a, desc_b, x > 0);"
+        name, accumulators, a, rest = wgmma_of(assemble(product(n, call)))
+        assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
+        assert len(set(accumulators)) == n // 2 and len(set(a[1:-1].split(", "))) == 4
+        assert rest == ["1", "1", str(b_major)]
+
+
+# attention/
+
+
+@pytest.mark.parametrize("columns", (16, 64, 128, 192))
+def test_softmax_of_any_width(columns: int) -> None:
+    """Scores of `columns` keys, masked by length and by bits, to P in shared memory, O rescaled."""
+    count = columns // 2
+    both = "BothMasks<KeyLimits<2>, KeyBits>{limits, KeyBits(x, y)}"
+    mask = both if columns <= 64 else "limits"  # bits are of 64 keys
+    body = (
+        f"float s[{count}], o[64]; u32 p[{count // 2}]; float scale[2];\n"
+        f"    for (int i = 0; i < {count}; ++i) s[i] = out[i * 128 + threadIdx.x];\n"
+        "    for (int i = 0; i < 64; ++i) o[i] = out[-i * 128 + threadIdx.x];\n"
+        "    const KeyLimits<2> limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
+        f"    apply_mask(s, {mask});\n"
+        "    SOFTMAX softmax; RowMaximum top; top.block(s);\n"
+        "    softmax.block<Dtype::kBf16>(s, 1.5f, p, FACTORS);\n"
+        "    rescale(o, scale[0], scale[1]); rescale(o, row, y);\n"
+        "    store_probabilities<8192>(x, p);\n"
+        "    softmax.store(row, row + 64, y); top.store(row + 128, 1.5f, y);\n"
+        "    for (int i = 0; i < 64; ++i) out[i * 128 + threadIdx.x] = o[i];"
+    )
+    includes = tuple(f"attention/{name}.cuh" for name in ("masks", "rescale", "softmax", "store_p"))
+    for softmax, factors in (("OnlineSoftmax", "scale"), ("MaximumFirstSoftmax", "shrink")):
+        text = body.replace("SOFTMAX", softmax).replace("FACTORS", factors)
+        if factors == "shrink":
+            text = text.replace("float scale[2];", "u32 shrink[2]; float scale[2] = {1.0f, 1.0f};")
+        ptx = assemble(kernel(includes, "float* out, float* row", text))
+        assert ptx.count("stmatrix.sync.aligned.m8n8.x4.shared.b16") == columns // 16
+        assert ptx.count("ex2.approx.ftz.f32") >= count
+
+
+def test_visible_keys() -> None:
+    """The last query token sees every key; without a causal mask all of them do."""
+    conditions = []
+    for seqlen, s_q in ((5, 3), (3, 3), (2, 3), (100, 1)):
+        conditions += [f"visible_keys({seqlen}, {s_q}, {s_q - 1}, true) == {seqlen}"]
+        conditions += [f"visible_keys({seqlen}, {s_q}, 0, true) == {seqlen - s_q + 1}"]
+        conditions += [f"visible_keys({seqlen}, {s_q}, {token}, false) == {seqlen}" for token in range(s_q)]
+    assert_in_header("attention/masks.cuh", conditions, constexpr=("visible_keys",))
