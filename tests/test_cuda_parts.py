@@ -10,6 +10,8 @@ import re
 import pytest
 from cuda_probe import assemble, assert_in_header
 
+from rawmla.jit.sources import find_source_root
+
 COORDINATES = ("x", "y", "z", "x + 1", "y + 1")
 
 
@@ -179,3 +181,16 @@ def test_visible_keys() -> None:
         conditions += [f"visible_keys({seqlen}, {s_q}, 0, true) == {seqlen - s_q + 1}"]
         conditions += [f"visible_keys({seqlen}, {s_q}, {token}, false) == {seqlen}" for token in range(s_q)]
     assert_in_header("attention/masks.cuh", conditions, constexpr=("visible_keys",))
+
+
+def test_lines_fit_the_column_limit() -> None:
+    """clang-format leaves comments and the text of macros alone."""
+    limit = 110  # ColumnLimit of .clang-format
+    root = find_source_root()
+    longer = [
+        f"{path.relative_to(root)}:{number}: {len(line)} columns"
+        for path in sorted(root.rglob("*.cu*"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > limit
+    ]
+    assert not longer, "\n".join(longer)

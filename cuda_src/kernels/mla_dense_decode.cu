@@ -49,7 +49,7 @@
 // bar_sum_free     256       PV0, PV1: the work tile's rows are stored     QK: write the next ones     1
 // bar_looked_up    1         warp 0 of PV0: the first kLookahead sources,  warp 0 of PV1: first refill 0
 //                            and whether RoPE is prefetched
-// NB_QK            128       QK: done with the work tile's Q; next Q landedQK: both                    -
+// NB_QK            128       QK: done with the tile's Q; next Q landed     QK: both                    -
 // NB_V_FREE + h    128       PVh: its PV of the block is done              warp 0 of PVh: refill       -
 //
 // Warp 0 of PV0 makes the first loads of all. Block n of the partition, counted over all its work tiles, uses

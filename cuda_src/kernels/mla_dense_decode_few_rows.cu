@@ -54,7 +54,7 @@ struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kQChunks * Chunk::kBytes];  // 147,456 B
     unsigned char q[kQChunks][QTile::kBytes];                          //  18,432 B
     unsigned char p[QTile::kBytes];                                    //   2,048 B
-    float o[kTileRows][kStagedCols];                                   //  33,024 B, at an work tile's end
+    float o[kTileRows][kStagedCols];                                   //  33,024 B, at a work tile's end
     float warp_max[4][kTileRows];
     float warp_sum[4][kTileRows];
     float row_max[kTileRows];  // m_ref at the work tile's end, base 2
