@@ -45,8 +45,8 @@ def _wrong_dtype(x: Any) -> Any:
     return x.double() if x.is_floating_point() else x.short()
 
 
-def _one_dimension_less(x: Any) -> Any:
-    return x[0] if x.ndim > 1 else x[:-1]
+def _another_shape(x: Any) -> Any:
+    return x.flatten() if x.ndim > 1 else x[:-1]
 
 
 def _strided_last_dimension(x: Any) -> Any:
@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "on the CPU": (ValueError, lambda x: x.cpu()),
     "not an array": (TypeError, lambda x: [1.0]),
     "of another dtype": (TypeError, _wrong_dtype),
-    "of one dimension less": (ValueError, _one_dimension_less),
+    "of another shape": (ValueError, _another_shape),
     "with a strided last dimension": (ValueError, _strided_last_dimension),
 }
 
