@@ -1,5 +1,5 @@
-"""What every operation promises of a call: which strides it takes, where it writes, what it leaves alone. What
-it refuses is in test_refusals.py.
+"""What every operation promises of a call: which strides it takes, where it writes, what it leaves alone.
+What it refuses is in test_refusals.py.
 """
 
 from __future__ import annotations
