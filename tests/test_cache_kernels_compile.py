@@ -46,12 +46,12 @@ def test_variants() -> None:
 def test_constants_agree() -> None:
     for format in mla_cache_rows.CACHE_FORMATS:
         spec = mla_cache_write.spec(format, True)
-        row = f"CacheRow<CacheLayout::{CPP_NAMES[format.name]}>"
+        row = f"CacheRow<CacheFormat::{CPP_NAMES[format.name]}>"
         conditions = [
-            f"kLayout == CacheLayout::{CPP_NAMES[format.name]}",
+            f"kFormat == CacheFormat::{CPP_NAMES[format.name]}",
             f"{row}::kDimQk == {format.d_qk} && {row}::kDimNope == {format.d_nope}",
             f"{row}::kQuantized == {str(format.is_quantized).lower()}",
-            f"{row}::kRowBytes == {format.row_bytes}",
+            f"{row}::kRowBytes == {format.row_bytes} && {row}::kAlignment == {format.alignment}",
             f"kWarps * kUnitTokens == {mla_cache_write._TOKENS_PER_CTA}",
             f"kV32MinScale == {reference.V32_MIN_SCALE!r}",
             f"kModel1MinAmax == {float(np.float32(1e-4))!r} && kE4m3Max == {reference.E4M3_MAX!r}",

@@ -256,27 +256,31 @@ def test_constants_of_the_plan_agree() -> None:
         f"kBatchInvariantMark == {reference.BATCH_INVARIANT_MARK}",
     ]
     for blocks in (*range(600), 8191, 8192, 8193, 1 << 20, (1 << 25) + 1):
-        piece = max(
+        split_blocks = max(
             common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_SPLITS)
         )
-        conditions.append(f"all_tokens(nullptr).invariant_piece({blocks}) == {piece}")
+        conditions.append(f"all_tokens(nullptr).invariant_split({blocks}) == {split_blocks}")
     for topk, extra_topk in ((1, 0), (64, 64), (512, 0), (16384, 0), (16385, 0), (8192, 8193), (1 << 20, 7)):
         room = common.ceil_div(topk, 64) + common.ceil_div(extra_topk, 64)
-        piece = max(
+        split_blocks = max(
             common.BATCH_INVARIANT_MIN_BLOCKS, common.ceil_div(room, common.BATCH_INVARIANT_MAX_SPLITS)
         )
         tokens = f"TokenCounts{{nullptr, nullptr, {topk}, {extra_topk}}}"
-        conditions += [f"{tokens}.invariant_piece({blocks}) == {piece}" for blocks in (0, 1, room, 1 << 25)]
-        pieces = common.max_splits(1, 1, room, True) or 1
-        assert common.ceil_div(room, piece) <= pieces  # scratch is enough for a request that fills the room
+        conditions += [
+            f"{tokens}.invariant_split({blocks}) == {split_blocks}" for blocks in (0, 1, room, 1 << 25)
+        ]
+        most = common.max_splits(1, 1, room, True) or 1
+        assert (
+            common.ceil_div(room, split_blocks) <= most
+        )  # scratch is enough for a request that fills the room
     conditions.append(f"TokenCounts::kUnlimited == {mla_metadata.TokenCounts(0).most}")
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
-        conditions.append(f"first_slot({splits_before}, {req}, true) == {splits_before}")
-        conditions.append(f"first_slot({splits_before}, {req}, false) == {2 * (splits_before - req)}")
-    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_piece", "first_slot", "all_tokens"))
+        conditions.append(f"first_split({splits_before}, {req}, true) == {splits_before}")
+        conditions.append(f"first_split({splits_before}, {req}, false) == {2 * (splits_before - req)}")
+    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_split", "first_split", "all_tokens"))
     assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
     assert reference.BATCH_INVARIANT_MIN_BLOCKS == common.BATCH_INVARIANT_MIN_BLOCKS
-    assert reference.BATCH_INVARIANT_MAX_PIECES == common.BATCH_INVARIANT_MAX_SPLITS
+    assert reference.BATCH_INVARIANT_MAX_SPLITS == common.BATCH_INVARIANT_MAX_SPLITS
     assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
@@ -317,17 +321,14 @@ def test_constants_of_the_kernels_agree() -> None:
         values = dict(spec.defines)
         format = {known.code: name for name, known in mla_cache_rows.QUANTIZED.items()}[values["FORMAT"]]
         conditions = [
-            f"kFormat == Format::{formats[format]}",
+            f"kFormat == CacheFormat::{formats[format]}",
             f"kDimV == {common.D_V}",
             f"kBlockM == {common.TILE_ROWS}",
             f"kChunks * 64 == {values['D_QK']}"
             if spec.name == "mla_sparse_fp8"
-            else f"kTiles * (kChunks * 64 + kHalfChunkCols * kV32) == {values['D_QK']}",
+            else f"kTiles * (kChunks * 64 + HalfChunk::kCols * kV32) == {values['D_QK']}",
         ]
-        if format == "model1":
-            conditions.append(f"kModel1RowBytes == {row_bytes[format]}")
-        if format == "v32":
-            conditions.append(f"kRopeOffset + 2 * (D_QK - kFp8Values) == {row_bytes[format]}")
+        conditions.append(f"Fp8Row::kRowBytes == {row_bytes[format]}")
         assert_in_kernel(spec, conditions)
     for spec in of("mla_sparse_bf16"):
         values = dict(spec.defines)
@@ -340,7 +341,7 @@ def test_constants_of_the_kernels_agree() -> None:
     for spec in of("mla_sparse_fp8_few_heads"):
         conditions = [
             f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
-            f"kRopeOffset + 2 * (576 - kDimV) == {row_bytes['v32']}",
+            f"Fp8Row::kRowBytes == {row_bytes['v32']}",
         ]
         assert_in_kernel(spec, conditions)
     for spec in of("mla_combine"):
@@ -444,6 +445,7 @@ def test_metadata_launch(
         num_parts=66,
         sched_meta=0xB000,
         num_splits=0xC000,
+        splits_length=b + 5,
         object_layout=object_layout,
         batch_invariant=batch_invariant,
     )
@@ -703,9 +705,9 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     assert [launch.spec.name for launch in launches] == names * 3
     assert all(launch.spec in SPECS and launch.pdl for launch in launches)
     splits = 0x10000 + parts * 32
-    pieces = splits + 144  # 34 + 1 sums, in whole units of 16 bytes
+    accum = splits + 144  # 34 + 1 sums, in whole units of 16 bytes
     split_rows = 2 * parts * h_q if split else 0
-    assert prepared.scratch_bytes == pieces + split_rows * (1024 + 16) - 0x10000
+    assert prepared.scratch_bytes == accum + split_rows * (1024 + 16) - 0x10000
     for number, launch in enumerate(launches):
         first = number // len(names) * 34
         expected = {
@@ -722,10 +724,10 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
             "out": 0x7000 + 2 * 40_000 * first,
             "max_logits": 0x8000 + 4 * h_q * first,
             "lse": 0x9000 + 4 * h_q * first,
-            "o_accum": pieces,
-            "lse_accum_log2": pieces + split_rows * 1024,
-            "o_scale_log2": pieces + split_rows * 1028,
-            "max_accum_log2": pieces + split_rows * 1036,
+            "o_accum": accum,
+            "lse_accum_log2": accum + split_rows * 1024,
+            "o_scale_log2": accum + split_rows * 1028,
+            "max_accum_log2": accum + split_rows * 1036,
             "lse_factor": 0.5,
             "s_q": 1,
             "h_q": h_q,

@@ -38,7 +38,7 @@ ARRAYS = ("q", "kv", "indices", "topk_length", "attn_sink")
 LAYOUTS = ("bf16 576", "bf16 512", "v32", "model1")
 OUT_SHAPE = (S_Q, H_Q, 512)
 PLAN_BYTES = 32 * SM_COUNT + 32  # 132 parts; 6 sums, in whole units of 16 bytes
-PIECE_BYTES = 2 * SM_COUNT * H_Q * (512 * 2 + 4 * 4)
+SPLIT_BYTES = 2 * SM_COUNT * H_Q * (512 * 2 + 4 * 4)
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ class TestLaunch:
             (OUT_SHAPE, "bfloat16"),
             ((S_Q, H_Q), "float32"),
             ((S_Q, H_Q), "float32"),
-            ((PLAN_BYTES + PIECE_BYTES,), "uint8"),
+            ((PLAN_BYTES + SPLIT_BYTES,), "uint8"),
         ]
         assert [out, max_logits, lse] == allocated[:3]
         scratch = allocated[3].ptr
@@ -285,7 +285,7 @@ class TestLaunch:
             "max_logits": max_logits.ptr,
             "lse": lse.ptr,
             "scratch": scratch + PLAN_BYTES,
-            "scratch_bytes": PIECE_BYTES,
+            "scratch_bytes": SPLIT_BYTES,
             "softmax_scale": 0.25,
             "lse_factor": 1.0,
             "uniform": metadata.NOT_UNIFORM,
@@ -391,7 +391,7 @@ class TestLaunch:
         assert world.sparse[0].scratch_bytes == 0
         assert world.framework.allocated[-1].shape == (PLAN_BYTES,)
 
-    def test_no_scratch_without_plan_and_pieces(self, world: World) -> None:
+    def test_no_scratch_without_plan_and_splits(self, world: World) -> None:
         arguments = prefill_arguments()
         change("indices", shape=(S_Q, 1, 64))(arguments)
         results = call(arguments)
@@ -482,10 +482,10 @@ class TestChunks:
         call(arguments)
         scratch = world.framework.allocated[-1]
         splits = scratch.ptr + 32 * SM_COUNT
-        pieces = -(-(splits + 4 * (13_334 + 1)) // 16) * 16
-        assert scratch.shape == (pieces + PIECE_BYTES - scratch.ptr,)
+        split_scratch = -(-(splits + 4 * (13_334 + 1)) // 16) * 16
+        assert scratch.shape == (split_scratch + SPLIT_BYTES - scratch.ptr,)
         for args, plan in zip(world.sparse, world.plans, strict=True):
-            assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, pieces)
+            assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, split_scratch)
             assert (plan["sched_meta"], plan["num_splits"]) == (scratch.ptr, splits)
             assert plan["splits_length"] == plan["b"] + 1
             assert args.sched_meta == scratch.ptr

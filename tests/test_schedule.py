@@ -22,7 +22,7 @@ from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels.mla_metadata import MAX_BATCH
 from rawmla.reference import _plan
-from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_pieces
+from rawmla.testing.plans import LAYOUTS, blocks_of, check_plan, read_splits
 
 KINDS = ("equal", "normal", "short", "holes", "one long", "alternating", "edges", "tiny", "zero")
 
@@ -264,7 +264,7 @@ def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> refe
     for layout, rows in zip(LAYOUTS, (plan.object_rows, plan.tensor_rows), strict=True):
         assert rows.dtype == np.int32 and rows.shape == (num_parts, 8)
         check_plan(rows, plan.num_splits, lengths, layout, batch_invariant=batch_invariant)
-    splits = [read_pieces(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
+    splits = [read_splits(rows, lengths, layout) for layout, rows in zip(LAYOUTS, plan[:2], strict=True)]
     assert splits[0] == splits[1]
     assert plan.num_splits.dtype == np.int32 and plan.num_splits.shape == (len(lengths) + 1,)
     check_work(plan, blocks_of(lengths), batch_invariant)

@@ -631,10 +631,10 @@ class TestScratch:
             (64, 0, False, 0),
             (65, 0, False, 2 * PARTS),
             (64, 1, False, 2 * PARTS),
-            (512, 0, True, 2 * PARTS),  # 8 blocks are one piece
+            (512, 0, True, 2 * PARTS),  # 8 blocks are one split
             (16384, 0, True, 32 * B),
-            (64 * 9, 64 * 9, True, 2 * PARTS),  # 18 blocks, 3 pieces: 9 slots
-            (64 * 9, 64 * 32, True, 6 * B),  # 41 blocks, 6 pieces
+            (64 * 9, 64 * 9, True, 2 * PARTS),  # 18 blocks, 3 splits a request
+            (64 * 9, 64 * 32, True, 6 * B),  # 41 blocks, 6 splits a request
             (10**6, 0, True, 32 * B),
         ),
     )

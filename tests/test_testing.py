@@ -25,7 +25,7 @@ from rawmla.testing import (
     out_tolerance,
 )
 from rawmla.testing.generators import GARBAGE_PAGE, SHARP_FACTOR
-from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_pieces, write_plan
+from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_splits, write_plan
 from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, block_stride
 
 LAYOUT_CASES = (
@@ -651,16 +651,16 @@ def test_written_plans_are_complete(layout: str) -> None:
         summary = check_plan(rows, num_splits, lengths, layout)
         assert len(rows) == len(shares) + 3
         assert sum(summary.blocks) == sum(blocks_of(lengths))
-        assert sum(summary.pieces) == num_splits[-1]
+        assert sum(summary.splits) == num_splits[-1]
 
 
 def test_both_layouts_say_the_same() -> None:
     for lengths, shares in random_plans():
         by_layout = [write_plan(lengths, shares, layout) for layout in LAYOUTS]
-        pieces = [
-            read_pieces(rows, lengths, layout) for (rows, _), layout in zip(by_layout, LAYOUTS, strict=True)
+        splits = [
+            read_splits(rows, lengths, layout) for (rows, _), layout in zip(by_layout, LAYOUTS, strict=True)
         ]
-        assert pieces[0] == pieces[1]
+        assert splits[0] == splits[1]
         np.testing.assert_array_equal(by_layout[0][1], by_layout[1][1])
 
 
@@ -716,3 +716,28 @@ def test_missing_hopper_reason_needs_no_framework() -> None:
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert missing_hopper_reason() == missing_hopper_reason()
+
+
+@pytest.mark.parametrize("shape", ((2, 3, 5, 512), (7, 2, 512)), ids=str)
+@pytest.mark.parametrize("parts", (1, 4))
+def test_torch_reference_of_merging(parts: int, shape: tuple[int, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    from rawmla.testing import torch_reference
+
+    draw = np.random.default_rng(parts)
+    lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else shape[:2]
+    outs, lses = [], []
+    for part in range(parts):
+        out, lse = draw.standard_normal(shape), draw.standard_normal(lse_shape) * 4
+        lse.reshape(-1)[part::3] = np.inf if part % 2 else -np.inf
+        lse.reshape(-1)[0] = np.inf  # without keys in every part
+        empty = np.isinf(lse)
+        out[np.swapaxes(empty, 1, 2) if len(shape) == 4 else empty] = np.nan
+        outs.append(out)
+        lses.append(lse)
+    want = reference.merge_attn_states(outs, lses)
+    got = torch_reference.merge_attn_states(
+        [torch.from_numpy(x) for x in outs], [torch.from_numpy(x) for x in lses]
+    )
+    for one, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(one.numpy(), wanted, rtol=1e-12, atol=1e-12)

@@ -39,7 +39,7 @@ from ._cache import (
 )
 from ._plan import (
     BATCH_INVARIANT_MARK,
-    BATCH_INVARIANT_MAX_PIECES,
+    BATCH_INVARIANT_MAX_SPLITS,
     BATCH_INVARIANT_MIN_BLOCKS,
     BLOCK_TOKENS,
     FIXED_COST_DIVISOR,
@@ -59,7 +59,7 @@ from ._plan import (
 
 __all__ = [
     "BATCH_INVARIANT_MARK",
-    "BATCH_INVARIANT_MAX_PIECES",
+    "BATCH_INVARIANT_MAX_SPLITS",
     "BATCH_INVARIANT_MIN_BLOCKS",
     "BLOCK_TOKENS",
     "D_V",

@@ -29,15 +29,15 @@ a part's share."""
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 32
 """Parts have at least sqrt(n / 32) blocks for requests of n blocks on average, or 16 if that is less: merging
-the pieces of a request costs time too."""
+the splits of a request costs time too."""
 
 ROWS_PER_IDLE = 8
 """Idle rows of a plan of equal requests lie between the others when there is no more than one for so many
 rows."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
-BATCH_INVARIANT_MAX_PIECES = 32
-"""A batch-invariant plan cuts a request into pieces of 8 blocks, or longer ones so that 32 suffice."""
+BATCH_INVARIANT_MAX_SPLITS = 32
+"""A batch-invariant plan cuts a request into splits of 8 blocks, or longer ones so that 32 suffice."""
 
 BATCH_INVARIANT_MARK = 0x62690001
 """Last column of the rows of a batch-invariant plan."""
@@ -301,7 +301,7 @@ class Plan(NamedTuple):
             whether the last request is split, mark.
         tensor_rows: the same in the order of bare tensors: begin_req, begin_block, end_req, end_block,
             begin_split, 0, 0, mark.
-        num_splits: int32 `[b + 1]`, exclusive prefix sum of the pieces per request.
+        num_splits: int32 `[b + 1]`, exclusive prefix sum of the splits per request.
     """
 
     object_rows: NDArray[np.int32]
@@ -315,7 +315,7 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
     Args:
         cache_seqlens: integers `[b]`, tokens per request.
         num_parts: rows of the plan, at least 1.
-        batch_invariant: cut each request into pieces that its own length decides.
+        batch_invariant: cut each request into splits that its own length decides.
 
     Returns:
         The plan. Rows of parts without work have begin_req b and end_req -1.
@@ -329,7 +329,7 @@ def plan_blocks(
     """The plan for requests of given numbers of blocks; see `sparse_blocks` for those of a sparse batch.
 
     All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
-    may divide: a block, or in a batch-invariant plan a piece, so that a request's own length decides where it
+    may divide: a block, or in a batch-invariant plan a split, so that a request's own length decides where it
     is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
     not made too short; a part computes the units that lie in its stretch. Rows without a stretch are idle:
     the last ones.
@@ -340,7 +340,7 @@ def plan_blocks(
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.
         num_parts: rows of the plan, at least 1.
-        batch_invariant: cut each request into pieces whose size its own number of blocks decides, or `room`.
+        batch_invariant: cut each request into splits whose size its own number of blocks decides, or `room`.
         room: blocks that the `topk` and `extra_topk` of a sparse call leave room for; None in dense decoding.
 
     Returns:
@@ -351,7 +351,7 @@ def plan_blocks(
     unit_blocks = np.ones(b, dtype=np.int64)
     if batch_invariant:
         most = blocks if room is None else np.full(b, room)
-        unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-most // BATCH_INVARIANT_MAX_PIECES))
+        unit_blocks = np.maximum(BATCH_INVARIANT_MIN_BLOCKS, -(-most // BATCH_INVARIANT_MAX_SPLITS))
     units = -(-blocks // unit_blocks)
 
     fixed = 0
@@ -385,7 +385,7 @@ def plan_blocks(
     start = stop - units  # of its units
     first_part = start // part_length
     last_part = (stop - 1) // part_length
-    pieces = units if batch_invariant else last_part - first_part + 1
+    splits = units if batch_invariant else last_part - first_part + 1
 
     busy = -(-line_end // part_length)
     idle = num_parts - busy
@@ -407,10 +407,10 @@ def plan_blocks(
             begin_block = begin_unit * unit_blocks[first]
             end_block = min((end - start[last]) * unit_blocks[last], blocks[last])
             begin_split = begin_unit if batch_invariant else part - first_part[first]
-            row = (first, last, begin_block, end_block, begin_split, pieces[first] > 1, pieces[last] > 1)
+            row = (first, last, begin_block, end_block, begin_split, splits[first] > 1, splits[last] > 1)
         object_rows[row_of_part[part], :7] = row
         object_rows[row_of_part[part], 7] = BATCH_INVARIANT_MARK if batch_invariant else 0
     tensor_rows = object_rows[:, [0, 2, 1, 3, 4, 5, 6, 7]]
     tensor_rows[:, 5:7] = 0
-    num_splits = np.concatenate([[0], np.cumsum(pieces)]).astype(np.int32)
+    num_splits = np.concatenate([[0], np.cumsum(splits)]).astype(np.int32)
     return Plan(object_rows, tensor_rows, num_splits)

@@ -1,7 +1,7 @@
 """Scheduling plans on the host: what a plan must satisfy, and plans of an engine's own making.
 
-A plan row is a part's share of the line "all 64-token blocks of request 0, then of request 1, ...". The piece
-of a request that one part computes is a split; a request without tokens is one empty piece, which some part
+A plan row is a part's share of the line "all 64-token blocks of request 0, then of request 1, ...". What
+one part computes of a request is a split; a request without tokens has one empty split, which some part
 has to visit so that its output gets written.
 """
 
@@ -26,30 +26,30 @@ _COLUMNS = {"object": (0, 1, 2, 3, 4), "tensors": (0, 2, 1, 3, 4)}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Blocks `begin_block` to `end_block` (exclusive) of a request: split `split`, computed by `part`."""
+class Split:
+    """Blocks `begin_block` to `end_block` (exclusive) of a request: its split `index`, computed by `part`."""
 
     part: int
     request: int
-    split: int
+    index: int
     begin_block: int
     end_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What every part that has work was given: how many blocks, in how many pieces."""
+    """What every part that has work was given: how many blocks, in how many splits."""
 
     blocks: tuple[int, ...]
-    pieces: tuple[int, ...]
+    splits: tuple[int, ...]
 
-    def largest_cost(self, piece_cost: int) -> int:
-        """The largest share when a piece costs `piece_cost` blocks on top of its own."""
-        return max((n + piece_cost * k for n, k in zip(self.blocks, self.pieces, strict=True)), default=0)
+    def largest_cost(self, split_cost: int) -> int:
+        """The largest share when a split costs `split_cost` blocks on top of its own."""
+        return max((n + split_cost * k for n, k in zip(self.blocks, self.splits, strict=True)), default=0)
 
-    def total_cost(self, piece_cost: int) -> int:
+    def total_cost(self, split_cost: int) -> int:
         """The sum of all shares, reckoned in the same way."""
-        return sum(self.blocks) + piece_cost * sum(self.pieces)
+        return sum(self.blocks) + split_cost * sum(self.splits)
 
 
 def blocks_of(lengths: Sequence[int]) -> list[int]:
@@ -57,14 +57,14 @@ def blocks_of(lengths: Sequence[int]) -> list[int]:
     return [-(-length // BLOCK_TOKENS) for length in lengths]
 
 
-def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) -> list[Piece]:
-    """The pieces that the rows of a plan describe, part after part.
+def read_splits(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) -> list[Split]:
+    """The splits that the rows of a plan describe, part after part.
 
-    A planner may reckon a request without tokens as one block; its piece is empty all the same.
+    A planner may reckon a request without tokens as one block; its split is empty all the same.
     """
     blocks = blocks_of(lengths)
     columns = list(_COLUMNS[layout])
-    pieces = []
+    splits = []
     for part, (begin_req, end_req, begin_block, end_block, begin_split) in enumerate(
         rows[:, columns].tolist()
     ):
@@ -74,8 +74,8 @@ def read_pieces(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) ->
         for request in range(begin_req, end_req + 1):
             first = begin_block if request == begin_req else 0
             last = end_block if request == end_req and blocks[request] else blocks[request]
-            pieces.append(Piece(part, request, begin_split if request == begin_req else 0, first, last))
-    return pieces
+            splits.append(Split(part, request, begin_split if request == begin_req else 0, first, last))
+    return splits
 
 
 def check_plan(
@@ -88,36 +88,36 @@ def check_plan(
 ) -> PlanSummary:
     """Raise AssertionError unless the plan covers every block of every request exactly once, in order.
 
-    `num_splits` must be the exclusive prefix sum of the pieces per request, and the object layout's flags
+    `num_splits` must be the exclusive prefix sum of the splits per request, and the object layout's flags
     must say whether the first and the last request of a part are split. A batch-invariant plan may cut a
-    part's share of a request further: there only coverage is checked, and that each request counts one piece
+    part's share of a request further: there only coverage is checked, and that each request counts one split
     at least.
     """
     b = len(lengths)
     blocks = blocks_of(lengths)
     counts = np.diff(num_splits[: b + 1]).tolist()
     assert num_splits[0] == 0, f"num_splits starts with {num_splits[0]}"
-    pieces = read_pieces(rows, lengths, layout)
-    by_request: list[list[Piece]] = [[] for _ in range(b)]
+    splits = read_splits(rows, lengths, layout)
+    by_request: list[list[Split]] = [[] for _ in range(b)]
     given: dict[int, list[int]] = {}
-    for piece in pieces:
-        by_request[piece.request].append(piece)
-        share = given.setdefault(piece.part, [0, 0])
-        share[0] += piece.end_block - piece.begin_block
+    for split in splits:
+        by_request[split.request].append(split)
+        share = given.setdefault(split.part, [0, 0])
+        share[0] += split.end_block - split.begin_block
         share[1] += 1
     for request, own in enumerate(by_request):
         place = f"request {request} ({blocks[request]} blocks): {own}"
         position = 0
-        for index, piece in enumerate(own):
-            assert piece.begin_block == position, f"a gap or an overlap in {place}"
-            assert piece.end_block > position or blocks[request] == 0, f"an empty piece in {place}"
-            assert batch_invariant or piece.split == index, f"splits out of order in {place}"
-            position = piece.end_block
+        for index, split in enumerate(own):
+            assert split.begin_block == position, f"a gap or an overlap in {place}"
+            assert split.end_block > position or blocks[request] == 0, f"an empty split in {place}"
+            assert batch_invariant or split.index == index, f"splits out of order in {place}"
+            position = split.end_block
         assert position == blocks[request], f"not all blocks covered of {place}"
         assert own, f"nobody writes the output of {place}"
         expected = len(own)
         fits = counts[request] >= 1 if batch_invariant else counts[request] == expected
-        assert fits, f"num_splits counts {counts[request]} pieces, the rows have {expected}: {place}"
+        assert fits, f"num_splits counts {counts[request]} splits, the rows have {expected}: {place}"
     if layout == "object" and not batch_invariant:
         _check_flags(rows, counts, b)
     return PlanSummary(tuple(n for n, _ in given.values()), tuple(k for _, k in given.values()))

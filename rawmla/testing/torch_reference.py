@@ -168,11 +168,8 @@ def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
 
 
 def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
-    """Merged results over disjoint parts of the keys in float64, as `rawmla.reference` defines them.
-
-    out has the shape of `outs`, lse that of `lses`.
-
-    torch tensors on any device.
+    """Attention over all keys from attention over disjoint parts of them, in float64, as `rawmla.reference`
+    defines it: out in the shape of `outs`, lse in that of `lses`. torch tensors on any device.
     """
     import torch
 

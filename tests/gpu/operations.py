@@ -1,8 +1,9 @@
 """The table of operations that the shared suites run over: how each public function is called, and what is
 special about it.
 
-A new operation is one entry of `OPERATIONS`; test_contracts.py, test_bits.py, test_graphs.py, test_plans.py,
-test_frameworks.py and test_poison.py then hold for it too. What one operation alone does has its own file.
+A new operation is one entry of `OPERATIONS`; test_contracts.py, test_refusals.py, test_bits.py,
+test_graphs.py, test_plans.py, test_frameworks.py and test_poison.py then hold for it too. What one operation
+alone does has its own file.
 """
 
 from __future__ import annotations

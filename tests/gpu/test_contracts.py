@@ -1,206 +1,24 @@
-"""What every operation promises of a call: what it refuses, which strides it takes, where it writes."""
+"""What every operation promises of a call: which strides it takes, where it writes, what it leaves alone.
+What it refuses is in test_refusals.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from gpu_support import POISON_BYTE, bits, replaced_launches, torch
 from operations import (
     OPERATIONS,
-    Arguments,
-    Call,
     Operation,
     all_canaries,
     assert_results,
     between_canaries,
     fill_with_canaries,
     for_each,
-    for_first,
     map_arrays,
     strided,
 )
-
-import rawmla
-
-
-def change_one(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change an array, or the last one of a list."""
-    return [*value[:-1], change(value[-1])] if isinstance(value, list) else change(value)
-
-
-def all_arguments(call: Call) -> Arguments:
-    """Also a plan of tensors, where the call takes one, and what it writes."""
-    arguments = dict(call.arguments)
-    if call.plan is not None:
-        arguments["tile_scheduler_metadata"], arguments["num_splits"] = call.make_plan("tensors")
-    return arguments | call.target()
-
-
-# ---- wrong arguments
-
-
-def _wrong_dtype(x: Any) -> Any:
-    return x.double() if x.is_floating_point() else x.short()
-
-
-def _one_dimension_less(x: Any) -> Any:
-    return x[0] if x.ndim > 1 else x[:-1]
-
-
-def _strided_last_dimension(x: Any) -> Any:
-    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype, device=x.device)
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
-    "on the CPU": (ValueError, lambda x: x.cpu()),
-    "not an array": (TypeError, lambda x: [1.0]),
-    "of another dtype": (TypeError, _wrong_dtype),
-    "of one dimension less": (ValueError, _one_dimension_less),
-    "with a strided last dimension": (ValueError, _strided_last_dimension),
-}
-
-
-def assert_refused(
-    call: Call, changes: Callable[[Arguments], Arguments], kind: type[Exception], text: str
-) -> None:
-    """The call raises before it allocates or launches anything, and leaves what it would write alone."""
-    want = call.run()
-    good = all_arguments(call)
-    canaries = None
-    if call.written is not None:
-        canaries = good[call.written]
-    elif call.results[0] == "out":
-        canaries = good["out"] = torch.empty_like(want[0])
-    if canaries is not None:
-        fill_with_canaries(canaries)
-    bad = {**good, **changes(good)}
-    torch.cuda.synchronize()
-    memory = torch.cuda.memory_allocated()
-    with pytest.raises(kind, match=text):
-        getattr(rawmla, call.function)(**bad)
-    assert torch.cuda.memory_allocated() == memory
-    assert torch.cuda.current_stream().query(), "a refused call left work running"
-    assert canaries is None or all_canaries(canaries)
-    assert_results("the next call", call, call.run(), want)
-
-
-WRONG_ARRAYS = [
-    (operation, operation.cases[0], name, wrong)
-    for operation in OPERATIONS
-    for name in operation.arrays
-    for wrong in WRONG
-    if wrong != "with a strided last dimension" or name not in operation.odd_last
-]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "name", "wrong"),
-    WRONG_ARRAYS,
-    ids=[f"{operation.name}-{name} {wrong}" for operation, _, name, wrong in WRONG_ARRAYS],
-)
-def test_wrong_array(operation: Operation, case: Any, name: str, wrong: str) -> None:
-    call = operation.make(case)
-    assert set(call.arrays()) == set(operation.arrays)
-    kind, change = WRONG[wrong]
-
-    def changes(arguments: Arguments) -> Arguments:
-        return {name: change_one(arguments[name], change)}
-
-    listed = isinstance(call.arguments.get(name), list)
-    text = rf"^{name}\[{len(call.arguments[name]) - 1}\]: " if listed else rf"^{name}: "
-    assert_refused(call, changes, kind, text)
-
-
-BAD = [(operation, operation.cases[0], bad) for operation in OPERATIONS for bad in operation.bad]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "bad"), BAD, ids=[f"{operation.name}-{bad}" for operation, _, bad in BAD]
-)
-def test_refused_call_leaves_nothing_behind(operation: Operation, case: Any, bad: str) -> None:
-    kind, name, changes = operation.bad[bad]
-    assert_refused(operation.make(case), changes, kind, f"^{name}")
-
-
-@for_first(only=lambda operation: operation.out is not None)
-@pytest.mark.parametrize("wrong", ("dtype", "shape", "place"))
-def test_wrong_out(operation: Operation, case: Any, wrong: str) -> None:
-    call = operation.make(case)
-    (result, *_) = call.run()
-    given, kind = {
-        "dtype": (_wrong_dtype(result), TypeError),
-        "shape": (result[:, :1] if call.written is None else result[:, :-8], ValueError),
-        "place": (result.cpu(), ValueError),
-    }[wrong]
-    assert_refused(call, lambda arguments: {"out": given}, kind, "^out: ")
-
-
-# ---- autograd, and tensors without memory
-
-
-def grad_arguments(call: Call) -> list[str]:
-    """Arguments that can require grad."""
-    found = []
-    for name, value in call.arrays().items():
-        first = value[0] if isinstance(value, list) else value
-        if first.is_floating_point():
-            found.append(name)
-    return found
-
-
-@for_each("cases")
-def test_inputs_that_require_grad(operation: Operation, case: Any) -> None:
-    """There is no backward: a result without a graph would be a silent error while grad is enabled."""
-    call = operation.make(case)
-    want = call.run()
-    for name in grad_arguments(call):
-        changes = {name: change_one(call.arguments[name], lambda x: x.detach().clone().requires_grad_(True))}
-        with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
-            call.run(**changes)
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                assert_results(f"{name}, {context.__name__}", call, call.run(**changes), want)
-    assert_results("nothing requires grad", call, call.run(), want)
-
-
-class Wrapper(torch.Tensor if torch else object):  # type: ignore[misc]
-    """A tensor of a subclass that has no memory of its own."""
-
-    @staticmethod
-    def __new__(cls, inner: Any) -> Any:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        raise NotImplementedError(f"{function} of a tensor without memory")
-
-
-def fake(x: Any) -> Any:
-    """A tensor that torch's tracing makes: shape and dtype only."""
-    from torch._subclasses import FakeTensorMode
-
-    return FakeTensorMode().from_tensor(x)
-
-
-@for_first()
-@pytest.mark.parametrize("kind", ("FakeTensor", "Wrapper"))
-def test_tensors_without_memory(operation: Operation, case: Any, kind: str) -> None:
-    """Their address is 0: nothing may be launched on it."""
-    call = operation.make(case)
-    good = all_arguments(call)
-    change = fake if kind == "FakeTensor" else Wrapper
-    for name, value in good.items():
-        if not (hasattr(value, "__dlpack__") or isinstance(value, list)):
-            continue
-        with pytest.raises(TypeError, match=rf"^{name}\b.*{kind}"):
-            getattr(rawmla, call.function)(**{**good, name: change_one(value, change)})
-
 
 # ---- strides
 

@@ -171,7 +171,7 @@ def test_scores_that_rise_from_block_to_block(rise: float, dtype: str, b: int, s
     """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block.
 
     Rows leave room for four parts, or requests are as many as parts: most of a request's blocks are in one
-    piece.
+    split.
     """
     inputs = make_dense_inputs(DenseCase(b=b, s_q=s_q, h_q=h_q, s_k=1500, varlen=True, dtype=dtype))
     inputs.q.mul_(0.1)[..., -1] = 1
@@ -185,7 +185,7 @@ def test_scores_that_rise_from_block_to_block(rise: float, dtype: str, b: int, s
 
 @pytest.mark.parametrize("exponent", (-90, -24, 24, 90))
 def test_magnitude_of_the_values(exponent: int) -> None:
-    """Pieces of split requests keep their powers of two, though float16 would not hold the values."""
+    """Splits of split requests keep their powers of two, though float16 would not hold the values."""
     inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=3000))
     factor = 2.0**exponent
     out, lse = decode(

@@ -10,7 +10,7 @@ from gpu_support import call_arguments, torch
 import rawmla
 from rawmla import reference
 from rawmla.testing import DenseCase, make_dense_inputs
-from rawmla.testing.plans import LAYOUTS, PlanSummary, check_plan, read_pieces
+from rawmla.testing.plans import LAYOUTS, PlanSummary, check_plan, read_splits
 
 
 def lengths_of(kind: str, b: int) -> list[int]:
@@ -65,7 +65,7 @@ def test_plan_is_complete_and_balanced(b: int, kind: str, layout: str) -> None:
 
 
 def is_balanced(summary: PlanSummary, parts: int) -> bool:
-    """No part has much more than the mean, when a piece costs some fixed number of blocks besides its own.
+    """No part has much more than the mean, when a split costs some fixed number of blocks besides its own.
 
     Requests can be cut between any two blocks, so this holds for every batch.
     """
@@ -105,18 +105,18 @@ def test_small_batch_fills_the_machine() -> None:
 @pytest.mark.parametrize("b", (1, 5, 128, 1000, 16384))
 def test_batch_invariant_plan(b: int, layout: str) -> None:
     """Complete, cut at places that depend on the request alone, and counted so."""
-    pieces_of_length: dict[int, int] = {}
+    splits_of_length: dict[int, int] = {}
     for kind in KINDS:
         lengths = lengths_of(kind, b)
         rows, num_splits = make_plan(lengths, 1, 128, 1, layout, enable_batch_invariant=True)
         check_plan(rows, num_splits, lengths, layout, batch_invariant=True)
-        for length, pieces in zip(lengths, np.diff(num_splits).tolist(), strict=True):
-            assert pieces_of_length.setdefault(length, pieces) == pieces
+        for length, splits in zip(lengths, np.diff(num_splits).tolist(), strict=True):
+            assert splits_of_length.setdefault(length, splits) == splits
     alone: dict[int, int] = {}
-    for length in list(pieces_of_length)[:20]:
+    for length in list(splits_of_length)[:20]:
         _, num_splits = make_plan([length], 1, 128, 1, layout, enable_batch_invariant=True)
         alone[length] = int(num_splits[1])
-    assert alone == {length: pieces_of_length[length] for length in alone}
+    assert alone == {length: splits_of_length[length] for length in alone}
 
 
 def test_object_filled_by_the_call_has_the_object_layout() -> None:
@@ -127,7 +127,7 @@ def test_object_filled_by_the_call_has_the_object_layout() -> None:
     check_plan(rows, num_splits, inputs.lengths, "object")
     tensors, splits = make_plan(inputs.lengths, 2, 128, 1, "tensors")
     assert np.array_equal(num_splits, splits)
-    assert read_pieces(rows, inputs.lengths, "object") == read_pieces(tensors, inputs.lengths, "tensors")
+    assert read_splits(rows, inputs.lengths, "object") == read_splits(tensors, inputs.lengths, "tensors")
 
 
 @pytest.mark.parametrize("parts", (1, 2, 7, 66, 132, 300, 1000))
@@ -151,7 +151,7 @@ def test_in_place_for_smaller_batches() -> None:
         assert (num_splits[b:] == num_splits[b]).all()  # requests past the batch have no splits
         # Read by a call for the captured batch of 200, the rows name no request past the new batch.
         named = {
-            piece.request for piece in read_pieces(rows.cpu().numpy(), lengths + [64] * (200 - b), "tensors")
+            split.request for split in read_splits(rows.cpu().numpy(), lengths + [64] * (200 - b), "tensors")
         }
         assert named == set(range(b))
 

@@ -156,7 +156,7 @@ def test_rows_without_valid_indices_among_others(kind: dict[str, Any]) -> None:
 @kinds
 @pytest.mark.parametrize("place", ("first", "last", "middle", "alternating", "first block", "last block"))
 def test_valid_indices_at_one_place_only(place: str, kind: dict[str, Any]) -> None:
-    """Everything else is invalid, in the same block of 64 or in others; whole pieces have no valid index."""
+    """Everything else is invalid, in the same block of 64 or in others; whole splits have no valid index."""
     inputs = make(kind, b=3, h_q=32, topk=300, invalid=0.0)
     position = torch.arange(300, device="cuda")
     kept = {

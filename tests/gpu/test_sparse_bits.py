@@ -15,7 +15,7 @@ from rawmla.testing import SparseCase, make_sparse_inputs
 
 
 def test_batch_invariance_of_query_tokens() -> None:
-    """A plan has fewer parts for more query tokens; the pieces of a request stay the same."""
+    """A plan has fewer parts for more query tokens; the splits of a request stay the same."""
     case = SparseCase(b=6, s_q=4, h_q=64, s_k=3000, topk=2048, lengths="random")
     inputs = make_sparse_inputs(case)
     want_out, want_lse = sparse_decode(inputs, enable_batch_invariant=True)

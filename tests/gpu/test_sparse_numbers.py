@@ -37,7 +37,7 @@ def test_sink_values(layout: str, d_qk: int | None) -> None:
 
 @pytest.mark.parametrize("h_q", (8, 66))
 def test_sinks_of_split_requests(h_q: int) -> None:
-    """A sink counts once, however many pieces a request is computed in."""
+    """A sink counts once, however many splits a request is computed in."""
     for layout, d_qk in KINDS:
         case = SparseCase(b=2, h_q=h_q, s_k=4096, topk=4000, layout=layout, d_qk=d_qk, sink=True)
         inputs = make_sparse_inputs(case)
