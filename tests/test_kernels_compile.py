@@ -270,9 +270,7 @@ def test_constants_of_the_plan_agree() -> None:
             f"{tokens}.invariant_split({blocks}) == {split_blocks}" for blocks in (0, 1, room, 1 << 25)
         ]
         most = common.max_splits(1, 1, room, True) or 1
-        assert (
-            common.ceil_div(room, split_blocks) <= most
-        )  # scratch is enough for a request that fills the room
+        assert common.ceil_div(room, split_blocks) <= most  # scratch for a request that fills the room
     conditions.append(f"TokenCounts::kUnlimited == {mla_metadata.TokenCounts(0).most}")
     for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
         conditions.append(f"first_split({splits_before}, {req}, true) == {splits_before}")

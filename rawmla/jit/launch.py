@@ -128,9 +128,10 @@ class Kernel:
         self._smem_bytes = spec.smem_bytes
         self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
-        if self._module is not None and not sys.is_finalizing():
+        # The default outlives the globals of this module, which are gone when the interpreter ends.
+        if self._module is not None and not is_finalizing():
             with _current(self._driver, self._context):
                 self._module = None
 

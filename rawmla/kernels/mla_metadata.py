@@ -159,9 +159,10 @@ def launch(
 ) -> None:
     """Enqueue the planning of a batch; arrays are given as device addresses.
 
-    ``sched_meta`` is int32 [num_parts, 8]. ``num_splits`` is int32 [splits_length], at least b + 1 of them; those
-    behind repeat the last, so that requests of a larger batch have no splits. ``object_layout``: the columns
-    of sched_meta have the order of a FlashMLASchedMeta, else that of a bare tensor (cuda_src/mla/plan.cuh).
+    ``sched_meta`` is int32 [num_parts, 8]. ``num_splits`` is int32 [splits_length], at least b + 1 of them;
+    those behind repeat the last, so that requests of a larger batch have no splits. ``object_layout``: the
+    columns of sched_meta have the order of a FlashMLASchedMeta, else that of a bare tensor
+    (cuda_src/mla/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
     parts_per_request = max(num_parts // b, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ def assert_refused(
         fill_with_canaries(canaries)
     bad = {**good, **changes(good)}
     torch.cuda.synchronize()
+    gc.collect()
     memory = torch.cuda.memory_allocated()
     with pytest.raises(kind, match=text):
         getattr(rawmla, call.function)(**bad)
