@@ -137,7 +137,7 @@ class PreparedDecode:
         self.scratch_bytes = splits * call.s_q * call.h_q * row_bytes
 
     def launch(self, stream: int, addresses: Any, scratch: int) -> None:
-        assert type(addresses) is self.addresses
+        addresses = self.addresses(*addresses)
         self.decodes.append(
             SimpleNamespace(
                 **self.call._asdict(),

@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 MAX_ENTRIES = 1024
 """Of a `Memo`: enough for every kind of call of a program, and few enough to bound what it keeps alive."""
 
-_shared: list[dict[Any, Any]] = []
+_shared: list[Memo[Any]] = []
 
 
 class Memo(dict[Any, Value]):
@@ -27,8 +27,12 @@ class Memo(dict[Any, Value]):
     call some microseconds. One made with `shared=True` is emptied by `clear_all` too.
     """
 
+    latest: tuple[Any, Any]
+    """The key and the value of the latest look-up, for users that note it."""
+
     def __init__(self, *, shared: bool = False) -> None:
         super().__init__()
+        self.latest = None, None
         if shared:
             _shared.append(self)
 
@@ -44,6 +48,7 @@ def clear_all() -> None:
     """Forget every kind of call, and with it what their launches keep alive. Results do not change."""
     for memo in _shared:
         memo.clear()
+        memo.latest = None, None
 
 
 class PreparedCall(NamedTuple):
@@ -97,7 +102,11 @@ class LatestPair:
         if latest is None:
             return None
         old_first, old_second, old_place, state, value = latest
-        if old_first() is first is not None and old_second() is second is not None and old_place == place:
+        if (
+            old_first() is first is not None
+            and old_second() is second is not None
+            and (old_place is place or old_place == place)
+        ):
             pointer = place.framework.pointer
             if (pointer(first), pointer(second), first.shape, second.shape) == state:
                 return value

@@ -227,8 +227,12 @@ class PreparedDenseDecode:
             capturing=capturing,
         )
 
-    def launch(self, stream: int, addresses: DenseDecodeAddresses, scratch: int) -> None:
-        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
+        """Enqueue the kernels.
+
+        ``addresses`` has the order of `DenseDecodeAddresses`. ``scratch`` is the address of 16-byte aligned
+        scratch, or 0.
+        """
         q, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
         half, one = self._maps.get(k_cache) or self._encode(k_cache)
         if self._combine is None:
