@@ -2,11 +2,14 @@
 of them would reach by themselves.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from gpu_support import forced_clusters, poison, poisonable_allocations
+from gpu_support import forced_clusters, poison, poisonable_allocations, torch
+
+from rawmla.testing.gpu import missing_hopper_reason
 
 FORCED = {"test_prefill_edges", "test_prefill_numbers", "test_prefill_sanitizer", "test_sparse_sanitizer"}
 TWICE = {
@@ -31,6 +34,15 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
     forced = request.module.__name__ in FORCED or (operation is not None and operation.clusters)
     with forced_clusters() if getattr(request, "param", forced) else nullcontext():
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_of_the_memory() -> None:
+    """Processes of pytest-xdist share the GPU: none keeps freed memory beyond its share."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1 and missing_hopper_reason() is None:
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(0.9 / processes, device)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -158,7 +158,7 @@ def test_boxes(rank: int, tmp_path: Path) -> None:
             tensor_map(
                 array.data_ptr(), "float32", dims, strides, tuple(reversed(box_shape)), "none", "none"
             ),
-            np.uint8,
+            "V128",  # one value of 128 bytes, which CuPy passes by value
         )
         for array in (src, copy, sums)
     ]
