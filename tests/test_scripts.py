@@ -99,7 +99,7 @@ def made_up_record() -> dict[str, Any]:
                 "gpus": 1,
                 "skip_reasons": {"needs two GPUs": 2},
             },
-            "tests/gpu/test_examples.py": {"passed": 4, "failed": 1, "skipped": 0},
+            "tests/gpu/test_programs.py": {"passed": 4, "failed": 1, "skipped": 0},
             "tests/test_readme.py": {"passed": 1, "failed": 0, "skipped": 1},
             "tests/test_cli.py": {"passed": 5, "failed": 0, "skipped": 0},
         },
