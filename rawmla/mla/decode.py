@@ -137,7 +137,8 @@ def flash_mla_with_kvcache(
     TypeError, ValueError
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, an
         argument of sparse decoding without `indices` and a re-used `FlashMLASchedMeta` that was filled for
-        another configuration among them. Raised before anything is allocated or launched.
+        another configuration among them, and a tensor that requires grad while grad is enabled. Raised
+        before anything is allocated or launched.
     NotImplementedError
         `is_fp8_kvcache` without `indices`: dense decoding has no FP8 caches.
     RawMLAError
@@ -148,10 +149,10 @@ def flash_mla_with_kvcache(
     Allocates `out`, `softmax_lse` and, when requests can be split, scratch, all with the framework
     of `q`, and enqueues at most three kernels (plan of an empty object, attention, combine) on its current
     stream. Never synchronises. Nothing is launched for b == 0 or s_q == 0. The same call twice gives the
-    same bits. There is no autograd: results carry no graph.
+    same bits. There is no backward yet, so a tensor that requires grad is refused while grad is enabled.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
-    kernel that `rawmla.warmup` has not loaded is a `KernelNotReadyError`. The plan of an empty object is
+    kernel that neither `rawmla.warmup` nor `rawmla.warmup_call` has loaded is a `KernelNotReadyError`. The plan of an empty object is
     computed inside the graph, so replays follow lengths that changed in place. CuPy has no graph pools:
     keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
     copy.

@@ -124,13 +124,11 @@ def flash_mla_sparse_fwd(
         up to 16 heads over "v32" may read it unrounded. A cache is copied to bf16 rows first, and these are
         attended, where that takes less time: where the query tokens select at least eight times as many rows
         as it has, and the copies take no more room than `q` and `out`.
-
     enable_batch_invariant : bool
         A token's results have the same bits in every call of the same topk, h_q and `kv`, whatever the other
         tokens are and however many. Tokens share nothing then: no selections are united, no cache is copied
-        first, and no token is split over multiprocessors. Up to 131 tokens that takes up to twice the time;
-        with 8, 16 or 32 heads, or an FP8 cache whose rows are selected often, it takes longer for any number
-        of tokens.
+        first, and no token is split over multiprocessors, so that a call of few tokens leaves most of the GPU
+        idle. docs/performance.md has what that costs.
 
     Returns
     -------
@@ -146,8 +144,8 @@ def flash_mla_sparse_fwd(
     Raises
     ------
     TypeError, ValueError
-        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed.
-        Raised before anything is allocated or launched.
+        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed, or a
+        tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
@@ -164,7 +162,7 @@ def flash_mla_sparse_fwd(
     enqueues the copies, the uniting and one to three kernels (plan, attention, combine) for every 16,384
     query tokens or less on its current stream: without `topk_length` the plan is often known beforehand.
     Never synchronises. Nothing is launched for s_q == 0. The same call twice gives the same bits. There is no
-    autograd: results carry no graph.
+    backward yet, so a tensor that requires grad is refused while grad is enabled.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that `rawmla.warmup(prefill_formats=[...])` has not loaded is a `KernelNotReadyError`. Replays
