@@ -192,3 +192,21 @@ def test_magnitude_of_the_values(exponent: int) -> None:
         replace(inputs, k_cache=inputs.k_cache * factor), softmax_scale=inputs.q.shape[-1] ** -0.5 / factor
     )
     check(inputs, (out / factor, lse))
+
+
+@pytest.mark.parametrize("h_q", (16, 128), ids=("few_rows", "tile"))
+def test_nan_in_a_token_that_a_query_does_not_see(h_q: int) -> None:
+    """The newest token's V has NaN in one column. By causality only the last query token sees it: that column
+    is NaN for the others too, since 0 times NaN is NaN, and nothing else of theirs changes.
+    """
+    case = DenseCase(b=2, s_q=3, h_q=h_q, lengths=(70, 200), causal=True)
+    inputs = make_dense_inputs(case)
+    want_out, want_lse = decode(inputs)
+    page, row = divmod(69, case.page_block_size)
+    inputs.k_cache[inputs.block_table[0, page].long(), row, :, 5] = float("nan")
+    out, lse = decode(inputs)
+    others = [column for column in range(512) if column != 5]
+    assert_same_bits("older query tokens", out[0, :2][..., others], want_out[0, :2][..., others])
+    assert_same_bits("their lse", lse[0, :, :2], want_lse[0, :, :2])
+    assert bool(out[0, 2].isnan().all()) and bool(out[0, :2, :, 5].isnan().all())
+    assert_same_bits("the other request", out[1], want_out[1])

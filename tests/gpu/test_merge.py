@@ -40,6 +40,15 @@ def test_one_part_and_empty_ones() -> None:
     assert torch.equal(out, outs[1]) and torch.equal(lse, lses[1])
 
 
+def test_negative_zero() -> None:
+    """Added to +0.0, as every value is, -0.0 becomes +0.0; other values of the only part keep their bits."""
+    outs, lses = make_parts(1, (2, 3, 5, 512), "bfloat16")
+    outs[0][..., ::2] = -0.0
+    out, _ = rawmla.merge_attn_states(outs, lses)
+    assert not torch.signbit(out[..., ::2]).any() and bool((out[..., ::2] == 0).all())
+    assert torch.equal(out[..., 1::2].view(torch.int16), outs[0][..., 1::2].view(torch.int16))
+
+
 def test_all_empty() -> None:
     outs = [torch.full((2, 3, 5, 512), float("nan"), dtype=torch.bfloat16, device="cuda")] * 40
     lses = [torch.full((2, 5, 3), float("inf"), device="cuda")] * 40
