@@ -196,8 +196,9 @@ def test_magnitude_of_the_values(exponent: int) -> None:
 
 @pytest.mark.parametrize("h_q", (16, 128), ids=("few_rows", "tile"))
 def test_nan_in_a_token_that_a_query_does_not_see(h_q: int) -> None:
-    """The newest token's V has NaN in one column. By causality only the last query token sees it: that column
-    is NaN for the others too, since 0 times NaN is NaN, and nothing else of theirs changes.
+    """The newest token's V has NaN in one column. By causality only the last query token sees it.
+
+    That column is NaN for the others too, since 0 times NaN is NaN, and nothing else of theirs changes.
     """
     case = DenseCase(b=2, s_q=3, h_q=h_q, lengths=(70, 200), causal=True)
     inputs = make_dense_inputs(case)
