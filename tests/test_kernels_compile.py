@@ -769,6 +769,21 @@ def test_sparse_prefill_without_a_plan(
         assert launches[1].params["by_request"] == (s_q == 1)
 
 
+@pytest.mark.parametrize("limited", (False, True))
+def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
+    """Nothing but attention on whole tokens. It reads topk_length, if there is one, before it waits for the
+    kernel ahead, so it may not start before that is complete.
+    """
+    call = _united_call(batch_invariant=True, limited=limited)
+    prepared = mla_sparse_prefill.prepare(call, not_capturing)
+    prepared.launch(0x51, prefill_addresses(topk_length=0x4000 * limited, attn_sink=0), 0x10000)
+    (attention,) = launches
+    assert attention.spec.name == "mla_sparse_bf16" and attention.pdl is not limited
+    blocks = 2
+    assert attention.params["uniform"] == (blocks, blocks, 16 * blocks)  # 1,031 tokens in 66 parts
+    assert (attention.params["max_splits"], prepared.scratch_bytes) == (0, 0)
+
+
 def _united_call(**changes: Any) -> mla_sparse_prefill.SparsePrefillCall:
     return mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=1031, h_q=16,

@@ -122,7 +122,8 @@ class SparseCall(NamedTuple):
     cache rows are multiples of ``load_bytes``.
 
     A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
-    2 to another. It may have a ``uniform`` plan instead of arrays. Over bf16 rows its requests may be groups
+    2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
+    topk_length all the same. Over bf16 rows its requests may be groups
     of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
     h_q counts the heads of all tokens of a group, s_q is 1, and the second stride of q is that of the tokens
     in a group.
@@ -145,6 +146,7 @@ class SparseCall(NamedTuple):
     softmax_scale: float
     lse_factor: float | None = None
     uniform: UniformPlan = NOT_UNIFORM
+    limited: bool = False
     group_tokens: int = 1
 
 
@@ -297,12 +299,15 @@ class PreparedSparse:
             sm_scale_log2=call.softmax_scale * LOG2_E,
             **(dict(lse_factor=call.lse_factor, uniform=call.uniform) if max_logits else {}),
         )
+        # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be the
+        # one that writes topk_length: such a call must not start early.
+        starts_early = not (call.uniform.length and call.limited)
         self._attend = kernel.prepare(
             (head_tiles * call.s_q, 1, call.num_parts),
             params,
             struct.changing,
             cluster=(2, 1, 1) if clusters else None,
-            pdl=True,
+            pdl=starts_early,
         ).launch
         self._combine = mla_combine.prepare(
             device=call.device,

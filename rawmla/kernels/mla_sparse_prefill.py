@@ -134,6 +134,7 @@ def _as_requests(call: SparsePrefillCall, b: int) -> SparseCall:
         out_strides=(out_stride, 0, out_stride_h),
         softmax_scale=call.softmax_scale,
         lse_factor=call.lse_factor,
+        limited=call.limited,
     )
 
 

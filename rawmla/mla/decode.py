@@ -152,10 +152,10 @@ def flash_mla_with_kvcache(
     same bits. There is no backward yet, so a tensor that requires grad is refused while grad is enabled.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
-    kernel that neither `rawmla.warmup` nor `rawmla.warmup_call` has loaded is a `KernelNotReadyError`. The plan of an empty object is
-    computed inside the graph, so replays follow lengths that changed in place. CuPy has no graph pools:
-    keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and pass a `q` that needs no
-    copy.
+    kernel that neither `rawmla.warmup` nor `rawmla.warmup_call` has loaded is a `KernelNotReadyError`. The
+    plan of an empty object is computed inside the graph, so replays follow lengths that changed in place.
+    CuPy has no graph pools: keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and
+    pass a `q` that needs no copy.
 
     In dense decoding the block table, the lengths and the plan of the last call are recognised by identity,
     address and shape and not checked again, so layers that share them cost less host time. Only strides that
