@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from inspect import isfunction
 from typing import Any
+
+import rawmla
 
 from . import jit
 from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
+from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
 
 __all__ = ["warmup", "warmup_call"]
@@ -98,9 +102,9 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     Raises
     ------
     TypeError
-        `function` is not of rawmla.
+        `function` is not a public function of rawmla that takes arrays.
     TypeError, ValueError, RawMLAError
-        What the call itself raises.
+        What the call itself raises, but that arrays of two frameworks may be on different streams.
 
     Notes
     -----
@@ -110,9 +114,16 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     --------
     >>> rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, q, kv, indices, 576**-0.5)
     """
-    if not str(getattr(function, "__module__", "")).startswith("rawmla."):
+    if not any(function is known for known in _functions()):
         raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
     function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
+
+
+def _functions() -> list[Callable[..., Any]]:
+    """The public functions that take arrays."""
+    modules = (cache, decode, indices, merge, plan, sparse_prefill)
+    names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
+    return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
 
 
 _ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
@@ -138,12 +149,15 @@ def _read(x: _StandIn, name: str) -> Fields:
 
 
 READERS[_StandIn] = _read
+_StandIn.__qualname__ = _StandIn.__name__ = "array"  # what the texts of errors call it
 
 
 def _stand_in(value: Any) -> Any:
     """The argument of a call that launches nothing, for that of a call."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_stand_in, value))
+    if isinstance(value, list):
+        return [_stand_in(one) for one in value]
+    if isinstance(value, tuple):
+        return tuple([_stand_in(one) for one in value])
     if isinstance(value, FlashMLASchedMeta):
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)

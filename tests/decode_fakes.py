@@ -13,7 +13,7 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common
+from rawmla.kernels import common, mla_sparse_prefill
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -174,6 +174,8 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
+    monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
+    monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
     return made
 

@@ -551,7 +551,8 @@ class TestGather:
         change("out", strides=(520, 1))(arguments)
         assert rawmla.gather_kv_cache(**arguments) is None
         launched = only_launch(world)
-        assert launched.pop("positional")[0].name == "model1"
+        format, is_paged = launched.pop("positional")
+        assert format.name == "model1" and is_paged
         assert launched == {
             "cache": 0xA000,
             "block_table": 0x2000,
@@ -569,6 +570,15 @@ class TestGather:
             "rows": 100,
             "page_block_size": 16,
         }
+
+    def test_table_of_no_blocks(self, world: World) -> None:
+        """Its address is 0; no token has a page, which is not the same as a cache without requests."""
+        arguments = gather_arguments()
+        change("block_table", shape=(3, 0), ptr=0)(arguments)
+        rawmla.gather_kv_cache(**arguments)
+        launched = only_launch(world)
+        _, is_paged = launched["positional"]
+        assert is_paged and (launched["block_table"], launched["table_width"]) == (0, 0)
 
     def test_without_starts(self, world: World) -> None:
         rawmla.gather_kv_cache(**gather_arguments() | {"seq_starts": None})

@@ -175,7 +175,7 @@ def test_gather_launch(launches: list[Launch], rows: int, ctas: int) -> None:
         "cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out", "table_stride",
         "out_stride", "block_stride", "token_stride", "b", "table_width", "num_blocks", "page_block_size",
     ) | {"rows": rows}  # fmt: skip
-    mla_cache_gather.launch(mla_cache_rows.V32, **PLACE, **given)
+    mla_cache_gather.launch(mla_cache_rows.V32, True, **PLACE, **given)
     (launch,) = launches
     magic, shift = divisor(given["page_block_size"])
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}

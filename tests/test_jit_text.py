@@ -114,6 +114,29 @@ def test_an_absolute_include_is_refused(project: Project, tmp_path: Path) -> Non
         project.builder().build(with_text(f'#include "{tmp_path}/stray.cuh"\n' + GOOD))
 
 
+@pytest.mark.parametrize(
+    "line",
+    (
+        '#define P "{stray}"\n#include P',
+        '# /* hidden */ include "{stray}"',
+        '#inc\\\nlude "{stray}"',
+        '%:include "{stray}"',
+        '#embed "{stray}"',
+    ),
+    ids=("macro", "comment", "continued", "digraph", "embed"),
+)
+def test_a_hidden_include_is_refused(project: Project, tmp_path: Path, line: str) -> None:
+    stray = tmp_path / "stray.cuh"
+    stray.write_text("\n")
+    with pytest.raises(ValueError, match="mod/score.cuh: expected "):
+        project.builder().build(with_text(line.format(stray=stray) + "\n" + GOOD))
+
+
+def test_what_only_looks_like_an_include(project: Project) -> None:
+    text = '// #include P\n/* #include P */\n__device__ const char* shown = "#include P /*";\n'
+    assert project.builder().build(with_text(text + GOOD)).meta["origin"] == "compiled"
+
+
 def test_text_is_exported(project: Project) -> None:
     compiled = project.builder().build(with_text(GOOD))
     export(compiled, project.root / "prebuilt")

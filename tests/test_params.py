@@ -18,7 +18,6 @@ from rawmla.jit.params import (
     POINTER,
     TENSOR_MAP,
     U32,
-    U64,
     CType,
     ParamStruct,
     struct_type,
@@ -42,13 +41,13 @@ MIXED = ParamStruct(
     U32("magic", length=3),
     struct_type(Pair, I32, I64)("pair"),
     F32("scale"),
-    U64("mask"),
+    I64("mask"),
     changing=("map", "q", "k_cache", "extra_k_cache"),
 )
 
 
 def pack_mixed(**changes: object) -> bytes:
-    given = dict(b=-7, stride=-(2**40), magic=(1, 2, 2**32 - 1), pair=Pair(3, -4), scale=0.5, mask=2**63)
+    given = dict(b=-7, stride=-(2**40), magic=(1, 2, 2**32 - 1), pair=Pair(3, -4), scale=0.5, mask=-(2**62))
     return MIXED.pack(**{**given, **changes})
 
 
@@ -62,7 +61,7 @@ def test_offsets_follow_the_alignment_of_cpp() -> None:
 
 
 def test_pack_fills_what_does_not_change() -> None:
-    expected = struct.pack("<152x i4x q 3I4x i4xq f4xQ40x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5, 2**63)
+    expected = struct.pack("<152x i4x q 3I4x i4xq f4xq40x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5, -(2**62))
     assert pack_mixed() == expected
 
 

@@ -290,6 +290,7 @@ class TestLaunch:
             "lse_factor": 1.0,
             "uniform": metadata.NOT_UNIFORM,
             "group_tokens": 1,
+            "limited": True,
             "selected": 0,
         }
         assert not world.decodes and not world.framework.copied

@@ -1314,7 +1314,7 @@ def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
 def test_the_tests_are_named_by_group() -> None:
     text = update_figures.describe_tests(made_up_record())
     assert "1,013 passed, 1 failed, 3 skipped" in text
-    assert "(dense 1,003 and 2 skipped, examples 4 and 1 failed, no GPU needed 5, " in text
+    assert "(dense 1,003 and 2 skipped, programs 4 and 1 failed, no GPU needed 5, " in text
     assert "README's examples 1 and 1 skipped)" in text
     assert "3 of those that passed ran where there were 2 GPUs" in text
     assert "memcheck clean (9 tests)" in text and "initcheck not clean (8 tests)" in text

@@ -470,6 +470,7 @@ class TestLaunch:
             "lse_factor": None,
             "uniform": metadata.NOT_UNIFORM,
             "group_tokens": 1,
+            "limited": False,
             "selected": 0,
         }
         assert not world.plans and not world.decodes and not world.framework.copied

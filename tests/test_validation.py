@@ -198,7 +198,7 @@ BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Argu
     ("head_dim_v bool", "head_dim_v", TypeError, ("int", "bool True"), put("head_dim_v", True)),
     *[
         (f"scale {scale}", "softmax_scale", ValueError, ("finite", str(scale)), put("softmax_scale", scale))
-        for scale in (0.0, -0.1, float("nan"), float("inf"), 1e39)
+        for scale in (0.0, -0.1, 1e-46, float("nan"), float("inf"), 1e39, 3e38)
     ],
     ("scale bool", "softmax_scale", TypeError, ("float", "bool True"), put("softmax_scale", True)),
     ("scale str", "softmax_scale", TypeError, ("float", "str '1'"), put("softmax_scale", "1")),

@@ -98,8 +98,13 @@ def test_what_the_call_refuses(world: World) -> None:
     change("q", dtype="float32")(arguments)
     with pytest.raises(TypeError, match=r"^q: expected dtype bfloat16 or float16"):
         rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
-    with pytest.raises(TypeError, match=r"^function: expected a function of rawmla"):
-        rawmla.warmup_call(print, 3)
+    for function in (print, rawmla.warmup, rawmla.reference.convert_indices, rawmla.FlashMLASchedMeta):
+        with pytest.raises(TypeError, match=r"^function: expected a function of rawmla"):
+            rawmla.warmup_call(function, 3)
+    with pytest.raises(TypeError, match=r"^softmax_scale: expected a float or None, got array$"):
+        rawmla.warmup_call(
+            rawmla.flash_mla_with_kvcache, **dense_arguments(), softmax_scale=FakeArray((), "float32")
+        )
     assert world.untouched
 
 

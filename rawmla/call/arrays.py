@@ -1,9 +1,9 @@
 """Arrays of the caller's framework, seen as pointers, shapes and strides.
 
-This is the only module that knows torch, CuPy or DLPack. Neither framework is imported for somebody who
-does not use it: torch and CuPy are looked up in `sys.modules`, where the module of any array that reaches
-us already is. A DLPack array of another library is taken over by CuPy without a copy, so results computed
-from such a `q` are CuPy arrays.
+This is the only module that reads the arrays of a call, and so knows torch, CuPy and DLPack. Neither
+framework is imported for somebody who does not use it: torch and CuPy are looked up in `sys.modules`, where
+the module of any array that reaches us already is. A DLPack array of another library is taken over by CuPy
+without a copy, so results computed from such a `q` are CuPy arrays.
 
 Reading an array is on the path of every call (about half a microsecond each for torch), hence a table from
 the array's class to a reader function, plain tuples, and no work that only a failure needs.
@@ -371,8 +371,8 @@ def _find_reader(cls: type) -> Reader | None:
 
 
 def _torch() -> TorchFramework:
-    if "torch" not in _frameworks:
-        _frameworks["torch"] = TorchFramework(sys.modules["torch"])
+    if "torch" not in _frameworks:  # there is one, also where two threads come here together
+        _frameworks.setdefault("torch", TorchFramework(sys.modules["torch"]))
     return _frameworks["torch"]
 
 
@@ -380,7 +380,7 @@ def _cupy() -> CupyFramework:
     if "cupy" not in _frameworks:
         import cupy
 
-        _frameworks["cupy"] = CupyFramework(cupy)
+        _frameworks.setdefault("cupy", CupyFramework(cupy))
     return _frameworks["cupy"]
 
 

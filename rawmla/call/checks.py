@@ -4,7 +4,7 @@ Errors read "`name`: expected X, got Y". `TypeError` is for the wrong kind or dt
 stride, range or combination. A check of one operation stands beside that operation.
 
 Strides are in elements. A dimension of size 1 is never stepped over, so any stride is legal there.
-`usable_strides` puts the contiguous one in its place, and all else works on its result.
+`usable_strides` puts the contiguous one in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 from .arrays import ArrayView, Fields, Framework
 
 __all__ = [
-    "FLOAT32_MAX",
     "INT32_MAX",
     "as_bool",
     "as_count",
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 INT32_MAX = 2**31 - 1
-FLOAT32_MAX = 3.4028234663852886e38
+_MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**127  # times log2(e), normal numbers of float32
 _TMA_STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 
 
@@ -66,16 +65,22 @@ def as_count(name: str, value: Any) -> int:
 def as_softmax_scale(
     softmax_scale: Any, name: str = "softmax_scale", wanted: str = "a float or None"
 ) -> float:
-    """`softmax_scale` as a positive float within float32. Arrays are refused: reading one synchronises."""
-    if softmax_scale.__class__ is float and 0.0 < softmax_scale <= FLOAT32_MAX:
+    """`softmax_scale` as a positive float that is one in float32, also times log2(e).
+
+    Arrays are refused: reading one synchronises.
+    """
+    if softmax_scale.__class__ is float and _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         return softmax_scale
     if isinstance(softmax_scale, (bool, np.bool_)) or not isinstance(
         softmax_scale, (int, float, np.integer, np.floating)
     ):
         raise TypeError(f"{name}: expected {wanted}, got {show(softmax_scale)}")
     scale = float(softmax_scale)
-    if not 0.0 < scale <= FLOAT32_MAX:
-        raise ValueError(f"{name}: expected a finite float32 greater than 0, got {scale}")
+    if not _MIN_SCALE <= scale <= _MAX_SCALE:
+        raise ValueError(
+            f"{name}: expected a finite float32 greater than 0 ({_MIN_SCALE:.2g} to {_MAX_SCALE:.2g}), "
+            f"got {scale}"
+        )
     return scale
 
 
@@ -117,8 +122,10 @@ def check_streams(views: Any, device: int, framework: Framework) -> None:
     ``views`` is a NamedTuple of the arrays by the names of the arguments.
     """
     for view, name in zip(views, views._fields, strict=True):
-        if view is not None and view[5] is not framework:
-            check_place(name, view, device, framework, "q")
+        if view is not None:
+            _, _, _, _, _, given_framework, _ = view
+            if given_framework is not framework:
+                check_place(name, view, device, framework, "q")
 
 
 def same_place(name: str, view: ArrayView, other: ArrayView, other_name: str) -> None:

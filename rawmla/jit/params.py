@@ -17,7 +17,6 @@ __all__ = [
     "POINTER",
     "TENSOR_MAP",
     "U32",
-    "U64",
     "CType",
     "Member",
     "ParamStruct",
@@ -66,7 +65,6 @@ class Member(NamedTuple):
 
 POINTER = CType("pointer", "Q", 8, 8)
 I64 = CType("long long", "q", 8, 8)
-U64 = CType("unsigned long long", "Q", 8, 8)
 I32 = CType("int", "i", 4, 4)
 U32 = CType("unsigned int", "I", 4, 4)
 F32 = CType("float", "f", 4, 4)

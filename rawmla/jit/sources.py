@@ -78,7 +78,8 @@ def collect(root: Path, kernel: str, generated: Sequence[tuple[str, str]] = ()) 
     RawMLAError
         There is no such kernel.
     ValueError
-        A generated header has the name of a file below ``root``, or an include line has an absolute path.
+        A generated header has the name of a file below ``root`` or includes what a macro names, or an include
+        line has an absolute path.
     """
     main_name = f"kernels/{kernel}.cu"
     try:
@@ -92,7 +93,7 @@ def collect(root: Path, kernel: str, generated: Sequence[tuple[str, str]] = ()) 
         if (root / name).exists():
             raise ValueError(f"headers: expected a name that no file of the sources has, got {name!r}")
         headers[name] = text.encode()
-    pending = [(main_name, main), *headers.items()]
+    pending = [(main_name, main), *[(name, _directives(name, text).encode()) for name, text in generated]]
     while pending:
         including, text_of = pending.pop()
         for match in _INCLUDE.finditer(text_of):
@@ -108,3 +109,27 @@ def collect(root: Path, kernel: str, generated: Sequence[tuple[str, str]] = ()) 
             headers[name] = data
             pending.append((name, data))
     return SourceSet(main_name, main, tuple(sorted(headers.items())))
+
+
+_LITERALS_AND_COMMENTS = re.compile(
+    r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|(?P<comment>/\*.*?\*/|//[^\n]*)', re.DOTALL
+)
+_READS_A_FILE = re.compile(r"^[ \t]*#[ \t]*(include|include_next|import|embed)\b(.*)$", re.MULTILINE)
+_LITERAL_NAME = re.compile(r'\s*(?:"[^"]+"|<[^>]+>)\s*')
+
+
+def _directives(name: str, text: str) -> str:
+    """A generated header as the compiler sees its include lines: without continued lines and comments.
+
+    Raises ValueError for a directive that reads a file of which `collect` cannot tell the name.
+    """
+    plain = re.sub(r"\\\r?\n", "", text)
+    plain = re.sub(r"^([ \t]*)%:", r"\1#", plain, flags=re.MULTILINE)  # another spelling of #
+    plain = _LITERALS_AND_COMMENTS.sub(lambda found: " " if found["comment"] else found[0], plain)
+    for found in _READS_A_FILE.finditer(plain):
+        if found[1] != "include" or not _LITERAL_NAME.fullmatch(found[2]):
+            raise ValueError(
+                f"{name}: expected an #include that names its file, so that the file is part of the kernel's "
+                f"key, got {found[0].strip()!r}"
+            )
+    return plain

@@ -1,6 +1,6 @@
 """The host sides of the kernels: their variants, parameter structs, grids and launches.
 
-A module belongs to one file of cuda_src/kernels, or to several that share a Params struct, and has its name.
+A module belongs to one file of cuda_src/kernels, whose name it has, or to several that are launched together.
 Four modules have no kernel of their own: `mla_sparse_prefill` composes others, `mla_cache_rows` has the cache
 formats, `common` and `division` what several share. All take device addresses and numbers, never arrays.
 

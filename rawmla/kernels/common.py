@@ -18,6 +18,9 @@ BLOCK_TOKENS = 64
 TILE_ROWS = 64
 """Query rows of a tile, which one CTA attends."""
 LOG2_E = log2(e)
+INT32_MAX = 2**31 - 1
+MAX_TOPK = 2**30 - 1
+"""Columns of indices: sums of two, rounded up to blocks, are still int32."""
 MAX_GRID_YZ = 65_535
 """CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8

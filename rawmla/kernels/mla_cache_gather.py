@@ -7,7 +7,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import ceil_div
+from .common import INT32_MAX, ceil_div
 from .division import divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
@@ -20,7 +20,7 @@ PARAMS = ParamStruct(
     U32("page_magic"),
     I32("page_shift"),
 )
-MAX_INT = 2**31 - 1
+MAX_INT = INT32_MAX
 """What the strides of the cache in bytes and the number of rows may be."""
 _THREADS = {True: 64, False: 32}  # by is_paged
 
@@ -43,6 +43,7 @@ def specs(format: CacheFormat) -> list[jit.KernelSpec]:
 
 def launch(
     format: CacheFormat,
+    is_paged: bool,
     *,
     device: int,
     stream: int,
@@ -65,11 +66,10 @@ def launch(
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one row of the output.
 
-    Strides of the table and of ``out`` are in elements, those of the cache in bytes. ``block_table`` 0: row r
-    is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its
-    first token on.
+    Strides of the table and of ``out`` are in elements, those of the cache in bytes. Not ``is_paged``: row r
+    is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its first
+    token on.
     """
-    is_paged = block_table != 0
     kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
     page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(

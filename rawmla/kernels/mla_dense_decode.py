@@ -10,7 +10,7 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mla_combine
-from .common import BLOCK_TOKENS, D_QK, DTYPES, LOG2_E, TILE_ROWS, ceil_div, max_splits
+from .common import BLOCK_TOKENS, D_QK, DTYPES, INT32_MAX, LOG2_E, TILE_ROWS, ceil_div, max_splits
 
 __all__ = [
     "BOX_ROWS",
@@ -200,7 +200,7 @@ class PreparedDenseDecode:
             rows=rows,
             page_block_size=call.page_block_size,
             page_magic=_magic(call.page_block_size // 16),
-            max_seqlen=min(call.max_seqlen, 2**31 - 1),
+            max_seqlen=min(call.max_seqlen, INT32_MAX),
             max_splits=splits,
             object_layout=call.object_layout,
             causal=call.causal,

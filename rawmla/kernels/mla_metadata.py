@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct, struct_type
-from .common import TILE_ROWS, ceil_div
+from .common import INT32_MAX, TILE_ROWS, ceil_div
 from .division import divisor
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "TokenCounts",
     "UniformPlan",
     "launch",
+    "load",
     "num_sm_parts",
     "num_sm_parts_sparse",
     "spec",
@@ -67,7 +68,7 @@ class TokenCounts(NamedTuple):
 
     lengths: int
     extra_lengths: int = 0
-    most: int = 2**31 - 1
+    most: int = INT32_MAX
     extra_most: int = 0
 
 
@@ -141,6 +142,11 @@ def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
 def uncut_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
     """A plan of ``b`` requests of at most ``blocks`` blocks each that splits none of them."""
     return UniformPlan(blocks, blocks, ceil_div(b, num_parts) * blocks)
+
+
+def load(b: int, device: int, capturing: Callable[[], bool]) -> None:
+    """Load the kernel that plans a batch; ``capturing`` as in `rawmla.jit.get_kernel`."""
+    jit.get_kernel(spec(b), device, capturing=capturing)
 
 
 def launch(

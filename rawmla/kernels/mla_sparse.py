@@ -299,8 +299,8 @@ class PreparedSparse:
             sm_scale_log2=call.softmax_scale * LOG2_E,
             **(dict(lse_factor=call.lse_factor, uniform=call.uniform) if max_logits else {}),
         )
-        # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be the
-        # one that writes topk_length: such a call must not start early.
+        # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be
+        # the one that writes topk_length: such a call must not start early.
         starts_early = not (call.uniform.length and call.limited)
         self._attend = kernel.prepare(
             (head_tiles * call.s_q, 1, call.num_parts),

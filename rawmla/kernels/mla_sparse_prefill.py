@@ -10,7 +10,7 @@ tried in this order:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from .. import jit
@@ -196,6 +196,12 @@ class Prepared(Protocol):
         """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
 
 
+def _load(specs: Iterable[jit.KernelSpec], call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+    """Load kernels that `launch` looks up, so that a call which lacks one enqueues nothing."""
+    for spec in specs:
+        jit.get_kernel(spec, call.device, capturing=capturing)
+
+
 class _Layout:
     """The layout of scratch: arrays one behind the other, given as offsets in bytes."""
 
@@ -223,6 +229,8 @@ class _PreparedTokens:
         self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, mla_metadata.MAX_BATCH))
         sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
         self._needs_plan = call.limited and not call.batch_invariant
+        if self._needs_plan:
+            _load({mla_metadata.spec(size) for size in sizes}, call, capturing)
         self._attention = {
             size: mla_sparse.PreparedSparse(
                 _as_requests(call, size)._replace(uniform=self._uniform_plan(size)), capturing
@@ -311,6 +319,8 @@ class _PreparedGroups:
         most = min(_UNITED_SCRATCH // (4 * self._capacity + words), mla_metadata.MAX_BATCH)
         self._chunk = ceil_div(self._groups, ceil_div(self._groups, most))
         sizes = {self._chunk, self._groups - (ceil_div(self._groups, self._chunk) - 1) * self._chunk}
+        _load({mla_metadata.spec(size) for size in sizes}, call, capturing)
+        _load(mla_unite_selections.specs(), call, capturing)
         self._attention = {
             size: mla_sparse.PreparedSparse(self._call_of_groups(size), capturing) for size in sizes
         }
@@ -410,6 +420,7 @@ class _PreparedCopies:
     def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
+        _load([mla_cache_gather.spec(QUANTIZED[call.format], False)], call, capturing)
         copies = _of_copies(call)
         self._num_rows = copies.cache.num_blocks
         self._attention = prepare(copies, capturing)
@@ -424,6 +435,7 @@ class _PreparedCopies:
         rows = scratch + self._rows
         mla_cache_gather.launch(
             QUANTIZED[call.format],
+            False,
             device=call.device,
             stream=stream,
             capturing=self._capturing,

@@ -123,6 +123,8 @@ def specs_of(operations: Sequence[str], **given: Any) -> list[KernelSpec]:
     Raises TypeError and ValueError for what is not known.
     """
     for name in operations:
+        if not isinstance(name, str):
+            raise TypeError(f"operations: expected names, got {name!r}")
         if name not in OPERATIONS:
             raise ValueError(f"operations: expected names among {', '.join(OPERATIONS)}, got {name!r}")
     options = {}

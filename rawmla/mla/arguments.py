@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..call.arrays import Fields
 from ..call.checks import (
@@ -14,7 +14,7 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
-from ..kernels.common import D_QK, D_V
+from ..kernels.common import D_QK, D_V, MAX_TOPK
 from ..kernels.mla_cache_rows import FORMATS, MODEL1
 from ..kernels.mla_sparse import Cache
 from .paged_cache import check_paged_cache
@@ -26,6 +26,7 @@ __all__ = [
     "check_selection",
     "check_sparse_cache",
     "check_sparse_q",
+    "check_vectors",
     "q_strides",
     "refuse_dense_fp8",
 ]
@@ -82,12 +83,12 @@ def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
     return usable[:-1]
 
 
-def check_sparse_q(views: NamedTuple, axes: tuple[str, ...], purpose: str = "") -> Fields:
+def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> Fields:
     """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is.
 
-    ``views`` are the arrays by the names of the arguments, q the first.
+    ``views`` is a NamedTuple of the arrays by the names of the arguments.
     """
-    q: Fields = views[0]
+    q: Fields = views.q
     _, shape, strides, dtype, device, framework, _ = q
     if dtype != "bfloat16":
         raise TypeError(f"q: expected dtype bfloat16{purpose}, got {dtype}")
@@ -119,7 +120,8 @@ def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool)
     of = f" for this d_qk of q with is_fp8_kvcache={is_fp8_kvcache}"
     cache = check_paged_cache(name, view, [format for _, format in formats], of=of, least_alignment=8)
     if not cache.num_blocks:
-        raise ValueError(f"{name}: expected at least 1 block, got shape {list(view[1])}")
+        _, shape, *_ = view
+        raise ValueError(f"{name}: expected at least 1 block, got shape {list(shape)}")
     if cache.format is MODEL1 and cache.page_block_size * cache.token_stride > INT32_MAX:
         raise ValueError(
             f"{name}: expected pages of less than 2 GiB, got page_block_size {cache.page_block_size}"
@@ -134,9 +136,9 @@ def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, mea
     _, shape, strides, dtype, _, _, _ = view
     if dtype != "int32":
         raise TypeError(f"{name}: expected dtype int32, got {dtype}")
-    if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not 0 < shape[2] <= INT32_MAX // 2:
+    if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not 0 < shape[2] <= MAX_TOPK:
         raise ValueError(
-            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk at least 1 and at most 2**30, "
+            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk at least 1 and below 2**30, "
             f"got {list(shape)}"
         )
     stride_b, stride_s, step = usable_strides(shape, strides)
@@ -148,7 +150,7 @@ def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, mea
     return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
 
 
-def check_vectors(views: NamedTuple, lengths: dict[str, tuple[str, int, str]]) -> None:
+def check_vectors(views: Any, lengths: dict[str, tuple[str, int, str]]) -> None:
     """Check the vectors that are given: name -> (dtype, length, the dimension of q which that is)."""
     for name, (dtype, length, dimension) in lengths.items():
         view = getattr(views, name)

@@ -154,6 +154,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     if rows:
         mla_cache_gather.launch(
             format,
+            False,
             **launch_place(source),
             cache=given.ptr,
             block_table=0,
@@ -338,6 +339,7 @@ def gather_kv_cache(
     if b and workspace.shape[0]:
         mla_cache_gather.launch(
             given.format,
+            True,
             **launch_place(source),
             cache=given.ptr,
             block_table=table.ptr,

@@ -157,7 +157,7 @@ def flash_mla_with_kvcache(
     CuPy has no graph pools: keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and
     pass a `q` that needs no copy.
 
-    In dense decoding the block table, the lengths and the plan of the last call are recognised by identity,
+    The plan of the last call, and in dense decoding its block table and lengths, are recognised by identity,
     address and shape and not checked again, so layers that share them cost less host time. Only strides that
     were changed in place escape this.
 

@@ -20,7 +20,7 @@ from ..call.checks import (
 )
 from ..call.memo import LatestPair, Memo, Place, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
-from ..kernels.common import D_V, MAX_GRID_YZ
+from ..kernels.common import D_QK, D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeCall
 from .arguments import check_out, check_rows, q_strides
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
@@ -137,7 +137,7 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
     if len(shape) != 4:
         raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
     b, s_q, h_q, d_qk = shape
-    if d_qk != 576 and d_qk != 512:
+    if d_qk not in D_QK:
         raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
     if strides[3] != 1:
         raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")

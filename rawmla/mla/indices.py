@@ -16,6 +16,7 @@ from ..call.checks import (
     same_place,
 )
 from ..kernels import mla_convert_indices
+from ..kernels.common import MAX_TOPK
 
 __all__ = ["convert_indices"]
 
@@ -84,7 +85,7 @@ def convert_indices(
         raise ValueError(f"indices: expected shape [T, topk] or [b, s_q, topk], got {list(positions.shape)}")
     *row_shape, topk = positions.shape
     n, s_q = row_shape[0], row_shape[1] if len(row_shape) == 2 else 1
-    if n * s_q > INT32_MAX or topk > INT32_MAX // 2:
+    if n * s_q > INT32_MAX or topk > MAX_TOPK:
         raise ValueError(
             f"indices: expected less than 2**31 rows and 2**30 columns, got {list(positions.shape)}"
         )

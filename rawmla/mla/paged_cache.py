@@ -66,7 +66,8 @@ def check_paged_cache(
     block_stride, token_stride, _, step = usable_strides(shape, strides)
     if step != 1 or is_quantized and token_stride != shape[3]:
         raise ValueError(
-            f"{name}: expected contiguous {'tokens' if is_quantized else 'columns'}, got strides "
+            f"{name}: expected contiguous "
+            f"{'tokens (only the stride of blocks is free)' if is_quantized else 'columns'}, got strides "
             f"{list(strides)} (elements) of shape {list(shape)}"
         )
     block_bytes = block_stride * itemsize

@@ -15,7 +15,7 @@ from ..call import checks
 from ..call.arrays import READERS, Fields, Framework, inspect
 from ..call.memo import LatestPair, Place
 from ..kernels import mla_metadata
-from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, ceil_div
+from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
 from .arguments import refuse_dense_fp8
 
 __all__ = [
@@ -29,8 +29,6 @@ __all__ = [
     "mark_plan",
     "resolve_plan",
 ]
-
-_MAX_TOPK = 2**30
 
 
 @dataclass(slots=True)
@@ -218,8 +216,8 @@ def get_mla_metadata(
     tokens = mla_metadata.TokenCounts(ptr)
     if topk is not None:
         topk = checks.as_count("topk", topk)
-        if topk > _MAX_TOPK:
-            raise ValueError(f"topk: expected at most 2**30, got {topk}")
+        if topk > MAX_TOPK:
+            raise ValueError(f"topk: expected an int below 2**30, got {topk}")
         tokens = mla_metadata.TokenCounts(0, most=topk)
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
@@ -262,8 +260,11 @@ def get_mla_metadata(
             batch_invariant=batch_invariant,
         )
     else:
-        framework.fill(rows, -1)  # begin < 0: every part idle, whatever the batch of the call that reads it
-        framework.fill(splits, 0)
+        # begin < 0: every partition is idle, whatever the batch of the call that reads it. Given arrays may
+        # be of another framework.
+        for array, name, value in ((rows, "out[0]", -1), (splits, "out[1]", 0)):
+            view = inspect(array, name)
+            view.framework.fill(view.array, value)
     return (rows, splits) if plan is None else (plan, None)
 
 
@@ -336,7 +337,7 @@ def resolve_plan(
         else:
             unmarked = plan
         if rows is None:
-            return _empty_plan(plan, configs.plain, enable_batch_invariant, place.device)
+            return _empty_plan(plan, configs.plain, enable_batch_invariant, place)
     else:
         rows = tile_scheduler_metadata
         if num_splits is None:
@@ -366,16 +367,19 @@ def resolve_plan(
 
 
 def _empty_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, batch_invariant: bool, device: int
+    plan: FlashMLASchedMeta, config: SchedConfig, batch_invariant: bool, place: Place
 ) -> ResolvedPlan:
-    """The plan of a call whose arrays are to be computed by it."""
+    """The plan of a call that is to compute its arrays; the kernel for that is loaded."""
     if plan.num_splits is not None:
         raise ValueError(
             "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
         )
     if config.b > mla_metadata.MAX_BATCH:
         raise ValueError(f"q: expected at most {mla_metadata.MAX_BATCH} requests for a plan, got {config.b}")
+    _, device, framework = place
     num_parts = _num_parts(device, config.s_q, config.h_q, config.h_k, config.topk is not None)
+    if config.b:
+        mla_metadata.load(config.b, device, framework.capture_query(device))
     return ResolvedPlan(None, num_parts, True, batch_invariant, plan)
 
 
