@@ -3,16 +3,20 @@
 The plan is computed ahead into two arrays, which any number of calls may use. All work is enqueued on CuPy's
 current stream.
 
-Run it on a machine with a Hopper GPU: python examples/cupy_only.py
+It needs ml_dtypes (pip install ml_dtypes) and a machine with a Hopper GPU: python examples/cupy_only.py
 """
 
 import sys
 
 import cupy
-import ml_dtypes
 import numpy as np
 
 import rawmla
+
+try:
+    import ml_dtypes
+except ImportError:
+    sys.exit("this example needs ml_dtypes: pip install ml_dtypes")
 
 HEADS, D_QK, D_V, PAGE = 64, 576, 512, 64
 LENGTHS = [900, 130, 64, 0]  # tokens in the cache of each request

@@ -27,7 +27,7 @@ examples = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 def needs(path: Path) -> None:
     """Skip where an optional package that the example imports is not installed."""
-    for name in re.findall(r"^import (cupy|ml_dtypes|torch)$", path.read_text(), re.MULTILINE):
+    for name in re.findall(r"^ *import (cupy|ml_dtypes|torch)$", path.read_text(), re.MULTILINE):
         pytest.importorskip(name)
 
 
@@ -108,6 +108,20 @@ def test_without_a_gpu(path: Path) -> None:
     assert answer.stdout == ""
     assert answer.stderr == f"{error.value}\n"
     assert len(answer.stderr.splitlines()) == 1
+
+
+def test_cupy_only_without_ml_dtypes(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    (tmp_path / "ml_dtypes.py").write_text("raise ImportError(name='ml_dtypes')\n")
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "runpy.run_path('examples/cupy_only.py', run_name='__main__')"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert answer.returncode == 1
+    assert answer.stderr == "this example needs ml_dtypes: pip install ml_dtypes\n"
 
 
 @pytest.mark.parametrize("name", ("decode_torch", "sparse_decode_fp8"))

@@ -83,6 +83,7 @@ def test_sdist_contents(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert set(CUDA_SOURCES) <= names
     assert {
+        ".ci/run",
         "pyproject.toml",
         "README.md",
         "LICENSE",
