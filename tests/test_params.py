@@ -61,7 +61,9 @@ def test_offsets_follow_the_alignment_of_cpp() -> None:
 
 
 def test_pack_fills_what_does_not_change() -> None:
-    expected = struct.pack("<152x i4x q 3I4x i4xq f4xq40x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5, -(2**62))
+    expected = struct.pack(
+        "<152x i4x q 3I4x i4xq f4xq40x", -7, -(2**40), 1, 2, 2**32 - 1, 3, -4, 0.5, -(2**62)
+    )
     assert pack_mixed() == expected
 
 

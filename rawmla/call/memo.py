@@ -12,7 +12,7 @@ from weakref import ref
 
 from .arrays import Fields, Framework
 
-__all__ = ["LatestPair", "Memo", "Place", "PreparedCall", "clear_all", "kind_of"]
+__all__ = ["LatestPair", "Memo", "BatchPlace", "PreparedCall", "clear_all", "kind_of"]
 
 Value = TypeVar("Value")
 
@@ -68,7 +68,7 @@ def kind_of(view: Fields | None) -> tuple[Any, ...] | None:
     return ptr & 15, shape, strides, dtype, device, framework
 
 
-class Place(NamedTuple):
+class BatchPlace(NamedTuple):
     """Of a call: the number of requests, and the device and the framework that all arrays have to be of."""
 
     b: int
@@ -79,7 +79,7 @@ class Place(NamedTuple):
 class _Pair(NamedTuple):
     first: ref[Any]
     second: ref[Any]
-    place: Place
+    place: BatchPlace
     state: tuple[Any, ...]
     """Addresses and shapes."""
     value: Any
@@ -96,7 +96,7 @@ class LatestPair:
     def __init__(self) -> None:
         self._latest: _Pair | None = None  # replaced as a whole, so threads see one pair or another
 
-    def find(self, first: Any, second: Any, place: Place) -> Any:
+    def find(self, first: Any, second: Any, place: BatchPlace) -> Any:
         """What the check gave for these arrays in a call of the same place; None if it has to be made."""
         latest = self._latest
         if latest is None:
@@ -112,7 +112,9 @@ class LatestPair:
                 return value
         return None
 
-    def keep(self, first: Any, second: Any, place: Place, views: tuple[Fields, Fields], value: Any) -> None:
+    def keep(
+        self, first: Any, second: Any, place: BatchPlace, views: tuple[Fields, Fields], value: Any
+    ) -> None:
         """Remember the arrays by weak references; `views` are theirs.
 
         Arrays of another framework than q's are not remembered: its stream has to be looked at in every call,

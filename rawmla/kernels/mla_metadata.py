@@ -41,8 +41,8 @@ _SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
 class UniformPlan(NamedTuple):
     """A plan for requests that all have ``blocks`` blocks, given by three numbers instead of arrays.
 
-    On a line, request i has its blocks from i * ``pitch`` on, and part p takes those of the p-th interval of
-    ``length``. See UniformPlan in cuda_src/mla/plan.cuh.
+    On a line, request i has its blocks from i * ``pitch`` on, and partition p takes those of the p-th
+    interval of ``length``. See UniformPlan in cuda_src/mla/plan.cuh.
     """
 
     blocks: int
@@ -108,7 +108,7 @@ def specs() -> list[jit.KernelSpec]:
 def num_sm_parts(sm_count: int, s_q: int, h_q: int, h_kv: int) -> int:
     """Parts of a plan for dense decoding: as many as give every SM one CTA.
 
-    A part has one CTA for each tile of query rows of each KV head.
+    A partition has one CTA for each tile of query rows of each KV head.
     """
     return max(sm_count // (h_kv * max(ceil_div(s_q * (h_q // h_kv), TILE_ROWS), 1)), 1)
 

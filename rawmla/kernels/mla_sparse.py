@@ -33,7 +33,7 @@ _NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 _MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
 """Up to so many heads over "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
-# Blocks of a part on average. With fewer, what the two CTAs of a cluster send each other is not hidden.
+# Blocks of a partition on average. With fewer, what the two CTAs of a cluster send each other is not hidden.
 _CLUSTER_MIN_BLOCKS = 4
 
 

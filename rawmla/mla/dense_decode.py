@@ -18,7 +18,7 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
-from ..call.memo import LatestPair, Memo, Place, PreparedCall, kind_of
+from ..call.memo import BatchPlace, LatestPair, Memo, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_QK, D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeCall
@@ -118,7 +118,7 @@ class _Checked(NamedTuple):
 
     b: int
     s_q: int
-    place: Place
+    place: BatchPlace
     q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
     default_scale: float
     configs: tuple[PlanConfigs, PlanConfigs]  # by causal
@@ -181,7 +181,7 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
     return _Checked(
         b=b,
         s_q=s_q,
-        place=Place(b, device, framework),
+        place=BatchPlace(b, device, framework),
         q_strides=q_strides(q),
         default_scale=d_qk**-0.5,
         configs=(PlanConfigs.of(config), PlanConfigs.of(replace(config, causal=True))),
@@ -204,7 +204,7 @@ class _Requests(NamedTuple):
 _latest_requests = LatestPair()
 
 
-def _check_requests(block_table: Any, cache_seqlens: Any, place: Place) -> _Requests:
+def _check_requests(block_table: Any, cache_seqlens: Any, place: BatchPlace) -> _Requests:
     """Check the block table and the lengths of a call's requests."""
     b, device, framework = place
     table = READERS[type(block_table)](block_table, "block_table")

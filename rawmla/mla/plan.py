@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from .. import jit
 from ..call import checks
 from ..call.arrays import READERS, Fields, Framework, inspect
-from ..call.memo import LatestPair, Place
+from ..call.memo import BatchPlace, LatestPair
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
 from .arguments import refuse_dense_fp8
@@ -88,10 +88,10 @@ class FlashMLASchedMeta:
     config : SchedConfig or None
         The configuration it was filled for.
     tile_scheduler_metadata : array or None
-        int32 `[num_sm_parts, 8]`, one row per part: begin_req, end_req (inclusive), begin_block, end_block
-        (exclusive), begin_split, first request is split, last request is split, pad. Blocks are 64 tokens.
-        A part is idle when begin_req >= b, begin > end or begin < 0. (Plans passed as bare tensors have
-        another order: see `get_mla_metadata`.)
+        int32 `[num_sm_parts, 8]`, one row per partition: begin_req, end_req (inclusive), begin_block,
+        end_block (exclusive), begin_split, first request is split, last request is split, pad. Blocks are 64
+        tokens. A partition is idle when begin_req >= b, begin > end or begin < 0. (Plans passed as bare
+        tensors have another order: see `get_mla_metadata`.)
     num_splits : array or None
         int32 `[>= b + 1]`, exclusive prefix sum of the number of splits per request.
     enable_batch_invariant : bool
@@ -133,7 +133,7 @@ def get_mla_metadata(
         `h_kv`.
     num_heads_q : int, optional
         `h_q`. None: `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1. The plan is the same in dense
-        decoding; with `topk` give it when s_q > 1, or the plan has more parts than fill the GPU.
+        decoding; with `topk` give it when s_q > 1, or the plan has more partitions than fill the GPU.
     is_fp8_kvcache : bool
         Of the cache that the plan will be used on; True needs `topk`.
     topk : int, optional
@@ -158,7 +158,7 @@ def get_mla_metadata(
     Returns
     -------
     tile_scheduler_metadata : array or FlashMLASchedMeta
-        int32 `[num_sm_parts, 8]` in the framework of `cache_seqlens`, one row per part: begin_req,
+        int32 `[num_sm_parts, 8]` in the framework of `cache_seqlens`, one row per partition: begin_req,
         begin_block (of 64 tokens), end_req (inclusive), end_block (exclusive), begin_split, 3 more of the
         library's own. Any consumer may copy it; a decode call takes any number of rows. `out` if that was
         given.
@@ -314,7 +314,7 @@ def resolve_plan(
     num_splits: Any,
     enable_batch_invariant: bool,
     configs: PlanConfigs,
-    place: Place,
+    place: BatchPlace,
 ) -> ResolvedPlan:
     """Check the plan of a decode call, in any of its forms, and say where it lies.
 
@@ -367,7 +367,7 @@ def resolve_plan(
 
 
 def _empty_plan(
-    plan: FlashMLASchedMeta, config: SchedConfig, batch_invariant: bool, place: Place
+    plan: FlashMLASchedMeta, config: SchedConfig, batch_invariant: bool, place: BatchPlace
 ) -> ResolvedPlan:
     """The plan of a call that is to compute its arrays; the kernel for that is loaded."""
     if plan.num_splits is not None:

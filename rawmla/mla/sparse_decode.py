@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, Fields, address_of, read_given
 from ..call.checks import as_softmax_scale, check_streams
-from ..call.memo import Memo, Place, PreparedCall, kind_of
+from ..call.memo import BatchPlace, Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
@@ -48,7 +48,7 @@ class _Checked(NamedTuple):
     s_q: int
     h_q: int
     d_qk: int
-    place: Place
+    place: BatchPlace
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     extra: Cache  # NO_CACHE: there is none
@@ -190,7 +190,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         s_q=s_q,
         h_q=h_q,
         d_qk=d_qk,
-        place=Place(b, device, framework),
+        place=BatchPlace(b, device, framework),
         load_bytes=load_bytes,
         cache=cache,
         extra=extra,

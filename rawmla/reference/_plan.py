@@ -24,7 +24,7 @@ SM_COUNT = 132
 MAX_FIXED_COST = 3
 FIXED_COST_DIVISOR = 3
 """Each request after the first costs a plan that many blocks besides its own, but no more than a fraction of
-a part's share."""
+a partition's share."""
 
 MAX_SHORT_PART = 16
 SHORT_PART_FACTOR = 32
@@ -262,7 +262,7 @@ def sparse_num_parts(s_q: int, h_q: int, sm_count: int = SM_COUNT) -> int:
 
 
 def dense_blocks(cache_seqlens: ArrayLike) -> NDArray[np.int64]:
-    """Blocks of 64 tokens per request, at least 1: some part has to write the output of an empty one."""
+    """Blocks of 64 tokens per request, at least 1: some partition has to write the output of an empty one."""
     lengths = np.maximum(np.asarray(cache_seqlens, dtype=np.int64), 0)
     return np.maximum(-(-lengths // BLOCK_TOKENS), 1)
 
@@ -310,7 +310,7 @@ class Plan(NamedTuple):
 
 
 def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
-    """The plan of `rawmla.get_mla_metadata` for a dense batch, cut into a given number of parts.
+    """The plan of `rawmla.get_mla_metadata` for a dense batch, cut into a given number of partitions.
 
     Args:
         cache_seqlens: integers `[b]`, tokens per request.
@@ -318,7 +318,7 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
         batch_invariant: cut each request into splits that its own length decides.
 
     Returns:
-        The plan. Rows of parts without work have begin_req b and end_req -1.
+        The plan. Rows of partitions without work have begin_req b and end_req -1.
     """
     return plan_blocks(dense_blocks(cache_seqlens), num_parts, batch_invariant)
 
@@ -331,11 +331,10 @@ def plan_blocks(
     All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
     may divide: a block, or in a batch-invariant plan a split, so that a request's own length decides where it
     is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
-    not made too short; a part computes the units that lie in its stretch. Rows without a stretch are idle:
-    the last ones.
-    Several requests of equal length are moved apart so that cuts fall between them, if no part gets longer:
-    each gets parts of its own, or each part whole requests. If few rows are idle then, one follows every so
-    many others, so that the SMs that do nothing are not neighbours.
+    not made too short; a partition computes the units that lie in its stretch. Rows without a stretch are
+    idle: the last ones. Several requests of equal length are moved apart so that cuts fall between them, if
+    no partition gets longer: each gets partitions of its own, or each partition whole requests. If few rows
+    are idle then, one follows every so many others, so that the SMs that do nothing are not neighbours.
 
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.
@@ -344,7 +343,7 @@ def plan_blocks(
         room: blocks that the `topk` and `extra_topk` of a sparse call leave room for; None in dense decoding.
 
     Returns:
-        The plan. Rows of parts without work have begin_req b and end_req -1.
+        The plan. Rows of partitions without work have begin_req b and end_req -1.
     """
     blocks = np.asarray(blocks, dtype=np.int64)
     b = len(blocks)

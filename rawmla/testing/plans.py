@@ -1,8 +1,8 @@
 """Scheduling plans on the host: what a plan must satisfy, and plans of an engine's own making.
 
-A plan row is a part's share of the line "all 64-token blocks of request 0, then of request 1, ...". What
-one part computes of a request is a split; a request without tokens has one empty split, which some part
-has to visit so that its output gets written.
+A plan row is a partition's share of the line "all 64-token blocks of request 0, then of request 1, ...". What
+one partition computes of a request is a split; a request without tokens has one empty split, which some
+partition has to visit so that its output gets written.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What every part that has work was given: how many blocks, in how many splits."""
+    """What every partition that has work was given: how many blocks, in how many splits."""
 
     blocks: tuple[int, ...]
     splits: tuple[int, ...]
@@ -58,7 +58,7 @@ def blocks_of(lengths: Sequence[int]) -> list[int]:
 
 
 def read_splits(rows: NDArray[np.int32], lengths: Sequence[int], layout: str) -> list[Split]:
-    """The splits that the rows of a plan describe, part after part.
+    """The splits that the rows of a plan describe, partition after partition.
 
     A planner may reckon a request without tokens as one block; its split is empty all the same.
     """
@@ -89,9 +89,9 @@ def check_plan(
     """Raise AssertionError unless the plan covers every block of every request exactly once, in order.
 
     `num_splits` must be the exclusive prefix sum of the splits per request, and the object layout's flags
-    must say whether the first and the last request of a part are split. A batch-invariant plan may cut a
-    part's share of a request further: there only coverage is checked, and that each request counts one split
-    at least.
+    must say whether the first and the last request of a partition are split. A batch-invariant plan may cut a
+    partition's share of a request further: there only coverage is checked, and that each request counts one
+    split at least.
     """
     b = len(lengths)
     blocks = blocks_of(lengths)
@@ -140,11 +140,11 @@ def write_plan(
     idle_before: int = 0,
     idle_after: int = 0,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Rows and num_splits of a plan that gives `shares[i]` blocks to the i-th busy part, the last one all
-    that is left.
+    """Rows and num_splits of a plan that gives `shares[i]` blocks to the i-th busy partition, the last one
+    all that is left.
 
-    `idle_before` idle rows precede the busy ones and `idle_after` follow them. Shares are positive; parts for
-    which nothing is left are idle too.
+    `idle_before` idle rows precede the busy ones and `idle_after` follow them. Shares are positive;
+    partitions for which nothing is left are idle too.
     """
     b = len(lengths)
     blocks = blocks_of(lengths)
