@@ -225,7 +225,7 @@ def test_stored_prefill_rows_match_one_case_each() -> None:
     stored = stored_of(against.load(PEERS), "sparse prefill")
     assert len(stored) == len(stored_prefill_rows()) + 2
     assert {other.case for other in stored} == {
-        case.id for case in cases.prefill_cases() if case.layout == "bf16"
+        case.id for case in cases.prefill_cases() if case.layout == "bf16" and not case.batch_invariant
     }
 
 
@@ -468,8 +468,10 @@ def test_source_hash(tmp_path: Path) -> None:
     (two / "rawmla" / "__pycache__" / "x.pyc").write_bytes(b"x")
     (two / "README.md").write_text("outside")
     assert source.source_hash(one) == source.source_hash(two)
-    (two / "cuda_src" / "sub" / "file.txt").write_text("changed")
-    assert source.source_hash(one) != source.source_hash(two)
+    for folder in ("cuda_src", "rawmla", "tests", "scripts", "examples"):
+        before = source.source_hash(two)
+        (two / folder / "sub" / "file.txt").write_text("changed")
+        assert source.source_hash(two) != before
 
 
 def test_reference_agrees_with_an_independent_computation() -> None:
@@ -806,6 +808,46 @@ def test_a_load_shorter_than_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graph.sustained(0.001)["us"] == pytest.approx(4e4)
 
 
+def test_power_is_read_by_nvidia_smi_where_nvml_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = threading.Event()
+
+    def nvml() -> tuple[float, float]:
+        raise RuntimeError("no NVML library")
+
+    def smi() -> tuple[float, float]:
+        read.set()
+        return 650.0, 1600.0
+
+    monkeypatch.setattr(power.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(power, "read_nvml", nvml)
+    monkeypatch.setattr(power, "read_smi", smi)
+    with power.Meter(0.0) as meter:
+        assert read.wait(30)
+        meter._thread.join(30)
+    assert meter.figures() == {"watts": 650.0, "mhz": 1600.0}
+
+
+@pytest.mark.parametrize("nvml", (True, False), ids=("NVML", "nvidia-smi"))
+def test_a_reading_that_ends_after_the_load_is_dropped(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    meter = power.Meter(0.0)
+
+    def slow() -> tuple[float, float]:
+        begun.set()
+        assert meter._stop.wait(30)
+        return 75.0, 345.0
+
+    def must_not_run() -> None:
+        raise AssertionError("another reading after the load")
+
+    monkeypatch.setattr(power, "read_nvml", slow)
+    monkeypatch.setattr(power, "read_smi", must_not_run if nvml else slow)
+    meter._nvml = nvml
+    with meter:
+        assert begun.wait(30)
+    assert meter.figures() == {}
+
+
 def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     readings = iter([(600.0, 1700.0), (700.0, 1500.0)])
     read = threading.Event()
@@ -987,13 +1029,13 @@ def test_timed_sparse_inputs_and_their_check(layout: str) -> None:
 
 PREFILL_CASES = (
     cases.PrefillCase(11, 300, 6, 576, 40),
-    cases.PrefillCase(2, 90, 3, 512, 90),
+    cases.PrefillCase(2, 90, 3, 512, 90, batch_invariant=True),
     cases.PrefillCase(11, 300, 6, 576, 40, "v32", 64),
 )
 
 
 def prefill_in_numpy(
-    q: Any, kv: Any, indices: Any, sm_scale: float, *, is_fp8_kvcache: bool = False
+    q: Any, kv: Any, indices: Any, sm_scale: float, *, is_fp8_kvcache: bool = False, **_: bool
 ) -> tuple[Any, None, None]:
     """What the timed operation computes, on tensors of the host: rows of bf16 as a cache of one page."""
     import torch
@@ -1142,6 +1184,7 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
 
     def prefill(q: Any, kv: Any, *arguments: Any, **keywords: Any) -> tuple[Any, None, None]:
         called.append(kv.data_ptr())
+        assert keywords.get("enable_batch_invariant", False) == case.batch_invariant
         return prefill_in_numpy(q, kv, *arguments, **keywords)
 
     def gather(cache: Any, table: Any, lengths: Any, rows: Any, *, workspace_starts: Any) -> None:
@@ -1314,9 +1357,9 @@ def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
 def test_the_tests_are_named_by_group() -> None:
     text = update_figures.describe_tests(made_up_record())
     assert "1,013 passed, 1 failed, 3 skipped" in text
-    assert "(dense 1,003 and 2 skipped, examples 4 and 1 failed, no GPU needed 5, " in text
+    assert "(dense 1,003 and 2 skipped, programs 4 and 1 failed, no GPU needed 5, " in text
     assert "README's examples 1 and 1 skipped)" in text
-    assert "3 of those that passed ran where there were 2 GPUs" in text
+    assert "3 of those that passed are in files that ran on a machine with 2 GPUs" in text
     assert "memcheck clean (9 tests)" in text and "initcheck not clean (8 tests)" in text
     assert "not run" in update_figures.describe_tests({"tests": {}, "sanitizer": {}})
 
@@ -1364,11 +1407,8 @@ def test_older_records_and_other_devices_show_no_ratio() -> None:
 def test_performance_page_has_every_figure() -> None:
     record = made_up_record()
     record["bench"]["0.10"] = made_up_run()
-    assert update_figures.compilers({"bench": {"12.9.86": 0, "13.10.1": 0, "13.9.2": 0}}) == [
-        "13.10.1",
-        "13.9.2",
-        "12.9.86",
-    ]
+    versions = ["13.10.1", "13.9.2", "13.0.48rc1", "12.9.86, 13.0.88", "12.9.86", "unknown"]
+    assert update_figures.compilers({"bench": dict.fromkeys(sorted(versions))}) == versions
     text = update_figures.performance_page(record, PEERS)
     assert text.index("NVRTC 0.10") < text.index("NVRTC 0.0") and text.count("a method") == 1
     for case in families.all_cases():
