@@ -203,11 +203,15 @@ def performance_page(record: dict[str, Any] | None, peers: Path) -> str:
 def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.Stored]) -> list[str]:
     """Every table of one compiler's benchmark, the summary first."""
     ceilings = report.describe_ceilings(run["ceilings"])
+    host = [report.describe_host(run["host"])] if "host" in run else []
     parts = [
         f"## Kernels compiled by NVRTC {version}",
-        f"{ceilings[0].upper()}{ceilings[1:]}; {report.describe_host(run['host'])}.",
+        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host]) + ".",
     ]
     rows = families.named(run["rows"])
+    failed = [f"`{row['case']}` ({row['error']})" for row in rows if "error" in row]
+    if failed:
+        parts.append(f"Failed: {'; '.join(failed)}.")
     summary = report.summary_cells(rows, stored)
     if len(summary) > 1:
         parts += ["The better other library's time over rawmla's:", report.markdown(summary, code=False)]
