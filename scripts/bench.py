@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Benchmark of rawmla's dense and sparse decoding, of its sparse prefill, and of what goes with them.
 
-On a machine with a Hopper GPU and torch: times every case (or those that --cases selects) next to the
-ceilings of the same run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and
-compile time, checks the reference, and says that nothing was timed.
+On a machine with a Hopper GPU and torch: compiles what is not compiled yet and times every case (or those
+that --cases selects) next to the ceilings of the same run. A case that fails is reported, and the others
+still run. Elsewhere: compiles every kernel, reports registers, spills, shared memory and compile time, checks
+the reference, and says that nothing was timed.
 """
 
 import argparse
@@ -21,11 +22,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import benchlib
-from benchlib import against, families, files, plot, report, source
+from benchlib import against, families, files, nogpu, plot, report, source
 from rawmla.testing.gpu import missing_hopper_reason
 
-SUSTAINED_TOTAL_SECONDS = 180.0
+SUSTAINED_TOTAL_SECONDS = 200.0
 """Load of all cases together; with more cases than it has room for, each gets less than --sustain-seconds."""
+
+UNUSABLE_CUBINS = 2
+"""Exit status when RAWMLA_CUBIN_DIR cannot be used."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -59,7 +63,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="seconds of load without rest for the sustained figure of an attention case (default 2, 0: none;"
         f" all cases together at most {SUSTAINED_TOTAL_SECONDS:.0f})",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results to FILE, anew after each case"
+    )
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way"
     )
@@ -102,13 +108,6 @@ def why_no_timing() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA GPU"
 
 
-def kernel_compilers() -> list[str]:
-    """NVRTC versions that made the kernels in use (one, unless a prebuilt folder holds a mixture)."""
-    from rawmla import jit, kernels
-
-    return sorted({str(jit.build(spec).meta["nvrtc"]) for spec in kernels.default_specs()})
-
-
 def driver_version() -> str | None:
     """The display driver's version, from nvidia-smi."""
     try:
@@ -124,8 +123,10 @@ def driver_version() -> str | None:
     return answer.stdout.splitlines()[0].strip() if answer.stdout.strip() else None
 
 
-def environment() -> dict[str, Any]:
-    """Device, driver and versions of a timed run."""
+def environment(kernels: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Device, driver and versions of a timed run; of NVRTC the one that made the kernels (several where a
+    prebuilt folder holds a mixture).
+    """
     import torch
 
     import rawmla
@@ -143,7 +144,7 @@ def environment() -> dict[str, Any]:
         "versions": {
             **versions,
             "torch_cuda": str(torch.version.cuda),
-            "nvrtc": ", ".join(kernel_compilers()),
+            "nvrtc": ", ".join(sorted({str(kernel["nvrtc"]) for kernel in kernels if "nvrtc" in kernel})),
         },
         "prebuilt_cubins": bool(os.environ.get("RAWMLA_CUBIN_DIR")),
     }
@@ -155,56 +156,102 @@ def sustain_seconds(chosen: Sequence[families.Case], wanted: float) -> float:
     return min(wanted, SUSTAINED_TOTAL_SECONDS / max(count, 1))
 
 
-def run_cases(chosen: Sequence[families.Case], settings: families.Settings) -> list[dict[str, Any]]:
-    """Time every chosen case."""
+def one_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
+
+
+def time_case(case: families.Case, settings: families.Settings) -> dict[str, Any]:
+    """The row of a case; of one that fails a row with its `error`."""
     import torch
 
-    rows = []
-    progress = report.Progress(len(chosen), sys.stderr)
-    for case in chosen:
+    try:
         row = families.family_of(case.id).measure(case, settings)
-        rows.append(row)
-        progress.step(f"{row['us']:8.1f} µs  {case.id}")
         torch.cuda.empty_cache()
-    return rows
+    except Exception as error:  # whatever went wrong, the other cases are still worth their time
+        row = {"case": case.id, **case.fields(), "error": one_line(error)}
+    return row
 
 
-def run_timed(options: argparse.Namespace) -> dict[str, Any]:
-    """Ceilings, cases, ceilings again; prints the tables and returns the results."""
+def compile_kernels() -> list[dict[str, Any]]:
+    """Every kernel, ready before anything is timed. Raises RuntimeWarning where RAWMLA_CUBIN_DIR is set and
+    lacks one: another NVRTC would compile it, and the figures would be mislabelled.
+    """
+    if os.environ.get("RAWMLA_CUBIN_DIR"):
+        warnings.filterwarnings("error", message=".*RAWMLA_CUBIN_DIR")
+    kernels = nogpu.compile_all()
+    for kernel in kernels:
+        if "problem" in kernel:
+            print(f"DOES NOT COMPILE: {kernel['problem']}", flush=True)
+    return kernels
+
+
+def store(result: dict[str, Any], path: Path | None) -> None:
+    """Write the results to the file of --json."""
+    if path is not None:
+        files.write_whole(path, json.dumps(result, indent=1) + "\n")
+
+
+def measure_all(result: dict[str, Any], options: argparse.Namespace, settings: families.Settings) -> None:
+    """Ceilings, cases, ceilings again and host time, written into `result`, which is stored after each.
+
+    What fails is one line of `result["errors"]`, and the rest goes on. Only without the first ceilings,
+    which need no kernel of rawmla, nothing is measured.
+    """
     from benchlib import measure
 
-    if os.environ.get("RAWMLA_CUBIN_DIR"):
-        # A kernel that the prebuilt folder lacks would be compiled by another NVRTC, and the figures
-        # mislabelled.
-        warnings.filterwarnings("error", message=".*RAWMLA_CUBIN_DIR")
+    result["ceilings"] = [measure.measure_ceilings(settings.replays)]
+    rows = result["rows"]
+    progress = report.Progress(len(options.chosen), sys.stderr)
+    for case in options.chosen:
+        row = time_case(case, settings)
+        rows.append(row)
+        if "error" in row:
+            result["errors"].append(f"{case.id}: {row['error']}")
+        report.add_shares(rows, report.best_ceilings(result["ceilings"]))
+        store(result, options.json)
+        progress.step(f"{row['us']:8.1f} µs  {case.id}" if "us" in row else f"FAILED  {result['errors'][-1]}")
+    try:
+        result["ceilings"].append(measure.measure_ceilings(settings.replays))
+        result["host"] = measure.time_host()
+    except Exception as error:  # as for a case
+        result["errors"].append(f"ceilings and host time after the cases: {one_line(error)}")
+    report.add_shares(rows, report.best_ceilings(result["ceilings"]))
+    store(result, options.json)
+
+
+def run_timed(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Compile, measure into `result`, print the tables."""
+    kernels = compile_kernels()
     settings = families.Settings(
         options.replays, sustain_seconds(options.chosen, options.sustain_seconds), options.compare
     )
-    result: dict[str, Any] = {"timed": True, "date": datetime.date.today().isoformat(), **environment()}
+    result |= {"timed": True, "date": datetime.date.today().isoformat(), **environment(kernels)}
     result |= {
         "git_commit": source.git_commit(benchlib.REPO_ROOT),
         "method": families.methods(options.chosen),
         "replays": settings.replays,
         "sustain_seconds": settings.sustain_seconds,
+        "rows": [],
+        "errors": [f"does not compile: {kernel['label']}" for kernel in kernels if "problem" in kernel],
     }
-    ceilings = [measure.measure_ceilings(settings.replays)]
-    rows = run_cases(options.chosen, settings)
-    ceilings.append(measure.measure_ceilings(settings.replays))
-    result |= {"host": measure.time_host(), "ceilings": ceilings, "rows": rows}
-    report.add_shares(rows, report.best_ceilings(ceilings))
+    measure_all(result, options, settings)
+    rows = result["rows"]
     print(f"{result['device']}, driver {result['driver']}, versions {result['versions']}")
-    print(report.describe_ceilings(ceilings))
+    print(report.describe_ceilings(result["ceilings"]))
     print(f"\n{report.text_report(rows, options.stored)}\n")
     failures = {name: text for row in rows for name, text in row.get("not_compared", {}).items()}
     for name, text in failures.items():
         print(f"not compared with {name}: {text}")
-    print(report.describe_host(result["host"]))
+    if "host" in result:
+        print(report.describe_host(result["host"]))
     print(result["method"])
+    for text in result["errors"]:
+        print(f"FAILED: {text}")
     if options.plot:
         plot.roofline(
             result, f"rawmla on {result['device']}, under the ceilings of the same run", options.plot
         )
-    return result
 
 
 def run(arguments: list[str] | None) -> int:
@@ -214,22 +261,28 @@ def run(arguments: list[str] | None) -> int:
         print("\n".join(case.id for case in options.chosen))
         return 0
     reason = why_no_timing()
+    result: dict[str, Any] = {"source_sha256": source.source_hash(benchlib.REPO_ROOT)}
     if reason is None:
-        result = run_timed(options)
-    else:
-        from benchlib import nogpu
-
-        result = nogpu.run(reason)
-    result = {"source_sha256": source.source_hash(benchlib.REPO_ROOT), **result}
-    if options.json:
-        files.write_whole(options.json, json.dumps(result, indent=1) + "\n")
-    return 0 if result.get("good", True) else 1
+        run_timed(options, result)
+        return 1 if result["errors"] else 0
+    result |= nogpu.run(reason)
+    store(result, options.json)
+    return 0 if result["good"] else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is 0 unless a kernel does not compile or the reference differs."""
+    """Entry point; the exit status is 0 unless a case fails, a kernel does not compile or the reference
+    differs.
+    """
     try:
         return run(arguments)
+    except RuntimeWarning as warning:
+        if "RAWMLA_CUBIN_DIR" not in str(warning):
+            raise
+        folder = os.environ.get("RAWMLA_CUBIN_DIR")
+        remedy = f" (chmod -R go-w {folder})" if "writable for others" in str(warning) else ""
+        print(f"bench.py: {warning}{remedy}", file=sys.stderr)
+        return UNUSABLE_CUBINS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

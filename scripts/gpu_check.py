@@ -4,8 +4,9 @@
 Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests heat the GPU and slow it),
 `tests` (every test file by several processes, then those that measure time by themselves), `sanitizer` (the
 cases marked `sanitizer`, under each tool of compute-sanitizer; keep their shapes tiny). Each result is merged
-into the record as soon as it exists, so the stages, and even the files of one stage, can run in separate
-commands. A record made from other sources is started afresh. Tests that need two GPUs run where there are
+into the record as soon as it exists, of the benchmark each case, so the stages, and even the files or cases
+of one stage, can run in separate commands. A record made from other sources, on another GPU model or with
+another driver is started afresh. Tests that need two GPUs run where there are
 two, and are counted as skipped elsewhere.
 """
 
@@ -27,7 +28,7 @@ from typing import Any
 
 import bench
 import benchlib
-from benchlib import files, source
+from benchlib import families, files, source
 
 ROOT = benchlib.REPO_ROOT
 RECORD = ROOT / "docs" / "gpu-record.json"
@@ -35,6 +36,10 @@ STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MEASURING_TESTS = r"host_time"
 """Names of the test files that measure time: they run with no other test beside them."""
+SAME_MACHINE = ("device", "driver")
+"""What the machines that add to one record have in common."""
+SECONDS_BETWEEN_LOOKS = 1.0
+"""At the results of the benchmark while it runs."""
 SANITIZER_ERROR = 86
 """Exit status that compute-sanitizer is told to give when it finds something."""
 
@@ -86,14 +91,15 @@ def stages_of(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def load_record(path: Path, source_sha256: str) -> dict[str, Any]:
-    """The record at path when it was made from these sources; else a new one."""
+def load_record(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
+    """The record at path when it has this `source_sha256`, `device` and `driver`; else a new one."""
     if path.exists():
         record = json.loads(path.read_text())
-        if record.get("source_sha256") == source_sha256:
+        others = [f"{key} {record.get(key)}" for key in identity if record.get(key) != identity[key]]
+        if not others:
             return dict(record)
-        print(f"{path.name}: made from other sources; a new record is started")
-    return {"source_sha256": source_sha256, "tests": {}, "sanitizer": {}, "bench": {}}
+        print(f"{path.name}: made with other {', '.join(others)}; a new record is started")
+    return {**identity, "tests": {}, "sanitizer": {}, "bench": {}}
 
 
 def save_record(record: dict[str, Any], path: Path) -> None:
@@ -220,7 +226,7 @@ def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
         results, status, _ = run_pytest([*arguments, *chosen], [], {})
         for name, counts in results.items():
             record["tests"][name] = {**counts, "gpus": record["gpus"]}
-        good &= status in (0, 5) and bool(results)  # 5: the files have no test for this machine
+        good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
         save_record(record, options.record)
     for name in set(record["tests"]) - {path.relative_to(ROOT).as_posix() for path in paths}:
         print(f"{name}: in the record, not in the tree")
@@ -279,30 +285,83 @@ def cubin_compiler(folder: Path) -> str:
     return versions.pop()
 
 
+def merge_runs(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
+    """Two benchmarks of the same sources, compiler and device as one; none of the old figures is lost.
+
+    Of a case in both, the newer figures count, beside those that only the older row has; one that failed now
+    and did not before keeps the older row. The rest, such as the ceilings, is of the run with more cases.
+    """
+    if old is None:
+        return new
+    rows = {row["case"]: row for row in old["rows"]}
+    for row in new["rows"]:
+        known = rows.get(row["case"], row)
+        if "error" in known:
+            rows[row["case"]] = row
+        elif "error" not in row:
+            rows[row["case"]] = {**known, **row}
+    cases = [case for case in families.all_cases() if case.id in rows]
+    lesser, greater = (new, old) if len(old["rows"]) > len(new["rows"]) else (old, new)
+    return {
+        **lesser,
+        **greater,
+        "method": families.methods(cases),
+        "sustain_seconds": max(old["sustain_seconds"], new["sustain_seconds"]),
+        "rows": [rows[case.id] for case in cases],
+        "errors": [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row],
+    }
+
+
 def run_bench(record: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Run scripts/bench.py in its own process and store its results under its kernels' NVRTC version."""
+    """Run scripts/bench.py in its own process and merge its results under its kernels' NVRTC version, each
+    time it has written them; True when every case was measured.
+    """
     environment = dict(os.environ)
     expected = None
     if options.cubins is not None:
         environment["RAWMLA_CUBIN_DIR"] = str(options.cubins.resolve())
-        expected = cubin_compiler(options.cubins)
+        try:
+            expected = cubin_compiler(options.cubins)
+        except (OSError, KeyError, ValueError) as error:
+            print(f"--cubins: {error}")
+            return False
+    before = dict(record["bench"])
+    version = None
+
+    def merge(results: Path) -> str:
+        run = json.loads(results.read_text())
+        found = str(run["versions"]["nvrtc"])
+        if expected in (None, found):
+            run["git_commit"] = record["git_commit"]
+            record["bench"][found] = merge_runs(before.get(found), run)
+            save_record(record, options.record)
+        return found
+
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "bench.json"
         extra = shlex.split(options.bench_args)
         command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "--json", str(results), *extra]
-        status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        if status != 0 or not results.exists():
-            print(f"scripts/bench.py ended with status {status}")
-            return False
-        run = json.loads(results.read_text())
-    version = run["versions"]["nvrtc"]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment)
+        try:
+            written, ended = 0, False
+            while not ended:
+                ended = process.poll() is not None  # asked first, so that the last results are seen
+                if results.exists() and results.stat().st_mtime_ns != written:
+                    written = results.stat().st_mtime_ns
+                    version = merge(results)
+                if not ended:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+        finally:
+            process.kill()
+            status = process.wait()
+    if status != 0 or version is None:
+        print(f"scripts/bench.py ended with status {status}")
+        return False
     if expected not in (None, version):
         print(
             f"the prebuilt kernels are of NVRTC {expected}, the benchmark used NVRTC {version}: not recorded"
         )
         return False
-    record["bench"][version] = {**run, "git_commit": record["git_commit"]}
-    save_record(record, options.record)
     return True
 
 
@@ -310,7 +369,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Entry point; the exit status is 0 when everything that ran is good."""
     options = parse_arguments(arguments)
     machine = describe_machine()
-    record = load_record(options.record, source.source_hash(ROOT))
+    identity = {"source_sha256": source.source_hash(ROOT)} | {key: machine[key] for key in SAME_MACHINE}
+    record = load_record(options.record, identity)
     record |= machine
     record |= {
         "git_commit": options.commit or source.git_commit(ROOT),

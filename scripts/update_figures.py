@@ -8,6 +8,7 @@ measured yet.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +89,10 @@ def describe_tests(record: dict[str, Any]) -> str:
         if several:
             gpus = min(counts["gpus"] for counts in several)
             passed = sum(counts["passed"] for counts in several)
-            sentences.append(f"{passed:,} of those that passed ran where there were {gpus} GPUs.")
+            sentences.append(
+                f"{passed:,} of those that passed are in files that ran on a machine with {gpus} GPUs; "
+                "only a few tests use more than one."
+            )
     if record["sanitizer"]:
         verdicts = (
             f"{tool} {'clean' if run['clean'] else 'not clean'} ({run['passed']} tests)"
@@ -107,9 +111,9 @@ def describe_machine(record: dict[str, Any]) -> str:
 
 
 def compilers(record: dict[str, Any]) -> list[str]:
-    """NVRTC versions of the record's benchmarks, newest first."""
+    """NVRTC versions of the record's benchmarks, newest first: by the numbers in their names."""
     return sorted(
-        record["bench"], key=lambda version: [int(part) for part in version.split(".")], reverse=True
+        record["bench"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)], reverse=True
     )
 
 
@@ -199,11 +203,15 @@ def performance_page(record: dict[str, Any] | None, peers: Path) -> str:
 def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.Stored]) -> list[str]:
     """Every table of one compiler's benchmark, the summary first."""
     ceilings = report.describe_ceilings(run["ceilings"])
+    host = [report.describe_host(run["host"])] if "host" in run else []
     parts = [
         f"## Kernels compiled by NVRTC {version}",
-        f"{ceilings[0].upper()}{ceilings[1:]}; {report.describe_host(run['host'])}.",
+        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host]) + ".",
     ]
     rows = families.named(run["rows"])
+    failed = [f"`{row['case']}` ({row['error']})" for row in rows if "error" in row]
+    if failed:
+        parts.append(f"Failed: {'; '.join(failed)}.")
     summary = report.summary_cells(rows, stored)
     if len(summary) > 1:
         parts += ["The better other library's time over rawmla's:", report.markdown(summary, code=False)]

@@ -225,7 +225,7 @@ def test_stored_prefill_rows_match_one_case_each() -> None:
     stored = stored_of(against.load(PEERS), "sparse prefill")
     assert len(stored) == len(stored_prefill_rows()) + 2
     assert {other.case for other in stored} == {
-        case.id for case in cases.prefill_cases() if case.layout == "bf16"
+        case.id for case in cases.prefill_cases() if case.layout == "bf16" and not case.batch_invariant
     }
 
 
@@ -468,8 +468,10 @@ def test_source_hash(tmp_path: Path) -> None:
     (two / "rawmla" / "__pycache__" / "x.pyc").write_bytes(b"x")
     (two / "README.md").write_text("outside")
     assert source.source_hash(one) == source.source_hash(two)
-    (two / "cuda_src" / "sub" / "file.txt").write_text("changed")
-    assert source.source_hash(one) != source.source_hash(two)
+    for folder in ("cuda_src", "rawmla", "tests", "scripts", "examples"):
+        before = source.source_hash(two)
+        (two / folder / "sub" / "file.txt").write_text("changed")
+        assert source.source_hash(two) != before
 
 
 def test_reference_agrees_with_an_independent_computation() -> None:
@@ -633,6 +635,42 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def without_measuring(
+    monkeypatch: pytest.MonkeyPatch, measured: Callable[[Any, families.Settings], dict[str, Any]]
+) -> list[str]:
+    """Make the timed program run here, with made-up rows. Returns what is done, in order."""
+    torch = pytest.importorskip("torch")
+    from benchlib import measure
+
+    done: list[str] = []
+
+    def did(what: str, answer: Any) -> Callable[..., Any]:
+        return lambda *_: (done.append(what), answer)[1]
+
+    def one(case: Any, settings: families.Settings) -> dict[str, Any]:
+        done.append(case.id)
+        return measured(case, settings)
+
+    for family in families.FAMILIES:
+        monkeypatch.setitem(family.__dict__, "measure", one)
+    kernels = [{"label": "a", "nvrtc": "0.0"}, {"label": "b", "nvrtc": "0.0"}]
+    monkeypatch.setattr(bench, "why_no_timing", lambda: None)
+    monkeypatch.setattr(nogpu, "compile_all", did("compile", kernels))
+    environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
+    monkeypatch.setattr(bench, "environment", did("environment", environment))
+    monkeypatch.setattr(measure, "measure_ceilings", did("ceilings", CEILINGS[0]))
+    monkeypatch.setattr(measure, "time_host", did("host", made_up_run()["host"]))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return done
+
+
+FAMILY_BY_NAME = {case.id: families.family_of(case.id) for case in families.all_cases()}
+
+
+def good_row(case: Any) -> dict[str, Any]:
+    return made_up_row(case, made_up_us(case), FAMILY_BY_NAME[case.id])
+
+
 @pytest.mark.parametrize("stored", (False, True), ids=("alone", "against"))
 def test_a_timed_run(
     stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -640,30 +678,20 @@ def test_a_timed_run(
     """The whole program but for the measuring: settings arrive, each case is measured once, all of it is
     printed and stored.
     """
-    torch = pytest.importorskip("torch")
-    from benchlib import measure
-
     seen: list[tuple[str, families.Settings]] = []
 
     def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
         seen.append((case.id, settings))
-        return made_up_row(case, made_up_us(case), family_by_name[case.id])
+        return good_row(case)
 
-    family_by_name = {case.id: families.family_of(case.id) for case in families.all_cases()}
-    host = made_up_run()["host"]
-    for family in families.FAMILIES:
-        monkeypatch.setitem(family.__dict__, "measure", measured)
-    monkeypatch.setattr(bench, "why_no_timing", lambda: None)
-    monkeypatch.setattr(bench, "environment", lambda: {"device": "D", "driver": "1", "versions": {}})
-    monkeypatch.setattr(measure, "measure_ceilings", lambda replays: CEILINGS[0])
-    monkeypatch.setattr(measure, "time_host", lambda: host)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    done = without_measuring(monkeypatch, measured)
     path = tmp_path / "bench.json"
     arguments = ["--cases", "^decode-b128|metadata|merge", "--json", str(path)]
     assert bench.main([*arguments, *(["--against", str(PEERS)] if stored else [])]) == 0
     chosen = families.select("^decode-b128|metadata|merge")
     assert [name for name, _ in seen] == [case.id for case in chosen]
     assert {settings for _, settings in seen} == {families.Settings(5, 2.0, False)}
+    assert done[:3] == ["compile", "environment", "ceilings"] and done[-2:] == ["ceilings", "host"]
     printed = capsys.readouterr()
     assert all(case.id in printed.out and case.id in printed.err for case in chosen)
     assert ("the better of the other libraries" in printed.out) == stored
@@ -671,6 +699,112 @@ def test_a_timed_run(
     assert result["timed"] is True and result["sustain_seconds"] == 2.0
     assert [row["case"] for row in result["rows"]] == [case.id for case in chosen]
     assert families.DENSE_METHOD in result["method"] and families.SPARSE_METHOD not in result["method"]
+    assert result["errors"] == [] and len(result["ceilings"]) == 2 and "decode_call_us" in result["host"]
+    assert len(result["source_sha256"]) == 64 and os.listdir(tmp_path) == ["bench.json"]
+
+
+SOME_CASES = "^decode-b128-q1-k8192-h64|^prefill-bf16d576-q64|metadata-b1$|merge-p2"
+
+
+def test_a_case_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is stored before the next case begins; after a failure the others still run, and all the
+    reports know such a row.
+    """
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "bench.json"
+    chosen = [case.id for case in families.select(SOME_CASES)]
+    broken = {chosen[0]: AssertionError("wrong by 1\nand more"), chosen[-1]: RuntimeError()}
+
+    def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
+        if case.id != chosen[0]:
+            known = json.loads(path.read_text())["rows"]
+            assert [row["case"] for row in known] == chosen[: chosen.index(case.id)]
+            assert all("error" in row or "tflops" not in row or "share" in row for row in known)
+        if case.id in broken:
+            raise broken[case.id]
+        return good_row(case)
+
+    without_measuring(monkeypatch, measured)
+    picture = tmp_path / "plot.png"
+    assert bench.main(["--cases", SOME_CASES, "--json", str(path), "--plot", str(picture)]) == 1
+    run = json.loads(path.read_text())
+    rows = {row["case"]: row for row in run["rows"]}
+    assert list(rows) == chosen
+    assert {name: row["error"] for name, row in rows.items() if "error" in row} == {
+        chosen[0]: "AssertionError: wrong by 1",
+        chosen[-1]: "RuntimeError",
+    }
+    assert run["errors"] == [f"{chosen[0]}: AssertionError: wrong by 1", f"{chosen[-1]}: RuntimeError"]
+    printed = capsys.readouterr()
+    for text in run["errors"]:
+        assert f"FAILED: {text}" in printed.out and f"FAILED  {text}" in printed.err
+    assert picture.exists() and len(run["ceilings"]) == 2
+    assert {other.case for other in against.load(path)} == set(chosen) - set(broken)
+    record = {**made_up_record(), "bench": {"0.0": {key: run[key] for key in run if key != "host"}}}
+    page = update_figures.performance_page(record, PEERS)
+    assert f"Failed: `{chosen[0]}` (AssertionError: wrong by 1); `{chosen[-1]}` (RuntimeError)." in page
+    assert "host time" not in page and f"| `{chosen[0]}` | - |" in page
+    assert f"`{chosen[1]}`" in page and update_figures.readme_section(record, PEERS)
+
+
+def test_what_fails_after_the_cases_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.json"
+    without_measuring(monkeypatch, lambda case, settings: good_row(case))
+    from benchlib import measure
+
+    def fail() -> Any:
+        raise RuntimeError("CUDA error: no more\nhints")
+
+    monkeypatch.setattr(measure, "time_host", fail)
+    assert bench.main(["--cases", SOME_CASES, "--json", str(path)]) == 1
+    run = json.loads(path.read_text())
+    assert run["errors"] == ["ceilings and host time after the cases: RuntimeError: CUDA error: no more"]
+    assert len(run["rows"]) == len(families.select(SOME_CASES)) and "host" not in run
+
+
+def test_an_interrupted_benchmark_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.json"
+    chosen = [case.id for case in families.select(SOME_CASES)]
+
+    def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
+        if case.id == chosen[2]:
+            raise KeyboardInterrupt
+        return good_row(case)
+
+    without_measuring(monkeypatch, measured)
+    assert bench.main(["--cases", SOME_CASES, "--json", str(path)]) == bench.INTERRUPTED
+    run = json.loads(path.read_text())
+    assert [row["case"] for row in run["rows"]] == chosen[:2] and run["versions"]["nvrtc"] == "0.0"
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bench.json"
+    without_measuring(monkeypatch, lambda case, settings: good_row(case))
+    kernels = [{"label": "a", "nvrtc": "0.0"}, {"label": "b", "problem": "b is broken"}]
+    monkeypatch.setattr(nogpu, "compile_all", lambda: kernels)
+    assert bench.main(["--cases", "metadata-b1$", "--json", str(path)]) == 1
+    assert json.loads(path.read_text())["errors"] == ["does not compile: b"]
+
+
+@pytest.mark.parametrize("writable", (True, False), ids=("writable for others", "without kernels"))
+def test_prebuilt_kernels_that_cannot_be_used(
+    writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line with the remedy, before anything is timed; and no kernel of another compiler is timed."""
+    compile_all = nogpu.compile_all
+    done = without_measuring(monkeypatch, lambda case, settings: good_row(case))
+    monkeypatch.setattr(nogpu, "compile_all", compile_all)
+    folder = tmp_path / "cubins"
+    folder.mkdir()
+    folder.chmod(0o775 if writable else 0o755)
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(folder))
+    assert bench.main([]) == bench.UNUSABLE_CUBINS
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "compiled " not in line)
+    assert line.startswith("bench.py: rawmla: RAWMLA_CUBIN_DIR") and str(folder) in line
+    assert line.endswith(f"(chmod -R go-w {folder})") == writable
+    assert done == []
 
 
 def test_the_load_of_all_cases_is_bounded() -> None:
@@ -804,6 +938,46 @@ def test_a_load_shorter_than_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     on_fake_gpu(monkeypatch, 0.04)
     graph = timing.Graph(lambda: None, 1)
     assert graph.sustained(0.001)["us"] == pytest.approx(4e4)
+
+
+def test_power_is_read_by_nvidia_smi_where_nvml_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = threading.Event()
+
+    def nvml() -> tuple[float, float]:
+        raise RuntimeError("no NVML library")
+
+    def smi() -> tuple[float, float]:
+        read.set()
+        return 650.0, 1600.0
+
+    monkeypatch.setattr(power.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(power, "read_nvml", nvml)
+    monkeypatch.setattr(power, "read_smi", smi)
+    with power.Meter(0.0) as meter:
+        assert read.wait(30)
+        meter._thread.join(30)
+    assert meter.figures() == {"watts": 650.0, "mhz": 1600.0}
+
+
+@pytest.mark.parametrize("nvml", (True, False), ids=("NVML", "nvidia-smi"))
+def test_a_reading_that_ends_after_the_load_is_dropped(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    meter = power.Meter(0.0)
+
+    def slow() -> tuple[float, float]:
+        begun.set()
+        assert meter._stop.wait(30)
+        return 75.0, 345.0
+
+    def must_not_run() -> None:
+        raise AssertionError("another reading after the load")
+
+    monkeypatch.setattr(power, "read_nvml", slow)
+    monkeypatch.setattr(power, "read_smi", must_not_run if nvml else slow)
+    meter._nvml = nvml
+    with meter:
+        assert begun.wait(30)
+    assert meter.figures() == {}
 
 
 def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -987,13 +1161,13 @@ def test_timed_sparse_inputs_and_their_check(layout: str) -> None:
 
 PREFILL_CASES = (
     cases.PrefillCase(11, 300, 6, 576, 40),
-    cases.PrefillCase(2, 90, 3, 512, 90),
+    cases.PrefillCase(2, 90, 3, 512, 90, batch_invariant=True),
     cases.PrefillCase(11, 300, 6, 576, 40, "v32", 64),
 )
 
 
 def prefill_in_numpy(
-    q: Any, kv: Any, indices: Any, sm_scale: float, *, is_fp8_kvcache: bool = False
+    q: Any, kv: Any, indices: Any, sm_scale: float, *, is_fp8_kvcache: bool = False, **_: bool
 ) -> tuple[Any, None, None]:
     """What the timed operation computes, on tensors of the host: rows of bf16 as a cache of one page."""
     import torch
@@ -1142,6 +1316,7 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
 
     def prefill(q: Any, kv: Any, *arguments: Any, **keywords: Any) -> tuple[Any, None, None]:
         called.append(kv.data_ptr())
+        assert keywords.get("enable_batch_invariant", False) == case.batch_invariant
         return prefill_in_numpy(q, kv, *arguments, **keywords)
 
     def gather(cache: Any, table: Any, lengths: Any, rows: Any, *, workspace_starts: Any) -> None:
@@ -1217,6 +1392,9 @@ def test_junit_counts() -> None:
     assert (total["passed"], total["failed"], total["skipped"], len(total["failures"])) == (1, 3, 1, 3)
 
 
+SAME = {"source_sha256": "a", "device": "D", "driver": "1"}
+
+
 def small_suite(root: Path) -> None:
     (root / "tests" / "gpu").mkdir(parents=True)
     (root / "tests" / "gpu" / "test_a.py").write_text(
@@ -1242,7 +1420,7 @@ def test_the_tests_of_a_tree(
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     path = tmp_path / "record.json"
     options = gpu_check.parse_arguments(["--record", str(path), *arguments])
-    record = {**gpu_check.load_record(path, "a"), "gpus": 2}
+    record = {**gpu_check.load_record(path, SAME), "gpus": 2}
     assert gpu_check.run_tests(record, options)
     assert json.loads(path.read_text()) == record
     counts = {
@@ -1254,6 +1432,13 @@ def test_the_tests_of_a_tree(
         "tests/gpu/test_host_time.py": (1, 0, 0, 2),
         "tests/test_b.py": (1, 0, 0, 2),
     }
+    skipped = 'import pytest\npytest.skip("no such GPU", allow_module_level=True)\n'
+    (tmp_path / "tests" / "test_b.py").write_text(skipped)
+    options = gpu_check.parse_arguments(["--record", str(path), "--tests", "test_b", *arguments])
+    assert gpu_check.run_tests(record, options)
+    assert record["tests"]["tests/test_b.py"]["skipped"] == 1
+    (tmp_path / "tests" / "test_b.py").write_text("\n")
+    assert not gpu_check.run_tests(record, options), "a file without a test"
     (tmp_path / "tests" / "test_b.py").write_text("import no_such_module\n")
     (tmp_path / "tests" / "gpu" / "test_a.py").rename(tmp_path / "tests" / "gpu" / "test_c.py")
     options = gpu_check.parse_arguments(["--record", str(path), "--tests", "test_b", *arguments])
@@ -1275,19 +1460,111 @@ def test_sanitizer_summary(output: str, errors: int | None) -> None:
     assert gpu_check.sanitizer_errors(output) == errors
 
 
-def test_record_merges_only_with_the_same_sources(tmp_path: Path) -> None:
+def test_record_merges_only_with_the_same_sources_and_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "docs" / "record.json"
-    record = gpu_check.load_record(path, "a")
+    record = gpu_check.load_record(path, SAME)
     record["tests"]["tests/test_a.py"] = {"passed": 1}
     gpu_check.save_record(record, path)
-    assert gpu_check.load_record(path, "a") == record
-    assert gpu_check.load_record(path, "b") == {
-        "source_sha256": "b",
-        "tests": {},
-        "sanitizer": {},
-        "bench": {},
-    }
+    assert gpu_check.load_record(path, SAME) == record
+    assert capsys.readouterr().out == ""
+    for key in SAME:
+        other = {**SAME, key: "another"}
+        assert gpu_check.load_record(path, other) == {**other, "tests": {}, "sanitizer": {}, "bench": {}}
+        text = f"record.json: made with other {key} {SAME[key]}; a new record is started\n"
+        assert capsys.readouterr().out == text
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
+
+
+def test_a_benchmark_of_some_cases_keeps_the_others() -> None:
+    whole = {**made_up_run(), "sustain_seconds": 2.0, "errors": []}
+    case = families.case_named(SLOWER)
+    again = {**made_up_row(case, 100.0), "cold_us": 1.0}
+    again = {key: value for key, value in again.items() if not key.startswith("sustained")}
+    failed = {"case": "metadata-b1", "error": "RuntimeError"}
+    part = {**whole, "rows": [failed, again], "sustain_seconds": 0.0, "ceilings": [CEILINGS[1]], "x": 1}
+    del part["host"]
+    for merged in (
+        gpu_check.merge_runs(whole, part),
+        gpu_check.merge_runs(gpu_check.merge_runs(None, part), whole),
+    ):
+        assert [row["case"] for row in merged["rows"]] == [case.id for case in families.all_cases()]
+        assert merged["ceilings"] == CEILINGS and "host" in merged and merged["errors"] == []
+        assert merged["sustain_seconds"] == 2.0 and merged["x"] == 1
+        assert merged["method"] == families.methods(families.all_cases())
+    rows = {row["case"]: row for row in gpu_check.merge_runs(whole, part)["rows"]}
+    before = {row["case"]: row for row in whole["rows"]}
+    assert rows.pop(SLOWER) == {**before.pop(SLOWER), **again}
+    assert rows == before
+    broken = gpu_check.merge_runs(None, {**part, "errors": ["metadata-b1: RuntimeError"]})
+    assert gpu_check.merge_runs(broken, broken)["errors"] == ["metadata-b1: RuntimeError"]
+    assert [row["case"] for row in gpu_check.merge_runs(broken, broken)["rows"]] == [SLOWER, "metadata-b1"]
+
+
+FAKE_BENCH = """
+import json, pathlib, sys, time
+path = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
+run = {"versions": {"nvrtc": "1.0"}, "rows": [], "errors": [], "sustain_seconds": 2.0}
+for name, us in json.loads(sys.argv[-1]).items():
+    if us is None:
+        sys.exit(1)
+    run["rows"].append({"case": name, "us": us})
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(run))
+    aside.replace(path)
+    if us == "wait":
+        time.sleep(60)
+"""
+
+
+def test_the_record_has_what_a_benchmark_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One that ends early or is interrupted too; and a later one of some cases adds to it."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "bench.py").write_text(FAKE_BENCH)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "SECONDS_BETWEEN_LOOKS", 0.01)
+    path = tmp_path / "record.json"
+    record = {**gpu_check.load_record(path, SAME), "git_commit": "c"}
+
+    def run(cases: dict[str, Any], *arguments: str) -> bool:
+        extra = ["--bench-args", f"'{json.dumps(cases)}'", "--record", str(path), *arguments]
+        return gpu_check.run_bench(record, gpu_check.parse_arguments(extra))
+
+    def stored() -> dict[str, Any]:
+        found = json.loads(path.read_text())["bench"]["1.0"]
+        assert found["git_commit"] == "c"
+        return {row["case"]: row["us"] for row in found["rows"]}
+
+    assert not run({"metadata-b1": 1.0, "metadata-b32": None})
+    assert stored() == {"metadata-b1": 1.0}
+    assert "ended with status 1" in capfd.readouterr().out
+    assert run({SLOWER: 2.0}) and stored() == {SLOWER: 2.0, "metadata-b1": 1.0}
+    assert not run({"metadata-b1": None}) and len(stored()) == 2
+
+    def interrupt(_: float) -> None:
+        if "metadata-b32" in stored():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_check.time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run({"metadata-b1": 5.0, "metadata-b32": "wait"})
+    assert stored() == {SLOWER: 2.0, "metadata-b1": 5.0, "metadata-b32": "wait"}
+
+    cubins = tmp_path / "cubins"
+    assert not run({"metadata-b1": 1.0}, "--cubins", str(cubins))
+    assert "--cubins: " in capfd.readouterr().out
+    (cubins / "a-1").mkdir(parents=True)
+    (cubins / "a-1" / "meta.json").write_text(json.dumps({"nvrtc": "2.0"}))
+    before = path.read_text()
+    assert not run({"metadata-b1": 9.0}, "--cubins", str(cubins))
+    assert path.read_text() == before and set(record["bench"]) == {"1.0"}
+    assert "not recorded" in capfd.readouterr().out
+    (cubins / "a-1" / "meta.json").write_text(json.dumps({"nvrtc": "1.0"}))
+    assert run({"metadata-b1": 9.0}, "--cubins", str(cubins)) and stored()["metadata-b1"] == 9.0
 
 
 def test_stages() -> None:
@@ -1316,7 +1593,7 @@ def test_the_tests_are_named_by_group() -> None:
     assert "1,013 passed, 1 failed, 3 skipped" in text
     assert "(dense 1,003 and 2 skipped, programs 4 and 1 failed, no GPU needed 5, " in text
     assert "README's examples 1 and 1 skipped)" in text
-    assert "3 of those that passed ran where there were 2 GPUs" in text
+    assert "3 of those that passed are in files that ran on a machine with 2 GPUs" in text
     assert "memcheck clean (9 tests)" in text and "initcheck not clean (8 tests)" in text
     assert "not run" in update_figures.describe_tests({"tests": {}, "sanitizer": {}})
 
@@ -1364,11 +1641,8 @@ def test_older_records_and_other_devices_show_no_ratio() -> None:
 def test_performance_page_has_every_figure() -> None:
     record = made_up_record()
     record["bench"]["0.10"] = made_up_run()
-    assert update_figures.compilers({"bench": {"12.9.86": 0, "13.10.1": 0, "13.9.2": 0}}) == [
-        "13.10.1",
-        "13.9.2",
-        "12.9.86",
-    ]
+    versions = ["13.10.1", "13.9.2", "13.0.48rc1", "12.9.86, 13.0.88", "12.9.86", "unknown"]
+    assert update_figures.compilers({"bench": dict.fromkeys(sorted(versions))}) == versions
     text = update_figures.performance_page(record, PEERS)
     assert text.index("NVRTC 0.10") < text.index("NVRTC 0.0") and text.count("a method") == 1
     for case in families.all_cases():

@@ -117,18 +117,18 @@ def _from_list(rows: list[Any], key: str) -> list[Stored]:
         if row.get("op", "dense_decode") == "dense_decode" and "s_kv" not in row:
             row = {**DENSE_DEFAULTS, **row}
         row.setdefault("batch_invariant", False)
-        if "s_kv" in row or row["op"] == "metadata":
-            del row["batch_invariant"]
         for name, us in _list_timings(row, label).items():
             found += [Stored(name, case.id, {LIST_WAY: us}) for case in all_cases() if _is_of(row, case)]
     return found
 
 
 def _from_run(rows: list[Row], label: str) -> list[Stored]:
-    return [
+    """The rows that have a time; a case that failed has none."""
+    found = [
         Stored(label, row["case"], {way: float(row[key]) for way, key in WAYS.items() if key in row})
         for row in named(rows)
     ]
+    return [stored for stored in found if stored.times]
 
 
 def load(path: Path) -> list[Stored]:

@@ -176,16 +176,20 @@ class PrefillCase:
     topk: int
     layout: str = "bf16"
     page_block_size: int = 0
+    batch_invariant: bool = False
 
     @property
     def id(self) -> str:
         """The name of the case."""
         layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
-        return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}"
+        mode = "-invariant" if self.batch_invariant else ""
+        return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}{mode}"
 
     @property
     def group(self) -> str:
         """The cases that its ratios are averaged with."""
+        if self.batch_invariant:
+            return "batch-invariant"
         if self.layout == "v32":
             return "V3.2 cache"
         if self.h_q < 64:
@@ -344,8 +348,8 @@ def sparse_cases() -> list[SparseCase]:
 
 
 def prefill_cases() -> list[PrefillCase]:
-    """bf16 tokens in consecutive rows, few query tokens and few heads among them; then a cache in the layout
-    of V3.2.
+    """bf16 tokens in consecutive rows, few query tokens and few heads among them; a cache in the layout of
+    V3.2; then some of the bf16 ones in batch-invariant mode.
     """
     bf16 = [
         *(PrefillCase(4096, s_kv, 128, 576, 2048) for s_kv in (8192, 32768, 131072)),
@@ -356,4 +360,7 @@ def prefill_cases() -> list[PrefillCase]:
         PrefillCase(4096, 32768, 128, 576, 512),
     ]
     v32 = [PrefillCase(s_q, 8192, 128, 576, 2048, "v32", 64) for s_q in (4096, 64)]
-    return bf16 + v32
+    invariant = [(1, 128), (64, 128), (4096, 128), (4096, 16)]
+    return (
+        bf16 + v32 + [PrefillCase(s_q, 8192, h_q, 576, 2048, batch_invariant=True) for s_q, h_q in invariant]
+    )

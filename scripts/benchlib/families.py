@@ -186,12 +186,13 @@ def select(pattern: str | None) -> list[Case]:
 
 def named(rows: Sequence[Row]) -> list[Row]:
     """The rows of a run whose case this benchmark still has, each with its `case`. Rows written before rows
-    had one are recognised by their fields.
+    had one are recognised by their fields; prefill had no batch-invariant cases then.
     """
     found = []
     for row in rows:
+        fields = {"batch_invariant": False, **row}
         name = row.get("case") or next(
-            (case.id for case in all_cases() if case.fields().items() <= row.items()), None
+            (case.id for case in all_cases() if case.fields().items() <= fields.items()), None
         )
         if name in _table():
             found.append({**row, "case": name})

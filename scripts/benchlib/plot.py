@@ -35,7 +35,7 @@ def roofline(run: dict[str, Any], title: str, path: Path) -> None:
     rows = named(run["rows"])
     families = [family for family in FAMILIES if family.attention]
     for number, (family, marker) in enumerate(zip(families, MARKERS, strict=False)):
-        own = [row for row in rows if family_of(row["case"]) is family]
+        own = [row for row in rows if family_of(row["case"]) is family and "tflops" in row]
         axes.scatter(
             [intensity(row) for row in own],
             [row["tflops"] for row in own],

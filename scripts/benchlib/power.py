@@ -39,7 +39,8 @@ def read_smi() -> tuple[float, float] | None:
 
 class Meter:
     """Reads power and clock in a thread of its own, from `delay` seconds after its start until it is stopped:
-    ten times a second through NVML where Python has it, else once by nvidia-smi.
+    ten times a second through NVML, or once by nvidia-smi where Python has no NVML or NVML does not answer.
+    A reading that ends after the stop is dropped: the GPU may have idled during it.
     """
 
     def __init__(self, delay: float) -> None:
@@ -62,17 +63,19 @@ class Meter:
     def _run(self) -> None:
         if self._stop.wait(self._delay):
             return
-        if not self._nvml:
-            reading = read_smi()
-            self._readings += [reading] if reading else []
-            return
-        while True:
+        while self._nvml:
             try:
-                self._readings.append(read_nvml())
-            except Exception:  # NVML's errors are its own types; a figure without power is still a figure
-                return
+                self._keep(read_nvml())
+            except Exception:  # NVML's errors are its own types
+                break
             if self._stop.wait(SECONDS_BETWEEN):
                 return
+        if not self._readings and not self._stop.is_set():
+            self._keep(read_smi())
+
+    def _keep(self, reading: tuple[float, float] | None) -> None:
+        if reading is not None and not self._stop.is_set():
+            self._readings.append(reading)
 
     def figures(self) -> dict[str, float]:
         """`watts` and `mhz`, the means of what was read; nothing where nothing could be read."""

@@ -104,9 +104,14 @@ def check_output(case: PrefillCase, inputs: PrefillArrays, out: Any) -> float:
 
 def attend(case: PrefillCase, inputs: PrefillArrays, number: int) -> Any:
     """A call over one of the sets; returns out."""
-    kv, scale = inputs.kv_sets[number], case.d_qk**-0.5
-    fp8 = case.layout != "bf16"
-    return rawmla.flash_mla_sparse_fwd(inputs.q, kv, inputs.indices, scale, is_fp8_kvcache=fp8)[0]
+    return rawmla.flash_mla_sparse_fwd(
+        inputs.q,
+        inputs.kv_sets[number],
+        inputs.indices,
+        case.d_qk**-0.5,
+        is_fp8_kvcache=case.layout != "bf16",
+        enable_batch_invariant=case.batch_invariant,
+    )[0]
 
 
 def time_gathered(case: PrefillCase, inputs: PrefillArrays, replays: int) -> Row:

@@ -4,7 +4,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-HASHED_FOLDERS = ("cuda_src", "rawmla", "tests", "scripts")
+HASHED_FOLDERS = ("cuda_src", "rawmla", "tests", "scripts", "examples")
 SKIPPED_FOLDERS = {"__pycache__"}
 SKIPPED_SUFFIXES = {".pyc", ".pyo"}
 
