@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from cuda_probe import assemble, assert_in_header
+from cuda_probe import assemble, assert_in_header, headers
 
-from rawmla.jit.sources import find_source_root
+from rawmla.jit import nvrtc
+from rawmla.jit.sources import SourceSet, find_source_root
 
 COORDINATES = ("x", "y", "z", "x + 1", "y + 1")
 
@@ -93,6 +94,26 @@ def test_bulk_reduction_and_groups() -> None:
     )
     places = [ptx.index(instruction) for instruction in instructions]
     assert places == sorted(places)
+
+
+def test_headers_leave_no_macros() -> None:
+    """tma.cuh and wgmma.cuh in both orders, without a word from the compiler; no macro of theirs remains."""
+    root = find_source_root()
+    for names in (("tma", "wgmma"), ("wgmma", "tma")):
+        macros = {
+            macro
+            for name in names
+            for macro in re.findall(r"#define (RAWMLA_\w+)", (root / f"ptx/{name}.cuh").read_text())
+        }
+        assert len(macros) > 70
+        left = "".join(f"\n#ifdef {macro}\n#error {macro} is left\n#endif" for macro in sorted(macros))
+        sources = SourceSet(
+            "probe.cu",
+            "".join(f'#include "ptx/{name}.cuh"\n' for name in names).encode() + left.encode(),
+            headers(),
+        )
+        result = nvrtc.compile_source(sources, ("-arch=sm_90a", "-std=c++20"))
+        assert result.status == "NVRTC_SUCCESS" and not result.log.strip("\0\n "), result.log
 
 
 # wgmma
