@@ -136,8 +136,11 @@ __device__ __forceinline__ PlanRow part_row(const Params& params, int part) {
     if (is_uniform(params)) return uniform_plan(params).row(part, params.b);
     return read_plan_row(params.sched_meta, part, params.object_layout, params.b);
 }
-// The row of the CTA. Arrays are read only after the kernel ahead is complete. A uniform plan is known
-// earlier, so that work tiles are published before that kernel ends; every role then waits for it by itself.
+// The row of the CTA. The arrays of a plan are read only after the kernel ahead is complete. A uniform plan
+// reads no arrays, so that work tiles are published before that kernel ends; every role then waits for it by
+// itself. The publisher also reads the lengths of requests, if there are any. A call that has both lengths
+// and a uniform plan is therefore launched without programmatic dependent launch
+// (rawmla/kernels/mla_sparse.py).
 template <class Params>
 __device__ __forceinline__ PlanRow plan_row(const Params& params) {
     if (!is_uniform(params)) griddepcontrol_wait();
