@@ -169,13 +169,13 @@ def test_wgmma_of_every_width(n: int) -> None:
 def test_softmax_of_any_width(columns: int) -> None:
     """Scores of `columns` keys, masked by length and by bits, to P in shared memory, O rescaled."""
     count = columns // 2
-    both = "BothMasks<KeyLimits<2>, KeyBits>{limits, KeyBits(x, y)}"
+    both = "EitherMask<KeyLimits, KeyBits>{limits, KeyBits(x, y)}"
     mask = both if columns <= 64 else "limits"  # bits are of 64 keys
     body = (
         f"float s[{count}], o[64]; u32 p[{count // 2}]; float scale[2];\n"
         f"    for (int i = 0; i < {count}; ++i) s[i] = out[i * 128 + threadIdx.x];\n"
         "    for (int i = 0; i < 64; ++i) o[i] = out[-i * 128 + threadIdx.x];\n"
-        "    const KeyLimits<2> limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
+        "    const KeyLimits limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
         f"    apply_mask(s, {mask});\n"
         "    SOFTMAX softmax; RowMaximum top; top.block(s);\n"
         "    softmax.block<Dtype::kBf16>(s, 1.5f, p, FACTORS);\n"
@@ -192,6 +192,18 @@ def test_softmax_of_any_width(columns: int) -> None:
         ptx = assemble(kernel(includes, "float* out, float* row", text))
         assert ptx.count("stmatrix.sync.aligned.m8n8.x4.shared.b16") == columns // 16
         assert ptx.count("ex2.approx.ftz.f32") >= count
+
+
+def test_mask_refuses_columns_it_cannot_tell_apart() -> None:
+    """Bits are of 64 keys, also next to a mask that has more columns."""
+    for mask in ("KeyBits(x, y)", "EitherMask<KeyLimits, KeyBits>{{{x, y}}, KeyBits(x, y)}"):
+        body = f"float s[64]; apply_mask(s, {mask}); out[x] = s[y];"
+        text = kernel(("attention/masks.cuh",), "float* out", body)
+        result = nvrtc.compile_source(
+            SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
+        )
+        assert result.status == "NVRTC_ERROR_COMPILATION"
+        assert "the mask has fewer columns than the scores" in result.log
 
 
 def test_visible_keys() -> None:
