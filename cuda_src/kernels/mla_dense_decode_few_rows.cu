@@ -23,6 +23,7 @@
 // NB_VOTE          128       math: whether a score outgrew its reference;  math: follow it; overwrite  -
 //                            P of the block before and O staged read       P, Q and the staged O
 #include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/transposed.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"

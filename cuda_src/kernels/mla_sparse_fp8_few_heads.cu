@@ -58,6 +58,8 @@
 //                          written
 //
 // Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#include "attention/rescale.cuh"
+#include "attention/sink.cuh"
 #include "attention/transposed.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"

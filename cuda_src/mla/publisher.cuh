@@ -23,7 +23,10 @@ struct PublisherState {
     }
 };
 constexpr u32 kNoMoreWork = 1u << 31;
+// How many work tiles are published when the publishing warp begins one: this one, the next, whose Q K^T may
+// be running, and the one after it, whose Q is being loaded.
 constexpr u32 kWorkAhead = 3;
+static_assert(kWorkAhead <= kWorkStages, "the publisher would wait for a stage that it has not read itself");
 
 // The lane of the calling thread: either read where it is needed or kept in a register.
 struct LaneRead {
