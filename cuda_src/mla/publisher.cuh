@@ -41,7 +41,7 @@ struct LaneKept {
 template <class Params, class Smem>
 __device__ __forceinline__ void start_publishing(const Params& params, Smem& smem) {
     if (lane_index() == 0) {
-        smem.publisher.start(plan_row(params));
+        smem.publisher.start(row_of_cta(params));
     }
     __syncwarp();
 }
