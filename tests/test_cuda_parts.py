@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from cuda_probe import assemble, assert_in_header
+from cuda_probe import assemble, assert_in_header, headers
 
-from rawmla.jit.sources import find_source_root
+from rawmla.jit import nvrtc
+from rawmla.jit.sources import SourceSet, find_source_root
 
 COORDINATES = ("x", "y", "z", "x + 1", "y + 1")
 
@@ -95,6 +96,26 @@ def test_bulk_reduction_and_groups() -> None:
     assert places == sorted(places)
 
 
+def test_headers_leave_no_macros() -> None:
+    """tma.cuh and wgmma.cuh in both orders, without a word from the compiler; no macro of theirs remains."""
+    root = find_source_root()
+    for names in (("tma", "wgmma"), ("wgmma", "tma")):
+        macros = {
+            macro
+            for name in names
+            for macro in re.findall(r"#define (RAWMLA_\w+)", (root / f"ptx/{name}.cuh").read_text())
+        }
+        assert len(macros) > 70
+        left = "".join(f"\n#ifdef {macro}\n#error {macro} is left\n#endif" for macro in sorted(macros))
+        sources = SourceSet(
+            "probe.cu",
+            "".join(f'#include "ptx/{name}.cuh"\n' for name in names).encode() + left.encode(),
+            headers(),
+        )
+        result = nvrtc.compile_source(sources, ("-arch=sm_90a", "-std=c++20"))
+        assert result.status == "NVRTC_SUCCESS" and not result.log.strip("\0\n "), result.log
+
+
 # wgmma
 
 MAJORS = {0: "Major::kK", 1: "Major::kMn"}
@@ -148,13 +169,13 @@ def test_wgmma_of_every_width(n: int) -> None:
 def test_softmax_of_any_width(columns: int) -> None:
     """Scores of `columns` keys, masked by length and by bits, to P in shared memory, O rescaled."""
     count = columns // 2
-    both = "BothMasks<KeyLimits<2>, KeyBits>{limits, KeyBits(x, y)}"
+    both = "EitherMask<KeyLimits, KeyBits>{limits, KeyBits(x, y)}"
     mask = both if columns <= 64 else "limits"  # bits are of 64 keys
     body = (
         f"float s[{count}], o[64]; u32 p[{count // 2}]; float scale[2];\n"
         f"    for (int i = 0; i < {count}; ++i) s[i] = out[i * 128 + threadIdx.x];\n"
         "    for (int i = 0; i < 64; ++i) o[i] = out[-i * 128 + threadIdx.x];\n"
-        "    const KeyLimits<2> limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
+        "    const KeyLimits limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
         f"    apply_mask(s, {mask});\n"
         "    SOFTMAX softmax; RowMaximum top; top.block(s);\n"
         "    softmax.block<Dtype::kBf16>(s, 1.5f, p, FACTORS);\n"
@@ -171,6 +192,18 @@ def test_softmax_of_any_width(columns: int) -> None:
         ptx = assemble(kernel(includes, "float* out, float* row", text))
         assert ptx.count("stmatrix.sync.aligned.m8n8.x4.shared.b16") == columns // 16
         assert ptx.count("ex2.approx.ftz.f32") >= count
+
+
+def test_mask_refuses_columns_it_cannot_tell_apart() -> None:
+    """Bits are of 64 keys, also next to a mask that has more columns."""
+    for mask in ("KeyBits(x, y)", "EitherMask<KeyLimits, KeyBits>{{{x, y}}, KeyBits(x, y)}"):
+        body = f"float s[64]; apply_mask(s, {mask}); out[x] = s[y];"
+        text = kernel(("attention/masks.cuh",), "float* out", body)
+        result = nvrtc.compile_source(
+            SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
+        )
+        assert result.status == "NVRTC_ERROR_COMPILATION"
+        assert "the mask has fewer columns than the scores" in result.log
 
 
 def test_visible_keys() -> None:

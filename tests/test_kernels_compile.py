@@ -288,14 +288,14 @@ def test_constants_of_the_kernels_agree() -> None:
             spec,
             [
                 f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-                f"kMaxShortPart == {reference.MAX_SHORT_PART}",
+                f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
                 "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
             ],
         )
     for b in (1, 512, 513, mla_metadata.MAX_BATCH):
         assert_in_kernel(mla_metadata.spec(b), [f"kMaxBatch >= {b}"])
     text = source("kernels/mla_metadata.cu")
-    fixed = re.findall(r"min_int\(kMaxFixedCost, over_parts\(units_total\) / (\d+)\)", text)
+    fixed = re.findall(r"min_int\(kMaxFixedCost, over_partitions\(units_total\) / (\d+)\)", text)
     assert fixed == [str(reference.FIXED_COST_DIVISOR)]
     short = re.findall(r"shortest \* shortest \* (\d+) < mean", text)
     assert short == [str(reference.SHORT_PART_FACTOR)]

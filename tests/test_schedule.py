@@ -87,7 +87,8 @@ def work_tiles(
             split_idx = -1
             if count > 1:
                 split_idx = (splits[req] if batch_invariant else 2 * (splits[req] - req)) + split
-                assert split_idx < max_splits, f"{split_idx} of {max_splits}: part {part} drops request {req}"
+                message = f"{split_idx} of {max_splits}: partition {part} drops request {req}"
+                assert split_idx < max_splits, message
             work = WorkTile(part, req, first, max(min(stop, blocks) - first, 0), split_idx)
             block = stop
             if stop >= end:
@@ -155,7 +156,7 @@ def fixed_cost(units: int, num_parts: int) -> int:
 
 
 def shortest_part(units: int) -> int:
-    """The least number of units that parts are given."""
+    """The least number of units that partitions are given."""
     for length in range(1, _plan.MAX_SHORT_PART):
         if _plan.SHORT_PART_FACTOR * length**2 >= units:
             return length
@@ -214,9 +215,10 @@ def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> 
 
 
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """Every part but the last has the same share, the fixed cost of a request included.
+    """Every partition but the last has the same share, the fixed cost of a request included.
 
-    Or, where that makes no part longer, several equal requests have parts of their own or share them whole.
+    Or, where that makes no partition longer, several equal requests have partitions of their own or share
+    them whole.
     """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
@@ -273,7 +275,7 @@ def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> refe
 
 
 def test_plan_worked_out_by_hand() -> None:
-    """Blocks 3, 1 (for none), 5 and 1 over four parts of 3 blocks: cuts at 3, 6 and 9; no fixed cost."""
+    """Blocks 3, 1 (for none), 5 and 1 over four partitions of 3 blocks: cuts at 3, 6 and 9; no fixed cost."""
     plan = reference.plan([130, 0, 320, 64], 4)
     assert plan.object_rows.tolist() == [
         [0, 0, 0, 3, 0, 0, 0, 0],
@@ -291,7 +293,7 @@ def test_plan_worked_out_by_hand() -> None:
 
 
 def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 and 24 blocks over two parts: 64 / 2 / 8 = 4 blocks, so 2; parts of (64 + 2) / 2 = 33."""
+    """40 and 24 blocks over two partitions: 64 / 2 / 8 = 4 blocks, so 2; partitions of (64 + 2) / 2 = 33."""
     monkeypatch.setattr(_plan, "MAX_FIXED_COST", 2)
     monkeypatch.setattr(_plan, "FIXED_COST_DIVISOR", 8)
     plan = reference.plan([40 * 64, 24 * 64], 2)
@@ -300,22 +302,22 @@ def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_equal_requests_worked_out_by_hand() -> None:
-    """Cuts between requests of equal length, unless a part grows by it."""
-    # 16 x 64 blocks over 33 parts: 1024 / 33 is 32 without any fixed cost, so two parts each
+    """Cuts between requests of equal length, unless a partition grows by it."""
+    # 16 x 64 blocks over 33 partitions: 1024 / 33 is 32 without any fixed cost, so two partitions each
     halves = check([4096] * 16, 33, False)
     assert halves.object_rows[:3, :4].tolist() == [[0, 0, 0, 32], [0, 0, 32, 64], [1, 1, 0, 32]]
     assert halves.object_rows[32, :2].tolist() == [16, -1]
     assert halves.num_splits.tolist() == list(range(0, 33, 2))
-    # 64 x 32 blocks over 33 parts: (2048 + 63 * 3) / 33 is 68, and two requests are 32 + 3 + 32
+    # 64 x 32 blocks over 33 partitions: (2048 + 63 * 3) / 33 is 68, and two requests are 32 + 3 + 32
     pairs = check([2048] * 64, 33, False)
     assert pairs.object_rows[:2, :4].tolist() == [[0, 1, 0, 32], [2, 3, 0, 32]]
     assert pairs.num_splits.tolist() == list(range(65))
-    # 74 of them: three in a part would be 102 where cuts anywhere make it 79
+    # 74 of them: three in a partition would be 102 where cuts anywhere make it 79
     assert check([2048] * 74, 33, False).num_splits[-1] > 74
 
 
 def test_batch_invariant_plan_worked_out_by_hand() -> None:
-    """320 blocks are 32 splits of 10, 20 blocks 3 splits of 8, 8 and 4: parts of 18 splits."""
+    """320 blocks are 32 splits of 10, 20 blocks 3 splits of 8, 8 and 4: partitions of 18 splits."""
     plan = reference.plan([320 * 64, 20 * 64], 2, batch_invariant=True)
     mark = reference.BATCH_INVARIANT_MARK
     assert plan.object_rows.tolist() == [[0, 0, 0, 180, 0, 1, 1, mark], [0, 1, 180, 20, 18, 1, 1, mark]]
@@ -357,7 +359,7 @@ def test_random_batches(seed: int, batch_invariant: bool) -> None:
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
 def test_all_small_batches(batch_invariant: bool) -> None:
-    """Every combination of a few lengths over few parts: cuts fall everywhere, into the fixed costs too."""
+    """Every combination of a few lengths over few partitions: cuts fall everywhere, also into fixed costs."""
     choices = [64 * blocks for blocks in (0, 1, 2, 9, 17, 40)]
     for b in (1, 2, 3):
         for lengths in itertools.product(choices, repeat=b):
@@ -382,7 +384,7 @@ def test_any_tuning(monkeypatch: pytest.MonkeyPatch, cost: int, divisor: int, sh
 
 
 def test_part_length_of_small_batches() -> None:
-    """10,240 tokens are 160 blocks: sqrt(160 / 32) is 2.2, so parts of 3, and 54 of them."""
+    """10,240 tokens are 160 blocks: sqrt(160 / 32) is 2.2, so partitions of 3, and 54 of them."""
     rows = check([10240], 132, False).object_rows
     busy = rows[rows[:, 0] <= rows[:, 1]]
     assert (busy[:, 3] - busy[:, 2]).tolist() == [3] * 53 + [1]
@@ -397,7 +399,7 @@ def test_parts_without_work_are_idle() -> None:
 
 
 def test_few_idle_rows_lie_between_the_others() -> None:
-    """128 parts have work, of 132, of 146 (less than an eighth are idle) and of 147 (more)."""
+    """128 partitions have work, of 132, of 146 (less than an eighth are idle) and of 147 (more)."""
     for num_parts, idle in (
         (132, [32, 65, 98, 131]),
         (146, list(range(7, 144, 8))),
@@ -437,7 +439,7 @@ def test_batch_invariant_splits_depend_on_the_request_alone() -> None:
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
 def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
-    """Lengths that need the most places: as many cuts as parts, and last splits of a single block."""
+    """Lengths that need the most places: as many cuts as partitions, and last splits of a single block."""
     for b in (1, 2, 5, 131, 132, 133, 400):
         for blocks in (1, 2, 8, 9, 17, 255, 256, 257, 289, 512, 513):
             for num_parts in (1, 2, 132):
@@ -482,7 +484,7 @@ def test_all_small_sparse_batches(batch_invariant: bool) -> None:
 
 
 def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
-    """Room for 320 blocks: splits of 10. 25 blocks are 3 splits, none is 1; parts of 2 splits."""
+    """Room for 320 blocks: splits of 10. 25 blocks are 3 splits, none is 1; partitions of 2 splits."""
     plan, full = check_sparse([25, 0], 2, 320, True)
     mark = reference.BATCH_INVARIANT_MARK
     assert plan.object_rows.tolist() == [[0, 0, 0, 20, 0, 1, 1, mark], [0, 1, 20, 1, 2, 1, 0, mark]]

@@ -1,10 +1,11 @@
 // Masks: which keys of a block a query does not attend. A mask is a type with
 //
+//   static constexpr int kMaxColumns   how many columns of a block it can tell apart
 //   bool hides(int i, int column) const
 //
-// for the thread's query i and the key in column `column` of the thread's scores. Columns are numbered as the
-// first lane of a quad has them, which the compiler knows; a mask adds its own lane's offset, 2 (lane % 4).
-// Masks that depend on more (windows, chunks, a user's function) keep it in members.
+// for the thread's query i (0 or 1) and the key in column `column` of the thread's scores. Columns are
+// numbered as the first lane of a quad has them, which the compiler knows; a mask adds its own lane's offset,
+// 2 (lane % 4). Masks that depend on more (windows, chunks, a user's function) keep it in members.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
@@ -12,14 +13,16 @@
 // -inf in scores of hidden keys, in fragments whose rows are queries: the thread has queries 0 and 1.
 template <int kCount, class Mask>
 __device__ __forceinline__ void apply_mask(float (&s)[kCount], const Mask& mask) {
+    static_assert(2 * kCount <= Mask::kMaxColumns, "the mask has fewer columns than the scores");
 #pragma unroll
     for (int j = 0; j < kCount; ++j)
         if (mask.hides((j >> 1) & 1, 8 * (j >> 2) + (j & 1))) s[j] = -kInfinity;
 }
 
-// Both masks hide.
+// A key is hidden if either mask hides it.
 template <class A, class B>
-struct BothMasks {
+struct EitherMask {
+    static constexpr int kMaxColumns = A::kMaxColumns < B::kMaxColumns ? A::kMaxColumns : B::kMaxColumns;
     A a;
     B b;
 
@@ -36,9 +39,9 @@ __device__ __forceinline__ int visible_keys(int seqlen, int s_q, int token, int 
 
 // Keys from a limit on are hidden, by length or causality: limit[i] = visible_keys(...) less the block's
 // first key.
-template <int kQueries>
 struct KeyLimits {
-    int limit[kQueries];
+    static constexpr int kMaxColumns = 256;  // the widest product: ptx/wgmma.cuh
+    int limit[2];
 
     __device__ __forceinline__ bool hides(int i, int column) const {
         return column + 2 * (lane_index() % 4) >= limit[i];
@@ -47,6 +50,7 @@ struct KeyLimits {
 
 // Keys whose bit is not set are hidden, for all queries.
 struct KeyBits {
+    static constexpr int kMaxColumns = 64;
     u32 low, high;
 
     // Bits of the block's 64 keys.

@@ -3,6 +3,11 @@
 #include "attention/fragment_rows.cuh"
 #include "common/types.cuh"
 
+// How far (base 2) a row's largest score may exceed the reference m_ref of its softmax before m_ref follows.
+constexpr int kLazyLog2 = 8;
+// So large may a probability be, and the sum of a thread's probabilities of a row.
+constexpr float kLazySum = 1 << kLazyLog2;
+
 // Multiplies a fragment's rows by a factor each.
 template <int kCount>
 __device__ __forceinline__ void multiply_rows(float (&o)[kCount], float factor0, float factor1) {

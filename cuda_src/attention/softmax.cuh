@@ -2,17 +2,16 @@
 // of kCount scores a thread has half in each of two rows.
 //
 // Probabilities are 2^(S - m_ref). The reference m_ref of a row follows the row's maximum only when a
-// probability may exceed 256: O is rescaled rarely, and P stays in the range of 16-bit types. The result is
-// exact, since numerator and denominator carry the same factor. The idea is FlashAttention-4's conditional
-// rescaling. A thread needs the sum of its probabilities anyway; while that is at most 256, none of them is
-// larger, and no maximum is looked for.
+// probability may exceed 2^kLazyLog2: O is rescaled rarely, and P stays in the range of 16-bit types. The
+// result is exact, since numerator and denominator carry the same factor. The idea is FlashAttention-4's
+// conditional rescaling. A thread needs the sum of its probabilities of a row anyway; while that is at most
+// kLazySum, none of them is larger, and no maximum is looked for.
 #pragma once
 #include "attention/fragment_rows.cuh"
+#include "attention/rescale.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
-
-constexpr float kLazySum = 256.0f;  // of a thread's probabilities of a row
 
 struct OnlineSoftmax {
     float m[2] = {-kInfinity, -kInfinity};  // m_ref
@@ -48,7 +47,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             l[r] = quad_sum(l[r]);
-            const int lane_idx = lane_index();
+            const int lane_idx = lane_index();  // once: leads_quad and first_row would each read it anew
             const int row = warp_idx * 16 + lane_idx / 4 + 8 * r;
             if (lane_idx % 4 == 0) {
                 row_sum[row] = l[r];
@@ -116,16 +115,16 @@ struct RowMaximum {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const float row = of_row(r) * sm_scale_log2;
-            const int lane_idx = lane_index();
+            const int lane_idx = lane_index();  // once, as above
             if (lane_idx % 4 == 0) row_top[warp_idx * 16 + lane_idx / 4 + 8 * r] = row;
         }
     }
 };
 
-// An online softmax for kernels without registers for scores and their probabilities at the same time. It
-// looks for the maxima first, which prefill needs anyway. A reference begins as the row's first maximum, and
-// follows one that exceeds it by more than kLazyLog2, by a whole number: factors on O are powers of two,
-// whose exponents fit in bytes.
+// An online softmax for kernels that also want the row maxima, which it looks for first. Scores and their
+// probabilities then never need registers at the same time. A reference begins as the row's first maximum,
+// and follows one that exceeds it by more than kLazyLog2, by a whole number: a factor on O is a power of two
+// and is stored as one byte.
 struct MaximumFirstSoftmax : OnlineSoftmax {
     RowMaximum maximum;
 

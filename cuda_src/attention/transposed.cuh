@@ -23,13 +23,13 @@ __device__ __forceinline__ float sum_over_rows(float value) {
     return value;
 }
 
-// The largest and the sum of what the four warps of a warpgroup have written for query `query`.
+// The largest and the sum of what the four warps of a warpgroup have written at index i, for a query or a
+// group of columns.
 template <int kCount>
-__device__ __forceinline__ float max_of_warps(const float (&of_warps)[4][kCount], int query) {
-    return fmaxf(fmaxf(of_warps[0][query], of_warps[1][query]),
-                 fmaxf(of_warps[2][query], of_warps[3][query]));
+__device__ __forceinline__ float max_of_warps(const float (&of_warps)[4][kCount], int i) {
+    return fmaxf(fmaxf(of_warps[0][i], of_warps[1][i]), fmaxf(of_warps[2][i], of_warps[3][i]));
 }
 template <int kCount>
-__device__ __forceinline__ float sum_of_warps(const float (&of_warps)[4][kCount], int query) {
-    return of_warps[0][query] + of_warps[1][query] + of_warps[2][query] + of_warps[3][query];
+__device__ __forceinline__ float sum_of_warps(const float (&of_warps)[4][kCount], int i) {
+    return of_warps[0][i] + of_warps[1][i] + of_warps[2][i] + of_warps[3][i];
 }

@@ -1,7 +1,6 @@
 // Approximate base-2 math, packing to 16-bit types and back.
 #pragma once
 #include "common/types.cuh"
-#include "ptx/memory.cuh"
 
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
@@ -22,9 +21,6 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
-// How far (base 2) a row's largest score may exceed the reference m_ref of its softmax before m_ref follows.
-constexpr float kLazyLog2 = 8.0f;
 
 // The larger of two, NaN if one of them is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
@@ -57,11 +53,4 @@ __device__ __forceinline__ float2 unpack_f16(u32 packed) {
         : "=f"(pair.x), "=f"(pair.y)
         : "r"(packed));
     return pair;
-}
-
-// The factor of an attention sink on a head's output, exp(lse) / (exp(lse) + exp(sink)), with lse given in
-// base 2. It is 1 without sinks.
-__device__ __forceinline__ float sink_factor(const float* attn_sink, int head, float lse_log2) {
-    if (attn_sink == nullptr) return 1.0f;
-    return reciprocal_approx(1.0f + exp2_approx(load_global(attn_sink + head) * kLog2E - lse_log2));
 }

@@ -22,6 +22,7 @@
 //   ROWS_AT_ONCE n > 1, for many rows of few splits: a pair of warps merges n rows at the same time.
 // A warp has only a few vectors to load, so most of the time is latency: first of the plan, then of
 // num_splits, then of scalars and data, which are loaded together. The rest is instructions.
+#include "attention/sink.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -82,7 +83,7 @@ struct Partials {
 // The candidate of the CTA, or -1.
 __device__ __forceinline__ int candidate_request(const Params& params) {
     if (params.by_request) return blockIdx.y;
-    const PlanRow plan = part_row(params, blockIdx.y);
+    const PlanRow plan = row_of_partition(params, blockIdx.y);
     if (plan.begin_req > plan.end_req) return -1;
     const bool begun_before = plan.begin_req == plan.end_req && plan.begin_split > 0;
     return begun_before ? -1 : plan.end_req;
@@ -95,9 +96,9 @@ struct SplitRange {
     __device__ __forceinline__ SplitRange(const Params& params, int req) {
         if (is_uniform(params)) {
             const UniformPlan plan = uniform_plan(params);
-            const int first_part = plan.first_part(req);
-            count = req < 0 ? 0 : plan.last_part(req) - first_part + 1;
-            first = first_split_uniform(first_part);
+            const int first_partition = plan.first_partition(req);
+            count = req < 0 ? 0 : plan.last_partition(req) - first_partition + 1;
+            first = first_split_uniform(first_partition);
             return;
         }
         const int before = req < 0 ? 0 : load_global(params.num_splits + req);
@@ -261,9 +262,9 @@ __device__ __forceinline__ float2 merge_groups(const Partials& partials, Merged&
     for (int g = 0; g < kGroups; ++g) {
         const float weight = exp2_approx(partials.max_log2[half][g] - offset);
         merged.weight_sum = fmaf(weight, partials.weight_sum[half][g], merged.weight_sum);
-        const float2 part = partials.sum[pair][g][half * 32 + lane_idx];
-        sum.x = fmaf(weight, part.x, sum.x);
-        sum.y = fmaf(weight, part.y, sum.y);
+        const float2 partial = partials.sum[pair][g][half * 32 + lane_idx];
+        sum.x = fmaf(weight, partial.x, sum.x);
+        sum.y = fmaf(weight, partial.y, sum.y);
     }
     return sum;
 }

@@ -375,7 +375,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
     const u64 desc_q = Chunk::k_major(smem_address(smem.q));
     const u64 desc_rope = Chunk::k_major(smem_address(smem.rope));
     const u32 smem_k = smem_address(smem.k);
-    // This lane's 16 bytes of the first 16 columns of P; 16 columns on, the unit's number has another bit 1.
     const u32 smem_p =
         smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
 
@@ -400,8 +399,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
         OnlineSoftmax softmax;
         u32 p[16] = {};  // P of the block before, packed as A fragments
         auto wait_p_free = [&]() {
-            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);
-        };  // of n - 2
+            mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // P V of block n - 2 is complete
+        };
         auto store_p = [&]() { store_probabilities<Chunk::kBytes, true>(smem_p, p); };
         auto announce_p = [&]() {
             __syncwarp();

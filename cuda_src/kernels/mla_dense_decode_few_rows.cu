@@ -23,6 +23,7 @@
 // NB_VOTE          128       math: whether a score outgrew its reference;  math: follow it; overwrite  -
 //                            P of the block before and O staged read       P, Q and the staged O
 #include "attention/masks.cuh"
+#include "attention/rescale.cuh"
 #include "attention/transposed.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -111,7 +112,7 @@ __device__ __forceinline__ void mask_scores(const Params& params, float (&s)[kAc
 // Stores a work tile's rows from `smem.o`, eight threads a row.
 __device__ __forceinline__ void store_work(const Params& params, const SharedMemoryPlan& smem,
                                            const WorkTile& work) {
-    const int tile_row = threadIdx.x / 8, part = threadIdx.x % 8;
+    const int tile_row = threadIdx.x / 8, eighth = threadIdx.x % 8;
     const RowIndex row(params, tile_row);
     const float* o = smem.o[tile_row];
     const float sum = sum_of_warps(smem.warp_sum, tile_row);
@@ -128,7 +129,7 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
                 float top = 0.0f;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const float* x = o + half * (kDimV / 2) + 64 * i + 8 * part;
+                    const float* x = o + half * (kDimV / 2) + 64 * i + 8 * eighth;
 #pragma unroll
                     for (int j = 0; j < 8; ++j) top = fmaxf(top, fabsf(x[j]));
                 }
@@ -137,14 +138,14 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
                     top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, distance));
                 scale = SplitScale(top);
             }
-            if (row.valid && part == 0) {
+            if (row.valid && eighth == 0) {
                 if (half == 0) params.lse_accum_log2[accum_row] = sum == 0.0f ? -kInfinity : lse_log2;
                 params.o_scale_log2[accum_row * kScaleHalves + half] = m + scale.log2();
             }
             if (!row.valid) continue;
             uint4* units = static_cast<uint4*>(params.o_accum) + (accum_row * 2 + half) * kHalfUnits;
 #pragma unroll
-            for (int unit = part; unit < kHalfUnits; unit += 8) {
+            for (int unit = eighth; unit < kHalfUnits; unit += 8) {
                 const float* x = o + half * (kDimV / 2) + unit / 4 * (8 * kGroups) + unit % 4 * 2;
                 if constexpr (kFloat16Splits<kDtype>) {
                     u32 words[4];
@@ -162,12 +163,12 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
         return;
     }
     if (!row.valid) return;
-    if (part == 0) params.lse[lse_index(params, work.req, row)] = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
+    if (eighth == 0) params.lse[lse_index(params, work.req, row)] = sum == 0.0f ? kInfinity : lse_log2 * kLn2;
     const float factor = sum == 0.0f ? 0.0f : reciprocal_approx(sum);
-    u16* out = out_address(params, work.req, row) + 8 * part;
+    u16* out = out_address(params, work.req, row) + 8 * eighth;
 #pragma unroll
     for (int i = 0; i < kDimV / 64; ++i) {
-        const float* x = o + 64 * i + 8 * part;
+        const float* x = o + 64 * i + 8 * eighth;
         u32 words[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) words[j] = pack_16bit<kDtype>(x[2 * j] * factor, x[2 * j + 1] * factor);

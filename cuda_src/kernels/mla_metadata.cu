@@ -35,9 +35,9 @@
 constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
-constexpr int kMaxFixedCost = 3;   // blocks: about what a change of requests costs a partition
-constexpr int kMaxShortPart = 16;  // blocks: the cost of merging never asks for longer partitions
-constexpr int kRowsPerIdle = 8;    // with fewer rows per idle row, idle rows come last
+constexpr int kMaxFixedCost = 3;        // blocks: about what a change of requests costs a partition
+constexpr int kMaxShortPartition = 16;  // blocks: the cost of merging never asks for longer partitions
+constexpr int kRowsPerIdle = 8;         // with fewer rows per idle row, idle rows come last
 
 struct Params {
     TokenCounts tokens;
@@ -117,8 +117,8 @@ struct Line {
         return i / group * span + i % group * (units + fixed) - fixed;
     }
 
-    __device__ __forceinline__ int first_part(int start) const { return (start + fixed) / length; }
-    __device__ __forceinline__ int last_part(int start, int units) const {
+    __device__ __forceinline__ int first_partition(int start) const { return (start + fixed) / length; }
+    __device__ __forceinline__ int last_partition(int start, int units) const {
         return (start + fixed + units - 1) / length;
     }
 };
@@ -146,12 +146,14 @@ struct RequestsAt {
 
 // The row of a partition, if requests were moved apart. Partitions without work come last on the line, but a
 // few of them get rows between the others.
-__device__ __forceinline__ int row_of_part(int part, int num_parts, int part_length, int line_end) {
-    const int busy = ceil_div(line_end, part_length);
+__device__ __forceinline__ int row_index_of_partition(int partition, int num_parts, int partition_length,
+                                                      int line_end) {
+    const int busy = ceil_div(line_end, partition_length);
     const int idle = num_parts - busy;
-    if (idle <= 0 || idle * kRowsPerIdle > num_parts) return part;
+    if (idle <= 0 || idle * kRowsPerIdle > num_parts) return partition;
     const int gap = num_parts / idle;  // the last of every `gap` rows is idle, as long as there are idle ones
-    return part < busy ? part + min_int(part / (gap - 1), idle) : (part - busy + 1) * gap - 1;
+    return partition < busy ? partition + min_int(partition / (gap - 1), idle)
+                            : (partition - busy + 1) * gap - 1;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -185,14 +187,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // best. n is the mean number of blocks per request, and 32 was the fastest of the factors that were
     // measured (docs/kernels/mla_dense_decode.md).
     Line line;
-    const auto over_parts = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
-    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_parts(units_total) / 3);
-    line.length = max_int(over_parts(units_total + (b - 1) * line.fixed + params.num_parts - 1), 1);
+    const auto over_partitions = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
+    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_partitions(units_total) / 3);
+    line.length = max_int(over_partitions(units_total + (b - 1) * line.fixed + params.num_parts - 1), 1);
     line.group = 0;
     if (!params.batch_invariant) {
         const int mean = divide(units_total, params.b_magic, params.b_shift);
         int shortest = 1;
-        while (shortest * shortest * 32 < mean && shortest < kMaxShortPart) ++shortest;
+        while (shortest * shortest * 32 < mean && shortest < kMaxShortPartition) ++shortest;
         line.length = max_int(line.length, shortest);
         if (equal) {
             const int apart = divide(blocks_of_first + params.parts_per_request - 1, params.share_magic,
@@ -208,8 +210,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int units = ceil_div(blocks, unit_blocks(params, blocks));
         const int start = line.start(i, units, before);
         smem.start[i] = start;
-        splits_here +=
-            params.batch_invariant ? units : line.last_part(start, units) - line.first_part(start) + 1;
+        splits_here += params.batch_invariant
+                           ? units
+                           : line.last_partition(start, units) - line.first_partition(start) + 1;
         before += units;
     }
     int splits_total;
@@ -220,7 +223,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int units = ceil_div(blocks, unit_blocks(params, blocks));
         splits += params.batch_invariant
                       ? units
-                      : line.last_part(smem.start[i], units) - line.first_part(smem.start[i]) + 1;
+                      : line.last_partition(smem.start[i], units) - line.first_partition(smem.start[i]) + 1;
     }
 #pragma unroll 1
     for (int i = b + static_cast<int>(threadIdx.x); i < params.splits_length; i += kThreads) {
@@ -230,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     // One partition per thread
     const int last_units = ceil_div(smem.blocks[b - 1], unit_blocks(params, smem.blocks[b - 1]));
     const int line_end = smem.start[b - 1] + line.fixed + last_units;
-    for (int part = threadIdx.x; part < params.num_parts; part += kThreads) {
-        const int begin = part * line.length;
+    for (int partition = threadIdx.x; partition < params.num_parts; partition += kThreads) {
+        const int begin = partition * line.length;
         const int end = min_int(begin + line.length, line_end);
         int begin_req = b, end_req = -1, begin_block = 0, end_block = 0, begin_split = 0;
         bool begin_is_split = false, end_is_split = false;
@@ -246,7 +249,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             const int begin_unit_blocks = unit_blocks(params, smem.blocks[begin_req]);
             begin_block = begin_unit * begin_unit_blocks;
             end_block = min_int((end - smem.start[end_req] - line.fixed) * end_unit_blocks, end_blocks);
-            begin_split = params.batch_invariant ? begin_unit : part - line.first_part(smem.start[begin_req]);
+            begin_split =
+                params.batch_invariant ? begin_unit : partition - line.first_partition(smem.start[begin_req]);
             begin_split = max_int(begin_split, 0);
             end_is_split = end_block < end_blocks || (end_req == begin_req && begin_block > 0);
             begin_is_split = begin_block > 0 || (end_req == begin_req && end_is_split);
@@ -261,8 +265,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 begin_is_split = end_is_split = false;
             }
         }
-        const int row_index =
-            line.group > 0 ? row_of_part(part, params.num_parts, line.length, line_end) : part;
+        const int row_index = line.group > 0
+                                  ? row_index_of_partition(partition, params.num_parts, line.length, line_end)
+                                  : partition;
         int* row = params.sched_meta + static_cast<i64>(row_index) * kPlanRowInts;
         row[0] = begin_req;
         row[1] = params.object_layout ? end_req : begin_block;

@@ -274,8 +274,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
             mbarrier_wait_parity(smem_address(&smem.bar_p_free), n & 1);  // P V of block n - 2 is complete
         };
         auto store_p = [&]() {
-            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
-            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 dst =
                 smem_address(smem.p) + Chunk::offset(warp_idx * 16 + lane_idx % 16, lane_idx / 16);

@@ -9,10 +9,7 @@
 // indices of its own, and its tokens are in the same softmax. The splits of a request go to scratch
 // (mla/splits.cuh), and mla_combine merges them.
 //
-// Cache rows by FORMAT (mla/cache_rows.cuh)
-//   0 V3.2    D_QK 576  656 bytes: 512 e4m3, 4 float32 scales (one per 128), 64 bf16 (RoPE)
-//   1 MODEL1  D_QK 512  576 bytes: 448 e4m3, 64 bf16 (RoPE); after the rows of a block 8 bytes per token:
-//                       7 e8m0 scales (one per 64)
+// FORMAT: 0 V3.2 (D_QK 576), 1 MODEL1 (D_QK 512); mla/cache_rows.cuh
 // A value times its scale is rounded to bf16 once. Other kernels serve up to 16 heads over V3.2
 // (mla_sparse_fp8_few_heads.cu), pairs of tiles with enough blocks (mla_sparse_fp8_cluster.cu) and bf16
 // caches (mla_sparse_bf16.cu).
@@ -177,8 +174,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 wgmma_ss<kDtype>(s, a, b, i > 0);
             }
             wgmma_commit_group();
-            valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
-            valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
+            valid_low = quad_broadcast(valid_low);
+            valid_high = quad_broadcast(valid_high);
             wgmma_wait_group<0>();
             wgmma_pin(s);
 
@@ -203,8 +200,6 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                 row_scale[8] = scale[1];
             }
             if constexpr (kPOverRope) named_barrier_sync(NB_QK, 128);  // Q K^T is complete in all warps
-            // Where the lane stores its 16 bytes of the first 16 columns of P. For the next 16 columns the
-            // swizzled address differs by an XOR with 32.
             const int lane_idx = lane_index();
             const u32 smem_p = p_address(smem, stage) +
                                (warp_idx * 2 + lane_idx / 8 % 2) * kPChunks * Chunk::kGroupBytes +

@@ -1,4 +1,5 @@
-// Sparse MLA decoding over FP8 caches for 128 heads: two CTAs share the columns of every row (sm_90a).
+// Sparse MLA decoding over FP8 caches for an even number of tiles of 64 heads: two CTAs share the columns of
+// every row (sm_90a).
 //
 // Operation, arrays, formats, plan, splits and MAX_LOGITS are those of mla_sparse_fp8.cu. There the CTA of
 // each tile of 64 heads gathers and converts whole rows. Here a cluster of two CTAs has a pair of tiles. CTA
@@ -299,8 +300,8 @@ __device__ __forceinline__ void owner_warpgroup(const Params& params, SharedMemo
                 valid_low = valid[0];
                 valid_high = valid[1];
             }
-            valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
-            valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
+            valid_low = quad_broadcast(valid_low);
+            valid_high = quad_broadcast(valid_high);
             if ((valid_low & valid_high) != 0xffffffff) apply_mask(s, KeyBits(valid_low, valid_high));
             u32 p[16], shrink[2];
             softmax.block<kDtype>(s, params.sm_scale_log2, p, shrink);

@@ -52,12 +52,14 @@
 //                          warps written
 // NB_VOTE           128    softmax: whether a score or scale is too  softmax: raise reference and      -
 //                          large                                     unit
-// NB_PART_FULL      640    columns: partial sums of S^T written; Q   softmax: add them up; after the   -
+// NB_PARTIAL_FULL   640    columns: partial sums of S^T written; Q   softmax: add them up; after the   -
 //                          read                                      last block overwrite Q
 // NB_HALF + h       256    columns of half h: largest magnitudes     the same: scale of the split      -
 //                          written
 //
 // Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
+#include "attention/rescale.cuh"
+#include "attention/sink.cuh"
 #include "attention/transposed.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
@@ -96,9 +98,9 @@ static_assert(kRegistersSoftmax + kGroups * kRegistersColumns + kRegistersProduc
                   65536 / kThreads / 8 * 8 * (kThreads / 128),
               "more registers than the launch gives");
 
-enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PART_FULL = 3, NB_HALF = 4 };
+enum NamedBarrier : int { NB_SOFTMAX = 1, NB_VOTE = 2, NB_PARTIAL_FULL = 3, NB_HALF = 4 };
 
-constexpr int kPartThreads = 128 + 128 * kGroups;       // that exchange partial sums of S^T
+constexpr int kPartialThreads = 128 + 128 * kGroups;    // that exchange partial sums of S^T
 constexpr int kHeadsBytes = kHeads * Chunk::kRowBytes;  // a chunk with one row per head
 
 struct SharedMemoryPlan {
@@ -109,7 +111,7 @@ struct SharedMemoryPlan {
     unsigned char q[kGroups][2][kHeadsBytes];                        // 16,384 B: float16
     unsigned char q_rope[kHeadsBytes];                               //  2,048 B: bf16
     unsigned char p[kPStages][kGroups][kHeadsBytes];  // 16,384 B: P^T times the scales of a group, float16
-    float4 part[kGroups][2][128];                     // 16,384 B: partial sums of S^T
+    float4 partial[kGroups][2][128];                  // 16,384 B: partial sums of S^T
     float scale[kStages][kGroups][kBlockTokens];
     float factor[kHeads];                        // that converts scores to base 2
     float row_scale[kPStages][kGroups][kHeads];  // factor on O before V^T P^T
@@ -150,10 +152,10 @@ using RowIndex = TileRow<kHeads>;
 // `Keys` has the columns of K.
 __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
-    const int part = thread % 8, tile_row = thread / 8;
+    const int eighth = thread % 8, tile_row = thread / 8;
     const RowIndex row(params, tile_row);
     const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
-                     (row.valid ? row.head : 0) * params.q_stride_h + part * 8;
+                     (row.valid ? row.head : 0) * params.q_stride_h + eighth * 8;
     uint4 v[9];  // eight columns of each 64
     u32 top = 0;
 #pragma unroll
@@ -171,14 +173,14 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
     const int exponent = (max_bf16x2(top, top >> 16) & 0x7fff) >> 7;
     const int power = exponent == 0 ? kBias : min_int(kTopExponent + 2 * kBias - exponent, 2 * kBias - 1);
     const float factor = __uint_as_float(power << 23);
-    if (part == 0) {
+    if (eighth == 0) {
         const float inverse = __uint_as_float((2 * kBias - power) << 23);
         smem.factor[tile_row] = exponent == kInfinite ? kNaN : inverse * params.sm_scale_log2;
     }
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         const u32 words[4] = {v[c].x, v[c].y, v[c].z, v[c].w};
-        const int column = c % 2 * 64 + part * 8;  // column of the group
+        const int column = c % 2 * 64 + eighth * 8;  // column of the group
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             const int step = (column % 32 + 2 * k) / 4;
@@ -192,7 +194,7 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 #pragma unroll
     for (int k = 0; k < 4; ++k)
         scaled[k] = pack_16bit<kDtype>(bf16_low(words[k]) * factor, bf16_high(words[k]) * factor);
-    *reinterpret_cast<uint4*>(&smem.q_rope[Chunk::offset(tile_row, part)]) =
+    *reinterpret_cast<uint4*>(&smem.q_rope[Chunk::offset(tile_row, eighth)]) =
         make_uint4(scaled[0], scaled[1], scaled[2], scaled[3]);
 }
 
@@ -253,14 +255,14 @@ __device__ __forceinline__ void softmax_warpgroup(const Params& params, SharedMe
             wgmma_pin(s);
             __syncwarp();
             if (lane_idx == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
-            named_barrier_sync(NB_PART_FULL, kPartThreads);
+            named_barrier_sync(NB_PARTIAL_FULL, kPartialThreads);
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
                 for (int k = 0; k < 2; ++k) {
-                    const float4 part = smem.part[g][k][threadIdx.x];
-                    s[4 * k] += part.x, s[4 * k + 1] += part.y, s[4 * k + 2] += part.z,
-                        s[4 * k + 3] += part.w;
+                    const float4 partial = smem.partial[g][k][threadIdx.x];
+                    s[4 * k] += partial.x, s[4 * k + 1] += partial.y, s[4 * k + 2] += partial.z,
+                        s[4 * k + 3] += partial.w;
                 }
             }
 
@@ -479,7 +481,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
                                                   int warp_idx) {
     const bool publishes = group == kGroups - 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    float part[8];  // partial sums of S^T, times the scales
+    float partial[8];  // partial sums of S^T, times the scales
     auto multiply_keys = [&](u32 n) {
         const u32 stage = n % kStages;
         mbarrier_wait_parity(smem_address(&smem.bar_raw_full[stage]), n / kStages & 1);
@@ -492,30 +494,30 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             keys.load(half ? src ^ 16 : src);
             const u64 desc_q = Chunk::k_major(smem_address(smem.q[group][half]));
             if (half > 0) wgmma_wait_group<0>();
-            wgmma_pin(part);
+            wgmma_pin(partial);
             wgmma_fence();
 #pragma unroll
             for (int step = 0; step < 4; ++step) {
-                wgmma_rs<Dtype::kF16>(part, keys.fragments[step], desc_q + step * Chunk::kStepK,
+                wgmma_rs<Dtype::kF16>(partial, keys.fragments[step], desc_q + step * Chunk::kStepK,
                                       half > 0 || step > 0);
             }
             wgmma_commit_group();
         }
         const float scale0 = smem.scale[stage][group][token], scale1 = smem.scale[stage][group][token + 8];
         wgmma_wait_group<0>();
-        wgmma_pin(part);
+        wgmma_pin(partial);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) part[j] *= j & 2 ? scale1 : scale0;
+        for (int j = 0; j < 8; ++j) partial[j] *= j & 2 ? scale1 : scale0;
     };
     // Called only after the softmax has read the partial sums of the previous block: its P, or the sums of
     // its work tile, have been announced
-    auto store_part = [&]() {
+    auto store_partial = [&]() {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            smem.part[group][k][threadIdx.x % 128] =
-                make_float4(part[4 * k], part[4 * k + 1], part[4 * k + 2], part[4 * k + 3]);
+            smem.partial[group][k][threadIdx.x % 128] =
+                make_float4(partial[4 * k], partial[4 * k + 1], partial[4 * k + 2], partial[4 * k + 3]);
         }
-        named_barrier_arrive(NB_PART_FULL, kPartThreads);
+        named_barrier_arrive(NB_PARTIAL_FULL, kPartialThreads);
     };
     float o[2][8];
     WorkTileReader reader;
@@ -527,7 +529,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
         for (int j = 0; j < 8; ++j) o[0][j] = o[1][j] = 0.0f;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full), reader.count & 1);
         multiply_keys(n);
-        store_part();
+        store_partial();
         for (int left = warp_uniform(reader.work(smem).num_blocks); left > 0; --left, ++n) {
             const u32 stage = n % kStages, p_stage = n % kPStages;
             // During the softmax of this block
@@ -539,7 +541,7 @@ __device__ __forceinline__ void columns_warpgroup(const Params& params, SharedMe
             __syncwarp();
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_raw_free[stage]));
             mbarrier_wait_parity(smem_address(&smem.bar_p_full[p_stage]), n / kPStages & 1);
-            if (left > 1) store_part();
+            if (left > 1) store_partial();
             if (smem.rescale[p_stage]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

@@ -52,7 +52,8 @@ struct Row {
 
 using RowSelection = Selection<ProducerThread>;
 
-// The row for the next block.
+// The row for the next block. Each parameter is selected by itself. To index them, as row_address does
+// (mla/selection.cuh), makes the producers of mla_sparse_fp8 spill registers.
 __device__ __forceinline__ Row find_row(const Params& params, const RowSelection& selection) {
     const int c = selection.blocks_before == 0;
     const unsigned char* cache = c ? params.cache[1] : params.cache[0];
@@ -162,7 +163,7 @@ __device__ __forceinline__ void produce(const Params& params, Smem& smem, RowSel
 // begins where the partition begins.
 template <class Share>
 __device__ __forceinline__ void prefetch_first_block(const Params& params) {
-    const PlanRow plan = plan_row(params);
+    const PlanRow plan = row_of_cta(params);
     if (plan.begin_req > plan.end_req) return;
     WorkTile work;
     work.req = plan.begin_req;

@@ -6,6 +6,7 @@
 // the CTA's tile. It names the query token and the head of that row, and says whether the row exists.
 #pragma once
 #include "attention/fragment_rows.cuh"
+#include "attention/sink.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"

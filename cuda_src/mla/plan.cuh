@@ -28,9 +28,9 @@ constexpr int kBatchInvariantMark = 0x62690001;
 __device__ __forceinline__ int first_split(int splits_before, int req, bool batch_invariant) {
     return batch_invariant ? splits_before : 2 * (splits_before - req);
 }
-// The same in a uniform plan, for a request that begins in partition `first_part`. The next request that is
-// cut begins in the last partition of this one or later, so that their indices do not overlap.
-__device__ __forceinline__ int first_split_uniform(int first_part) { return 2 * first_part; }
+// The same in a uniform plan, for a request that begins in partition `first_partition`. The next request that
+// is cut begins in the last partition of this one or later, so that their indices do not overlap.
+__device__ __forceinline__ int first_split_uniform(int first_partition) { return 2 * first_partition; }
 
 // How many tokens a request attends. In dense decoding these are all of its tokens. In sparse decoding these
 // are the tokens selected from the cache and from the extra cache, and each of the two is rounded up to whole
@@ -71,8 +71,9 @@ struct PlanRow {
     __device__ __forceinline__ bool batch_invariant() const { return mark == kBatchInvariantMark; }
 };
 
-__device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part, bool object_layout, int b) {
-    const int* row = sched_meta + static_cast<i64>(part) * kPlanRowInts;
+__device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int partition, bool object_layout,
+                                                 int b) {
+    const int* row = sched_meta + static_cast<i64>(partition) * kPlanRowInts;
     const int c1 = load_global(row + 1);
     const int c2 = load_global(row + 2);
     PlanRow plan;
@@ -95,14 +96,14 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
 struct UniformPlan {
     int blocks, pitch, length;
 
-    __device__ __forceinline__ PlanRow row(int part, int b) const {
-        const int begin = part * length, end = begin + length;
+    __device__ __forceinline__ PlanRow row(int partition, int b) const {
+        const int begin = partition * length, end = begin + length;
         PlanRow plan;
         plan.begin_req = begin / pitch;
         plan.end_req = (end - 1) / pitch;
         plan.begin_block = begin - plan.begin_req * pitch;
         plan.end_block = min_int(end - plan.end_req * pitch, blocks);
-        plan.begin_split = part - first_part(plan.begin_req);
+        plan.begin_split = partition - first_partition(plan.begin_req);
         plan.mark = 0;
         if (plan.begin_block >= blocks) {
             ++plan.begin_req;
@@ -114,8 +115,10 @@ struct UniformPlan {
         }
         return plan;
     }
-    __device__ __forceinline__ int first_part(int req) const { return req * pitch / length; }
-    __device__ __forceinline__ int last_part(int req) const { return (req * pitch + blocks - 1) / length; }
+    __device__ __forceinline__ int first_partition(int req) const { return req * pitch / length; }
+    __device__ __forceinline__ int last_partition(int req) const {
+        return (req * pitch + blocks - 1) / length;
+    }
 };
 
 // `Params` has a member `uniform` if the kernel can work without the arrays of a plan.
@@ -132,16 +135,19 @@ __device__ __forceinline__ bool is_uniform(const Params& params) {
     return uniform_plan(params).length > 0;
 }
 template <class Params>
-__device__ __forceinline__ PlanRow part_row(const Params& params, int part) {
-    if (is_uniform(params)) return uniform_plan(params).row(part, params.b);
-    return read_plan_row(params.sched_meta, part, params.object_layout, params.b);
+__device__ __forceinline__ PlanRow row_of_partition(const Params& params, int partition) {
+    if (is_uniform(params)) return uniform_plan(params).row(partition, params.b);
+    return read_plan_row(params.sched_meta, partition, params.object_layout, params.b);
 }
-// The row of the CTA. Arrays are read only after the kernel ahead is complete. A uniform plan is known
-// earlier, so that work tiles are published before that kernel ends; every role then waits for it by itself.
+// The row of the CTA. The arrays of a plan are read only after the kernel ahead is complete. A uniform plan
+// reads no arrays, so that work tiles are published before that kernel ends; every role then waits for it by
+// itself. The publisher also reads the lengths of requests, if there are any. A call that has both lengths
+// and a uniform plan is therefore launched without programmatic dependent launch
+// (rawmla/kernels/mla_sparse.py).
 template <class Params>
-__device__ __forceinline__ PlanRow plan_row(const Params& params) {
+__device__ __forceinline__ PlanRow row_of_cta(const Params& params) {
     if (!is_uniform(params)) griddepcontrol_wait();
-    return part_row(params, blockIdx.z);
+    return row_of_partition(params, blockIdx.z);
 }
 
 // Loads to L1 the lengths and split counts of the 32 requests around the one with which the partition begins

@@ -23,7 +23,10 @@ struct PublisherState {
     }
 };
 constexpr u32 kNoMoreWork = 1u << 31;
+// How many work tiles are published when the publishing warp begins one: this one, the next, whose Q K^T may
+// be running, and the one after it, whose Q is being loaded.
 constexpr u32 kWorkAhead = 3;
+static_assert(kWorkAhead <= kWorkStages, "the publisher would wait for a stage that it has not read itself");
 
 // The lane of the calling thread: either read where it is needed or kept in a register.
 struct LaneRead {
@@ -38,7 +41,7 @@ struct LaneKept {
 template <class Params, class Smem>
 __device__ __forceinline__ void start_publishing(const Params& params, Smem& smem) {
     if (lane_index() == 0) {
-        smem.publisher.start(plan_row(params));
+        smem.publisher.start(row_of_cta(params));
     }
     __syncwarp();
 }

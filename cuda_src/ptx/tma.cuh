@@ -16,9 +16,9 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 
 // For N = 2 to 5 dimensions:
 //
-//   tma_load_Nd            a box to shared memory, its bytes counted on mbarrier `bar`
+//   tma_load_Nd            a box to shared memory, its bytes counted on mbarrier `bar`; evict_first in L2
 //   tma_load_Nd_multicast  the same to the same place in every CTA of the cluster that `cta_mask` names,
-//                          counted on each one's own barrier
+//                          counted on each one's own barrier; evict_first in L2
 //   tma_prefetch_Nd        brings a box to L2
 //   tma_store_Nd           shared memory to a box: see bulk_commit_group
 //   tma_reduce_add_Nd      adds shared memory to a box, element by element
@@ -29,41 +29,41 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 #define RAWMLA_PARAMETERS_3 RAWMLA_PARAMETERS_2, int c2
 #define RAWMLA_PARAMETERS_4 RAWMLA_PARAMETERS_3, int c3
 #define RAWMLA_PARAMETERS_5 RAWMLA_PARAMETERS_4, int c4
-#define RAWMLA_OPERANDS_2 "r"(c0), "r"(c1)
-#define RAWMLA_OPERANDS_3 RAWMLA_OPERANDS_2, "r"(c2)
-#define RAWMLA_OPERANDS_4 RAWMLA_OPERANDS_3, "r"(c3)
-#define RAWMLA_OPERANDS_5 RAWMLA_OPERANDS_4, "r"(c4)
+#define RAWMLA_COORDINATES_2 "r"(c0), "r"(c1)
+#define RAWMLA_COORDINATES_3 RAWMLA_COORDINATES_2, "r"(c2)
+#define RAWMLA_COORDINATES_4 RAWMLA_COORDINATES_3, "r"(c3)
+#define RAWMLA_COORDINATES_5 RAWMLA_COORDINATES_4, "r"(c4)
 #define RAWMLA_TMA(DIMS, AFTER_1, AFTER_2, AFTER_4, AFTER_5)                                                 \
     __device__ __forceinline__ void tma_load_##DIMS##d(u32 dst, const TensorMap* map, u32 bar,               \
                                              RAWMLA_PARAMETERS_##DIMS) {                                     \
         asm volatile(                                                                                        \
             "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"            \
             ".L2::cache_hint [%0], [%1, {" AFTER_4 "}], [%2], %3;" ::"r"(dst), "l"(map), "r"(bar),           \
-            "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");                                          \
+            "l"(kL2EvictFirst), RAWMLA_COORDINATES_##DIMS : "memory");                                       \
     }                                                                                                        \
     __device__ __forceinline__ void tma_load_##DIMS##d_multicast(u32 dst, const TensorMap* map, u32 bar,     \
                                                                  u16 cta_mask, RAWMLA_PARAMETERS_##DIMS) {   \
         asm volatile(                                                                                        \
             "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"            \
             ".multicast::cluster.L2::cache_hint [%0], [%1, {" AFTER_5 "}], [%2], %3, %4;" ::"r"(dst),        \
-            "l"(map), "r"(bar), "h"(cta_mask), "l"(kL2EvictFirst), RAWMLA_OPERANDS_##DIMS : "memory");       \
+            "l"(map), "r"(bar), "h"(cta_mask), "l"(kL2EvictFirst), RAWMLA_COORDINATES_##DIMS : "memory");    \
     }                                                                                                        \
     __device__ __forceinline__ void tma_prefetch_##DIMS##d(const TensorMap* map, RAWMLA_PARAMETERS_##DIMS) { \
         asm volatile(                                                                                        \
             "cp.async.bulk.prefetch.tensor." #DIMS "d.L2.global.tile [%0, {" AFTER_1 "}];" ::"l"(map),       \
-            RAWMLA_OPERANDS_##DIMS : "memory");                                                              \
+            RAWMLA_COORDINATES_##DIMS : "memory");                                                           \
     }                                                                                                        \
     __device__ __forceinline__ void tma_store_##DIMS##d(const TensorMap* map, u32 src,                       \
                                              RAWMLA_PARAMETERS_##DIMS) {                                     \
         asm volatile(                                                                                        \
             "cp.async.bulk.tensor." #DIMS "d.global.shared::cta.bulk_group [%0, {" AFTER_2 "}], [%1];"       \
-            ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");                                        \
+            ::"l"(map), "r"(src), RAWMLA_COORDINATES_##DIMS : "memory");                                     \
     }                                                                                                        \
     __device__ __forceinline__ void tma_reduce_add_##DIMS##d(const TensorMap* map, u32 src,                  \
                                              RAWMLA_PARAMETERS_##DIMS) {                                     \
         asm volatile(                                                                                        \
             "cp.reduce.async.bulk.tensor." #DIMS "d.global.shared::cta.add.tile.bulk_group "                 \
-            "[%0, {" AFTER_2 "}], [%1];" ::"l"(map), "r"(src), RAWMLA_OPERANDS_##DIMS : "memory");           \
+            "[%0, {" AFTER_2 "}], [%1];" ::"l"(map), "r"(src), RAWMLA_COORDINATES_##DIMS : "memory");        \
     }
 RAWMLA_TMA(2, "%1, %2",             "%2, %3",             "%4, %5",             "%5, %6")
 RAWMLA_TMA(3, "%1, %2, %3",         "%2, %3, %4",         "%4, %5, %6",         "%5, %6, %7")
@@ -73,10 +73,10 @@ RAWMLA_TMA(5, "%1, %2, %3, %4, %5", "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8", 
 #undef RAWMLA_PARAMETERS_3
 #undef RAWMLA_PARAMETERS_4
 #undef RAWMLA_PARAMETERS_5
-#undef RAWMLA_OPERANDS_2
-#undef RAWMLA_OPERANDS_3
-#undef RAWMLA_OPERANDS_4
-#undef RAWMLA_OPERANDS_5
+#undef RAWMLA_COORDINATES_2
+#undef RAWMLA_COORDINATES_3
+#undef RAWMLA_COORDINATES_4
+#undef RAWMLA_COORDINATES_5
 #undef RAWMLA_TMA
 // clang-format on
 
