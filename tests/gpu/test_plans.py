@@ -208,15 +208,19 @@ def test_recomputed_in_place(operation: Operation, case: Any, form: str) -> None
     call = operation.make(case)
     metadata, num_splits = call.make_plan(form)
     call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
-    rows = metadata.tile_scheduler_metadata if form == "object" else metadata
+    rows, splits = metadata, num_splits
+    if form == "object":
+        rows, splits = metadata.tile_scheduler_metadata, metadata.num_splits
     assert operation.changes is not None and operation.part is not None
     for _ in operation.changes(call):
         rows.fill_(-1)
+        splits.fill_(-1)
         call.replan(metadata, num_splits)
         call.check(call.run(tile_scheduler_metadata=metadata, num_splits=num_splits))
         if form == "tensors":  # an object serves calls of its batch only
             for size in sorted({1, max(case.b // 2, 1), case.b}):
                 rows.fill_(-1)
+                splits.fill_(-1)
                 call.replan(metadata, num_splits, size)
                 small = operation.part(call, list(range(size)))
                 small.check(small.run(tile_scheduler_metadata=metadata, num_splits=num_splits))
