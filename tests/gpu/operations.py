@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import permutations
+from itertools import cycle, permutations
 from typing import Any
 
 import ml_dtypes
@@ -190,7 +190,7 @@ class Operation:
         changes: changes a graph case's arguments in place, again and again.
         part: the call with these requests of a batch only.
         plan_serves_all_lengths: a plan of tensors made once serves whatever `changes` does.
-        clusters: calls are forced to the kernel for clusters.
+        clusters: calls are forced to the kernel for clusters; tests/test_gpu_cases.py sees that all go there.
     """
 
     name: str
@@ -539,7 +539,7 @@ SPARSE_GRAPH_CASES = {
             sink=True,
         ),
     ),
-    "bf16": (SparseCase(b=70, h_q=66, s_k=600, topk=300, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
+    "bf16": (SparseCase(b=70, h_q=66, s_k=900, topk=600, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
 }
 SPARSE_INVARIANT_CASES = {
     "v32": (
@@ -568,6 +568,11 @@ SPARSE_INVARIANT_CASES = {
         SparseCase(b=64, s_q=2, h_q=128, s_k=1500, topk=1000, lengths="random", layout="bf16", d_qk=512),
     ),
 }
+
+
+def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+    """The cases with two and four tiles of 64 heads: the kernel for clusters takes even numbers."""
+    return tuple(replace(case, h_q=heads) for case, heads in zip(cases, cycle((128, 256)), strict=False))
 
 
 def sparse_call(inputs: SparseInputs) -> Call:
@@ -638,14 +643,18 @@ def sparse_floats(case: SparseCase) -> tuple[str, ...]:
 
 
 def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
-    """Sparse decoding over one kind of cache."""
+    """Sparse decoding over one kind of cache, or forced to the kernel for clusters, with cases for it."""
+
+    def suited(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+        return for_clusters(cases) if clusters else cases
+
     per_request = ("q", "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
     per_token = ("q", "indices", "extra_indices_in_kvcache")
     rows = ("wide", "columns", "permuted", "unaligned", "odd")
     return Operation(
         name=f"sparse_{layout}" + "_clusters" * clusters,
         make=lambda case: sparse_call(make_sparse_inputs(case)),
-        cases=SPARSE_CASES[layout],
+        cases=suited(SPARSE_CASES[layout]),
         arrays=(
             "q",
             "k_cache",
@@ -657,9 +666,9 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
             "extra_topk_length",
         ),
         floats=sparse_floats,
-        rerun_cases=SPARSE_RERUN_CASES[layout],
-        graph_cases=SPARSE_GRAPH_CASES[layout],
-        invariant_cases=SPARSE_INVARIANT_CASES[layout],
+        rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
+        graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
+        invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),
         strides={"q": QUERY_STRIDES, "indices": rows, "extra_indices_in_kvcache": rows},
         out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
         empty={
@@ -701,6 +710,15 @@ PREFILL_RERUN_CASES = {
     ),
     "v32": (SparseCase(b=7, h_q=16, s_k=3000, topk=2048, lengths="random", sink=True, **V32),),
     "model1": (SparseCase(b=40, h_q=64, s_k=900, topk=500, **MODEL1),),
+}
+# Few tokens over many rows: a cache whose rows are selected often is copied to bf16 rows first.
+PREFILL_CLUSTER_SHAPES: tuple[Arguments, ...] = (
+    {"b": 9, "h_q": 128, "s_k": 300, "topk": 133, "lengths": "random", "sink": True},
+    {"b": 15, "h_q": 256, "s_k": 500, "topk": 200, "lengths": "random", "sink": True, "empty_rows": 0.2},
+)
+PREFILL_CLUSTER_RERUN_CASES = {
+    "v32": (SparseCase(b=7, h_q=128, s_k=3000, topk=2048, lengths="random", sink=True, **V32),),
+    "model1": (SparseCase(b=40, h_q=256, s_k=3000, topk=500, **MODEL1),),
 }
 
 
@@ -749,15 +767,16 @@ def live_rows(inputs: SparseInputs) -> Any:
     return torch.where(valid & alive[inputs.indices.long().masked_fill(~valid, 0)], inputs.indices, -1)
 
 
-def prefill_operation(layout: str) -> Operation:
-    """Sparse prefill over one kind of kv; FP8 caches with calls forced to the kernel for clusters."""
+def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
+    """Sparse prefill over one kind of kv, or forced to the kernel for clusters, with cases for it."""
     kinds = [kind for kind in PREFILL_KINDS.values() if kind["layout"] == layout]
-    reruns = PREFILL_RERUN_CASES[layout]
+    shapes = PREFILL_CLUSTER_SHAPES if clusters else PREFILL_SHAPES
+    reruns = (PREFILL_CLUSTER_RERUN_CASES if clusters else PREFILL_RERUN_CASES)[layout]
     per_token = ("q", "indices", "topk_length")
     return Operation(
-        name=f"prefill_{layout}",
+        name=f"prefill_{layout}" + "_clusters" * clusters,
         make=lambda case: prefill_call(make_sparse_inputs(case)),
-        cases=tuple(SparseCase(**shape, **kind) for kind in kinds for shape in PREFILL_SHAPES),
+        cases=tuple(SparseCase(**shape, **kind) for kind in kinds for shape in shapes),
         arrays=("q", "kv", "indices", "attn_sink", "topk_length"),
         floats=lambda case: ("q", "attn_sink", *(("kv",) if layout == "bf16" else ())),
         rerun_cases=reruns,
@@ -783,7 +802,7 @@ def prefill_operation(layout: str) -> Operation:
             "indices of other tokens": (ValueError, "indices", _replaced("indices", lambda x: x[:-1])),
         },
         changes=prefill_changes,
-        clusters=layout != "bf16",
+        clusters=clusters,
     )
 
 
@@ -1185,7 +1204,9 @@ OPERATIONS = (
     sparse_operation("bf16"),
     prefill_operation("bf16"),
     prefill_operation("v32"),
+    prefill_operation("v32", clusters=True),
     prefill_operation("model1"),
+    prefill_operation("model1", clusters=True),
     WRITE,
     GATHER,
     QUANTIZE,
