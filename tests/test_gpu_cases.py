@@ -109,7 +109,7 @@ def test_clusters(name: str, case: SparseCase, kernels: list[str]) -> None:
 
 
 def test_operations_with_clusters() -> None:
-    """Both kinds of FP8 caches, in decoding and in prefill, have the same cases .
+    """There is one for either FP8 layout, in decoding and in prefill."""
     names = {operation.name for operation in OPERATIONS if operation.clusters}
     assert names == {
         f"{kind}_{layout}_clusters" for kind in ("sparse", "prefill") for layout in ("v32", "model1")
