@@ -134,12 +134,12 @@ def test_lengths_of_the_kernel_ahead(kind: dict[str, Any], h_q: int) -> None:
     prefill_check(inputs, want)
 
     slots = torch.empty_like(inputs.indices)
-    results = []
-    torch.cuda._sleep(50_000_000)  # about 25 ms, so that launches wait for each other and not for the host
-    for _ in range(100):
-        results.append(prefill(compacted(slots), enable_batch_invariant=True))
-    for number, got in enumerate(results):
-        assert_bits(f"call {number}", got, want)
+    for _ in range(2):  # the second time the allocator has memory for all results
+        torch.cuda._sleep(50_000_000)  # about 25 ms: launches wait for each other, not for the host
+        results = [prefill(compacted(slots), enable_batch_invariant=True) for _ in range(100)]
+        for number, got in enumerate(results):
+            assert_bits(f"call {number}", got, want)
+        del results
 
 
 def test_more_tokens_than_a_plan_takes() -> None:
