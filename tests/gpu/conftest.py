@@ -38,8 +38,8 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_memory() -> None:
-    """Processes of pytest-xdist share the GPU: torch gives none of them more than its share, so that what one
-    has freed and keeps is not missing elsewhere. A test that needs more at a time is out of memory.
+    """Processes of pytest-xdist share the GPU: torch gives none of them more than its share, in which freed
+    memory that it keeps counts too. A test that needs more than that runs out of memory.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1 and missing_hopper_reason() is None:
