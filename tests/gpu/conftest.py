@@ -38,7 +38,9 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_memory() -> None:
-    """Processes of pytest-xdist share the GPU: none keeps freed memory beyond its share."""
+    """Processes of pytest-xdist share the GPU: torch gives none of them more than its share, in which freed
+    memory that it keeps counts too. A test that needs more than that runs out of memory.
+    """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes > 1 and missing_hopper_reason() is None:
         for device in range(torch.cuda.device_count()):

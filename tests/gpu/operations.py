@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import permutations
+from itertools import cycle, permutations
 from typing import Any
 
 import ml_dtypes
@@ -71,6 +71,7 @@ PLAN_NAMES = (
     "topk",
 )
 Bad = tuple[type[Exception], str, Callable[[Arguments], Arguments]]
+Empty = tuple[Callable[[Arguments], Arguments], dict[str, int]]
 
 
 @dataclass
@@ -177,30 +178,33 @@ class Operation:
         make: the call of a case, on torch tensors. A case is anything that has an `id`.
         cases: a few calls, for contracts and frameworks; the first one has every array.
         arrays: the names of its arguments that are arrays, or lists of them.
+        floats: the names of those that are of floating point in a case, and can require grad.
         rerun_cases, graph_cases, invariant_cases: for bits, graphs and batch invariance.
         strides: for each argument with free strides, the kinds of `strided` it takes.
         odd_last: arguments whose last dimension need not be contiguous.
         out: padding of each dimension of the buffer that an `out` may be a slice of; None: there is no `out`.
-        empty: changes of the arguments of the first case that leave nothing to compute.
+        empty: changes of the arguments that leave nothing to compute, and for each result that is empty then
+            the dimension of size 0.
         bad: wrong arguments of the first case besides those that every operation has: name -> (error, the
             argument that its text starts with, changes).
         changes: changes a graph case's arguments in place, again and again.
         part: the call with these requests of a batch only.
         plan_serves_all_lengths: a plan of tensors made once serves whatever `changes` does.
-        clusters: calls are forced to the kernel for clusters.
+        clusters: calls are forced to the kernel for clusters; tests/test_gpu_cases.py sees that all go there.
     """
 
     name: str
     make: Callable[[Any], Call]
     cases: tuple[Any, ...]
     arrays: tuple[str, ...]
+    floats: Callable[[Any], tuple[str, ...]]
     rerun_cases: tuple[Any, ...] = ()
     graph_cases: tuple[Any, ...] = ()
     invariant_cases: tuple[Any, ...] = ()
     strides: dict[str, tuple[str, ...]] = field(default_factory=dict)
     odd_last: tuple[str, ...] = ()
     out: Callable[[Any], Pads] | None = None
-    empty: dict[str, Callable[[Arguments], Arguments]] = field(default_factory=dict)
+    empty: dict[str, Empty] = field(default_factory=dict)
     bad: dict[str, Bad] = field(default_factory=dict)
     changes: Callable[[Call], Iterator[None]] | None = None
     part: Callable[[Call, list[int]], Call] | None = None
@@ -446,14 +450,18 @@ DENSE = Operation(
     make=lambda case: dense_call(make_dense_inputs(case)),
     cases=DENSE_CASES,
     arrays=("q", "k_cache", "block_table", "cache_seqlens"),
+    floats=lambda case: ("q", "k_cache"),
     rerun_cases=DENSE_RERUN_CASES,
     graph_cases=DENSE_GRAPH_CASES,
     invariant_cases=DENSE_INVARIANT_CASES,
     strides={"q": QUERY_STRIDES, "block_table": ("columns", "odd")},
     out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
     empty={
-        "no requests": lambda a: {name: a[name][:0] for name in ("q", "block_table", "cache_seqlens")},
-        "no query tokens": lambda a: {"q": a["q"][:, :0]},
+        "no requests": (
+            lambda a: {name: a[name][:0] for name in ("q", "block_table", "cache_seqlens")},
+            {"out": 0, "softmax_lse": 0},
+        ),
+        "no query tokens": (lambda a: {"q": a["q"][:, :0]}, {"out": 1, "softmax_lse": 2}),
     },
     bad=DENSE_BAD,
     changes=dense_changes,
@@ -531,7 +539,7 @@ SPARSE_GRAPH_CASES = {
             sink=True,
         ),
     ),
-    "bf16": (SparseCase(b=70, h_q=66, s_k=600, topk=300, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
+    "bf16": (SparseCase(b=70, h_q=66, s_k=900, topk=600, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
 }
 SPARSE_INVARIANT_CASES = {
     "v32": (
@@ -560,6 +568,11 @@ SPARSE_INVARIANT_CASES = {
         SparseCase(b=64, s_q=2, h_q=128, s_k=1500, topk=1000, lengths="random", layout="bf16", d_qk=512),
     ),
 }
+
+
+def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+    """The cases with two and four tiles of 64 heads: the kernel for clusters takes even numbers."""
+    return tuple(replace(case, h_q=heads) for case, heads in zip(cases, cycle((128, 256)), strict=False))
 
 
 def sparse_call(inputs: SparseInputs) -> Call:
@@ -622,15 +635,26 @@ SPARSE_BAD: dict[str, Bad] = {
 }
 
 
+def sparse_floats(case: SparseCase) -> tuple[str, ...]:
+    """FP8 caches are bytes."""
+    rows = case.layout == "bf16"
+    given = {"q": True, "attn_sink": case.sink, "k_cache": rows, "extra_k_cache": rows and case.extra_topk}
+    return tuple(name for name, there in given.items() if there)
+
+
 def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
-    """Sparse decoding over one kind of cache."""
+    """Sparse decoding over one kind of cache, or forced to the kernel for clusters, with cases for it."""
+
+    def suited(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+        return for_clusters(cases) if clusters else cases
+
     per_request = ("q", "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
     per_token = ("q", "indices", "extra_indices_in_kvcache")
     rows = ("wide", "columns", "permuted", "unaligned", "odd")
     return Operation(
         name=f"sparse_{layout}" + "_clusters" * clusters,
         make=lambda case: sparse_call(make_sparse_inputs(case)),
-        cases=SPARSE_CASES[layout],
+        cases=suited(SPARSE_CASES[layout]),
         arrays=(
             "q",
             "k_cache",
@@ -641,14 +665,21 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
             "topk_length",
             "extra_topk_length",
         ),
-        rerun_cases=SPARSE_RERUN_CASES[layout],
-        graph_cases=SPARSE_GRAPH_CASES[layout],
-        invariant_cases=SPARSE_INVARIANT_CASES[layout],
+        floats=sparse_floats,
+        rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
+        graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
+        invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),
         strides={"q": QUERY_STRIDES, "indices": rows, "extra_indices_in_kvcache": rows},
         out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
         empty={
-            "no requests": lambda a: {name: a[name][:0] for name in per_request if a[name] is not None},
-            "no query tokens": lambda a: {name: a[name][:, :0] for name in per_token if a[name] is not None},
+            "no requests": (
+                lambda a: {name: a[name][:0] for name in per_request if a[name] is not None},
+                {"out": 0, "softmax_lse": 0},
+            ),
+            "no query tokens": (
+                lambda a: {name: a[name][:, :0] for name in per_token if a[name] is not None},
+                {"out": 1, "softmax_lse": 2},
+            ),
         },
         bad=SPARSE_BAD,
         changes=sparse_changes,
@@ -679,6 +710,15 @@ PREFILL_RERUN_CASES = {
     ),
     "v32": (SparseCase(b=7, h_q=16, s_k=3000, topk=2048, lengths="random", sink=True, **V32),),
     "model1": (SparseCase(b=40, h_q=64, s_k=900, topk=500, **MODEL1),),
+}
+# Few tokens over many rows: a cache whose rows are selected often is copied to bf16 rows first.
+PREFILL_CLUSTER_SHAPES: tuple[Arguments, ...] = (
+    {"b": 9, "h_q": 128, "s_k": 300, "topk": 133, "lengths": "random", "sink": True},
+    {"b": 15, "h_q": 256, "s_k": 500, "topk": 200, "lengths": "random", "sink": True, "empty_rows": 0.2},
+)
+PREFILL_CLUSTER_RERUN_CASES = {
+    "v32": (SparseCase(b=7, h_q=128, s_k=3000, topk=2048, lengths="random", sink=True, **V32),),
+    "model1": (SparseCase(b=40, h_q=256, s_k=3000, topk=500, **MODEL1),),
 }
 
 
@@ -727,16 +767,18 @@ def live_rows(inputs: SparseInputs) -> Any:
     return torch.where(valid & alive[inputs.indices.long().masked_fill(~valid, 0)], inputs.indices, -1)
 
 
-def prefill_operation(layout: str) -> Operation:
-    """Sparse prefill over one kind of kv; FP8 caches with calls forced to the kernel for clusters."""
+def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
+    """Sparse prefill over one kind of kv, or forced to the kernel for clusters, with cases for it."""
     kinds = [kind for kind in PREFILL_KINDS.values() if kind["layout"] == layout]
-    reruns = PREFILL_RERUN_CASES[layout]
+    shapes = PREFILL_CLUSTER_SHAPES if clusters else PREFILL_SHAPES
+    reruns = (PREFILL_CLUSTER_RERUN_CASES if clusters else PREFILL_RERUN_CASES)[layout]
     per_token = ("q", "indices", "topk_length")
     return Operation(
-        name=f"prefill_{layout}",
+        name=f"prefill_{layout}" + "_clusters" * clusters,
         make=lambda case: prefill_call(make_sparse_inputs(case)),
-        cases=tuple(SparseCase(**shape, **kind) for kind in kinds for shape in PREFILL_SHAPES),
+        cases=tuple(SparseCase(**shape, **kind) for kind in kinds for shape in shapes),
         arrays=("q", "kv", "indices", "attn_sink", "topk_length"),
+        floats=lambda case: ("q", "attn_sink", *(("kv",) if layout == "bf16" else ())),
         rerun_cases=reruns,
         graph_cases=tuple(replace(case, lengths="random") for case in reruns),
         strides={
@@ -745,7 +787,12 @@ def prefill_operation(layout: str) -> Operation:
             **({"kv": ("wide", "columns")} if layout == "bf16" else {}),
         },
         out=lambda out: ((1, 1), (8, 16), (8, 8)),
-        empty={"no query tokens": lambda a: {name: a[name][:0] for name in per_token if a[name] is not None}},
+        empty={
+            "no query tokens": (
+                lambda a: {name: a[name][:0] for name in per_token if a[name] is not None},
+                {"out": 0, "max_logits": 0, "lse": 0},
+            )
+        },
         bad={
             "d_v 256": (ValueError, "d_v", _put("d_v", lambda: 256)),
             "scale 0": (ValueError, "sm_scale", _put("sm_scale", lambda: 0.0)),
@@ -755,7 +802,7 @@ def prefill_operation(layout: str) -> Operation:
             "indices of other tokens": (ValueError, "indices", _replaced("indices", lambda x: x[:-1])),
         },
         changes=prefill_changes,
-        clusters=layout != "bf16",
+        clusters=clusters,
     )
 
 
@@ -823,8 +870,9 @@ WRITE = Operation(
     make=write_call,
     cases=CACHE_CASES,
     arrays=("kv_c", "k_pe", "slot_mapping"),
+    floats=lambda case: ("kv_c", "k_pe"),
     strides={"kv_c": ("columns", "unaligned", "odd"), "k_pe": ("columns", "unaligned", "odd")},
-    empty={"no tokens": lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}},
+    empty={"no tokens": (lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}, {})},
     bad={
         "another number of rows": (ValueError, "k_pe", _replaced("k_pe", lambda x: x[:-1])),
         "another width": (ValueError, "kv_c", _replaced("kv_c", lambda x: x[:, :-8].contiguous())),
@@ -894,13 +942,18 @@ GATHER = Operation(
     make=gather_call,
     cases=CACHE_CASES,
     arrays=("kv_cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts"),
+    floats=lambda case: () if case.kind in LAYOUTS else ("kv_cache",),
     strides={"block_table": ("columns", "odd")},
     out=lambda out: ((1, 1), (0, 24)),
     empty={
-        "no requests": lambda a: {
-            name: a[name][:0] for name in ("block_table", "cache_seqlens", "workspace_starts", "seq_starts")
-        },
-        "no rows": lambda a: {"out": a["out"][:0]},
+        "no requests": (
+            lambda a: {
+                name: a[name][:0]
+                for name in ("block_table", "cache_seqlens", "workspace_starts", "seq_starts")
+            },
+            {},
+        ),
+        "no rows": (lambda a: {"out": a["out"][:0]}, {"out": 0}),
     },
     bad={
         "one length too few": (ValueError, "cache_seqlens", _replaced("cache_seqlens", lambda x: x[:-1])),
@@ -933,9 +986,10 @@ QUANTIZE = Operation(
     make=quantize_call,
     cases=QUANTIZE_CASES,
     arrays=("k_cache",),
+    floats=lambda case: ("k_cache",),
     strides={"k_cache": ("wide", "columns", "permuted", "unaligned", "odd")},
     out=lambda out: ((1, 1), (0, 0), (0, 0), (0, 0)),
-    empty={"no blocks": lambda a: {"k_cache": a["k_cache"][:0]}},
+    empty={"no blocks": (lambda a: {"k_cache": a["k_cache"][:0]}, {"cache": 0})},
     bad={
         "another layout": (ValueError, "layout", _put("layout", lambda: "v33")),
         "layout of another width": (ValueError, "k_cache", _replaced("k_cache", lambda x: x[..., :448])),
@@ -973,7 +1027,8 @@ DEQUANTIZE = Operation(
     make=dequantize_call,
     cases=QUANTIZE_CASES,
     arrays=("cache",),
-    empty={"no blocks": lambda a: {"cache": a["cache"][:0]}},
+    floats=lambda case: (),
+    empty={"no blocks": (lambda a: {"cache": a["cache"][:0]}, {"k_cache": 0})},
     bad={"another layout": (ValueError, "layout", _put("layout", lambda: "v33"))},
     changes=dequantize_changes,
 )
@@ -1023,14 +1078,18 @@ CONVERT = Operation(
     make=convert_call,
     cases=CONVERT_CASES,
     arrays=("indices", "block_table", "request_ids"),
+    floats=lambda case: (),
     strides={
         "indices": ("wide", "columns", "permuted", "unaligned", "odd"),
         "block_table": ("columns", "unaligned", "odd"),
     },
     out=lambda out: ((1, 1), (1, 2), (3, 4)),
     empty={
-        "no rows": lambda a: {"indices": a["indices"][:0], "request_ids": a["request_ids"][:0]},
-        "no columns": lambda a: {"indices": a["indices"][..., :0]},
+        "no rows": (
+            lambda a: {"indices": a["indices"][:0], "request_ids": a["request_ids"][:0]},
+            {"slots": 0, "counts": 0},
+        ),
+        "no columns": (lambda a: {"indices": a["indices"][..., :0]}, {"slots": 2}),
     },
     bad={
         "page of 0 tokens": (ValueError, "page_block_size", _put("page_block_size", lambda: 0)),
@@ -1110,6 +1169,7 @@ MERGE = Operation(
     make=merge_call,
     cases=MERGE_CASES,
     arrays=("outs", "lses"),
+    floats=lambda case: ("outs", "lses"),
     strides={
         "outs": ("wide", "columns", "permuted"),
         "lses": ("wide", "columns", "odd", "unaligned", "transposed"),
@@ -1117,11 +1177,14 @@ MERGE = Operation(
     odd_last=("lses",),
     out=lambda out: ((1, 1), (0, 2), (4, 7), (0, 0)),
     empty={
-        "no requests": lambda a: {name: [x[:0] for x in a[name]] for name in ("outs", "lses")},
-        "no query tokens": lambda a: {
-            "outs": [x[:, :0] for x in a["outs"]],
-            "lses": [x[..., :0] for x in a["lses"]],
-        },
+        "no requests": (
+            lambda a: {name: [x[:0] for x in a[name]] for name in ("outs", "lses")},
+            {"out": 0, "lse": 0},
+        ),
+        "no query tokens": (
+            lambda a: {"outs": [x[:, :0] for x in a["outs"]], "lses": [x[..., :0] for x in a["lses"]]},
+            {"out": 1, "lse": 2},
+        ),
     },
     bad={
         "no parts": (ValueError, "lses", lambda a: {"outs": [], "lses": []}),
@@ -1141,7 +1204,9 @@ OPERATIONS = (
     sparse_operation("bf16"),
     prefill_operation("bf16"),
     prefill_operation("v32"),
+    prefill_operation("v32", clusters=True),
     prefill_operation("model1"),
+    prefill_operation("model1", clusters=True),
     WRITE,
     GATHER,
     QUANTIZE,

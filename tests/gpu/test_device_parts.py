@@ -1,4 +1,6 @@
-"""Parts of cuda_src that no kernel uses yet, on the GPU: wgmma of every width, TMA of 2 to 5 dimensions."""
+"""Parts of cuda_src that no kernel uses yet, on the GPU: wgmma of every width, TMA of 2 to 5 dimensions,
+softmax over any number of columns behind any mask.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,20 @@ constexpr int kTiles = (N + 63) / 64;
 using TileA = SwizzledTile<64>;
 using TileB = SwizzledTile<MN_MAJOR ? 64 : N>;
 
-// a [64, 64]; b [N, 64], or [64, 64 kTiles] if MN_MAJOR; d [64, N] = A B.
-extern "C" __global__ void __launch_bounds__(128, 1) probe(const u16* a, const u16* b, float* d) {
-    __shared__ alignas(1024) unsigned char smem_a[TileA::kBytes];
-    __shared__ alignas(1024) unsigned char smem_b[MN_MAJOR ? kTiles * TileB::kBytes : TileB::kBytes];
+enum class A { kKMajor, kMnMajor, kRegisters };
+
+// 16 bytes.
+__device__ __forceinline__ void copy(unsigned char* dst, const u16* src) {
+    *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
+}
+
+// d [64, N] = A B. A is in a [64, 64], for MN-major use transposed; B is in shared memory. All threads call.
+template <A kA>
+__device__ __forceinline__ void product(const u16* a, unsigned char* smem_a, u32 smem_b, float* d) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    auto copy = [&](unsigned char* dst, const u16* src) {
-        *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(src);
-    };
+    __syncthreads();
     for (int i = thread; i < 64 * 8; i += 128)
         copy(smem_a + TileA::offset(i / 8, i % 8), a + i / 8 * 64 + i % 8 * 8);
-    for (int i = thread; i < TileB::kRows * 8; i += 128) {
-        for (int tile = 0; tile < (MN_MAJOR ? kTiles : 1); ++tile) {
-            copy(smem_b + tile * TileB::kBytes + TileB::offset(i / 8, i % 8),
-                 b + (MN_MAJOR ? i / 8 * 64 * kTiles + tile * 64 : i / 8 * 64) + i % 8 * 8);
-        }
-    }
     fence_proxy_async();
     __syncthreads();
     float acc[N / 2] = {};
@@ -62,19 +62,21 @@ extern "C" __global__ void __launch_bounds__(128, 1) probe(const u16* a, const u
             fragments[k][r] = *reinterpret_cast<const u32*>(a + row * 64 + column);
         }
     }
-    const u64 desc_a = TileA::k_major(smem_address(smem_a));
-    const u32 start_b = smem_address(smem_b);
-    const u64 desc_b = MN_MAJOR ? TileB::mn_major(start_b) : TileB::k_major(start_b);
+    constexpr Major kMajorA = kA == A::kMnMajor ? Major::kMn : Major::kK;
     constexpr Major kMajorB = MN_MAJOR ? Major::kMn : Major::kK;
+    const u32 start_a = smem_address(smem_a);
+    const u64 desc_a = kA == A::kMnMajor ? TileA::mn_major(start_a) : TileA::k_major(start_a);
+    const u64 desc_b = MN_MAJOR ? TileB::mn_major(smem_b) : TileB::k_major(smem_b);
     wgmma_pin(acc);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
         const u64 step_b = desc_b + k * (MN_MAJOR ? TileB::kStepMn : TileB::kStepK);
-        if constexpr (A_IN_REGISTERS) {
+        if constexpr (kA == A::kRegisters) {
             wgmma_rs<Dtype::kBf16, kMajorB>(acc, fragments[k], step_b, k > 0);
         } else {
-            wgmma_ss<Dtype::kBf16, Major::kK, kMajorB>(acc, desc_a + k * TileA::kStepK, step_b, k > 0);
+            const u64 step_a = desc_a + k * (kA == A::kMnMajor ? TileA::kStepMn : TileA::kStepK);
+            wgmma_ss<Dtype::kBf16, kMajorA, kMajorB>(acc, step_a, step_b, k > 0);
         }
     }
     wgmma_commit_group();
@@ -87,24 +89,167 @@ extern "C" __global__ void __launch_bounds__(128, 1) probe(const u16* a, const u
         d[row * N + column] = acc[i];
     }
 }
+
+// a [64, 64] and its transposed; b [N, 64], or [64, 64 kTiles] if MN_MAJOR; d [3, 64, N]: A B with A K-major,
+// MN-major and in registers.
+extern "C" __global__ void __launch_bounds__(128, 1)
+    probe(const u16* a, const u16* transposed, const u16* b, float* d) {
+    __shared__ alignas(1024) unsigned char smem_a[TileA::kBytes];
+    __shared__ alignas(1024) unsigned char smem_b[MN_MAJOR ? kTiles * TileB::kBytes : TileB::kBytes];
+    for (int i = threadIdx.x; i < TileB::kRows * 8; i += 128) {
+        for (int tile = 0; tile < (MN_MAJOR ? kTiles : 1); ++tile) {
+            copy(smem_b + tile * TileB::kBytes + TileB::offset(i / 8, i % 8),
+                 b + (MN_MAJOR ? i / 8 * 64 * kTiles + tile * 64 : i / 8 * 64) + i % 8 * 8);
+        }
+    }
+    const u32 start_b = smem_address(smem_b);
+    product<A::kKMajor>(a, smem_a, start_b, d);
+    product<A::kMnMajor>(transposed, smem_a, start_b, d + 64 * N);
+    product<A::kRegisters>(a, smem_a, start_b, d + 2 * 64 * N);
+}
 """
 
 
 @pytest.mark.parametrize("n", (8, 16, 40, 64, 96, 128, 192, 248, 256))
-@pytest.mark.parametrize("a_in_registers", (0, 1))
 @pytest.mark.parametrize("mn_major", (0, 1))
-def test_products(n: int, a_in_registers: int, mn_major: int, tmp_path: Path) -> None:
-    """Small integers: exact in bf16, and their sums in float32."""
-    kernel = probe(tmp_path, PRODUCT, N=n, MN_MAJOR=mn_major, A_IN_REGISTERS=a_in_registers)
+def test_products(n: int, mn_major: int, tmp_path: Path) -> None:
+    """Small integers: exact in bf16, and their sums in float32. `mn_major` is that of B."""
+    kernel = probe(tmp_path, PRODUCT, N=n, MN_MAJOR=mn_major)
     draw = torch.Generator("cuda").manual_seed(n)
     a = torch.randint(-8, 9, (64, 64), generator=draw, device="cuda").bfloat16()
+    transposed = a.T.contiguous()
     b = torch.randint(-8, 9, (64, -(-n // 64) * 64), generator=draw, device="cuda").bfloat16()
     given = b if mn_major else b[:, :n].T.contiguous()
-    d = torch.full((64, n), float("nan"), device="cuda")
+    d = torch.full((3, 64, n), float("nan"), device="cuda")
     torch.cuda.synchronize()
-    kernel((1,), (128,), tuple(np.uint64(array.data_ptr()) for array in (a, given, d)))
+    kernel((1,), (128,), tuple(np.uint64(array.data_ptr()) for array in (a, transposed, given, d)))
     cupy.cuda.runtime.deviceSynchronize()
-    assert torch.equal(d.double(), a.double() @ b[:, :n].double())
+    want = a.double() @ b[:, :n].double()
+    for form, got in zip(("K-major", "MN-major", "in registers"), d, strict=True):
+        assert torch.equal(got.double(), want), f"A {form}"
+
+
+SOFTMAX = """
+#include "attention/masks.cuh"
+#include "attention/rescale.cuh"
+#include "attention/softmax.cuh"
+#include "attention/store_p.cuh"
+#include "layout/swizzled_tile.cuh"
+#include "ptx/memory.cuh"
+
+constexpr int kCount = COLUMNS / 2;
+using Tile = SwizzledTile<64>;
+
+// Two blocks of COLUMNS keys: scores [2, 64, COLUMNS], bits [2, 2]. P of the first block goes to `first` [64,
+// COLUMNS], rescaled with the second; P of the second to `second`, by way of shared memory. Sums, references
+// and maxima of the rows go to `rows` [3, 64].
+extern "C" __global__ void __launch_bounds__(128, 1)
+    probe(const float* scores, const u32* bits, float* first, u16* second, float* rows, float sm_scale_log2,
+          int seqlen) {
+    __shared__ alignas(1024) unsigned char smem_p[(COLUMNS + 63) / 64 * Tile::kBytes];
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int row0 = 16 * warp + lane / 4;
+    auto place = [&](int i) {
+        return (row0 + 8 * (i >> 1 & 1)) * COLUMNS + 8 * (i >> 2) + 2 * (lane % 4) + (i & 1);
+    };
+    Softmax softmax;
+    RowMaximum top;
+    float o[kCount] = {};
+    u32 p[kCount / 2];
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+        float s[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[i] = scores[block * 64 * COLUMNS + place(i)];
+        [[maybe_unused]] const KeyLimits limits{{visible_keys(seqlen, 64, row0, true) - block * COLUMNS,
+                                                 visible_keys(seqlen, 64, row0 + 8, true) - block * COLUMNS}};
+        apply_mask(s, MASK);
+        top.block(s);
+        FACTORS;
+        softmax.block<Dtype::kBf16>(s, sm_scale_log2, p, factors);
+        rescale(o, FACTOR(factors[0]), FACTOR(factors[1]));
+        if (block == 0) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                o[i] = __uint_as_float(i % 2 ? p[i / 2] & 0xffff0000 : p[i / 2] << 16);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) first[place(i)] = o[i];
+    store_probabilities<Tile::kBytes>(smem_address(smem_p + Tile::offset(16 * warp + lane % 16, lane / 16)),
+                                      p);
+    softmax.store(rows, rows + 64, warp);
+    top.store(rows + 128, sm_scale_log2, warp);
+    __syncthreads();
+    for (int i = thread; i < 64 * COLUMNS / 8; i += 128) {
+        const int row = i / (COLUMNS / 8), unit = i % (COLUMNS / 8);
+        const unsigned char* src = smem_p + unit / 8 * Tile::kBytes + Tile::offset(row, unit % 8);
+        *reinterpret_cast<uint4*>(second + 8 * i) = *reinterpret_cast<const uint4*>(src);
+    }
+}
+"""
+MASKS = {
+    "limits": "limits",
+    "bits": "KeyBits(bits[2 * block], bits[2 * block + 1])",
+    "either": "EitherMask<KeyLimits, KeyBits>{limits, KeyBits(bits[2 * block], bits[2 * block + 1])}",
+}
+SOFTMAXES = {
+    "OnlineSoftmax": {"FACTORS;": "float factors[2];", "FACTOR(": "("},
+    "MaximumFirstSoftmax": {"FACTORS;": "u32 factors[2];", "FACTOR(": "Softmax::shrink_factor("},
+}
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
+@pytest.mark.parametrize(
+    ("columns", "mask"),
+    [(n, mask) for n in (16, 64, 128, 192) for mask in MASKS if mask == "limits" or n <= 64],
+)
+def test_masked_softmax(columns: int, mask: str, softmax: str, tmp_path: Path) -> None:
+    """As NumPy has it. The second block raises the maxima of two rows in three, of one in three so far that
+    what came before is rescaled. Rows have keys in both blocks, in one, and with 16 columns also in none.
+    """
+    text = SOFTMAX.replace("MASK", MASKS[mask]).replace(
+        "Softmax softmax;", f"using Softmax = {softmax};\n    Softmax softmax;"
+    )
+    for name, code in SOFTMAXES[softmax].items():
+        text = text.replace(name, code)
+    kernel = probe(tmp_path, text, COLUMNS=columns)
+    draw = np.random.default_rng(columns)
+    scores = (8 * draw.standard_normal((2, 64, columns))).astype(np.float32)
+    scores[1, 0::3] += 80
+    scores[1, 1::3] += 20
+    bits = draw.integers(0, 2**32, (2, 2), dtype=np.uint32)
+    if mask == "bits":
+        bits[0] = 0  # the first block has no keys
+    seqlen, scale = columns + 40, 0.25
+    given = [torch.from_numpy(array).cuda() for array in (scores, bits.view(np.int32))]
+    first, rows = (torch.full(shape, float("nan"), device="cuda") for shape in ((64, columns), (3, 64)))
+    second = torch.full((64, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    addresses = [np.uint64(array.data_ptr()) for array in (*given, first, second, rows)]
+    kernel((1,), (128,), (*addresses, np.float32(scale), np.int32(seqlen)))
+    cupy.cuda.runtime.deviceSynchronize()
+
+    key = np.arange(2 * columns)
+    hidden = np.zeros((64, 2 * columns), dtype=bool)
+    if mask != "bits":
+        hidden |= key >= seqlen - 63 + np.arange(64)[:, None]
+    if mask != "limits":
+        column = key % columns
+        hidden |= (bits[key // columns, column // 32] >> (column % 32) & 1) == 0
+    exponents = np.where(hidden, -np.inf, scale * np.concatenate(scores, axis=1).astype(np.float64))
+    weights = np.exp2(exponents)
+    total = weights.sum(axis=1)
+    sums, references, maxima = rows.cpu().double().numpy()
+    p = torch.cat([first, second.float()], dim=1).cpu().double().numpy()
+    assert not p[hidden].any() and not sums[total == 0].any()
+    some = total > 0
+    assert some.any() and (mask != "limits" or columns > 16 or not some.all())
+    np.testing.assert_allclose(
+        p[some] / sums[some, None], weights[some] / total[some, None], rtol=2**-8, atol=1e-6
+    )
+    np.testing.assert_allclose(references[some] + np.log2(sums[some]), np.log2(total[some]), atol=2e-5)
+    np.testing.assert_allclose(maxima, exponents.max(axis=1), rtol=1e-6)
 
 
 COPY = """

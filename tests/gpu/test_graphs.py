@@ -160,10 +160,13 @@ def test_batch_smaller_than_captured(operation: Operation, case: Any, form: str,
     call.run(invariant=invariant, **plan)  # loads the kernels, fills an object
     given = torch.empty((case.b, case.s_q, case.h_q, 512), dtype=call.arguments["q"].dtype, device="cuda")
     graph, (out, lse) = capture(lambda: call.run(invariant=invariant, **plan, out=given))
+    splits = metadata.num_splits if form == "object" else num_splits
     assert operation.changes is not None and operation.part is not None
+    was_split = False
     for _ in operation.changes(call):
         for size in sorted({1, 3, case.b - 1}):
-            call.replan(metadata, num_splits, invariant=invariant)  # says of all requests that they are split
+            call.replan(metadata, num_splits, invariant=invariant)
+            was_split |= bool((splits.diff() > 1)[size:].any())
             call.replan(metadata, num_splits, size, invariant=invariant)
             fill_with_canaries(given)
             graph.replay()
@@ -174,6 +177,7 @@ def test_batch_smaller_than_captured(operation: Operation, case: Any, form: str,
                 assert_results(f"the first {size}", call, (out[:size], lse[:size]), want)
             assert all_canaries(out[size:]), f"out of requests from {size} on was written"
             assert_poison(f"lse of requests from {size} on", lse[size:])
+    assert was_split, "no plan for all requests had split one of those behind the first"
     call.replan(metadata, num_splits, invariant=invariant)
     graph.replay()
     call.check((out, lse))

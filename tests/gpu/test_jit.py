@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gpu_support import torch
+from jit_project import KERNEL, Project, tiny
 
-torch = pytest.importorskip("torch")
-
-from jit_project import KERNEL, Project, tiny  # noqa: E402
-
-from rawmla.jit import Kernel, KernelSpec, builder, get_kernel  # noqa: E402
-from rawmla.jit.table import BoundedTable  # noqa: E402
+from rawmla.jit import Kernel, KernelSpec, builder, get_kernel
+from rawmla.jit.table import BoundedTable
 
 POINTER = struct.Struct("<Q")
 launch = sys.modules["rawmla.jit.launch"]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, torch
-from operations import DENSE, Call, Operation, dense_call, for_each, is_planned, sparse_call, sparse_operation
+from operations import DENSE, Call, Operation, for_clusters, for_each, is_planned, sparse_operation
 
 import rawmla
-from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from rawmla.testing import DenseCase, SparseCase
 from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, write_plan
 
 LENGTHS = (700, 0, 64, 65, 3000, 1, 0, 1999, 0)
@@ -42,7 +42,11 @@ CASES: tuple[tuple[Operation, Any], ...] = (
     (DENSE, DenseCase(h_q=16, **DENSE_SHAPE)),
     (DENSE, DenseCase(h_q=128, s_q=2, **DENSE_SHAPE)),
     *((sparse_operation(layout), case) for layout, case in SPARSE_CASES.items()),
-    *((sparse_operation(layout, clusters=True), SPARSE_CASES[layout]) for layout in ("v32", "model1")),
+    *(
+        (sparse_operation(layout, clusters=True), *for_clusters((case,)))
+        for layout, case in SPARSE_CASES.items()
+        if layout != "bf16"
+    ),
 )
 IDS = [f"{operation.name}-h{case.h_q}" for operation, case in CASES]
 
@@ -96,29 +100,27 @@ def test_external_plans_and_idle_rows(operation: Operation, case: Any, idle_form
                 raise AssertionError(f"{name}, {idle_before} + {idle_after} idle rows: {error}") from error
 
 
-def long_call(operation: Operation) -> Call:
-    """A request of 256 blocks and one of two."""
-    lengths = (64 * 256, 100)
-    if operation is DENSE:
-        return dense_call(make_dense_inputs(DenseCase(b=2, h_q=64, lengths=lengths, sharp=True)))
-    return sparse_call(
-        make_sparse_inputs(
-            SparseCase(b=2, h_q=64, s_k=17000, topk=lengths[0], layout="model1", lengths=lengths, sharp=True)
-        )
-    )
-
-
-SPLIT_OPERATIONS = (DENSE, sparse_operation("model1"), sparse_operation("model1", clusters=True))
+# A request of 256 blocks and one of two.
+LONG_LENGTHS = (64 * 256, 100)
+LONG_SPARSE = SparseCase(
+    b=2, h_q=64, s_k=17000, topk=LONG_LENGTHS[0], layout="model1", lengths=LONG_LENGTHS, sharp=True
+)
+LONG_CASES: tuple[tuple[Operation, Any], ...] = (
+    (DENSE, DenseCase(b=2, h_q=64, lengths=LONG_LENGTHS, sharp=True)),
+    (sparse_operation("model1"), LONG_SPARSE),
+    (sparse_operation("model1", clusters=True), *for_clusters((LONG_SPARSE,))),
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("operation", SPLIT_OPERATIONS, ids=[one.name for one in SPLIT_OPERATIONS])
-def test_any_number_of_splits(operation: Operation, layout: str) -> None:
-    call = long_call(operation)
-    lengths = (64 * 256, 100)
+@pytest.mark.parametrize(
+    ("operation", "case"), LONG_CASES, ids=[operation.name for operation, _ in LONG_CASES]
+)
+def test_any_number_of_splits(operation: Operation, case: Any, layout: str) -> None:
+    call = operation.make(case)
     for splits in SPLITS:
         shares = [256 // splits] * (splits - 1) + [256 - (splits - 1) * (256 // splits)] + [2]
-        rows, num_splits = write_plan(lengths, shares, layout)
+        rows, num_splits = write_plan(LONG_LENGTHS, shares, layout)
         assert num_splits.tolist() == [0, splits, splits + 1]
         try:
             call.check(run_with_plan(call, rows, num_splits, layout))
@@ -208,15 +210,19 @@ def test_recomputed_in_place(operation: Operation, case: Any, form: str) -> None
     call = operation.make(case)
     metadata, num_splits = call.make_plan(form)
     call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
-    rows = metadata.tile_scheduler_metadata if form == "object" else metadata
+    rows, splits = metadata, num_splits
+    if form == "object":
+        rows, splits = metadata.tile_scheduler_metadata, metadata.num_splits
     assert operation.changes is not None and operation.part is not None
     for _ in operation.changes(call):
         rows.fill_(-1)
+        splits.fill_(-1)
         call.replan(metadata, num_splits)
         call.check(call.run(tile_scheduler_metadata=metadata, num_splits=num_splits))
         if form == "tensors":  # an object serves calls of its batch only
             for size in sorted({1, max(case.b // 2, 1), case.b}):
                 rows.fill_(-1)
+                splits.fill_(-1)
                 call.replan(metadata, num_splits, size)
                 small = operation.part(call, list(range(size)))
                 small.check(small.run(tile_scheduler_metadata=metadata, num_splits=num_splits))

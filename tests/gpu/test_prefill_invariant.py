@@ -10,6 +10,7 @@ import pytest
 from gpu_support import assert_same_bits, prefill, prefill_check, torch
 from operations import PREFILL_KINDS
 
+import rawmla
 from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
 
 NAMES = ("out", "max_logits", "lse")
@@ -97,6 +98,48 @@ def test_without_lengths(kind: dict[str, Any]) -> None:
         topk_length=torch.full((300,), 3000, dtype=torch.int32, device="cuda"),
     )
     assert_bits("lengths that say the same", prefill(limited, enable_batch_invariant=True), want)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("h_q", (16, 128))
+@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
+def test_lengths_of_the_kernel_ahead(kind: dict[str, Any], h_q: int) -> None:
+    """Lengths that `convert_indices` has just counted: attention waits for them, although its plan needs no
+    arrays. Where they are written there was 0 before.
+    """
+    tokens, topk = 64, 2048
+    inputs = make(kind, b=tokens, h_q=h_q, s_k=4000, topk=topk, lengths=None)
+    cache = inputs.k_cache
+    pages = -(-cache.shape[0] * cache.shape[1] // 64)
+    table = torch.arange(pages, dtype=torch.int32, device="cuda")[None]  # one request: slots are positions
+    request_ids = torch.zeros(tokens, dtype=torch.int32, device="cuda")
+
+    def compacted(slots: Any) -> SparseInputs:
+        """The same selections, valid slots first, and their numbers."""
+        before = torch.zeros(tokens, 1, dtype=torch.int32, device="cuda")
+        address = before.data_ptr()
+        del before
+        _, counts = rawmla.convert_indices(
+            inputs.indices, table, 64, request_ids=request_ids, compact=True, out=slots
+        )
+        assert counts.data_ptr() == address
+        case = replace(inputs.case, lengths="random")
+        return replace(inputs, case=case, indices=slots, topk_length=counts.view(-1))
+
+    alone = compacted(torch.empty_like(inputs.indices))
+    torch.cuda.synchronize()
+    assert 0 < int(alone.topk_length.max()) < topk
+    want = prefill(alone, enable_batch_invariant=True)
+    torch.cuda.synchronize()
+    prefill_check(inputs, want)
+
+    slots = torch.empty_like(inputs.indices)
+    for _ in range(2):  # the second time the allocator has memory for all results
+        torch.cuda._sleep(50_000_000)  # about 25 ms: launches wait for each other, not for the host
+        results = [prefill(compacted(slots), enable_batch_invariant=True) for _ in range(100)]
+        for number, got in enumerate(results):
+            assert_bits(f"call {number}", got, want)
+        del results
 
 
 def test_more_tokens_than_a_plan_takes() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_support import torch
+from gpu_support import replaced_launches, torch
 from operations import (
     OPERATIONS,
     Arguments,
@@ -40,7 +40,10 @@ def all_arguments(call: Call) -> Arguments:
 
 
 def _wrong_dtype(x: Any) -> Any:
-    return x.double() if x.is_floating_point() else x.short()
+    """float64 or, for integers, int64, which is the common mistake; int16 where int64 is right."""
+    if x.is_floating_point():
+        return x.double()
+    return x.short() if x.dtype == torch.int64 else x.long()
 
 
 def _another_shape(x: Any) -> Any:
@@ -76,13 +79,15 @@ def assert_refused(
     if canaries is not None:
         fill_with_canaries(canaries)
     bad = {**good, **changes(good)}
-    torch.cuda.synchronize()
     gc.collect()
     memory = torch.cuda.memory_allocated()
     with pytest.raises(kind, match=text):
         getattr(rawmla, call.function)(**bad)
     assert torch.cuda.memory_allocated() == memory
-    assert torch.cuda.current_stream().query(), "a refused call left work running"
+    launched: list[None] = []
+    with replaced_launches(lambda: launched.append(None)), pytest.raises(kind, match=text):
+        getattr(rawmla, call.function)(**bad)
+    assert not launched, "a refused call launched a kernel"
     assert canaries is None or all_canaries(canaries)
     assert_results("the next call", call, call.run(), want)
 
@@ -141,28 +146,40 @@ def test_wrong_out(operation: Operation, case: Any, wrong: str) -> None:
 # ---- autograd, and tensors without memory
 
 
-def grad_arguments(call: Call) -> list[str]:
-    """Arguments that can require grad."""
-    found = []
-    for name, value in call.arrays().items():
-        first = value[0] if isinstance(value, list) else value
-        if first.is_floating_point():
-            found.append(name)
-    return found
+GRADS = [
+    (operation, case, name)
+    for operation in OPERATIONS
+    for case in operation.cases
+    for name in operation.floats(case)
+]
 
 
 @for_each("cases")
-def test_inputs_that_require_grad(operation: Operation, case: Any) -> None:
+def test_which_inputs_can_require_grad(operation: Operation, case: Any) -> None:
+    """The table names them all."""
+    found = []
+    for name, value in operation.make(case).arrays().items():
+        first = value[0] if isinstance(value, list) else value
+        if first.is_floating_point():
+            found.append(name)
+    assert sorted(found) == sorted(operation.floats(case))
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "name"),
+    GRADS,
+    ids=[f"{operation.name}-{name}-{case.id}" for operation, case, name in GRADS],
+)
+def test_inputs_that_require_grad(operation: Operation, case: Any, name: str) -> None:
     """There is no backward: a result without a graph would be a silent error while grad is enabled."""
     call = operation.make(case)
     want = call.run()
-    for name in grad_arguments(call):
-        changes = {name: change_one(call.arguments[name], lambda x: x.detach().clone().requires_grad_(True))}
-        with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
-            call.run(**changes)
-        for context in (torch.no_grad, torch.inference_mode):
-            with context():
-                assert_results(f"{name}, {context.__name__}", call, call.run(**changes), want)
+    changes = {name: change_one(call.arguments[name], lambda x: x.detach().clone().requires_grad_(True))}
+    with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
+        call.run(**changes)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert_results(context.__name__, call, call.run(**changes), want)
     assert_results("nothing requires grad", call, call.run(), want)
 
 

@@ -1,0 +1,116 @@
+"""The GPU tests' cases, looked at without a GPU: calls go to the kernels that they are there for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_plans
+from decode_fakes import SM_COUNT, FakeArray, FakeFramework, contiguous
+from gpu_support import forced_clusters
+from operations import OPERATIONS
+
+import rawmla
+from rawmla import jit
+from rawmla.call import arrays
+from rawmla.kernels import mla_metadata
+from rawmla.testing import SparseCase
+
+CLUSTER_CASES = dict.fromkeys(
+    [
+        *(
+            (operation.name, case)
+            for operation in OPERATIONS
+            if operation.clusters
+            for case in (
+                *operation.cases,
+                *operation.rerun_cases,
+                *operation.graph_cases,
+                *operation.invariant_cases,
+            )
+        ),
+        *(
+            (operation.name, case)
+            for operation, case in (*test_plans.CASES, *test_plans.LONG_CASES)
+            if operation.clusters
+        ),
+    ]
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the kernels that calls on stand-ins for arrays ask for."""
+    asked: list[str] = []
+    framework = FakeFramework()
+
+    def get_kernel(spec: jit.KernelSpec, *_: Any, **__: Any) -> Any:
+        asked.append(spec.name)
+        return SimpleNamespace(prepare=lambda *_, **__: SimpleNamespace(launch=lambda *_, **__: True))
+
+    def read(x: FakeArray, name: str) -> arrays.Fields:
+        return x.ptr, x.shape, contiguous(x.shape), x.dtype, x.device, framework, x
+
+    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SM_COUNT))
+    monkeypatch.setattr(mla_metadata, "launch", lambda **arguments: None)
+    monkeypatch.setitem(arrays.READERS, FakeArray, read)
+    with forced_clusters():
+        yield asked
+
+
+def cache(case: SparseCase, s_k: int, page: int) -> FakeArray:
+    """With the rows that requests own, or all share, and no other ones."""
+    blocks = (1 if case.shared else case.b) * -(-s_k // page)
+    return FakeArray((blocks, page, 1, case.format.token_bytes), "uint8")
+
+
+def decode(case: SparseCase) -> None:
+    given: dict[str, Any] = {}
+    if case.extra_topk:
+        given["extra_k_cache"] = cache(case, case.extra_s_k, case.extra_page_block_size)
+        given["extra_indices_in_kvcache"] = FakeArray((case.b, case.s_q, case.extra_topk))
+    rawmla.flash_mla_with_kvcache(
+        FakeArray((case.b, case.s_q, case.h_q, case.width), "bfloat16"),
+        cache(case, case.s_k, case.page_block_size),
+        None,
+        None,
+        512,
+        *rawmla.get_mla_metadata(),
+        indices=FakeArray((case.b, case.s_q, case.topk)),
+        topk_length=None if case.lengths is None else FakeArray((case.b,)),
+        is_fp8_kvcache=True,
+        **given,
+    )
+
+
+def prefill(case: SparseCase) -> None:
+    rawmla.flash_mla_sparse_fwd(
+        FakeArray((case.b, case.h_q, case.width), "bfloat16"),
+        cache(case, case.s_k, case.page_block_size),
+        FakeArray((case.b, 1, case.topk)),
+        0.1,
+        topk_length=None if case.lengths is None else FakeArray((case.b,)),
+        is_fp8_kvcache=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), CLUSTER_CASES, ids=[f"{name}-{case.id}" for name, case in CLUSTER_CASES]
+)
+def test_clusters(name: str, case: SparseCase, kernels: list[str]) -> None:
+    """Cases of operations that force the kernel for clusters reach it, and no other attention kernel."""
+    (prefill if name.startswith("prefill") else decode)(case)
+    attention = [kernel for kernel in kernels if kernel.startswith("mla_sparse")]
+    assert set(attention) == {"mla_sparse_fp8_cluster"}, kernels
+    assert not {"mla_cache_gather", "mla_unite_selections"} & set(kernels), "rows were copied or united"
+
+
+def test_operations_with_clusters() -> None:
+    """There is one for either FP8 layout, in decoding and in prefill."""
+    names = {operation.name for operation in OPERATIONS if operation.clusters}
+    assert names == {
+        f"{kind}_{layout}_clusters" for kind in ("sparse", "prefill") for layout in ("v32", "model1")
+    }
