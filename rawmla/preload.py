@@ -60,7 +60,7 @@ def warmup(
     TypeError
         An option is no iterable, or a value in it is of the wrong kind.
     ValueError
-        An unknown operation, dtype, d_qk, page size or format.
+        An unknown operation, dtype, d_qk, page size or format, or an option that no operation named has.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, CuPy.
 

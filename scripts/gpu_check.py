@@ -6,8 +6,8 @@ Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests 
 cases marked `sanitizer`, under each tool of compute-sanitizer; keep their shapes tiny). Each result is merged
 into the record as soon as it exists, of the benchmark each case, so the stages, and even the files or cases
 of one stage, can run in separate commands. A record made from other sources, on another GPU model or with
-another driver is started afresh. Tests that need two GPUs run where there are
-two, and are counted as skipped elsewhere.
+another driver is started afresh. Tests that need two GPUs run where there are two, and are counted as
+skipped elsewhere.
 """
 
 import argparse

@@ -173,11 +173,18 @@ def test_every_operation_is_tested() -> None:
         ((), {"sparse_formats": ["fp8"]}, ValueError, "sparse_formats: expected 'v32' or 'model1' or 'bf16'"),
         ((), {"prefill_formats": ["fp8"]}, ValueError, "prefill_formats: expected 'v32' or 'model1'"),
         (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
+        ((["bfloat16"],), {}, TypeError, r"operations: expected names, got \['bfloat16'\]"),
+        (
+            ("merge",),
+            {"sparse_formats": ["v32"]},
+            ValueError,
+            r"sparse_formats: expected None, as no operation named has this option, got \['v32'\]",
+        ),
     ],
 )
 def test_warmup_checks_before_it_looks_for_a_device(
     monkeypatch: pytest.MonkeyPatch,
-    operations: tuple[str, ...],
+    operations: tuple[Any, ...],
     options: dict[str, Any],
     error: type[Exception],
     text: str,

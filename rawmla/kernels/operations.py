@@ -92,6 +92,7 @@ def _cache(sparse_formats: Iterable[str]) -> list[KernelSpec]:
 
 
 def _indices(sparse_formats: Iterable[str]) -> list[KernelSpec]:
+    # No variant depends on the format, but without sparse attention nothing is converted.
     return mla_convert_indices.specs() if sparse_formats else []
 
 
@@ -127,6 +128,10 @@ def specs_of(operations: Sequence[str], **given: Any) -> list[KernelSpec]:
             raise TypeError(f"operations: expected names, got {name!r}")
         if name not in OPERATIONS:
             raise ValueError(f"operations: expected names among {', '.join(OPERATIONS)}, got {name!r}")
+    taken = {option for name in operations or OPERATIONS for option in _options_of(name)}
+    for name, values in given.items():
+        if values is not None and name not in taken:
+            raise ValueError(f"{name}: expected None, as no operation named has this option, got {values!r}")
     options = {}
     for name, option in OPTIONS.items():
         if given.get(name) is None:
@@ -136,9 +141,13 @@ def specs_of(operations: Sequence[str], **given: Any) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for name in operations or OPERATIONS:
         needs = OPERATIONS[name]
-        specs = needs(**{option: options[option] for option in inspect.signature(needs).parameters})
+        specs = needs(**{option: options[option] for option in _options_of(name)})
         found.update(dict.fromkeys(specs))
     return list(found)
+
+
+def _options_of(operation: str) -> list[str]:
+    return list(inspect.signature(OPERATIONS[operation]).parameters)
 
 
 def all_specs() -> list[KernelSpec]:
