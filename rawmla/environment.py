@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from importlib import metadata
 
@@ -10,7 +11,7 @@ from .errors import install_command
 
 __all__ = ["conflicts", "warn_of_conflicts"]
 
-# Distributions of CuPy share one folder: the one installed last overwrites the other, and to remove one breaks both.
+# Distributions of CuPy share one folder: the one installed last overwrites the others.
 _CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda14x")
 # What rawmla compiles, loads and launches with. Libraries of CUDA 12 have their major version in the name.
 _CUDA = (
@@ -35,8 +36,7 @@ def conflicts(path: list[str] | None = None) -> list[str]:
     """
     found = {}
     for name in {*_CUPY, *_CUDA}:
-        given = {"path": path} if path is not None else {}
-        for distribution in metadata.distributions(name=name, **given):
+        for distribution in metadata.distributions(name=name, path=sys.path if path is None else path):
             found[name] = distribution.version
             break
     texts = []
@@ -53,8 +53,8 @@ def conflicts(path: list[str] | None = None) -> list[str]:
     if len(majors) > 1:
         sorts = "; ".join(f"CUDA {major}: {_listed(majors[major], found)}" for major in sorted(majors))
         texts.append(
-            f"libraries of {len(majors)} CUDA versions are installed together ({sorts}); keep those of the driver "
-            f"and run `pip uninstall` with the others, then {_reinstall()}"
+            f"libraries of {len(majors)} CUDA versions are installed together ({sorts}); keep those of the "
+            f"driver and run `pip uninstall` with the others, then {_reinstall()}"
         )
     return texts
 

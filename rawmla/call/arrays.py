@@ -395,8 +395,8 @@ def _read_dlpack(x: Any, name: str) -> Fields:
         framework = _cupy()
     except ImportError as error:
         raise MissingDependencyError(
-            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed; install it "
-            f"with {INSTALL_HINT}"
+            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed; "
+            f"install it with {INSTALL_HINT}"
         ) from error
     return framework.take(x, name)
 

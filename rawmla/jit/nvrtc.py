@@ -128,7 +128,8 @@ def _has_cache(release: str) -> bool:
 def compile_source(source: SourceSet, options: tuple[str, ...]) -> NVRTCResult:
     """Compile; a refused program comes back with ``cubin=None`` and the log."""
     if _has_cache(version()):
-        # It answers without the log that the checks for spills read. Code is the same, so the flag is in no key.
+        # It answers without the log that the checks for spills read. The code is the same with the flag, so
+        # that no key has it.
         options = (*options, "-no-cache")
     nvrtc = _bindings()
     program = _create(nvrtc, source.main, source.main_name, source.headers)
