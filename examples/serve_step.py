@@ -27,7 +27,7 @@ PLACES, BUCKET = 64, 16  # requests at once; a graph for every BUCKET of them
 MAX_TOKENS, CONTEXT = 8192, 1024  # of a request; torch has graphs for every CONTEXT of them
 NEW_TOKENS, CHECK_EVERY = (16, 150), 25  # least and most of a request; steps
 BLOCKS = 1 + PLACES * MAX_TOKENS // PAGE  # page 0 is nobody's
-TOLERANCE = 2e-2  # of the norm of a row of results: torch's matrix product rounds scores to bf16
+TOLERANCE = 3e-2  # of the norm of a row of results: torch's matrix product rounds scores to bf16
 
 
 class Server:
@@ -62,8 +62,7 @@ class Server:
 
 def step_rawmla(layers: Any, numbers: torch.Tensor, _context: int) -> list[torch.Tensor]:
     """The results of all layers: for each there is a cache, and the queries and cache rows of all tokens."""
-    lengths, _to_come, tokens = numbers[:, :3].T.contiguous()
-    table = numbers[:, 3:]
+    (lengths, _to_come, tokens), table = numbers[:, :3].T.contiguous(), numbers[:, 3:]
     slots = rawmla.convert_indices(lengths[:, None] - 1, table, PAGE).flatten()  # -1 without a request
     plan, _ = rawmla.get_mla_metadata()  # empty: the first layer computes it, in the graph
     outs = []
