@@ -194,6 +194,7 @@ def test_deepseek_v3_finds_mistakes(right: str, wrong: str, monkeypatch: pytest.
     """What is easily wired wrong is further from float32 than the program allows."""
     monkeypatch.setattr(sys, "argv", ["example", "--cpu"])
     names = on_the_reference("deepseek_v3_transformers", (right, wrong))
+    names |= {"PROMPTS": [70, 21], "NEW_TOKENS": 3}
     with pytest.raises(SystemExit, match="further from float32"):
         names["main"]()
 
