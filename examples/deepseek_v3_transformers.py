@@ -30,7 +30,7 @@ except ImportError:
 
 LATENT, ROPE, NOPE, V, PAGE = 512, 64, 128, 128, 64
 PROMPTS, NEW_TOKENS, PIECE = [150, 64, 21], 12, 64  # tokens of the prompts, after them, and in a piece of one
-MEAN_LIMIT, MAX_LIMIT = 1.1, 1.3  # times the error of transformers' bf16: roundings differ, so do their sums
+MEAN_LIMIT, MAX_LIMIT = 1.1, 1.3  # times the error of transformers' bf16: equal but for chance
 
 mla: Any = rawmla  # --cpu: the same functions in NumPy
 
@@ -87,7 +87,7 @@ class RawMLAAttention(torch.nn.Module):
 
         mla.write_kv_cache(kv_c.reshape(-1, LATENT), k_pe.reshape(-1, ROPE), cache, batch.slots)
         q = torch.cat([torch.einsum("bshn,hnc->bshc", q_nope, self.w_uk), q_pe], dim=-1)
-        # The scale is that of the 192 columns of the model's heads, with YaRN's factor, not 576**-0.5.
+        # The model's own scale: 192**-0.5, as its heads have 192 columns, times YaRN's factor; not 576**-0.5.
         plan, scale, slots = batch.plan, module.scaling, batch.indices
         if slots is not None:
             out, _lse = mla.flash_mla_with_kvcache(
