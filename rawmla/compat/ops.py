@@ -46,9 +46,7 @@ def _sgl_legacy_sparse_prefill_fwd(
     return_stats: bool = True,
 ) -> list[Any]:
     arguments = (q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
-    return cuda.sparse_prefill_fwd(
-        *arguments, return_log2_stats=return_log2_stats, return_stats=return_stats
-    )
+    return cuda.sparse_prefill_fwd(*arguments, return_log2_stats=return_log2_stats, return_stats=return_stats)
 
 
 _SGL_METADATA = _Op(

@@ -108,7 +108,15 @@ def sparse_prefill_fwd(
 ) -> list[Any]:
     """Sparse prefill; returns [out, max_logits, lse], natural logarithms unless `return_log2_stats`."""
     result = sparse_prefill.flash_mla_sparse_fwd(
-        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out_, log_base="2" if return_log2_stats else "e"
+        q,
+        kv,
+        indices,
+        sm_scale,
+        d_v,
+        attn_sink,
+        topk_length,
+        out_,
+        log_base="2" if return_log2_stats else "e",
     )
     _prefill_usage.note(_FORM, q.shape, kv.shape)
     return list(result) if return_stats else [result[0], None, None]

@@ -15,7 +15,13 @@ from ...mla import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
-from .refusals import check_kv_format, refuse_descales, refuse_other_records, refuse_varlen
+from .refusals import (
+    check_kv_format,
+    refuse_descales,
+    refuse_fp8_q,
+    refuse_other_records,
+    refuse_varlen,
+)
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -192,6 +198,7 @@ def flash_mla_with_kvcache(
     except (TypeError, ValueError):
         refuse_other_records("k_cache", k_cache)
         refuse_other_records("extra_k_cache", extra_k_cache)
+        refuse_fp8_q(q)
         raise
     _decode_usage.note(form, q.shape, k_cache.shape)
     return result
@@ -303,4 +310,3 @@ def _refuse_tensors(given: Any) -> None:
             "get_mla_metadata(...), install with rawmla.install_flash_mla(api='tensors') or set "
             "RAWMLA_FLASH_MLA_API=tensors"
         )
-

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 __all__ = [
     "check_kv_format",
     "refuse_descales",
+    "refuse_fp8_q",
     "refuse_mega_attention",
     "refuse_other_records",
     "refuse_varlen",
@@ -49,17 +50,21 @@ def check_kv_format(kv_format: Any, k_cache: Any) -> None:
     refuse_other_records("k_cache", k_cache)
 
 
+def refuse_fp8_q(q: Any, name: str = "q") -> None:
+    """Raise if the argument `name` asks for FP8 dense decoding: if q is FP8."""
+    if "float8" in str(getattr(q, "dtype", "")):
+        raise NotImplementedError(
+            f"{name}: expected a bfloat16 or float16 q, got one of {q.dtype}; FP8 dense decoding is not in "
+            "rawmla, so decode over a bfloat16 cache (KV-cache dtype auto or bfloat16 in vLLM and SGLang)"
+        ) from None
+
+
 def refuse_descales(q: Any, descale_q: Any, descale_k: Any) -> None:
     """Raise if a scale of FP8 dense decoding is given."""
     for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
-        if value is None:
-            continue
-        if "float8" in str(q.dtype):
-            raise NotImplementedError(
-                f"{name}: FP8 dense decoding is not in rawmla; decode over a bfloat16 cache (KV-cache dtype "
-                "auto or bfloat16 in vLLM and SGLang)"
-            )
-        raise ValueError(f"{name}: expected None without an FP8 q, got an array with a q of {q.dtype}")
+        if value is not None:
+            refuse_fp8_q(q, name)
+            raise ValueError(f"{name}: expected None without an FP8 q, got an array with a q of {q.dtype}")
 
 
 def refuse_varlen(name: str) -> NoReturn:
