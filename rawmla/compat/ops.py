@@ -1,7 +1,7 @@
 """Engines' operators for FlashMLA, their CUDA kernels replaced by rawmla.
 
-An operator is what every caller in an engine ends in, whichever module or name it imported before; so this way
-does not depend on the order of imports. Operators of a namespace that rawmla has no kernel for are left alone.
+Every caller in an engine ends in an operator, whichever module or name it imported before, so this way does
+not depend on the order of imports. Operators of a namespace that rawmla has no kernel for are left alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class _Op(NamedTuple):
 
 
 def _sgl_sparse_decode_fwd(*args: Any) -> tuple[Any, Any, Any, Any]:
-    base, batch_invariant = args[:12], args[12:]
-    return cuda.sparse_decode_fwd(*base, None, *batch_invariant)
+    with_out = [*args[:12], None, *args[12:]]
+    return cuda.sparse_decode_fwd(*with_out)
 
 
 def _sgl_legacy_sparse_decode_fwd(*args: Any) -> tuple[Any, Any, Any, Any]:
-    base, kv_format = args[:12], args[12:]
-    return cuda.sparse_decode_fwd(*base, kv_format=kv_format[0] if kv_format else None)
+    base, kv_format = args[:12], args[12:] or (None,)
+    return cuda.sparse_decode_fwd(*base, kv_format=kv_format[0])
 
 
 def _sgl_legacy_sparse_prefill_fwd(
@@ -59,6 +59,10 @@ _SPARSE_ARRAYS = (
     "{alias_a}? tile_scheduler_metadata, {alias_b}? num_splits, Tensor? extra_kv, Tensor? extra_indices, "
     "Tensor? extra_topk_length, int d_v, float sm_scale, "
 )
+_DENSE_ARRAYS = (
+    "Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
+    "bool is_causal, "
+)
 _VLLM_ARRAYS = _SPARSE_ARRAYS.format(alias_a="Tensor(a)", alias_b="Tensor(b)")
 _SGL_ARRAYS = _SPARSE_ARRAYS.format(alias_a="Tensor(a!)", alias_b="Tensor(b!)")
 
@@ -71,8 +75,7 @@ NAMESPACES: dict[str, dict[str, _Op]] = {
             cuda.sparse_decode_fwd,
         ),
         "dense_decode_fwd": _Op(
-            "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
-            "float softmax_scale, bool is_causal, Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, "
+            f"dense_decode_fwd({_DENSE_ARRAYS}Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, "
             "Tensor(c!)? out_) -> (Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)",
             cuda.dense_decode_fwd,
         ),
@@ -102,9 +105,8 @@ NAMESPACES: dict[str, dict[str, _Op]] = {
             _sgl_legacy_sparse_decode_fwd,
         ),
         "dense_decode_fwd": _Op(
-            "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, "
-            "float softmax_scale, bool is_causal, Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? "
-            "num_splits) -> (Tensor, Tensor, Tensor(a)?, Tensor(b)?)",
+            f"dense_decode_fwd({_DENSE_ARRAYS}Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits) "
+            "-> (Tensor, Tensor, Tensor(a)?, Tensor(b)?)",
             cuda.dense_decode_fwd,
         ),
         "sparse_prefill_fwd": _Op(
@@ -168,10 +170,10 @@ def patch(namespace: str) -> OpPatch:
 
     Notes
     -----
-    Arguments and results are the operators', except that the `lse` of sparse decoding is contiguous, where the
-    original returns a transposed view. Plan arrays that are given are the ones returned. torch warns once in a
-    process that a kernel was overridden. Operators of other purposes stay as they are: FP8 dense decoding,
-    dense prefill, fused norm and rotation.
+    Arguments and results are the operators', except that the `lse` of sparse decoding is contiguous, where
+    the original returns a transposed view. Plan arrays that are given are the ones returned. torch may warn
+    once in a process that a kernel was overridden. Operators of other purposes stay as they are: FP8 dense
+    decoding, dense prefill, fused norm and rotation.
     """
     return patch_key(namespace, "CUDA")
 
@@ -189,15 +191,15 @@ def patch_key(namespace: str, dispatch_key: str) -> OpPatch:
     found = {name: getattr(packets, name) for name in recorded if hasattr(packets, name)}
     if not found:
         raise RuntimeError(
-            f"namespace: expected torch.ops.{namespace} with {', '.join(recorded)}, got none of them; load its "
-            f"library first ({_LOADED_BY[namespace]})"
+            f"namespace: expected torch.ops.{namespace} with {', '.join(recorded)}, got none of them; load "
+            f"its library first ({_LOADED_BY[namespace]})"
         )
     for name, packet in found.items():
         schema = str(packet.default._schema).removeprefix(f"{namespace}::")
         if schema != recorded[name].schema:
             raise RuntimeError(
-                f"torch.ops.{namespace}.{name}: expected the schema {recorded[name].schema!r}, got {schema!r}; "
-                "this version of the engine is not known, so nothing was patched"
+                f"torch.ops.{namespace}.{name}: expected the schema {recorded[name].schema!r}, got "
+                f"{schema!r}; this version of the engine is not known, so nothing was patched"
             )
     library = Library(namespace, "IMPL")
     with warnings.catch_warnings():

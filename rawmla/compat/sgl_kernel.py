@@ -1,8 +1,8 @@
 """`sgl_kernel.flash_mla` (sglang-kernel 0.4.10) by its names and argument orders, computed by rawmla.
 
-Also the order of SGLang 0.5.23's module sglang.kernels.ops.attention.flash_mla_interface. It differs from that
-of `flash_mla`: `descale_q` and `descale_k` stand before `is_fp8_kvcache`, so None in the tenth place could be
-either. Bare tensors of a plan have the row order of a plan object here, because this module's own
+Also the order of SGLang 0.5.23's module sglang.kernels.ops.attention.flash_mla_interface. It differs from
+that of `flash_mla`: `descale_q` and `descale_k` stand before `is_fp8_kvcache`, so None in the tenth place
+could be either. Bare tensors of a plan have the row order of a plan object here, because this module's own
 `get_mla_metadata` makes them so; those of `rawmla.get_mla_metadata` have another one.
 """
 
@@ -24,7 +24,7 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Any, Any]:
-    """Without `cache_seqlens` `(FlashMLASchedMeta(), None)`; with it the two arrays of a plan, computed now."""
+    """`(FlashMLASchedMeta(), None)` without `cache_seqlens`, with it the arrays of a plan, computed now."""
     if cache_seqlens is None:
         return FlashMLASchedMeta(), None
     if num_q_tokens_per_head_k is None or num_heads_k is None:
@@ -71,9 +71,9 @@ def flash_mla_with_kvcache(
         )
         num_splits = None
     return flash_mla_interface.flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale,
-        causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-        extra_topk_length, None, False, kv_format, descale_q, descale_k, use_legacy=use_legacy,
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+        softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+        topk_length, extra_topk_length, None, False, kv_format, descale_q, descale_k, use_legacy=use_legacy,
     )  # fmt: skip
 
 

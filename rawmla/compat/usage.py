@@ -1,4 +1,4 @@
-"""What has been called through the names of other libraries: counts for `rawmla.compat.status`, and the log."""
+"""What was called through the names of other libraries: counts for `rawmla.compat.status`, and the log."""
 
 from __future__ import annotations
 

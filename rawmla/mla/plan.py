@@ -154,8 +154,9 @@ def get_mla_metadata(
     out : pair of arrays or FlashMLASchedMeta, optional
         A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or an
         object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device of
-        `cache_seqlens`; an object without arrays gets new ones, and the next decode call uses them. The batch may be smaller than the one the arrays were made for: all of num_splits
-        is written, so that a call for the larger batch leaves the results of the other requests alone.
+        `cache_seqlens`; an object without arrays gets new ones, which the next decode call uses. The batch
+        may be smaller than the one the arrays were made for: all of num_splits is written, so that a call for
+        the larger batch leaves the results of the other requests alone.
         Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be
         that of the call which filled an object, in blocks of 64.
 

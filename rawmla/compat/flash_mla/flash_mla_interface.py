@@ -189,9 +189,9 @@ def flash_mla_with_kvcache(
         if not _takes_tensors:
             _refuse_tensors(tile_scheduler_metadata)
     arguments = (
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale,
-        causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-        extra_topk_length, out, enable_batch_invariant,
+        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+        softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+        topk_length, extra_topk_length, out, enable_batch_invariant,
     )  # fmt: skip
     try:
         result = decode.flash_mla_with_kvcache(*arguments)
@@ -219,15 +219,16 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Any, Any, Any]:
     """`rawmla.flash_mla_sparse_fwd` with the arguments of every generation of FlashMLA.
 
-    Arrays, results, allocation, streams and errors are those of `rawmla.flash_mla_sparse_fwd`, but `max_logits`
-    and `lse` are natural logarithms by default, which is what FlashMLA's kernels return.
+    Arrays, results, allocation, streams and errors are those of `rawmla.flash_mla_sparse_fwd`, but
+    `max_logits` and `lse` are natural logarithms by default, which is what FlashMLA's kernels return.
 
     Parameters
     ----------
     out : array, optional
         vLLM's eighth argument. A bool in its place is sgl-flash-mla's `use_legacy`.
     return_log2_lse : bool, optional
-        sgl-flash-mla's: True gives `max_logits` and `lse` in base 2, False gives None for both. None: natural.
+        sgl-flash-mla's: True gives `max_logits` and `lse` in base 2, False gives None for both. None: they
+        are natural.
     use_legacy : bool
         Changes nothing.
     """

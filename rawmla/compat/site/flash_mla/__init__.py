@@ -4,6 +4,4 @@ from rawmla.compat.flash_mla import *  # noqa: F403
 from rawmla.compat.flash_mla import __all__ as __all__
 from rawmla.compat.flash_mla import __version__ as __version__
 
-from . import cuda as cuda
-from . import flash_mla_interface as flash_mla_interface
-from . import fused_norm_rope_attn_rope_cast as fused_norm_rope_attn_rope_cast
+from . import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast  # type: ignore[no-redef]  # noqa: F401
