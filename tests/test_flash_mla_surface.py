@@ -1,7 +1,7 @@
 """Every call that a version of FlashMLA binds, ours binds too, and with the same meaning.
 
-tests/data/flash_mla_surface.json has the signatures of each version, read from its Python source, and the forms
-in which engines call them. The core functions are stubs here that note what reaches them.
+tests/data/flash_mla_surface.json has the signatures of each version, read from its Python source, and the
+forms in which engines call them. The core functions are stubs here that note what reaches them.
 """
 
 from __future__ import annotations
