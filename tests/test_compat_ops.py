@@ -1,4 +1,4 @@
-"""Patched operators of engines: stubs of the same schemas, whose CPU kernels are replaced instead of CUDA's."""
+"""Patched operators of engines: stubs of the same schemas, whose CPU kernels are replaced here."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def core(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Calls of the stub core: it fills plans and writes `out` as the real one does."""
     noted: list[dict[str, Any]] = []
     names = (
-        "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
-        "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length "
+        "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale "
+        "causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length "
         "extra_topk_length out enable_batch_invariant"
     ).split()
 
