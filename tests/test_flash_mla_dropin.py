@@ -426,9 +426,14 @@ class TestStatus:
     CALLS = """
 import rawmla
 rawmla.install_flash_mla()
+from types import SimpleNamespace
 from rawmla.compat.usage import USED
-for _ in range(3):
-    USED["flash_mla_with_kvcache"].note("FlashMLA with plan objects", (1, 2), (3,))
+def note():
+    for _ in range(3):
+        USED["flash_mla_with_kvcache"].note(
+            "FlashMLA with plan objects", SimpleNamespace(shape=(1, 2)), SimpleNamespace(shape=(3,))
+        )
+note()
 """
 
     def test_log(self, tmp_path: Path) -> None:
@@ -437,6 +442,20 @@ for _ in range(3):
         assert "flash_mla is rawmla in this process (api='object')" in installed
         assert "flash_mla_with_kvcache is computed by rawmla: called as of FlashMLA with plan" in first
         assert "shapes [1, 2] and [3]" in first and "rawmla [" in first
+
+    def test_every_process_has_a_line_of_its_own(self, tmp_path: Path) -> None:
+        code = f"""{self.CALLS}
+import os, rawmla.compat
+child = os.fork()
+if not child:
+    note()
+    os._exit(rawmla.compat.status()["functions"]["flash_mla_with_kvcache"]["calls"])
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+"""
+        answer = run(code, tmp_path, RAWMLA_LOG="1")
+        assert answer.returncode == 0, answer.stderr
+        _, first, second = answer.stderr.splitlines()
+        assert first.split("]: ")[1] == second.split("]: ")[1] and first != second
 
     def test_silence(self, tmp_path: Path) -> None:
         answer = run(self.CALLS, tmp_path)
