@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..call.arrays import Fields, contiguous_strides
+from ..call.arrays import READERS, Fields, contiguous_strides
 from ..call.checks import (
     INT32_MAX,
     as_int,
@@ -20,8 +20,8 @@ from ..kernels.mla_sparse import Cache
 from .paged_cache import check_paged_cache
 
 __all__ = [
-    "check_head_dim_v",
     "QStrides",
+    "check_head_dim_v",
     "check_out",
     "check_q_width",
     "check_rows",
@@ -30,8 +30,8 @@ __all__ = [
     "check_sparse_q",
     "check_vectors",
     "q_strides",
+    "read_pair",
     "refuse_dense_fp8",
-    "split_pair",
 ]
 
 
@@ -58,11 +58,12 @@ def check_rows(shape: tuple[int, ...]) -> None:
         raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
 
 
-def split_pair(q: tuple[Any, ...]) -> tuple[Any, Any]:
-    """The two arrays of a q that is given as a pair: the columns before RoPE, and those of RoPE."""
+def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
+    """The arrays of a q that is given as a pair: the columns before RoPE, and those of RoPE."""
     if len(q) != 2:
         raise ValueError(f"q: expected an array or a pair (q_nope, q_rope), got a tuple of {len(q)}")
-    return q[0], q[1]
+    q_nope, q_rope = q
+    return READERS[type(q_nope)](q_nope, "q"), READERS[type(q_rope)](q_rope, "q_rope")
 
 
 def check_q_width(q: Fields, q_rope: Fields | None) -> int:
@@ -122,7 +123,8 @@ def _walked(q: Fields) -> tuple[int, ...] | None:
     """Strides but the last; None where kernels cannot walk the array."""
     ptr, shape, strides, *_ = q
     usable = usable_strides(shape, strides)
-    return usable[:-1] if usable[-1] == 1 and strides_fit(ptr, shape, usable) else None
+    fits = 0 in shape or strides_fit(ptr, shape, usable)  # in an empty array there is nothing to step over
+    return usable[:-1] if usable[-1] == 1 and fits else None
 
 
 def check_out(out: Fields, q: Fields) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ..call.memo import BatchPlace, LatestPair, Memo, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeCall
-from .arguments import QStrides, check_out, check_q_width, check_rows, q_strides, split_pair
+from .arguments import QStrides, check_out, check_q_width, check_rows, q_strides, read_pair
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
 __all__ = ["decode"]
@@ -43,9 +43,9 @@ def decode(
     """`flash_mla_with_kvcache` without `indices`; booleans are checked already."""
     rope_view = None
     if q.__class__ is tuple:
-        q, q_rope = split_pair(q)
-        rope_view = READERS[type(q_rope)](q_rope, "q_rope")
-    q_view = READERS[type(q)](q, "q")
+        q_view, rope_view = read_pair(q)
+    else:
+        q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
     q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
     k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view

@@ -21,7 +21,7 @@ from .arguments import (
     check_sparse_q,
     check_vectors,
     q_strides,
-    split_pair,
+    read_pair,
 )
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
@@ -82,10 +82,10 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`flash_mla_with_kvcache` with `indices`; booleans are checked already."""
-    q, q_rope = split_pair(q) if q.__class__ is tuple else (q, None)
+    q_view, q_rope = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
     arrays = _Arrays(
-        READERS[type(q)](q, "q"),
-        read_given(q_rope, "q_rope"),
+        q_view,
+        q_rope,
         READERS[type(k_cache)](k_cache, "k_cache"),
         READERS[type(indices)](indices, "indices"),
         read_given(topk_length, "topk_length"),

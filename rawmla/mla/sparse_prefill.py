@@ -25,7 +25,7 @@ from .arguments import (
     check_sparse_q,
     check_vectors,
     q_strides,
-    split_pair,
+    read_pair,
 )
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -183,10 +183,10 @@ def flash_mla_sparse_fwd(
     lse_factor = _as_lse_factor(log_base)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
-    q, q_rope = split_pair(q) if q.__class__ is tuple else (q, None)
+    q_view, q_rope = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
     arrays = _Arrays(
-        READERS[type(q)](q, "q"),
-        read_given(q_rope, "q_rope"),
+        q_view,
+        q_rope,
         READERS[type(kv)](kv, "kv"),
         READERS[type(indices)](indices, "indices"),
         read_given(topk_length, "topk_length"),
