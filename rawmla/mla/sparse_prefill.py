@@ -91,10 +91,13 @@ def flash_mla_sparse_fwd(
 
     Parameters
     ----------
-    q : array
+    q : array or tuple of two arrays
         bfloat16 `[s_q, h_q, d_qk]`, any s_q and h_q, d_qk 576 or 512, last dimension contiguous, other
         strides free. When its address is not a multiple of 16 bytes, or a stride is not a positive multiple
         of 8, a contiguous copy is made on the same stream.
+        Or a pair `(q_nope, q_rope)` of its columns, `[s_q, h_q, d_qk - 64]` and `[s_q, h_q, 64]`, each with
+        strides of its own: the result is that of the two concatenated, bit for bit. Neither is copied, so
+        both need such an address and such strides. Errors call the first one `q`.
     kv : array
         bfloat16 `[s_kv, 1, d_qk]`, at least 1 token, address a multiple of 16 bytes, last dimension
         contiguous, stride of tokens a multiple of 8, not negative; tokens may overlap. With `is_fp8_kvcache`
