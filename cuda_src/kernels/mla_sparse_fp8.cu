@@ -228,7 +228,11 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    float o[128] = {};  // overwritten by the first product; undefined, ptxas 12.8 would serialise WGMMA
+#if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
+    float o[128] = {};  // the first product overwrites O, but undefined this ptxas serialises WGMMA
+#else
+    float o[128];
+#endif
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {
