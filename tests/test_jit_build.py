@@ -240,7 +240,7 @@ def test_missing_bindings_name_the_extra(project: Project, monkeypatch: pytest.M
     nvrtc._version.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     try:
-        with pytest.raises(MissingDependencyError, match=r'pip install "rawmla\[cu12\]"') as caught:
+        with pytest.raises(MissingDependencyError, match=r"pip install .*\[cu12\]") as caught:
             project.build()
         assert isinstance(caught.value, ImportError) and isinstance(caught.value, RawMLAError)
     finally:
