@@ -27,6 +27,7 @@ __all__ = [
     "check_place",
     "check_streams",
     "check_vector",
+    "has_strangers",
     "launch_place",
     "row_strides",
     "same_place",
@@ -114,6 +115,12 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
             f"the same current stream ({stream:#x}), got a {given_framework.name} array with stream "
             f"{given_stream:#x}"
         )
+
+
+def has_strangers(views: Any) -> bool:
+    """Whether some of the arrays are of another framework than q, for `check_streams`."""
+    framework = views.q[5]
+    return any(view is not None and view[5] is not framework for view in views)
 
 
 def check_streams(views: Any, device: int, framework: Framework) -> None:

@@ -326,8 +326,12 @@ class PreparedSparse:
             uniform=call.uniform,
         )
 
-    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
-        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
+        """Enqueue the kernels.
+
+        ``addresses`` has the order of `SparseAddresses`. ``scratch`` is the address of 16-byte aligned
+        scratch, or 0.
+        """
         # Spelled out: calls that unpack a tuple into arguments take twice as long.
         (
             q, q_rope, k_cache, extra_k_cache, indices, extra_indices, topk_length, extra_topk_length,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import jit
 from ..call.arrays import READERS, Fields, address_of, read_given
-from ..call.checks import as_bool, as_softmax_scale, check_streams, show, usable_strides
+from ..call.checks import as_bool, as_softmax_scale, check_streams, has_strangers, show, usable_strides
 from ..call.memo import Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
@@ -52,6 +52,7 @@ class _Checked(NamedTuple):
     s_q: int
     h_q: int
     d_qk: int
+    has_strangers: bool  # some arrays are of another framework than q
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     q_strides: QStrides
@@ -186,50 +187,44 @@ def flash_mla_sparse_fwd(
     lse_factor = _as_lse_factor(log_base)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
-    q_view, q_rope = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
-    arrays = _Arrays(
-        q_view,
-        q_rope,
-        READERS[type(kv)](kv, "kv"),
-        READERS[type(indices)](indices, "indices"),
-        read_given(topk_length, "topk_length"),
-        read_given(attn_sink, "attn_sink"),
-        read_given(out, "out"),
-    )
-    kind = (is_fp8_kvcache, *map(kind_of, arrays))
-    checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, arrays))
-    _, _, _, _, device, framework, q_array = arrays.q
-    check_streams(arrays, device, framework)
+    q_view, rope_view = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
+    kv_view = READERS[type(kv)](kv, "kv")
+    indices_view = READERS[type(indices)](indices, "indices")
+    length_view = read_given(topk_length, "topk_length")
+    sink_view = read_given(attn_sink, "attn_sink")
+    out_view = read_given(out, "out")
+    # In the order of _Arrays, which only checks need.
+    views = q_view, rope_view, kv_view, indices_view, length_view, sink_view, out_view
+    kind = (is_fp8_kvcache, *map(kind_of, views))
+    latest_kind, checked = _checked.latest
+    if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
+        checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, _Arrays(*views)))
+        _checked.latest = kind, checked
+    q_ptr, _, _, _, device, framework, q_array = q_view
+    if checked.has_strangers:
+        check_streams(_Arrays(*views), device, framework)
     if not checked.s_q:
-        return _empty_results(checked, out, arrays.q)
+        return _empty_results(checked, out, q_view)
 
     key = (softmax_scale, lse_factor, enable_batch_invariant)
-    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays))
-    q_ptr = address_of(arrays.q)
-    if checked.q_strides.is_copied:
+    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, _Arrays(*views)))
+    strides = checked.q_strides
+    if strides.is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
-    q_rope_ptr = q_ptr + checked.q_strides.rope_bytes if q_rope is None else address_of(arrays.q_rope)
-    if out is None:
+    q_rope_ptr = q_ptr + strides.rope_bytes if rope_view is None else rope_view[0]
+    if out_view is None:
         out, max_logits, lse, scratch = call.allocate()
         out_ptr = framework.pointer(out)
     else:
         max_logits, lse, scratch = call.allocate()
-        out_ptr = address_of(arrays.out)
+        out_ptr = out_view[0]
+    addresses = PrefillAddresses(
+        q_ptr, q_rope_ptr, kv_view[0], indices_view[0], address_of(length_view), address_of(sink_view),
+        out_ptr, framework.pointer(max_logits), framework.pointer(lse),
+    )  # fmt: skip
     call.launch(
-        framework.current_stream(device),
-        PrefillAddresses(
-            q=q_ptr,
-            q_rope=q_rope_ptr,
-            kv=address_of(arrays.kv),
-            indices=address_of(arrays.indices),
-            topk_length=address_of(arrays.topk_length),
-            attn_sink=address_of(arrays.attn_sink),
-            out=out_ptr,
-            max_logits=framework.pointer(max_logits),
-            lse=framework.pointer(lse),
-        ),
-        0 if scratch is None else framework.pointer(scratch),
+        framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch)
     )
     return out, max_logits, lse
 
@@ -259,6 +254,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         s_q=s_q,
         h_q=h_q,
         d_qk=d_qk,
+        has_strangers=has_strangers(arrays),
         load_bytes=load_bytes,
         cache=cache,
         q_strides=q_strides(q, arrays.q_rope, d_qk),
