@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import MissingDependencyError
+from . import tracing
 
 _DLPACK_CPU = 1  # kDLCPU
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -373,6 +374,7 @@ def _find_reader(cls: type) -> Reader | None:
 def _torch() -> TorchFramework:
     if "torch" not in _frameworks:  # there is one, also where two threads come here together
         _frameworks.setdefault("torch", TorchFramework(sys.modules["torch"]))
+        tracing.ask_torch()
     return _frameworks["torch"]
 
 

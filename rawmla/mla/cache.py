@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -71,6 +72,8 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
+    if tracing.is_traced(k_cache):
+        return tracing.operators().quantize_k_cache(k_cache, layout, out)
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
     if source.dtype != "bfloat16":
@@ -143,6 +146,8 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     -----
     Allocation, stream and graph capture as for `quantize_k_cache`.
     """
+    if tracing.is_traced(cache):
+        return tracing.operators().dequantize_k_cache(cache, layout)
     format = _quantized_format(layout)
     source = inspect(cache, "cache")
     given = _paged_cache("cache", source, format)
@@ -214,6 +219,8 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     >>> cache = rawmla.quantize_k_cache(k_cache, "v32")
     >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
     """
+    if tracing.is_traced(kv_c):
+        return tracing.operators().write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping)
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
     format = given.format
@@ -310,6 +317,10 @@ def gather_kv_cache(
     synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
     capture as for `write_kv_cache`.
     """
+    if tracing.is_traced(kv_cache):
+        return tracing.operators().gather_kv_cache(
+            kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts
+        )
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)
     d_qk = given.format.d_qk

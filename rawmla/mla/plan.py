@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..call import checks
-from ..call.arrays import READERS, Fields, Framework, inspect
+from ..call import checks, tracing
+from ..call.arrays import READERS, Fields, Framework, address_of, inspect, read_given
 from ..call.memo import BatchPlace, LatestPair
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
@@ -27,6 +27,7 @@ __all__ = [
     "compute_plan",
     "get_mla_metadata",
     "mark_plan",
+    "plan_object",
     "resolve_plan",
 ]
 
@@ -192,6 +193,10 @@ def get_mla_metadata(
         num_q_tokens_per_head_k = num_heads_per_head_k
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+    if tracing.is_traced(cache_seqlens):
+        return tracing.operators().get_mla_metadata(
+            cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, batch_invariant, out
+        )
 
     lengths = inspect(cache_seqlens, "cache_seqlens")
     ptr, shape, strides, dtype, device, framework, _ = lengths
@@ -405,6 +410,50 @@ def compute_plan(
         batch_invariant=plan.batch_invariant,
     )
     return arrays
+
+
+def plan_object(
+    q: Any,
+    num_heads_k: int,
+    cache_seqlens: Any,
+    indices: Any,
+    topk_length: Any,
+    extra_indices_in_kvcache: Any,
+    extra_topk_length: Any,
+    enable_batch_invariant: bool,
+) -> tuple[Any, Any]:
+    """The two arrays that `flash_mla_with_kvcache` makes for an empty object, in a call of these arguments.
+
+    Of ``q`` and the indices only the shapes count. Dense calls give ``cache_seqlens`` and sparse ones ``indices``.
+    """
+    _, (b, s_q, h_q, _), _, _, device, framework, _ = READERS[type(q)](q, "q")
+    vectors = [
+        read_given(cache_seqlens, "cache_seqlens"),
+        read_given(topk_length, "topk_length"),
+        read_given(extra_topk_length, "extra_topk_length"),
+    ]
+    for name, view in zip(("cache_seqlens", "topk_length", "extra_topk_length"), vectors, strict=True):
+        if view is not None:
+            checks.check_vector(name, view, ("int32",), b, "b is that of q")
+    lengths, *limits = map(address_of, vectors)
+    tokens, topk = mla_metadata.TokenCounts(lengths), None
+    if indices is not None:
+        selections = (
+            READERS[type(indices)](indices, "indices"),
+            read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache"),
+        )
+        widths = [0 if view is None else view[1][2] for view in selections]
+        tokens, topk = mla_metadata.TokenCounts(*limits, *widths), widths[0]
+    config = SchedConfig(b, s_q, h_q, BLOCK_TOKENS, num_heads_k, causal=False, topk=topk)
+    place = BatchPlace(b, device, framework)
+    plan = _empty_plan(FlashMLASchedMeta(), config, enable_batch_invariant, place)
+    if b:
+        rows, num_splits = compute_plan(plan, b, tokens, device, framework).owners
+    else:
+        rows, num_splits = _empty_arrays(framework, plan.num_parts, b, device)
+        framework.fill(rows, -1)  # idle, as in `get_mla_metadata`
+        framework.fill(num_splits, 0)
+    return rows, num_splits
 
 
 def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> None:
