@@ -67,7 +67,7 @@ def sparse(device: str, layout: str = "v32", b: int = 3, s_q: int = 2, h_q: int 
 
 
 def _decode(device: str, b: int = 3, **sizes: int) -> list[Any]:
-    return [*dense(device, b, **sizes).values(), *plan(device, b), SCALE, True, False, False]
+    return [*dense(device, b, **sizes).values(), *plan(device, b), None, True, False, False]
 
 
 def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3) -> list[Any]:

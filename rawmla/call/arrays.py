@@ -362,7 +362,8 @@ def inspect(x: Any, name: str) -> ArrayView:
 def _find_reader(cls: type) -> Reader | None:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None and issubclass(cls, tensor):
-        return _torch().read if cls.__torch_dispatch__ is tensor.__torch_dispatch__ else _refuse_subclass
+        is_plain = getattr(cls, "__torch_dispatch__", None) is tensor.__torch_dispatch__
+        return _torch().read if is_plain else _refuse_subclass
     ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
     if ndarray is not None and issubclass(cls, ndarray):
         return _cupy().read
@@ -410,7 +411,7 @@ def _reject(x: Any, name: str) -> Fields:
 
 
 def _refuse_subclass(x: Any, name: str) -> Fields:
-    """Raise for a tensor whose class answers operators itself: its memory is not the numbers it stands for."""
+    """Raise for a tensor whose class answers operators: its memory is not the numbers that it stands for."""
     remedy = "pass the plain tensor that it holds"
     if type(x).__name__ == "FakeTensor":
         remedy = "call under its FakeTensorMode, or call the operators of rawmla.torch_ops"

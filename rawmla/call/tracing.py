@@ -1,9 +1,9 @@
 """Whether a call is to be seen by torch: as an operator, instead of as Python that launches a kernel.
 
 torch.compile, torch.export, make_fx and fake tensors follow operators alone: they cannot follow an address,
-DLPack or the driver. Public functions ask `is_traced`, and go through the operators of `rawmla.torch_ops` where
-it says so; other calls pay for that question and no more (about 0.1 microseconds). torch is not imported for
-it.
+DLPack or the driver. Public functions ask `is_traced`, and go through the operators of `rawmla.torch_ops`
+where it says so; other calls pay for that question and no more (about 0.1 microseconds). torch is not
+imported for it.
 """
 
 from __future__ import annotations

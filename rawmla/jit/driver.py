@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 NO_DEVICE = -1
-"""Given as a device, it makes a call stop with `DeviceNeeded` where it needs one: its arguments are checked."""
+"""Given as a device, it makes a call stop where it needs one, with `DeviceNeeded`: arguments are checked."""
 
 
 class DeviceNeeded(Exception):

@@ -424,7 +424,8 @@ def plan_object(
 ) -> tuple[Any, Any]:
     """The two arrays that `flash_mla_with_kvcache` makes for an empty object, in a call of these arguments.
 
-    Of ``q`` and the indices only the shapes count. Dense calls give ``cache_seqlens`` and sparse ones ``indices``.
+    Of ``q`` and the indices only the shapes count. Dense calls give ``cache_seqlens``, sparse ones
+    ``indices``.
     """
     _, (b, s_q, h_q, _), _, _, device, framework, _ = READERS[type(q)](q, "q")
     vectors = [

@@ -1,7 +1,7 @@
 """The operations of `rawmla.mla` as calls of operators: what public functions do while torch traces them.
 
-torch.compile traces these functions themselves, so they are Python that it can follow: attributes of plan objects,
-sizes, and operators. All checks of arrays are the operators'.
+torch.compile traces these functions themselves, so they are Python that it can follow: attributes of plan
+objects, sizes, and operators. All checks of arrays are the operators'.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`rawmla.mla.dense_decode.decode`."""
-    b, s_q, h_q, d_qk = q.shape
+    b, s_q, h_q, _ = q.shape
     _, page_block_size, h_kv, _ = k_cache.shape
     plan = tile_scheduler_metadata
     is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
@@ -85,7 +85,7 @@ def decode(
         cache_seqlens,
         rows,
         num_splits,
-        _scale(softmax_scale, d_qk),
+        softmax_scale,
         causal,
         batch_invariant,
         is_object,
@@ -116,7 +116,7 @@ def decode_sparse(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`rawmla.mla.sparse_decode.decode`."""
-    b, s_q, h_q, d_qk = q.shape
+    b, s_q, h_q, _ = q.shape
     plan = tile_scheduler_metadata
     is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
     rows = plan
@@ -145,7 +145,7 @@ def decode_sparse(
         indices,
         rows,
         num_splits,
-        _scale(softmax_scale, d_qk),
+        softmax_scale,
         is_fp8_kvcache,
         attn_sink,
         extra_k_cache,
@@ -162,10 +162,6 @@ def decode_sparse(
     if is_object:
         _mark(plan, config, rows, num_splits)
     return out, lse
-
-
-def _scale(softmax_scale: Any, d_qk: Any) -> Any:
-    return int(d_qk) ** -0.5 if softmax_scale is None else softmax_scale
 
 
 def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bool, bool]:
@@ -200,7 +196,7 @@ def _arrays_of(plan: FlashMLASchedMeta, config: SchedConfig) -> tuple[Any, Any]:
 
 def _mark(plan: FlashMLASchedMeta, config: SchedConfig, rows: Any, num_splits: Any) -> None:
     """Note in the object that a call has used it, as `rawmla.mla.plan.mark_plan` does."""
-    if plan.have_initialized or not config.b or not config.s_q:
+    if plan.have_initialized or config.b == 0 or config.s_q == 0:  # `not config.b` would fix b in torch 2.4
         return
     plan.tile_scheduler_metadata, plan.num_splits = rows, num_splits
     plan.config = config

@@ -1,7 +1,8 @@
-"""The operators of MLA: each with its schema, the public function that it calls, and the shape of its results.
+"""The operators of MLA: each with its schema, the public function it calls, and the shapes of its results.
 
-An operator that writes what it is given ends in `_out`, or `_` where it is all that the operator does, and returns what
-the public function allocates besides, which is nothing or new tensors.
+One that writes what it is given ends in `_out` (`_` for plans), and returns what the public function
+allocates besides: nothing, or new tensors. Flags `object_layout` tell the order of a plan's rows: that of an
+object (`FlashMLASchedMeta`), or that of bare tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from .registration import register
 
 __all__: list[str] = []
 
-Tensor = torch.Tensor
-Result = tuple[Tensor, ...]
+Result = tuple[torch.Tensor, ...]
 
 
 def _sm_count(device: torch.device) -> int:
@@ -46,7 +46,7 @@ def _plan_of(api: Any, rows: Any, num_splits: Any, object_layout: bool) -> tuple
 # ---- plans
 
 
-def _empty_plan(like: Tensor, b: Any, num_parts: int) -> Result:
+def _empty_plan(like: torch.Tensor, b: Any, num_parts: int) -> Result:
     rows = like.new_empty((num_parts, mla_metadata.PLAN_COLUMNS), dtype=torch.int32)
     return rows, like.new_empty((b + 1,), dtype=torch.int32)
 
@@ -72,7 +72,7 @@ def _plan(
 
 
 def _plan_results(
-    cache_seqlens: Tensor,
+    cache_seqlens: torch.Tensor,
     num_q_tokens_per_head_k: int,
     num_heads_k: int,
     num_heads_q: int | None,
@@ -127,8 +127,8 @@ def _plan_in_place(
 
 register(
     "plan_(Tensor cache_seqlens, int num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q, int? topk, "
-    "bool enable_batch_invariant, Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, bool object_layout) "
-    "-> ()",
+    "bool enable_batch_invariant, Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, "
+    "bool object_layout) -> ()",
     _plan_in_place,
     None,
 )
@@ -169,7 +169,9 @@ def _plan_object(
     return torch.from_numpy(plan.object_rows), torch.from_numpy(plan.num_splits)
 
 
-def _plan_object_results(q: Tensor, num_heads_k: int, cache_seqlens: Any, indices: Any, *rest: Any) -> Result:
+def _plan_object_results(
+    q: torch.Tensor, num_heads_k: int, cache_seqlens: Any, indices: Any, *rest: Any
+) -> Result:
     s_q, h_q = int(q.shape[1]), int(q.shape[2])
     return _empty_plan(q, q.shape[0], _num_parts(q.device, s_q, h_q, int(num_heads_k), indices is not None))
 
@@ -186,18 +188,18 @@ register(
 # ---- decoding
 
 
-def _empty_lse(q: Tensor) -> Tensor:
+def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     b, s_q, h_q, _ = q.shape
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
-def _empty_out(q: Tensor) -> Tensor:
+def _empty_out(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], D_V))
 
 
 _DENSE = (
     "Tensor q, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, Tensor tile_scheduler_metadata, "
-    "Tensor num_splits, float softmax_scale, bool causal, bool enable_batch_invariant, bool object_layout"
+    "Tensor num_splits, float? softmax_scale, bool causal, bool enable_batch_invariant, bool object_layout"
 )
 
 
@@ -209,7 +211,7 @@ def _decode(
     cache_seqlens: Any,
     tile_scheduler_metadata: Any,
     num_splits: Any,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     enable_batch_invariant: bool,
     object_layout: bool,
@@ -242,7 +244,7 @@ register(
 
 _SPARSE = (
     "Tensor q, Tensor k_cache, Tensor indices, Tensor tile_scheduler_metadata, Tensor num_splits, "
-    "float softmax_scale, bool is_fp8_kvcache, Tensor? attn_sink, Tensor? extra_k_cache, "
+    "float? softmax_scale, bool is_fp8_kvcache, Tensor? attn_sink, Tensor? extra_k_cache, "
     "Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length, "
     "bool enable_batch_invariant, bool object_layout"
 )
@@ -255,7 +257,7 @@ def _decode_sparse(
     indices: Any,
     tile_scheduler_metadata: Any,
     num_splits: Any,
-    softmax_scale: float,
+    softmax_scale: float | None,
     is_fp8_kvcache: bool,
     attn_sink: Any,
     extra_k_cache: Any,
@@ -302,8 +304,8 @@ register(
 # ---- sparse prefill
 
 _PREFILL = (
-    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, str log_base, "
-    "bool is_fp8_kvcache, bool enable_batch_invariant"
+    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
+    "str log_base, bool is_fp8_kvcache, bool enable_batch_invariant"
 )
 
 
@@ -335,7 +337,7 @@ def _sparse_fwd(
     )
 
 
-def _empty_statistics(q: Tensor) -> Result:
+def _empty_statistics(q: torch.Tensor) -> Result:
     max_logits, lse = (q.new_empty(q.shape[:-1], dtype=torch.float32) for _ in range(2))
     return max_logits, lse
 
@@ -360,8 +362,8 @@ register(
     None,
 )
 register(
-    "gather_kv(Tensor kv_cache, Tensor block_table, Tensor cache_seqlens, Tensor(a!) out, Tensor workspace_starts, "
-    "Tensor? seq_starts) -> ()",
+    "gather_kv(Tensor kv_cache, Tensor block_table, Tensor cache_seqlens, Tensor(a!) out, "
+    "Tensor workspace_starts, Tensor? seq_starts) -> ()",
     lambda api, kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts: api.gather_kv_cache(
         kv_cache, block_table, cache_seqlens, out, workspace_starts=workspace_starts, seq_starts=seq_starts
     ),
@@ -369,7 +371,7 @@ register(
 )
 
 
-def _empty_quantized(k_cache: Tensor, layout: str) -> Tensor:
+def _empty_quantized(k_cache: torch.Tensor, layout: str) -> torch.Tensor:
     num_blocks, page, _, _ = k_cache.shape
     format = QUANTIZED[layout]
     shape = (num_blocks, page, 1, format.token_bytes)
@@ -413,11 +415,11 @@ def _convert(
     )
 
 
-def _empty_slots(indices: Tensor) -> Tensor:
+def _empty_slots(indices: torch.Tensor) -> torch.Tensor:
     return indices.new_empty(indices.shape)
 
 
-def _empty_counts(indices: Tensor) -> Tensor:
+def _empty_counts(indices: torch.Tensor) -> torch.Tensor:
     return indices.new_empty(indices.shape[:-1])
 
 
@@ -446,7 +448,7 @@ register(
 # ---- merging
 
 
-def _empty_merged_lse(lses: list[Tensor]) -> Tensor:
+def _empty_merged_lse(lses: list[torch.Tensor]) -> torch.Tensor:
     return lses[0].new_empty(lses[0].shape)
 
 

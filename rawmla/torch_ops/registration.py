@@ -7,8 +7,9 @@
 - a fake kernel: these checks, and empty results;
 - refusals of gradients and of vmap.
 
-The checks are the public function itself, called with stand-ins: it runs up to the point where it needs a device.
-Sizes that torch keeps symbolic are checked by their example values, so that a check restricts no size.
+The checks are the public function itself, called with stand-ins: it runs up to the point where it needs a
+device. Sizes that torch keeps symbolic are checked by their example values, so that a check restricts no
+size.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | 
     Parameters
     ----------
     schema : str
-        As of `torch.library.Library.define`, without default values. What is written has an alias annotation, as
-        in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the names of the public
-        function's, which errors start with.
+        As of `torch.library.Library.define`, without default values. What is written has an alias
+        annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the
+        names of the public function's, which errors start with.
     call : callable
-        ``call(api, *args)`` calls the public function of ``api``, which is `rawmla` or `rawmla.reference`, and
-        returns what the operator returns.
+        ``call(api, *args)`` calls the public function of ``api``, which is `rawmla` or `rawmla.reference`,
+        and returns what the operator returns.
     empty : callable or None
-        None: the operator returns nothing, and what ``call`` returns is dropped. ``empty(*args)`` makes results of that kind from shapes, dtypes and devices alone, not filled: what
-        the CUDA kernel returns in every stride. No comparison of a size that may be symbolic.
+        ``empty(*args)`` makes results of that kind, not filled, with every stride that those of the CUDA
+        kernel have. It compares no size that may be symbolic. None: the operator returns nothing, and what
+        ``call`` returns is dropped.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     qualified = f"rawmla::{name}"
@@ -93,8 +95,8 @@ def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
         for name, tensor in _tensors(names, args):
             if tensor.requires_grad and torch.is_grad_enabled() or _has_tangent(tensor):
                 raise NotImplementedError(
-                    f"{op.name()} has no derivative: {name}: expected a tensor that needs no gradient, got one "
-                    "that does; pass a detached tensor, or call under torch.no_grad() or "
+                    f"{op.name()} has no derivative: {name}: expected a tensor that needs no gradient, got "
+                    "one that does; pass a detached tensor, or call under torch.no_grad() or "
                     "torch.inference_mode()"
                 )
         result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
@@ -118,8 +120,8 @@ def _has_tangent(tensor: torch.Tensor) -> bool:
 def _refuse_vmap(name: str) -> Callable[..., Any]:
     def rule(info: Any, in_dims: Any, *args: Any) -> Any:
         raise NotImplementedError(
-            f"{name} cannot be mapped by torch.vmap: expected tensors with all requests in one batch, got an axis "
-            "of vmap; fold that axis into the batch (or query token) dimension, and call once"
+            f"{name} cannot be mapped by torch.vmap: expected tensors with all requests in one batch, got an "
+            "axis of vmap; fold that axis into the batch (or query token) dimension, and call once"
         )
 
     return rule
