@@ -11,10 +11,10 @@ import rawmla
 
 from . import jit
 from .call.arrays import READERS, Fields, Framework, is_array
-from .call.stand_ins import NoFramework, StandIn
 from .kernels.operations import specs_of
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
+from .stand_ins import NoFramework, StandIn
 
 __all__ = ["warmup", "warmup_call"]
 

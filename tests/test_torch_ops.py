@@ -67,6 +67,13 @@ def test_every_operator_has_a_case_and_returns_no_argument() -> None:
         assert all(result.alias_info is None for result in schema.returns), str(schema)
 
 
+def test_the_page_has_every_schema() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "torch_operators.md").read_text()
+    for name, _ in CASES.values():
+        schema = str(getattr(OPS, name).default._schema).removeprefix("rawmla::")
+        assert f"| `{schema}` |" in page
+
+
 class TestNumbers:
     """The CPU kernels are the reference with its arguments in their places."""
 

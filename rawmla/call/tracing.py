@@ -12,14 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ask_torch", "is_traced", "operators"]
-
-
-def operators() -> Any:
-    """The module with the operations of `rawmla.mla` as calls of operators; torch is there."""
-    from ..torch_ops import calls
-
-    return calls
+__all__ = ["ask_torch", "is_traced"]
 
 
 def _ask_without_torch(array: Any) -> bool:

@@ -29,6 +29,7 @@ from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
 from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
 from .paged_cache import PagedCache, check_paged_cache
+from .traced import operators
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
 
@@ -73,7 +74,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
     if tracing.is_traced(k_cache):
-        return tracing.operators().quantize_k_cache(k_cache, layout, out)
+        return operators().quantize_k_cache(k_cache, layout, out)
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
     if source.dtype != "bfloat16":
@@ -147,7 +148,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     Allocation, stream and graph capture as for `quantize_k_cache`.
     """
     if tracing.is_traced(cache):
-        return tracing.operators().dequantize_k_cache(cache, layout)
+        return operators().dequantize_k_cache(cache, layout)
     format = _quantized_format(layout)
     source = inspect(cache, "cache")
     given = _paged_cache("cache", source, format)
@@ -220,7 +221,7 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
     """
     if tracing.is_traced(kv_c):
-        return tracing.operators().write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping)
+        return operators().write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping)
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
     format = given.format
@@ -318,7 +319,7 @@ def gather_kv_cache(
     capture as for `write_kv_cache`.
     """
     if tracing.is_traced(kv_cache):
-        return tracing.operators().gather_kv_cache(
+        return operators().gather_kv_cache(
             kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts
         )
     source = inspect(kv_cache, "kv_cache")

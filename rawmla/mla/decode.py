@@ -13,6 +13,7 @@ from ..call.checks import as_bool
 from ..kernels.common import D_V
 from . import dense_decode, sparse_decode
 from .arguments import check_head_dim_v, refuse_dense_fp8
+from .traced import operators
 
 __all__ = ["flash_mla_with_kvcache"]
 
@@ -191,7 +192,7 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             raise ValueError("causal: expected False with indices, got True")
-        sparse = tracing.operators().decode_sparse if tracing.is_traced(q) else sparse_decode.decode
+        sparse = operators().decode_sparse if tracing.is_traced(q) else sparse_decode.decode
         return sparse(
             q,
             k_cache,
@@ -224,7 +225,7 @@ def flash_mla_with_kvcache(
             topk_length=topk_length,
             extra_topk_length=extra_topk_length,
         )
-    dense = tracing.operators().decode if tracing.is_traced(q) else dense_decode.decode
+    dense = operators().decode if tracing.is_traced(q) else dense_decode.decode
     return dense(
         q,
         k_cache,

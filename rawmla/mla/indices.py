@@ -18,6 +18,7 @@ from ..call.checks import (
 )
 from ..kernels import mla_convert_indices
 from ..kernels.common import MAX_TOPK
+from .traced import operators
 
 __all__ = ["convert_indices"]
 
@@ -79,9 +80,7 @@ def convert_indices(
     """
     compact = as_bool("compact", compact)
     if tracing.is_traced(indices):
-        return tracing.operators().convert_indices(
-            indices, block_table, page_block_size, request_ids, compact, out
-        )
+        return operators().convert_indices(indices, block_table, page_block_size, request_ids, compact, out)
     page = as_count("page_block_size", page_block_size)
     if page > INT32_MAX:
         raise ValueError(f"page_block_size: expected less than 2**31, got {page}")

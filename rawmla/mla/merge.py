@@ -18,6 +18,7 @@ from ..call.checks import (
 from ..kernels import mla_merge_states
 from ..kernels.common import D_V, ceil_div
 from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
+from .traced import operators
 
 __all__ = ["merge_attn_states"]
 
@@ -67,7 +68,7 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     gives the same bits.
     """
     if tracing.is_traced(outs):
-        return tracing.operators().merge_attn_states(outs, lses, out)
+        return operators().merge_attn_states(outs, lses, out)
     if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
         wrong, name = (lses, "lses") if isinstance(outs, (list, tuple)) else (outs, "outs")
         raise TypeError(f"{name}: expected a list or tuple of arrays, got {type(wrong).__name__}")

@@ -17,6 +17,7 @@ from ..call.memo import BatchPlace, LatestPair
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
 from .arguments import refuse_dense_fp8
+from .traced import operators
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -194,7 +195,7 @@ def get_mla_metadata(
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
     if tracing.is_traced(cache_seqlens):
-        return tracing.operators().get_mla_metadata(
+        return operators().get_mla_metadata(
             cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, batch_invariant, out
         )
 

@@ -26,6 +26,7 @@ from .arguments import (
     check_vectors,
     q_strides,
 )
+from .traced import operators
 
 __all__ = ["flash_mla_sparse_fwd"]
 
@@ -178,7 +179,7 @@ def flash_mla_sparse_fwd(
     """
     check_head_dim_v(d_v, "d_v")
     if tracing.is_traced(q):
-        return tracing.operators().sparse_fwd(
+        return operators().sparse_fwd(
             q,
             kv,
             indices,

@@ -24,7 +24,7 @@ import rawmla
 
 from .. import jit, reference
 from ..call.arrays import READERS, Fields
-from ..call.stand_ins import NoFramework, StandIn
+from ..stand_ins import NoFramework, StandIn
 
 __all__ = ["LIBRARY", "register"]
 

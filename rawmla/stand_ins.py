@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .. import jit
+from . import jit
 
 __all__ = ["NoFramework", "StandIn"]
 
