@@ -82,7 +82,7 @@ class TestNumbers:
         want = reference.flash_mla_with_kvcache(**made, softmax_scale=0.1, causal=True)
         rows, splits = OPS.plan(made["cache_seqlens"], 8, 1, 4, None, False)
         assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, False), want)
-        rows, splits = OPS.plan_object(made["q"], 1, made["cache_seqlens"], None, None, None, None, False)
+        rows, splits = OPS.plan_object(2, 4, 1, made["cache_seqlens"], None, None, None, None, False)
         assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, True), want)
         out = out_of_buffer(made["q"])
         lse = OPS.decode_out(*made.values(), *plan("cpu", b), 0.1, True, False, False, out)
@@ -128,7 +128,7 @@ class TestNumbers:
         filled = reference.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
         table = torch.zeros(3, 200, dtype=torch.int32)
         reference.flash_mla_with_kvcache(made["q"], made["k_cache"], table, lengths, 512, filled)
-        got = OPS.plan_object(made["q"], 1, lengths, None, None, None, None, batch_invariant)
+        got = OPS.plan_object(2, 4, 1, lengths, None, None, None, None, batch_invariant)
         assert_equal(got, (filled.tile_scheduler_metadata, filled.num_splits))
 
     @pytest.mark.parametrize("batch_invariant", (False, True))
@@ -154,7 +154,7 @@ class TestNumbers:
             extra_indices_in_kvcache=extra,
             extra_topk_length=lengths[1],
         )
-        got = OPS.plan_object(made["q"], 1, None, indices, lengths[0], extra, lengths[1], batch_invariant)
+        got = OPS.plan_object(1, 4, 1, None, indices, lengths[0], extra, lengths[1], batch_invariant)
         assert_equal(got, (filled.tile_scheduler_metadata, filled.num_splits))
 
     def test_plan_in_place_of_a_larger_batch(self) -> None:
@@ -204,7 +204,8 @@ WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("decode_sparse v32", 6, lambda fp8: False, TypeError, "k_cache: expected dtype bfloat16"),
     ("sparse_fwd", 6, lambda base: "10", ValueError, "log_base: expected '2' or 'e', got '10'"),
     ("plan", 2, lambda h_kv: 0, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
-    ("plan_object dense", 2, lambda x: x[1:], ValueError, r"cache_seqlens: expected shape \[3\]"),
+    ("plan_object dense", 3, lambda x: x.long(), TypeError, "cache_seqlens: expected dtype int32"),
+    ("plan_object sparse", 5, lambda x: x[1:], ValueError, r"topk_length: expected shape \[3\]"),
     ("write_kv v32", 1, lambda rope: rope[:, 1:], ValueError, r"k_pe: expected shape \[3, 64\]"),
     ("gather_kv v32", 3, lambda out: out[:, 1:], ValueError, r"out: expected shape \[rows, 576\]"),
     ("quantize v32", 1, lambda layout: "v33", ValueError, "layout: expected 'v32' or 'model1', got 'v33'"),

@@ -115,9 +115,9 @@ def _with_out(args: list[Any]) -> list[Any]:
 def _plan_object(device: str, is_sparse: bool) -> list[Any]:
     if not is_sparse:
         made = dense(device)
-        return [made["q"], 1, made["cache_seqlens"], None, None, None, None, False]
+        return [2, 4, 1, made["cache_seqlens"], None, None, None, None, False]
     made = sparse(device)
-    return [made["q"], 1, None, made["indices"], int32([64, 3, 0], device), made["indices"], None, True]
+    return [2, 4, 1, None, made["indices"], int32([64, 3, 0], device), made["indices"], None, True]
 
 
 def _positions(device: str) -> list[Any]:

@@ -414,7 +414,8 @@ def compute_plan(
 
 
 def plan_object(
-    q: Any,
+    s_q: int,
+    h_q: int,
     num_heads_k: int,
     cache_seqlens: Any,
     indices: Any,
@@ -425,25 +426,21 @@ def plan_object(
 ) -> tuple[Any, Any]:
     """The two arrays that `flash_mla_with_kvcache` makes for an empty object, in a call of these arguments.
 
-    Of ``q`` and the indices only the shapes count. Dense calls give ``cache_seqlens``, sparse ones
-    ``indices``.
+    Dense calls give ``cache_seqlens``, sparse ones ``indices``, of which only the shapes count.
     """
-    _, (b, s_q, h_q, _), _, _, device, framework, _ = READERS[type(q)](q, "q")
-    vectors = [
-        read_given(cache_seqlens, "cache_seqlens"),
-        read_given(topk_length, "topk_length"),
-        read_given(extra_topk_length, "extra_topk_length"),
-    ]
-    for name, view in zip(("cache_seqlens", "topk_length", "extra_topk_length"), vectors, strict=True):
+    of_vectors = ("cache_seqlens", "topk_length", "extra_topk_length")
+    vectors = tuple(map(read_given, (cache_seqlens, topk_length, extra_topk_length), of_vectors))
+    of_selections = ("indices", "extra_indices_in_kvcache")
+    selections = tuple(map(read_given, (indices, extra_indices_in_kvcache), of_selections))
+    given = vectors[0] if selections[0] is None else selections[0]
+    assert given is not None
+    _, (b, *_), _, _, device, framework, _ = given
+    for name, view in zip(of_vectors, vectors, strict=True):
         if view is not None:
-            checks.check_vector(name, view, ("int32",), b, "b is that of q")
+            checks.check_vector(name, view, ("int32",), b, "a number of each request")
     lengths, *limits = map(address_of, vectors)
     tokens, topk = mla_metadata.TokenCounts(lengths), None
     if indices is not None:
-        selections = (
-            READERS[type(indices)](indices, "indices"),
-            read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache"),
-        )
         widths = [0 if view is None else view[1][2] for view in selections]
         tokens, topk = mla_metadata.TokenCounts(*limits, *widths), widths[0]
     config = SchedConfig(b, s_q, h_q, BLOCK_TOKENS, num_heads_k, causal=False, topk=topk)

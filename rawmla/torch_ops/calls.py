@@ -76,7 +76,7 @@ def decode(
         rows, num_splits = _arrays_of(plan, config)
         if rows is None:
             rows, num_splits = _ops.plan_object.default(
-                q, h_kv, cache_seqlens, None, None, None, None, batch_invariant
+                s_q, h_q, h_kv, cache_seqlens, None, None, None, None, batch_invariant
             )
     call = (
         q,
@@ -137,7 +137,15 @@ def decode_sparse(
         rows, num_splits = _arrays_of(plan, config)
         if rows is None:
             rows, num_splits = _ops.plan_object.default(
-                q, 1, None, indices, topk_length, extra_indices_in_kvcache, extra_topk_length, batch_invariant
+                s_q,
+                h_q,
+                1,
+                None,
+                indices,
+                topk_length,
+                extra_indices_in_kvcache,
+                extra_topk_length,
+                batch_invariant,
             )
     call = (
         q,

@@ -136,7 +136,8 @@ register(
 
 def _plan_object(
     api: Any,
-    q: Any,
+    s_q: int,
+    h_q: int,
     num_heads_k: int,
     cache_seqlens: Any,
     indices: Any,
@@ -147,7 +148,8 @@ def _plan_object(
 ) -> Any:
     if api is not reference:
         return plans.plan_object(
-            q,
+            s_q,
+            h_q,
             num_heads_k,
             cache_seqlens,
             indices,
@@ -156,12 +158,12 @@ def _plan_object(
             extra_topk_length,
             enable_batch_invariant,
         )
-    b, s_q, h_q, _ = q.shape
-    parts = _num_parts(q.device, s_q, h_q, num_heads_k, indices is not None)
     if indices is None:
+        parts = _num_parts(cache_seqlens.device, s_q, h_q, num_heads_k, False)
         plan = reference.plan(cache_seqlens, parts, enable_batch_invariant)
     else:
-        topk = indices.shape[2]
+        parts = _num_parts(indices.device, s_q, h_q, num_heads_k, True)
+        b, _, topk = indices.shape
         extra_topk = 0 if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2]
         blocks = reference.sparse_blocks(b, topk, topk_length, extra_topk, extra_topk_length)
         room = int(reference.sparse_blocks(1, topk, None, extra_topk)[0])
@@ -170,16 +172,17 @@ def _plan_object(
 
 
 def _plan_object_results(
-    q: torch.Tensor, num_heads_k: int, cache_seqlens: Any, indices: Any, *rest: Any
+    s_q: int, h_q: int, num_heads_k: int, cache_seqlens: Any, indices: Any, *rest: Any
 ) -> Result:
-    s_q, h_q = int(q.shape[1]), int(q.shape[2])
-    return _empty_plan(q, q.shape[0], _num_parts(q.device, s_q, h_q, int(num_heads_k), indices is not None))
+    given = cache_seqlens if indices is None else indices
+    parts = _num_parts(given.device, int(s_q), int(h_q), int(num_heads_k), indices is not None)
+    return _empty_plan(given, given.shape[0], parts)
 
 
 register(
-    "plan_object(Tensor q, int num_heads_k, Tensor? cache_seqlens, Tensor? indices, Tensor? topk_length, "
-    "Tensor? extra_indices_in_kvcache, Tensor? extra_topk_length, bool enable_batch_invariant) "
-    "-> (Tensor, Tensor)",
+    "plan_object(int s_q, int h_q, int num_heads_k, Tensor? cache_seqlens, Tensor? indices, "
+    "Tensor? topk_length, Tensor? extra_indices_in_kvcache, Tensor? extra_topk_length, "
+    "bool enable_batch_invariant) -> (Tensor, Tensor)",
     _plan_object,
     _plan_object_results,
 )

@@ -1,4 +1,4 @@
-"""The torch operators on the GPU: torch's own checks of them, torch.compile, CUDA graphs, export, host time."""
+"""The torch operators on the GPU: torch's own checks of them, torch.compile, graphs, export, host time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_compiled_out() -> None:
 
 @pytest.mark.parametrize("layout", ("v32", "model1", "bf16"))
 def test_compiled_sparse_decode(layout: str) -> None:
-    """With lengths, a sink and an extra cache. The plan leaves out what lengths leave out, as in eager calls."""
+    """With lengths, a sink and an extra cache. The plan leaves out what lengths do, as in eager calls."""
     case = SparseCase(
         b=3, s_q=2, h_q=16, topk=300, layout=layout, lengths="random", extra_topk=100, extra_lengths="random",
         sink=True,
@@ -132,7 +132,7 @@ def test_compiled_sparse_decode(layout: str) -> None:
 
 
 def test_cuda_graphs() -> None:
-    """mode="reduce-overhead": replays follow lengths that change in place, and copy neither cache nor table."""
+    """Replays follow lengths that change in place, and copy neither the cache nor the table."""
     from torch._dynamo.utils import counters
     from torch._inductor.cudagraph_trees import get_container
 
