@@ -89,7 +89,8 @@ def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
 
     Does not run in inference mode.
     """
-    written = [i for i, argument in enumerate(op._schema.arguments) if _is_written(argument)]
+    infos = [argument.alias_info for argument in op._schema.arguments]
+    written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
 
     def kernel(keyset: Any, *args: Any) -> Any:
         for name, tensor in _tensors(names, args):
@@ -106,10 +107,6 @@ def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
         return result
 
     return kernel
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from rawmla import reference  # noqa: E402
 from rawmla.call import tracing  # noqa: E402
 
 OPS = torch.ops.rawmla
-BACKENDS = ("aot_eager", "inductor")
+BACKENDS = ("eager", "aot_eager", "inductor")
 
 
 @pytest.fixture(autouse=True)
@@ -350,6 +350,22 @@ def test_batches(dynamic: bool | None) -> None:
         made = dense("cpu", b, s_q=1, h_q=2)
         assert_equal(step(**made), decode_wanted(made))
     assert counter.frame_count <= (2 if dynamic else 3)
+
+
+def test_tokens_and_topk() -> None:
+    """Of prefill, with the rows of kv: one graph for all."""
+
+    def step(q: Any, kv: Any, indices: Any) -> Any:
+        return rawmla.flash_mla_sparse_fwd(q, kv, indices, 0.05)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    generator = torch.Generator().manual_seed(5)
+    for tokens, rows, topk in ((3, 20, 64), (17, 9, 70), (2, 40, 5)):
+        indices = torch.randint(-1, rows, (tokens, 1, topk), dtype=torch.int32, generator=generator)
+        given = tensors("cpu")(tokens, 2, 576), tensors("cpu", 1)(rows, 1, 576), indices
+        assert_equal(compiled(*given), reference.flash_mla_sparse_fwd(*given, 0.05))
+    assert counter.frame_count == 1
 
 
 def test_scale_that_changes() -> None:
