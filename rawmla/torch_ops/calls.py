@@ -39,7 +39,7 @@ def get_mla_metadata(
     out: Any,
 ) -> tuple[Any, Any]:
     """`rawmla.get_mla_metadata` with arguments."""
-    is_object = isinstance(out, FlashMLASchedMeta)
+    is_object = _is_object(out)
     if is_object:
         enable_batch_invariant = plans._batch_invariant_of(out, enable_batch_invariant)
         plans._check_topk_of(out, topk)
@@ -172,9 +172,13 @@ def decode_sparse(
     return out, lse
 
 
+def _is_object(plan: Any) -> bool:
+    return isinstance(plan, FlashMLASchedMeta)
+
+
 def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bool, bool]:
     """Whether the plan of a call is an object, and whether it is batch-invariant."""
-    if isinstance(plan, FlashMLASchedMeta):
+    if _is_object(plan):
         if num_splits is not None:
             raise ValueError(
                 "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
