@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -27,7 +29,12 @@ from rawmla import reference  # noqa: E402
 from rawmla.call import tracing  # noqa: E402
 
 OPS = torch.ops.rawmla
-BACKENDS = ("eager", "aot_eager", "inductor")
+NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None
+BACKENDS = (
+    "eager",
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")),
+)
 
 
 @pytest.fixture(autouse=True)

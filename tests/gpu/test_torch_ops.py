@@ -89,7 +89,9 @@ def test_compiled_decode(backend: str, b: int) -> None:
 
 
 def test_compiled_decode_of_many_batches() -> None:
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(decode_step, fullgraph=True, backend=counter, dynamic=True)
     for b in (3, 17, 1):
         tensors = call_arguments(make_dense_inputs(DenseCase(b=b, h_q=16, s_k=700, varlen=True)))[:4]
