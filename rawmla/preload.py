@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from inspect import isfunction
 from typing import Any
@@ -14,6 +14,7 @@ from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
+from .stand_ins import NoFramework, StandIn
 
 __all__ = ["warmup", "warmup_call"]
 
@@ -126,30 +127,12 @@ def _functions() -> list[Callable[..., Any]]:
     return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
 
 
-_ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
-
-
-class _StandIn:
-    """Stands for an array in a call that launches nothing: the caller's, or one that the call makes."""
-
-    def __init__(self, array: Any = None) -> None:
-        self.array = array
-
-    def __getitem__(self, index: Any) -> _StandIn:
-        return self
-
-    def reshape(self, *shape: int) -> _StandIn:
-        """As of an array."""
-        return self
-
-
-def _read(x: _StandIn, name: str) -> Fields:
+def _read(x: StandIn, name: str) -> Fields:
     ptr, shape, strides, dtype, device, framework, _ = READERS[type(x.array)](x.array, name)
     return ptr, shape, strides, dtype, device, _framework_of(framework), x
 
 
-READERS[_StandIn] = _read
-_StandIn.__qualname__ = _StandIn.__name__ = "array"  # what the texts of errors call it
+READERS[StandIn] = _read
 
 
 def _stand_in(value: Any) -> Any:
@@ -162,45 +145,13 @@ def _stand_in(value: Any) -> Any:
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)
         return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
-    return _StandIn(value) if is_array(value) else value
+    return StandIn(value) if is_array(value) else value
 
 
-class _NoFramework:
-    """The framework of a call that launches nothing: it makes no arrays, and its stream takes no kernels."""
-
-    def __init__(self, framework: Framework) -> None:
-        self.name = framework.name
-        self.is_capturing = framework.is_capturing
-        self.capture_query = framework.capture_query
-
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """As of `Framework`."""
-        return _StandIn()
-
-    def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
-    ) -> Callable[[], list[Any]]:
-        """As of `Framework`."""
-        return lambda: [_StandIn() for _ in range(len(arrays) + 1)]
-
-    def contiguous_copy(self, array: Any, name: str) -> Any:
-        """As of `Framework`."""
-        return _StandIn()
-
-    def fill(self, array: Any, value: int) -> None:
-        """As of `Framework`."""
-
-    def pointer(self, array: Any) -> int:
-        """As of `Framework`."""
-        return _ADDRESS
-
-    def current_stream(self, device: int) -> int:
-        """As of `Framework`."""
-        return jit.NO_LAUNCH
+_frameworks: dict[Framework, NoFramework] = {}
 
 
-_frameworks: dict[Framework, _NoFramework] = {}
-
-
-def _framework_of(framework: Framework) -> _NoFramework:
-    return _frameworks.setdefault(framework, _NoFramework(framework))
+def _framework_of(framework: Framework) -> NoFramework:
+    return _frameworks.get(framework) or _frameworks.setdefault(
+        framework, NoFramework(framework.name, framework.is_capturing, framework.capture_query)
+    )

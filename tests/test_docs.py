@@ -15,10 +15,11 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
-FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # "how to add" in docs/architecture.md
+FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/architecture.md
 FILES_OF_READERS = {"script.py"}
 PYTHON_FOLDERS = {
-    "mla": {"call", "kernels", "jit", "errors"},
+    "mla": {"call", "kernels", "jit", "errors", "torch_ops"},
+    "torch_ops": {"mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
     "kernels": {"jit", "errors"},
     "call": {"errors"},
     "jit": {"environment", "errors"},

@@ -29,7 +29,7 @@ from decode_fakes import (
 import rawmla
 from rawmla.kernels import mla_dense_decode, mla_sparse
 from rawmla.kernels import mla_metadata as metadata
-from rawmla.mla.plan import SchedConfig
+from rawmla.mla.plan import SchedConfig, plan_object
 
 
 @pytest.fixture
@@ -452,3 +452,38 @@ def test_topk_beyond_32_bits(world: World) -> None:
     with pytest.raises(ValueError, match=r"^topk: expected an int below 2\*\*30, got"):
         rawmla.get_mla_metadata(TestMetadata.LENGTHS, 128, 1, topk=2**30)
     assert world.untouched
+
+
+class TestPlanAheadOfTheCall:
+    """`plan_object`, with which torch operators compute the plan of an empty object ahead of the call."""
+
+    @pytest.mark.parametrize("batch_invariant", (False, True))
+    @pytest.mark.parametrize("kind", ("dense", "sparse", "sparse with an extra cache"))
+    def test_as_the_call_computes_it(self, world: World, kind: str, batch_invariant: bool) -> None:
+        arguments = dense_arguments() if kind == "dense" else sparse_arguments(extra="extra" in kind)
+        plan = rawmla.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
+        rawmla.flash_mla_with_kvcache(
+            **{**arguments, "tile_scheduler_metadata": plan, "num_splits": None},
+        )
+        names = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
+        rows, splits = plan_object(
+            S_Q,
+            H_Q,
+            H_KV if kind == "dense" else 1,
+            arguments["cache_seqlens"],
+            *[arguments.get(name) for name in names],
+            batch_invariant,
+        )
+        want, got = world.plans
+        made = plan.tile_scheduler_metadata, plan.num_splits
+        assert [(x.shape, x.dtype) for x in (rows, splits)] == [(x.shape, x.dtype) for x in made]
+        assert (got.pop("sched_meta"), got.pop("num_splits")) == (rows.ptr, splits.ptr)
+        for arguments in (want, got):
+            arguments.pop("capturing")
+        assert got == {name: want[name] for name in got}
+
+    def test_no_requests(self, world: World) -> None:
+        rows, splits = plan_object(S_Q, H_Q, H_KV, FakeArray((0,)), None, None, None, None, False)
+        assert not world.plans
+        assert world.framework.filled == [(rows, -1), (splits, 0)]
+        assert splits.shape == (1,)

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import INSTALL_HINT, MissingDependencyError
+from . import tracing
 
 _DLPACK_CPU = 1  # kDLCPU
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -361,7 +362,8 @@ def inspect(x: Any, name: str) -> ArrayView:
 def _find_reader(cls: type) -> Reader | None:
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     if tensor is not None and issubclass(cls, tensor):
-        return _torch().read
+        is_plain = getattr(cls, "__torch_dispatch__", None) is tensor.__torch_dispatch__
+        return _torch().read if is_plain else _refuse_subclass
     ndarray = getattr(sys.modules.get("cupy"), "ndarray", None)
     if ndarray is not None and issubclass(cls, ndarray):
         return _cupy().read
@@ -373,6 +375,7 @@ def _find_reader(cls: type) -> Reader | None:
 def _torch() -> TorchFramework:
     if "torch" not in _frameworks:  # there is one, also where two threads come here together
         _frameworks.setdefault("torch", TorchFramework(sys.modules["torch"]))
+        tracing.ask_torch()
     return _frameworks["torch"]
 
 
@@ -407,8 +410,16 @@ def _reject(x: Any, name: str) -> Fields:
     )
 
 
+def _refuse_subclass(x: Any, name: str) -> Fields:
+    """Raise for a tensor whose class answers operators: its memory is not the numbers that it stands for."""
+    remedy = "pass the plain tensor that it holds"
+    if type(x).__name__ == "FakeTensor":
+        remedy = "call under its FakeTensorMode, or call the operators of rawmla.torch_ops"
+    raise TypeError(f"{name}: expected a plain torch tensor, got {_class_name(x)}; {remedy}")
+
+
 def _refuse_no_memory(name: str, x: Any, shape: tuple[int, ...]) -> None:
-    """Raise for an array with elements at address 0: fake tensors and wrapper subclasses have no memory."""
+    """Raise for an array with elements at address 0."""
     if prod(shape):
         raise TypeError(
             f"{name}: expected an array with memory of its own, got {_class_name(x)} of shape {list(shape)} "

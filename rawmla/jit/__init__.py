@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder, export
 from rawmla.jit.cache import DiskCache
-from rawmla.jit.driver import DeviceInfo, current_device, device_info
+from rawmla.jit.driver import NO_DEVICE, DeviceInfo, DeviceNeeded, current_device, device_info
 from rawmla.jit.launch import NO_LAUNCH, Kernel, PreparedLaunch, get_kernel, require_supported
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 
 __all__ = [
+    "NO_DEVICE",
     "NO_LAUNCH",
     "TENSOR_MAP_BYTES",
     "Builder",
     "CompiledKernel",
     "DeviceInfo",
+    "DeviceNeeded",
     "DiskCache",
     "Kernel",
     "KernelSpec",

@@ -14,12 +14,29 @@ from typing import Any
 
 from rawmla.errors import LaunchError, NoGPUError
 
-__all__ = ["DeviceInfo", "Driver", "aligned_buffer", "current_device", "device_info", "get_driver"]
+__all__ = [
+    "NO_DEVICE",
+    "DeviceInfo",
+    "DeviceNeeded",
+    "Driver",
+    "aligned_buffer",
+    "current_device",
+    "device_info",
+    "get_driver",
+]
+
+NO_DEVICE = -1
+"""Given as a device, it makes a call stop where it needs one, with `DeviceNeeded`: arguments are checked."""
+
+
+class DeviceNeeded(Exception):
+    """A call on `NO_DEVICE` has checked its arguments."""
+
 
 _ATTRIBUTE_SM_COUNT = 16
 _ATTRIBUTE_CC_MAJOR = 75
 _ATTRIBUTE_CC_MINOR = 76
-_NO_DEVICE = 100
+_CUDA_NO_DEVICE = 100
 _INVALID_CONTEXT = 201
 
 
@@ -128,7 +145,7 @@ def get_driver() -> Driver:
     driver = Driver(library)
     code = library.cuInit(ctypes.c_uint(0))
     if code != 0 or driver.device_count() == 0:
-        reason = driver.error_text(code if code != 0 else _NO_DEVICE)
+        reason = driver.error_text(code if code != 0 else _CUDA_NO_DEVICE)
         raise NoGPUError(
             f"the NVIDIA driver offers no device: {reason}. Is CUDA_VISIBLE_DEVICES set as meant?"
         )
@@ -141,6 +158,8 @@ def device_info(device: int) -> DeviceInfo:
 
     Raises `NoGPUError` without a driver or device and ``ValueError`` for an ordinal out of range.
     """
+    if device == NO_DEVICE:
+        raise DeviceNeeded
     return get_driver().device_info(device)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -28,6 +29,7 @@ from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
 from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
 from .paged_cache import PagedCache, check_paged_cache
+from .traced import operators
 
 __all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
 
@@ -71,6 +73,8 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
+    if tracing.is_traced(k_cache):
+        return operators().quantize_k_cache(k_cache, layout, out)
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
     if source.dtype != "bfloat16":
@@ -143,6 +147,8 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     -----
     Allocation, stream and graph capture as for `quantize_k_cache`.
     """
+    if tracing.is_traced(cache):
+        return operators().dequantize_k_cache(cache, layout)
     format = _quantized_format(layout)
     source = inspect(cache, "cache")
     given = _paged_cache("cache", source, format)
@@ -214,6 +220,8 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     >>> cache = rawmla.quantize_k_cache(k_cache, "v32")
     >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
     """
+    if tracing.is_traced(kv_c):
+        return operators().write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping)
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
     format = given.format
@@ -310,6 +318,10 @@ def gather_kv_cache(
     synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
     capture as for `write_kv_cache`.
     """
+    if tracing.is_traced(kv_cache):
+        return operators().gather_kv_cache(
+            kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts
+        )
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)
     d_qk = given.format.d_qk

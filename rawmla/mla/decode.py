@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.checks import as_bool
 from ..kernels.common import D_V
 from . import dense_decode, sparse_decode
 from .arguments import check_head_dim_v, refuse_dense_fp8
+from .traced import operators
 
 __all__ = ["flash_mla_with_kvcache"]
 
@@ -193,7 +195,8 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             raise ValueError("causal: expected False with indices, got True")
-        return sparse_decode.decode(
+        sparse = operators().decode_sparse if tracing.is_traced(q) else sparse_decode.decode
+        return sparse(
             q,
             k_cache,
             tile_scheduler_metadata,
@@ -225,7 +228,8 @@ def flash_mla_with_kvcache(
             topk_length=topk_length,
             extra_topk_length=extra_topk_length,
         )
-    return dense_decode.decode(
+    dense = operators().decode if tracing.is_traced(q) else dense_decode.decode
+    return dense(
         q,
         k_cache,
         block_table,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -17,6 +18,7 @@ from ..call.checks import (
 )
 from ..kernels import mla_convert_indices
 from ..kernels.common import MAX_TOPK
+from .traced import operators
 
 __all__ = ["convert_indices"]
 
@@ -77,6 +79,8 @@ def convert_indices(
     kernel. Positions past a request's length give slots of whatever stands in its table there.
     """
     compact = as_bool("compact", compact)
+    if tracing.is_traced(indices):
+        return operators().convert_indices(indices, block_table, page_block_size, request_ids, compact, out)
     page = as_count("page_block_size", page_block_size)
     if page > INT32_MAX:
         raise ValueError(f"page_block_size: expected less than 2**31, got {page}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -17,6 +18,7 @@ from ..call.checks import (
 from ..kernels import mla_merge_states
 from ..kernels.common import D_V, ceil_div
 from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
+from .traced import operators
 
 __all__ = ["merge_attn_states"]
 
@@ -65,6 +67,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     `rawmla.warmup(dtypes=[...])` has loaded the kernels. Sums are in the order of the parts: the same call
     gives the same bits.
     """
+    if tracing.is_traced(outs):
+        return operators().merge_attn_states(outs, lses, out)
     if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
         wrong, name = (lses, "lses") if isinstance(outs, (list, tuple)) else (outs, "outs")
         raise TypeError(f"{name}: expected a list or tuple of arrays, got {type(wrong).__name__}")

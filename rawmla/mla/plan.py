@@ -11,12 +11,13 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from .. import jit
-from ..call import checks
-from ..call.arrays import READERS, Fields, Framework, inspect
+from ..call import checks, tracing
+from ..call.arrays import READERS, Fields, Framework, address_of, inspect, read_given
 from ..call.memo import BatchPlace, LatestPair
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
 from .arguments import refuse_dense_fp8
+from .traced import operators
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -27,6 +28,7 @@ __all__ = [
     "compute_plan",
     "get_mla_metadata",
     "mark_plan",
+    "plan_object",
     "resolve_plan",
 ]
 
@@ -199,6 +201,10 @@ def get_mla_metadata(
         num_q_tokens_per_head_k = num_heads_per_head_k
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+    if tracing.is_traced(cache_seqlens):
+        return operators().get_mla_metadata(
+            cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, batch_invariant, out
+        )
 
     lengths = inspect(cache_seqlens, "cache_seqlens")
     ptr, shape, strides, dtype, device, framework, _ = lengths
@@ -463,6 +469,48 @@ def compute_plan(
         batch_invariant=plan.batch_invariant,
     )
     return arrays
+
+
+def plan_object(
+    s_q: int,
+    h_q: int,
+    num_heads_k: int,
+    cache_seqlens: Any,
+    indices: Any,
+    topk_length: Any,
+    extra_indices_in_kvcache: Any,
+    extra_topk_length: Any,
+    enable_batch_invariant: bool,
+) -> tuple[Any, Any]:
+    """The two arrays that `flash_mla_with_kvcache` makes for an empty object, in a call of these arguments.
+
+    Dense calls give ``cache_seqlens``, sparse ones ``indices``, of which only the shapes count.
+    """
+    of_vectors = ("cache_seqlens", "topk_length", "extra_topk_length")
+    vectors = tuple(map(read_given, (cache_seqlens, topk_length, extra_topk_length), of_vectors))
+    of_selections = ("indices", "extra_indices_in_kvcache")
+    selections = tuple(map(read_given, (indices, extra_indices_in_kvcache), of_selections))
+    given = vectors[0] if selections[0] is None else selections[0]
+    assert given is not None
+    _, (b, *_), _, _, device, framework, _ = given
+    for name, view in zip(of_vectors, vectors, strict=True):
+        if view is not None:
+            checks.check_vector(name, view, ("int32",), b, "a number of each request")
+    lengths, *limits = map(address_of, vectors)
+    tokens, topk = mla_metadata.TokenCounts(lengths), None
+    if indices is not None:
+        widths = [0 if view is None else view[1][2] for view in selections]
+        tokens, topk = mla_metadata.TokenCounts(*limits, *widths), widths[0]
+    config = SchedConfig(b, s_q, h_q, BLOCK_TOKENS, num_heads_k, causal=False, topk=topk)
+    place = BatchPlace(b, device, framework)
+    plan = _empty_plan(FlashMLASchedMeta(), config, enable_batch_invariant, place)
+    if b:
+        rows, num_splits = compute_plan(plan, b, tokens, device, framework).owners
+    else:
+        rows, num_splits = _empty_arrays(framework, plan.num_parts, b, device)
+        framework.fill(rows, -1)  # idle, as in `get_mla_metadata`
+        framework.fill(num_splits, 0)
+    return rows, num_splits
 
 
 def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> None:

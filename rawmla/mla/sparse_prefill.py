@@ -9,6 +9,7 @@ from math import log
 from typing import Any, NamedTuple
 
 from .. import jit
+from ..call import tracing
 from ..call.arrays import READERS, Fields, address_of, read_given
 from ..call.checks import as_bool, as_softmax_scale, check_streams, has_strangers, show, usable_strides
 from ..call.memo import Memo, PreparedCall, kind_of
@@ -27,6 +28,7 @@ from .arguments import (
     q_strides,
     read_pair,
 )
+from .traced import operators
 
 __all__ = ["flash_mla_sparse_fwd"]
 
@@ -183,6 +185,19 @@ def flash_mla_sparse_fwd(
     >>> out, max_logits, lse = rawmla.flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
     """
     check_head_dim_v(d_v, "d_v")
+    if tracing.is_traced(q):
+        return operators().sparse_fwd(
+            q,
+            kv,
+            indices,
+            sm_scale,
+            attn_sink,
+            topk_length,
+            out,
+            log_base,
+            is_fp8_kvcache,
+            enable_batch_invariant,
+        )
     softmax_scale = as_softmax_scale(sm_scale, "sm_scale", "a float")
     lse_factor = _as_lse_factor(log_base)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)

@@ -165,6 +165,7 @@ def get_mla_metadata(
     made = plan_blocks(blocks, len(tiles), batch_invariant)
     store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
     store(splits, slice(b + 1), made.num_splits)
+    store(splits, slice(b + 1, None), made.num_splits[-1:])  # requests of a larger batch have no splits
     return (out, None) if is_object else (tiles, splits)
 
 

@@ -1,0 +1,71 @@
+"""Calls that launch nothing: what stands for their arrays, and the framework that these are of.
+
+`rawmla.warmup_call` makes such calls to load kernels, and `rawmla.torch_ops` to check arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from . import jit
+
+__all__ = ["NoFramework", "StandIn"]
+
+_ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
+
+
+class StandIn:
+    """Stands for an array in a call that launches nothing: the caller's, or one that the call makes."""
+
+    def __init__(self, array: Any = None) -> None:
+        self.array = array
+
+    def __getitem__(self, index: Any) -> StandIn:
+        return self
+
+    def reshape(self, *shape: int) -> StandIn:
+        """As of an array."""
+        return self
+
+
+StandIn.__qualname__ = StandIn.__name__ = "array"  # what the texts of errors call it
+
+
+class NoFramework:
+    """The framework of a call that launches nothing: it makes no arrays, and its stream takes no kernels."""
+
+    def __init__(
+        self,
+        name: str,
+        is_capturing: Callable[[int], bool] = lambda device: False,
+        capture_query: Callable[[int], Callable[[], bool]] = lambda device: lambda: False,
+    ) -> None:
+        self.name = name
+        self.is_capturing = is_capturing
+        self.capture_query = capture_query
+
+    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        """As of `Framework`."""
+        return StandIn()
+
+    def allocator(
+        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+    ) -> Callable[[], list[Any]]:
+        """As of `Framework`."""
+        return lambda: [StandIn() for _ in range(len(arrays) + 1)]
+
+    def contiguous_copy(self, array: Any, name: str) -> Any:
+        """As of `Framework`."""
+        return StandIn()
+
+    def fill(self, array: Any, value: int) -> None:
+        """As of `Framework`."""
+
+    def pointer(self, array: Any) -> int:
+        """As of `Framework`."""
+        return _ADDRESS
+
+    def current_stream(self, device: int) -> int:
+        """As of `Framework`."""
+        return jit.NO_LAUNCH

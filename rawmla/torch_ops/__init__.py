@@ -1,0 +1,14 @@
+"""torch operators of rawmla, `torch.ops.rawmla.*`: what torch.compile, torch.export and fake tensors follow.
+
+Importing this package registers them; it needs torch and no GPU. The public functions of rawmla take them
+while torch traces, and only then, so programs import it for the operators themselves: to call them on CPU
+tensors, or to load an exported program. docs/torch_operators.md says more.
+
+`registration.py` is how an operator is registered, `mla.py` has the operators, and `calls.py` has the
+public functions as calls of operators.
+"""
+
+from ..call import tracing
+from . import mla as mla
+
+tracing.ask_torch()

@@ -1,0 +1,290 @@
+"""The operations of `rawmla.mla` as calls of operators: what public functions do while torch traces them.
+
+torch.compile traces these functions themselves, so they are Python that it can follow: attributes of plan
+objects, sizes, and operators. All checks of arrays are the operators'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..mla import plan as plans
+from ..mla.plan import FlashMLASchedMeta, PlanConfigs, SchedConfig
+
+__all__ = [
+    "convert_indices",
+    "decode",
+    "decode_sparse",
+    "dequantize_k_cache",
+    "gather_kv_cache",
+    "get_mla_metadata",
+    "merge_attn_states",
+    "quantize_k_cache",
+    "sparse_fwd",
+    "write_kv_cache",
+]
+
+_ops = torch.ops.rawmla
+
+
+def get_mla_metadata(
+    cache_seqlens: Any,
+    num_q_tokens_per_head_k: Any,
+    num_heads_k: Any,
+    num_heads_q: Any,
+    topk: Any,
+    enable_batch_invariant: bool,
+    out: Any,
+) -> tuple[Any, Any]:
+    """`rawmla.get_mla_metadata` with arguments."""
+    is_object = _is_object(out)
+    if is_object:
+        enable_batch_invariant = plans._batch_invariant_of(out, enable_batch_invariant)
+        plans._check_topk_of(out, topk)
+    sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, enable_batch_invariant)
+    if out is None:
+        return _ops.plan.default(cache_seqlens, *sizes)
+    rows, num_splits = plans._given_arrays(out)
+    _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
+    return (out, None) if is_object else (rows, num_splits)
+
+
+def decode(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: Any,
+    causal: bool,
+    out: Any,
+    enable_batch_invariant: bool,
+) -> tuple[Any, Any]:
+    """`rawmla.mla.dense_decode.decode`."""
+    b, s_q, h_q, _ = q.shape
+    _, page_block_size, h_kv, _ = k_cache.shape
+    plan = tile_scheduler_metadata
+    is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
+    rows = plan
+    if is_object:
+        config = SchedConfig(
+            b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant
+        )
+        rows, num_splits = _arrays_of(plan, config)
+        if rows is None:
+            rows, num_splits = _ops.plan_object.default(
+                s_q, h_q, h_kv, cache_seqlens, None, None, None, None, batch_invariant
+            )
+    call = (
+        q,
+        k_cache,
+        block_table,
+        cache_seqlens,
+        rows,
+        num_splits,
+        softmax_scale,
+        causal,
+        batch_invariant,
+        is_object,
+    )
+    if out is None:
+        out, lse = _ops.decode.default(*call)
+    else:
+        lse = _ops.decode_out.default(*call, out)
+    if is_object:
+        _mark(plan, config, rows, num_splits)
+    return out, lse
+
+
+def decode_sparse(
+    q: Any,
+    k_cache: Any,
+    tile_scheduler_metadata: Any,
+    num_splits: Any,
+    softmax_scale: Any,
+    is_fp8_kvcache: bool,
+    indices: Any,
+    attn_sink: Any,
+    extra_k_cache: Any,
+    extra_indices_in_kvcache: Any,
+    topk_length: Any,
+    extra_topk_length: Any,
+    out: Any,
+    enable_batch_invariant: bool,
+) -> tuple[Any, Any]:
+    """`rawmla.mla.sparse_decode.decode`."""
+    b, s_q, h_q, _ = q.shape
+    plan = tile_scheduler_metadata
+    is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
+    rows = plan
+    if is_object:
+        config = SchedConfig(
+            b,
+            s_q,
+            h_q,
+            k_cache.shape[1],
+            1,
+            False,
+            is_fp8_kvcache,
+            indices.shape[2],
+            None if extra_k_cache is None else extra_k_cache.shape[1],
+            None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2],
+            batch_invariant,
+        )
+        rows, num_splits = _arrays_of(plan, config)
+        if rows is None:
+            rows, num_splits = _ops.plan_object.default(
+                s_q,
+                h_q,
+                1,
+                None,
+                indices,
+                topk_length,
+                extra_indices_in_kvcache,
+                extra_topk_length,
+                batch_invariant,
+            )
+    call = (
+        q,
+        k_cache,
+        indices,
+        rows,
+        num_splits,
+        softmax_scale,
+        is_fp8_kvcache,
+        attn_sink,
+        extra_k_cache,
+        extra_indices_in_kvcache,
+        topk_length,
+        extra_topk_length,
+        batch_invariant,
+        is_object,
+    )
+    if out is None:
+        out, lse = _ops.decode_sparse.default(*call)
+    else:
+        lse = _ops.decode_sparse_out.default(*call, out)
+    if is_object:
+        _mark(plan, config, rows, num_splits)
+    return out, lse
+
+
+def _is_object(plan: Any) -> bool:
+    return isinstance(plan, FlashMLASchedMeta)
+
+
+def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bool, bool]:
+    """Whether the plan of a call is an object, and whether it is batch-invariant."""
+    if _is_object(plan):
+        if num_splits is not None:
+            raise ValueError(
+                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
+                f"{type(num_splits).__name__}"
+            )
+        return True, batch_invariant or plan.enable_batch_invariant
+    if num_splits is None:
+        raise ValueError(
+            "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+        )
+    return False, batch_invariant
+
+
+def _arrays_of(plan: FlashMLASchedMeta, config: SchedConfig) -> tuple[Any, Any]:
+    """The arrays of an object, which must be one for this configuration; None if it is empty."""
+    if plan.have_initialized:
+        values = plans._fields_of(config)
+        plans._check_config(
+            plan.config, PlanConfigs(config, config, values, values), config.enable_batch_invariant
+        )
+    if plan.tile_scheduler_metadata is None and plan.num_splits is not None:
+        raise ValueError(
+            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
+        )
+    return plan.tile_scheduler_metadata, plan.num_splits
+
+
+def _mark(plan: FlashMLASchedMeta, config: SchedConfig, rows: Any, num_splits: Any) -> None:
+    """Note in the object that a call has used it, as `rawmla.mla.plan.mark_plan` does."""
+    if plan.have_initialized or config.b == 0 or config.s_q == 0:  # `not config.b` would fix b in torch 2.4
+        return
+    plan.tile_scheduler_metadata, plan.num_splits = rows, num_splits
+    plan.config = config
+    plan.have_initialized = True
+
+
+def sparse_fwd(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: Any,
+    attn_sink: Any,
+    topk_length: Any,
+    out: Any,
+    log_base: Any,
+    is_fp8_kvcache: Any,
+    enable_batch_invariant: Any,
+) -> tuple[Any, Any, Any]:
+    """`rawmla.flash_mla_sparse_fwd`."""
+    call = (
+        q,
+        kv,
+        indices,
+        sm_scale,
+        attn_sink,
+        topk_length,
+        log_base,
+        is_fp8_kvcache,
+        enable_batch_invariant,
+    )
+    if out is None:
+        return _ops.sparse_fwd.default(*call)
+    max_logits, lse = _ops.sparse_fwd_out.default(*call, out)
+    return out, max_logits, lse
+
+
+def quantize_k_cache(k_cache: Any, layout: Any, out: Any) -> Any:
+    """`rawmla.quantize_k_cache`."""
+    if out is None:
+        return _ops.quantize.default(k_cache, layout)
+    _ops.quantize_out.default(k_cache, layout, out)
+    return out
+
+
+def dequantize_k_cache(cache: Any, layout: Any) -> Any:
+    """`rawmla.dequantize_k_cache`."""
+    return _ops.dequantize.default(cache, layout)
+
+
+def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """`rawmla.write_kv_cache`."""
+    _ops.write_kv.default(kv_c, k_pe, kv_cache, slot_mapping)
+
+
+def gather_kv_cache(
+    kv_cache: Any, block_table: Any, cache_seqlens: Any, out: Any, workspace_starts: Any, seq_starts: Any
+) -> None:
+    """`rawmla.gather_kv_cache`."""
+    _ops.gather_kv.default(kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts)
+
+
+def convert_indices(
+    indices: Any, block_table: Any, page_block_size: Any, request_ids: Any, compact: bool, out: Any
+) -> Any:
+    """`rawmla.convert_indices`."""
+    call = (indices, block_table, page_block_size, request_ids)
+    if out is None:
+        return _ops.convert_indices_compact.default(*call) if compact else _ops.convert_indices.default(*call)
+    if not compact:
+        _ops.convert_indices_out.default(*call, out)
+        return out
+    return out, _ops.convert_indices_compact_out.default(*call, out)
+
+
+def merge_attn_states(outs: Any, lses: Any, out: Any) -> tuple[Any, Any]:
+    """`rawmla.merge_attn_states`."""
+    if out is None:
+        return _ops.merge.default(outs, lses)
+    return out, _ops.merge_out.default(outs, lses, out)

@@ -1,0 +1,203 @@
+"""How an operator of rawmla is registered: from a schema and two short functions to all that torch asks for.
+
+`register` takes what the operator calls and what its results look like, and makes of them
+
+- a CUDA kernel, the call of the public function, as it is in eager code;
+- a CPU kernel, the same call of `rawmla.reference`, behind the checks of the public function;
+- a fake kernel: these checks, and empty results;
+- refusals of gradients and of vmap.
+
+The checks are the public function itself, called with stand-ins: it runs up to the point where it needs a
+device. Sizes that torch keeps symbolic are checked by their example values, so that a check restricts no
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+import rawmla
+
+from .. import jit, reference
+from ..call.arrays import READERS, Fields
+from ..stand_ins import NoFramework, StandIn
+
+__all__ = ["LIBRARY", "register"]
+
+LIBRARY = torch.library.Library("rawmla", "DEF")
+
+# Kernels look at strides, so inputs must come as they were traced.
+_TAGS = [
+    torch.Tag.pt2_compliant_tag,
+    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
+]
+
+
+def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | None) -> None:
+    """Register the operator `rawmla::<schema>`.
+
+    Parameters
+    ----------
+    schema : str
+        As of `torch.library.Library.define`, without default values. What is written has an alias
+        annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the
+        names of the public function's, which errors start with.
+    call : callable
+        ``call(api, *args)`` calls the public function of ``api``, which is `rawmla` or `rawmla.reference`,
+        and returns what the operator returns.
+    empty : callable or None
+        ``empty(*args)`` makes results of that kind, not filled, with every stride that those of the CUDA
+        kernel have. It compares no size that may be symbolic. None: the operator returns nothing, and what
+        ``call`` returns is dropped.
+    """
+    name = LIBRARY.define(schema, tags=_TAGS)
+    qualified = f"rawmla::{name}"
+    op = getattr(torch.ops.rawmla, name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def cuda(*args: Any) -> Any:
+        made = call(rawmla, *args)
+        return None if empty is None else made
+
+    def cpu(*args: Any) -> Any:
+        _check(call, names, args, torch.Tensor.data_ptr)
+        made = call(reference, *args)
+        if empty is None:
+            return None
+        results = empty(*args)
+        _copy(made, results)
+        return results
+
+    def fake(*args: Any) -> Any:
+        _check(call, names, args, lambda tensor: 0)
+        return None if empty is None else empty(*args)
+
+    LIBRARY.impl(name, cuda, "CUDA")
+    LIBRARY.impl(name, cpu, "CPU")
+    torch.library.register_fake(qualified, fake, lib=LIBRARY)
+    LIBRARY.impl(name, _autograd(op, names), "Autograd", with_keyset=True)
+    if hasattr(torch.library, "register_vmap"):  # torch 2.5
+        torch.library.register_vmap(qualified, _refuse_vmap(qualified), lib=LIBRARY)
+
+
+def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
+    """The kernel of the Autograd key: refuses tensors that would need a backward, as eager functions do.
+
+    Does not run in inference mode.
+    """
+    infos = [argument.alias_info for argument in op._schema.arguments]
+    written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        for name, tensor in _tensors(names, args):
+            if tensor.requires_grad and torch.is_grad_enabled() or _has_tangent(tensor):
+                raise NotImplementedError(
+                    f"{op.name()} has no derivative: {name}: expected a tensor that needs no gradient, got "
+                    "one that does; pass a detached tensor, or call under torch.no_grad() or "
+                    "torch.inference_mode()"
+                )
+        result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        for i in written:  # a graph that has saved one of these refuses to run backward
+            if not args[i].is_inference():
+                torch.autograd.graph.increment_version(args[i])
+        return result
+
+    return kernel
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation (torch.func.jvp) follows the tensor."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _refuse_vmap(name: str) -> Callable[..., Any]:
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise NotImplementedError(
+            f"{name} cannot be mapped by torch.vmap: expected tensors with all requests in one batch, got an "
+            "axis of vmap; fold that axis into the batch (or query token) dimension, and call once"
+        )
+
+    return rule
+
+
+class _Described(StandIn):
+    """Stands for a tensor; `fields` are what a reader gives, without the array."""
+
+    def __init__(self, fields: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.fields = fields
+
+
+def _read(x: _Described, name: str) -> Fields:
+    ptr, shape, strides, dtype = x.fields
+    return ptr, shape, strides, dtype, jit.NO_DEVICE, _NO_FRAMEWORK, x
+
+
+_Described.__qualname__ = _Described.__name__ = "array"  # what the texts of errors call it
+_NO_FRAMEWORK = NoFramework("torch")
+READERS[_Described] = _read
+
+
+class _NoExample(Exception):
+    """A symbolic number has no example value."""
+
+
+def _check(
+    call: Callable[..., Any], names: list[str], args: tuple[Any, ...], address: Callable[[Any], int]
+) -> None:
+    """Check the arguments of an operator as the public function does; `address` is that of a tensor."""
+    (first, tensor), *others = _tensors(names, args)
+    for name, other in others:
+        if other.device != tensor.device:
+            raise ValueError(
+                f"{name}: expected a tensor on device {tensor.device}, that of {first}, got {other.device}"
+            )
+    try:
+        stand_ins = [_stand_in(value, address) for value in args]
+    except _NoExample:
+        return  # left to the kernel
+    try:
+        call(rawmla, *stand_ins)
+    except jit.DeviceNeeded:
+        pass
+
+
+def _stand_in(value: Any, address: Callable[[Any], int]) -> Any:
+    """The argument of a call that launches nothing, for that of an operator."""
+    if isinstance(value, (list, tuple)):
+        return [_stand_in(one, address) for one in value]
+    if isinstance(value, torch.Tensor):
+        shape, strides = (tuple([_example(n) for n in sizes]) for sizes in (value.shape, value.stride()))
+        return _Described((address(value), shape, strides, str(value.dtype).removeprefix("torch.")))
+    return _example(value)
+
+
+def _example(value: Any) -> Any:
+    """The example value of a symbolic number; any other value as it is."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value
+    if not value.node.has_hint():
+        raise _NoExample
+    return value.node.hint
+
+
+def _tensors(names: list[str], args: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors among the arguments of an operator, with their names."""
+    for name, value in zip(names, args, strict=True):
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors([f"{name}[{i}]" for i in range(len(value))], tuple(value))
+
+
+def _copy(values: Any, results: Any) -> None:
+    """Copy results of the reference into tensors with the strides of the CUDA kernel's."""
+    if isinstance(results, tuple):
+        for value, result in zip(values, results, strict=True):
+            result.copy_(value)
+    else:
+        results.copy_(values)

@@ -1,0 +1,630 @@
+"""The torch operators on the CPU: torch's own checks of them, torch.compile, torch.export, and refusals."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch_op_cases import CASES, PAGE, SCALE, cache, dense, int32, out_of_buffer, plan, sparse, tensors  # noqa: E402
+
+import rawmla  # noqa: E402
+import rawmla.torch_ops  # noqa: E402
+from rawmla import reference  # noqa: E402
+from rawmla.call import tracing  # noqa: E402
+
+OPS = torch.ops.rawmla
+NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None
+BACKENDS = (
+    "eager",
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")),
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    """No test finds what another one compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def arguments(case: str) -> tuple[Any, list[Any]]:
+    """The operator of a case, and its arguments on the CPU."""
+    name, make = CASES[case]
+    return getattr(OPS, name).default, make("cpu")
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    """Tuples of tensors that are equal in shape, dtype and every number."""
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+# ---- the operators
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_opcheck(case: str) -> None:
+    op, args = arguments(case)
+    torch.library.opcheck(op, tuple(args))
+
+
+def test_every_operator_has_a_case_and_returns_no_argument() -> None:
+    schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("rawmla::")]
+    assert {s.name.removeprefix("rawmla::") for s in schemas} == {name for name, _ in CASES.values()}
+    for schema in schemas:
+        assert all(result.alias_info is None for result in schema.returns), str(schema)
+
+
+def test_the_page_has_every_schema() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "torch_operators.md").read_text()
+    for name, _ in CASES.values():
+        schema = str(getattr(OPS, name).default._schema).removeprefix("rawmla::")
+        assert f"| `{schema}` |" in page
+
+
+class TestNumbers:
+    """The CPU kernels are the reference with its arguments in their places."""
+
+    def test_decode(self) -> None:
+        made, b = dense("cpu"), 3
+        want = reference.flash_mla_with_kvcache(**made, softmax_scale=0.1, causal=True)
+        rows, splits = OPS.plan(made["cache_seqlens"], 8, 1, 4, None, False)
+        assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, False), want)
+        rows, splits = OPS.plan_object(2, 4, 1, made["cache_seqlens"], None, None, None, None, False)
+        assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, True), want)
+        out = out_of_buffer(made["q"])
+        lse = OPS.decode_out(*made.values(), *plan("cpu", b), 0.1, True, False, False, out)
+        assert_equal((out, lse), want)
+        assert not out._base[:, :, :4].any()
+
+    @pytest.mark.parametrize("layout", ("v32", "model1", "bf16"))
+    def test_decode_sparse(self, layout: str) -> None:
+        made = sparse("cpu", layout)
+        optional = {
+            "attn_sink": torch.linspace(-1, 1, 4),
+            "extra_k_cache": cache("cpu", layout, 3),
+            "extra_indices_in_kvcache": made["indices"].flip(2).contiguous(),
+            "topk_length": int32([64, 3, 0], "cpu"),
+            "extra_topk_length": int32([5, 64, 0], "cpu"),
+        }
+        is_fp8 = layout != "bf16"
+        want = reference.flash_mla_with_kvcache(
+            made["q"], made["k_cache"], None, None, indices=made["indices"], is_fp8_kvcache=is_fp8, **optional
+        )
+        scale = made["q"].shape[-1] ** -0.5
+        call = [*made.values(), *plan("cpu", 3), scale, is_fp8, *optional.values(), False, False]
+        assert_equal(OPS.decode_sparse(*call), want)
+        out = out_of_buffer(made["q"])
+        assert_equal((out, OPS.decode_sparse_out(*call, out)), want)
+
+    @pytest.mark.parametrize("base", ("2", "e"))
+    def test_sparse_fwd(self, base: str) -> None:
+        _, args = arguments("sparse_fwd natural")
+        q, kv, indices, scale, sink, lengths, *_ = args
+        want = reference.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, lengths, log_base=base)
+        assert_equal(OPS.sparse_fwd(*args[:6], base, False, True), want)
+
+    @pytest.mark.parametrize("batch_invariant", (False, True))
+    def test_plans(self, batch_invariant: bool) -> None:
+        """Equal to what the functions of the reference compute, for objects too."""
+        made = dense("cpu", 3)
+        lengths = made["cache_seqlens"] * 60
+        assert_equal(
+            OPS.plan(lengths, 8, 1, 4, None, batch_invariant),
+            reference.get_mla_metadata(lengths, 8, 1, 4, enable_batch_invariant=batch_invariant),
+        )
+        filled = reference.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
+        table = torch.zeros(3, 200, dtype=torch.int32)
+        reference.flash_mla_with_kvcache(made["q"], made["k_cache"], table, lengths, 512, filled)
+        got = OPS.plan_object(2, 4, 1, lengths, None, None, None, None, batch_invariant)
+        assert_equal(got, (filled.tile_scheduler_metadata, filled.num_splits))
+
+    @pytest.mark.parametrize("batch_invariant", (False, True))
+    def test_plan_of_a_sparse_call(self, batch_invariant: bool) -> None:
+        """It leaves out the blocks behind the lengths."""
+        generator = torch.Generator().manual_seed(0)
+        indices = torch.randint(0, 4 * PAGE, (3, 1, 640), dtype=torch.int32, generator=generator)
+        lengths = (int32([640, 3, 0], "cpu"), int32([70, 128, 5], "cpu"))
+        filled = reference.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
+        made = sparse("cpu", s_q=1)
+        extra = indices[..., :128]
+        reference.flash_mla_with_kvcache(
+            made["q"],
+            made["k_cache"],
+            None,
+            None,
+            512,
+            filled,
+            is_fp8_kvcache=True,
+            indices=indices,
+            topk_length=lengths[0],
+            extra_k_cache=made["k_cache"],
+            extra_indices_in_kvcache=extra,
+            extra_topk_length=lengths[1],
+        )
+        got = OPS.plan_object(1, 4, 1, None, indices, lengths[0], extra, lengths[1], batch_invariant)
+        assert_equal(got, (filled.tile_scheduler_metadata, filled.num_splits))
+
+    def test_plan_in_place_of_a_larger_batch(self) -> None:
+        """Requests that are not there have no splits."""
+        rows, splits = plan("cpu", 5)
+        OPS.plan_(int32([200, 70], "cpu"), 4, 1, 4, None, False, rows, splits, False)
+        want_rows, want_splits = reference.plan([200, 70], 5)[1:]
+        assert np.array_equal(rows, want_rows)
+        assert np.array_equal(splits, [*want_splits, *want_splits[-1:].repeat(3)])
+
+    def test_caches(self) -> None:
+        values = tensors("cpu")(2, 3, 1, 512)
+        quantised = OPS.quantize(values, "model1")
+        assert torch.equal(quantised, reference.quantize_k_cache(values, "model1"))
+        assert quantised.stride() == (2304, 584, 584, 1)  # 3 * 584 bytes, up to a multiple of 576
+        assert torch.equal(
+            OPS.dequantize(quantised, "model1"), reference.dequantize_k_cache(quantised, "model1")
+        )
+
+    @pytest.mark.parametrize("compact", (False, True))
+    def test_convert_indices(self, compact: bool) -> None:
+        _, args = arguments("convert_indices")
+        want = reference.convert_indices(*args[:3], compact=compact)
+        out = torch.zeros_like(args[0])
+        if compact:
+            assert_equal(OPS.convert_indices_compact(*args), want)
+            assert_equal((out, OPS.convert_indices_compact_out(*args, out))[::-1], want[::-1])
+        else:
+            assert torch.equal(OPS.convert_indices(*args), want)
+            OPS.convert_indices_out(*args, out)
+            assert torch.equal(out, want)
+
+
+# case, number of the argument, what it becomes, the error of the public function
+WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
+    ("decode", 0, lambda q: q.float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
+    ("decode", 1, lambda k: k.half(), TypeError, "k_cache: expected dtype bfloat16, that of q, got float16"),
+    ("decode", 1, lambda k: k[..., 1:], ValueError, "k_cache: expected a last dimension of 576"),
+    ("decode", 1, lambda k: k.repeat(1, 1, 1, 2)[..., ::2], ValueError, "k_cache: expected a contig"),
+    ("decode", 2, lambda table: table[1:], ValueError, r"block_table: expected shape \[3, max_blocks\]"),
+    ("decode", 3, lambda vector: vector.long(), TypeError, "cache_seqlens: expected dtype int32, got int64"),
+    ("decode", 4, lambda rows: rows[:, :7], ValueError, "tile_scheduler_metadata: expected shape"),
+    ("decode", 6, lambda scale: -1.0, ValueError, "softmax_scale: expected a finite float32"),
+    ("decode_out", 10, lambda out: out[:, :, :1], ValueError, r"out: expected shape \[3, 2, 4, 512\]"),
+    ("decode_out", 10, lambda out: out[:, :, :1].expand(3, 2, 4, 512), ValueError, "out: expected"),
+    ("decode_sparse v32", 2, lambda x: x[:, :1], ValueError, r"indices: expected shape \[3, 2, topk\]"),
+    ("decode_sparse v32", 6, lambda fp8: False, TypeError, "k_cache: expected dtype bfloat16"),
+    ("sparse_fwd", 6, lambda base: "10", ValueError, "log_base: expected '2' or 'e', got '10'"),
+    ("plan", 2, lambda h_kv: 0, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
+    ("plan_object dense", 3, lambda x: x.long(), TypeError, "cache_seqlens: expected dtype int32"),
+    ("plan_object sparse", 5, lambda x: x[1:], ValueError, r"topk_length: expected shape \[3\]"),
+    ("write_kv v32", 1, lambda rope: rope[:, 1:], ValueError, r"k_pe: expected shape \[3, 64\]"),
+    ("gather_kv v32", 3, lambda out: out[:, 1:], ValueError, r"out: expected shape \[rows, 576\]"),
+    ("quantize v32", 1, lambda layout: "v33", ValueError, "layout: expected 'v32' or 'model1', got 'v33'"),
+    ("dequantize", 0, lambda cache: cache.bfloat16(), TypeError, "cache: expected dtype float8_e4m3fn or"),
+    ("convert_indices", 2, lambda page: 0, ValueError, "page_block_size: expected an int of at least 1"),
+    ("merge", 1, lambda lses: lses[1:], ValueError, "lses: expected at least 1, and as many as outs, got 1"),
+    ("merge", 1, lambda lses: [x.double() for x in lses], TypeError, r"lses\[0\]: expected dtype float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ("CPU", "fake"))
+@pytest.mark.parametrize(("case", "place", "change", "error", "text"), WRONG)
+def test_checks_of_the_public_function(
+    case: str, place: int, change: Callable[[Any], Any], error: type[Exception], text: str, kind: str
+) -> None:
+    op, args = arguments(case)
+    args[place] = change(args[place])
+    if kind == "fake":
+        mode = FakeTensorMode()
+        args = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, args)
+    with pytest.raises(error, match=rf"^{text}"):
+        op(*args)
+
+
+def test_one_device() -> None:
+    op, args = arguments("decode")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
+        fakes[2] = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+        with pytest.raises(ValueError, match="^block_table: expected .* device cpu, that of q, got cuda:0"):
+            op(*fakes)
+
+
+def test_sizes_without_an_example() -> None:
+    """What depends on data is left to the kernel to check."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes):
+        tokens = shapes.create_unbacked_symint()
+        q = torch.empty(tokens, 4, 576, dtype=torch.bfloat16)
+        indices = torch.empty(tokens, 1, 64, dtype=torch.int32)
+        kv = torch.empty(9, 1, 576, dtype=torch.bfloat16)
+        out, max_logits, _ = OPS.sparse_fwd(q, kv, indices, SCALE, None, None, "2", False, False)
+    assert out.shape[0] is not None and str(out.shape[0]) == str(max_logits.shape[0]) == str(tokens)
+
+
+# ---- torch.compile
+
+
+def decode_step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
+    """Two layers with one plan, made inside."""
+    made, _ = rawmla.get_mla_metadata()
+    for _ in range(2):
+        out, lse = rawmla.flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, 512, made, causal=True
+        )
+    return out * 2, lse
+
+
+def decode_wanted(made: dict[str, Any], **keywords: Any) -> tuple[Any, Any]:
+    out, lse = reference.flash_mla_with_kvcache(**made, causal=True, **keywords)
+    return out * 2, lse
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_decode(backend: str) -> None:
+    made = dense("cpu")
+    assert_equal(torch.compile(decode_step, fullgraph=True, backend=backend)(**made), decode_wanted(made))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_call_with_tensor_plan_and_out(backend: str) -> None:
+    """The out is a slice of a larger buffer, whose other half keeps its values."""
+
+    def step(plan: Any, buffer: Any, q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> Any:
+        rows, splits = rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4)
+        rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=plan)
+        out = buffer[:, :, 4:]
+        got, lse = rawmla.flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, 512, rows, splits, causal=True, out=out
+        )
+        return buffer + 1, got * 2, lse
+
+    made, given = dense("cpu"), plan("cpu", 3)
+    buffer = torch.ones(3, 2, 8, 512, dtype=torch.bfloat16)
+    whole, *got = torch.compile(step, fullgraph=True, backend=backend)(given, buffer, **made)
+    want = decode_wanted(made)
+    assert_equal(got, want)
+    assert torch.equal(buffer[:, :, 4:] * 2, want[0])
+    assert torch.equal(whole, buffer + 1) and (buffer[:, :, :4] == 1).all()
+    assert np.array_equal(given[0], reference.plan(made["cache_seqlens"], 5).tensor_rows)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_sparse_step(backend: str) -> None:
+    """Write, convert, decode, merge: what one layer of sparse attention does."""
+
+    def step(
+        api: Any, kv_c: Any, k_pe: Any, kv_cache: Any, slots: Any, positions: Any, table: Any, q: Any
+    ) -> Any:
+        api.write_kv_cache(kv_c, k_pe, kv_cache, slots)
+        indices, lengths = api.convert_indices(positions, table, PAGE, compact=True)
+        made, _ = api.get_mla_metadata()
+        out, lse = api.flash_mla_with_kvcache(
+            q,
+            kv_cache,
+            None,
+            None,
+            512,
+            made,
+            is_fp8_kvcache=True,
+            indices=indices,
+            topk_length=lengths[:, 0],
+        )
+        rows = torch.zeros(40, 576, dtype=torch.bfloat16)
+        seqlens = torch.full((3,), 20, dtype=torch.int32)
+        api.gather_kv_cache(kv_cache, table, seqlens, rows, workspace_starts=seqlens - 20)
+        kv = api.dequantize_k_cache(kv_cache, "v32").view(-1, 1, 576)
+        again, top, prefill_lse = api.flash_mla_sparse_fwd(q[:, 0], kv, indices, SCALE, log_base="e")
+        merged, merged_lse = api.merge_attn_states([out[:, 0], again], [lse[:, :, 0], prefill_lse])
+        copied = api.quantize_k_cache(kv.view(-1, PAGE, 1, 576), "v32")
+        return out, lse, rows, again, top, merged, merged_lse, copied
+
+    make = tensors("cpu", 3)
+    generator = torch.Generator().manual_seed(4)
+    positions = torch.randint(-3, 2 * PAGE, (3, 1, 64), dtype=torch.int32, generator=generator)
+    table, slots = int32([[1, 0], [3, 2], [0, 3]], "cpu"), torch.tensor([3, -1, 40])
+    given = (make(3, 512), make(3, 64), cache("cpu", "v32"), slots, positions, table, make(3, 1, 4, 576))
+    copies = [x.clone() for x in given]
+    got = torch.compile(step, fullgraph=True, backend=backend)(rawmla, *given)
+    assert_equal(got, step(reference, *copies))
+    assert_equal(given, copies)
+
+
+@pytest.mark.parametrize("dynamic", (True, None))
+def test_batches(dynamic: bool | None) -> None:
+    """torch makes graphs of their own for batches of 0 and 1; all others share one, but for the first."""
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(decode_step, fullgraph=True, backend=counter, dynamic=dynamic)
+    for b in (3, 17, 5, 1):
+        made = dense("cpu", b, s_q=1, h_q=2)
+        assert_equal(step(**made), decode_wanted(made))
+    assert counter.frame_count <= (2 if dynamic else 3)
+
+
+def test_tokens_and_topk() -> None:
+    """Of prefill, with the rows of kv: one graph for all."""
+
+    def step(q: Any, kv: Any, indices: Any) -> Any:
+        return rawmla.flash_mla_sparse_fwd(q, kv, indices, 0.05)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    generator = torch.Generator().manual_seed(5)
+    for tokens, rows, topk in ((3, 20, 64), (17, 9, 70), (2, 40, 5)):
+        indices = torch.randint(-1, rows, (tokens, 1, topk), dtype=torch.int32, generator=generator)
+        given = tensors("cpu")(tokens, 2, 576), tensors("cpu", 1)(rows, 1, 576), indices
+        assert_equal(compiled(*given), reference.flash_mla_sparse_fwd(*given, 0.05))
+    assert counter.frame_count == 1
+
+
+def test_scale_that_changes() -> None:
+    def step(scale: float, made: dict[str, Any], rows: Any, splits: Any) -> Any:
+        return rawmla.flash_mla_with_kvcache(*made.values(), 512, rows, splits, scale)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    made = dense("cpu", 2)
+    for scale in (0.1, 0.2, 0.3):
+        want = reference.flash_mla_with_kvcache(**made, softmax_scale=scale)
+        assert_equal(compiled(scale, made, *plan("cpu", 2)), want)
+
+
+class TestPlanObject:
+    """Objects that come from outside are filled and checked as in eager calls."""
+
+    @staticmethod
+    def step(plan: Any, made: dict[str, Any]) -> Any:
+        return rawmla.flash_mla_with_kvcache(*made.values(), 512, plan, causal=True)
+
+    @pytest.mark.parametrize("batch_invariant", (False, True))
+    def test_filled(self, batch_invariant: bool) -> None:
+        counter = CompileCounterWithBackend("aot_eager")
+        step = torch.compile(self.step, fullgraph=True, backend=counter)
+        made = dense("cpu")
+        want = reference.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
+        reference.flash_mla_with_kvcache(**made, tile_scheduler_metadata=want, causal=True)
+        plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=batch_invariant)
+        for _ in range(3):
+            assert_equal(step(plan, made), reference.flash_mla_with_kvcache(**made, causal=True))
+            assert plan.have_initialized
+            assert all(getattr(plan.config, name) == value for name, value in vars(want.config).items()), (
+                plan.config
+            )
+            assert_equal(
+                (plan.tile_scheduler_metadata, plan.num_splits),
+                (want.tile_scheduler_metadata, want.num_splits),
+            )
+        assert counter.frame_count == 2  # for an empty object, and for one with arrays
+
+    def test_recomputed(self) -> None:
+        """A filled object is recomputed in place, in its own order of fields."""
+
+        def step(plan: Any, lengths: Any) -> Any:
+            return rawmla.get_mla_metadata(lengths, 8, 1, 4, out=plan)[0].tile_scheduler_metadata
+
+        made = dense("cpu")
+        plan, _ = rawmla.get_mla_metadata()
+        torch.compile(self.step, fullgraph=True, backend="aot_eager")(plan, made)
+        rows, lengths = plan.tile_scheduler_metadata, int32([900, 5, 300], "cpu")
+        got = torch.compile(step, fullgraph=True, backend="aot_eager")(plan, lengths)
+        want = reference.plan(lengths, len(rows))
+        assert got is rows
+        assert np.array_equal(rows, want.object_rows) and np.array_equal(plan.num_splits, want.num_splits)
+
+    def test_of_another_kind_of_call(self) -> None:
+        plan, _ = rawmla.get_mla_metadata()
+        step = torch.compile(self.step, fullgraph=True, backend="aot_eager")
+        step(plan, dense("cpu"))
+        with pytest.raises(Exception, match="expected a plan for b = 2|Observed exception"):
+            step(plan, dense("cpu", 2))
+        with pytest.raises(Exception, match="expected None with a FlashMLASchedMeta|Observed exception"):
+            torch.compile(
+                lambda made: rawmla.flash_mla_with_kvcache(*made.values(), 512, plan, made["q"]),
+                fullgraph=True,
+            )(dense("cpu"))
+
+
+def test_wrong_argument_of_a_compiled_call() -> None:
+    made = dense("cpu")
+    made["k_cache"] = made["k_cache"].half()
+    with pytest.raises(Exception, match="k_cache: expected dtype bfloat16, that of q, got float16"):
+        torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**made)
+
+
+def test_no_graph_breaks() -> None:
+    explained = torch._dynamo.explain(decode_step)(**dense("cpu"))
+    assert explained.graph_count == 1 and explained.graph_break_count == 0
+
+
+@pytest.mark.parametrize("strict", (True, False))
+def test_export(strict: bool) -> None:
+    """With a dynamic batch; saved and loaded again."""
+
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> Any:
+            return decode_step(q, k_cache, block_table, cache_seqlens)
+
+    b = torch.export.Dim("b")
+    shapes = {"q": {0: b}, "k_cache": None, "block_table": {0: b}, "cache_seqlens": {0: b}}
+    example, other = dense("cpu"), dense("cpu", 5)
+    other["k_cache"] = example["k_cache"]
+    other["block_table"] = other["block_table"] % 7
+    exported = torch.export.export(Layer(), tuple(example.values()), dynamic_shapes=shapes, strict=strict)
+    names = [str(node.target) for node in exported.graph.nodes]
+    assert "rawmla.decode.default" in names and names.count("rawmla.plan_object.default") == 1
+    stored = io.BytesIO()
+    torch.export.save(exported, stored)
+    stored.seek(0)
+    program = torch.export.load(stored).module()
+    for made in (example, other):
+        assert_equal(program(*made.values()), decode_wanted(made))
+
+
+_FIRST_CALL = """
+import sys
+import rawmla
+{before}
+import torch
+def step(indices, table):
+    return rawmla.convert_indices(indices, table, 16)
+indices = torch.tensor([[3, 17]], dtype=torch.int32)
+table = torch.tensor([[5, 1]], dtype=torch.int32)
+got = torch.compile(step, fullgraph=True, backend="aot_eager")(indices, table)
+assert got.tolist() == [[83, 17]], got
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    (
+        "",
+        "rawmla.convert_indices; assert 'torch' not in sys.modules",
+    ),
+    ids=("nothing loaded", "loaded before torch"),
+)
+def test_compiled_call_is_the_first(before: str) -> None:
+    """Whatever was imported first, torch.compile finds the operators."""
+    text = _FIRST_CALL.format(before=before)
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", text], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- modes of torch outside torch.compile
+
+
+@pytest.mark.parametrize("kind", ("real", "fake", "symbolic"))
+def test_make_fx(kind: str) -> None:
+    made = dense("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graph = make_fx(decode_step, tracing_mode=kind)(*made.values())
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert names.count("rawmla.decode.default") == 2 and names.count("rawmla.plan_object.default") == 1
+    assert_equal(graph(*made.values()), decode_wanted(made))
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda"))
+def test_fake_mode(device: str) -> None:
+    made = dense("cpu")
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fakes = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in made.items()}
+        out, lse = decode_step(**fakes)
+    assert out.device == lse.device == fakes["q"].device
+    assert (out.shape, lse.shape) == ((3, 2, 4, 512), (3, 4, 2))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+
+
+class Wrapper(torch.Tensor):  # type: ignore[misc]
+    """A tensor whose class answers operators."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ("FakeTensor", "Wrapper"))
+def test_class_of_tensors(kind: str) -> None:
+    """Nobody answers for such tensors without a mode or torch.compile: refused by name, without a warning."""
+    made = dense("cpu")
+    made["q"] = (
+        FakeTensorMode().from_tensor(made["q"]) if kind == "FakeTensor" else made["q"].as_subclass(Wrapper)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TypeError, match=rf"^q: expected a plain torch tensor, got .*{kind}; "):
+            decode_step(**made)
+
+
+def test_arrays_that_torch_does_not_follow() -> None:
+    tensor = torch.zeros(3)
+    assert not tracing.is_traced(tensor)
+    with FlopCounterMode(display=False):
+        assert tracing.is_traced(tensor) and tracing.is_traced([tensor])
+        assert not tracing.is_traced(np.zeros(3)) and not tracing.is_traced([np.zeros(3)])
+        with torch._C._DisableTorchDispatch():
+            assert not tracing.is_traced(tensor)
+
+
+# ---- gradients and vmap
+
+
+def test_backward() -> None:
+    op, args = arguments("decode")
+    args[0].requires_grad_()
+    text = (
+        r"^rawmla::decode has no derivative: q: expected .* torch\.no_grad\(\) or torch\.inference_mode\(\)"
+    )
+    with pytest.raises(NotImplementedError, match=text):
+        op(*args)[0].float().sum().backward()
+    op, outs = arguments("merge")
+    outs[0][1].requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"^rawmla::merge has no derivative: outs\[1\]: "):
+        op(*outs)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert not OPS.decode(*args)[0].requires_grad
+    with pytest.raises(Exception, match="rawmla::decode has no derivative"):
+        torch.compile(lambda *args: OPS.decode(*args), fullgraph=True, backend="aot_eager")(*args)
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode))
+def test_compiled_without_gradients(context: Callable[[], Any]) -> None:
+    made = dense("cpu")
+    made["q"].requires_grad_()
+    with context():
+        got = torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**made)
+        assert_equal(got, decode_wanted(made))
+
+
+def test_functional_gradients() -> None:
+    op, (q, *others) = arguments("decode")
+
+    def function(q: Any) -> Any:
+        return op(q, *others)[0].float().sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it loads forward mode
+        for transform in (lambda: torch.func.grad(function)(q), lambda: torch.func.jvp(function, (q,), (q,))):
+            with pytest.raises(NotImplementedError, match="^rawmla::decode has no derivative: q: "):
+                transform()
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.library, "register_vmap"), reason="torch.library.register_vmap: torch 2.5"
+)
+def test_vmap() -> None:
+    op, (q, *others) = arguments("decode")
+    with pytest.raises(NotImplementedError, match="^rawmla::decode cannot be mapped by torch.vmap: "):
+        torch.vmap(lambda q: op(q, *others)[0])(torch.stack([q, q]))
+
+
+def test_what_is_written_has_another_version() -> None:
+    """So a graph that saved the tensor does not take the new values for the old ones."""
+    op, args = arguments("decode_out")
+    weight = torch.ones(512, dtype=torch.bfloat16, requires_grad=True)
+    product = args[-1] * weight
+    op(*args)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        args[-1] = args[-1].clone()
+        op(*args)

@@ -1,0 +1,203 @@
+"""Calls of every operator of rawmla.torch_ops on small tensors, for the tests with and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rawmla import reference
+
+torch = pytest.importorskip("torch")
+
+SCALE = 576**-0.5
+PAGE = 16
+
+
+def tensors(device: str, seed: int = 0) -> Callable[..., Any]:
+    """A function that makes bfloat16 tensors of normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+
+
+def int32(values: Any, device: str) -> Any:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def dense(
+    device: str, b: int = 3, s_q: int = 2, h_q: int = 4, d_qk: int = 576, h_kv: int = 1
+) -> dict[str, Any]:
+    """The tensors of a dense call: two pages a request, the first request without a token."""
+    make = tensors(device)
+    lengths = [(11 * i) % (2 * PAGE + 1) for i in range(b)]
+    return {
+        "q": make(b, s_q, h_q, d_qk),
+        "k_cache": make(2 * b + 1, PAGE, h_kv, d_qk),
+        "block_table": int32([[2 * i + 1, 2 * i] for i in range(b)], device).reshape(b, 2),
+        "cache_seqlens": int32(lengths, device),
+    }
+
+
+def plan(device: str, b: int, rows: int = 5) -> tuple[Any, Any]:
+    """A plan that leaves all to its first row, as tensors."""
+    made = reference.plan_blocks([1] * b, rows)
+    return torch.from_numpy(made.tensor_rows).contiguous().to(device), torch.from_numpy(made.num_splits).to(
+        device
+    )
+
+
+def cache(device: str, layout: str, num_blocks: int = 4) -> Any:
+    """A cache for sparse calls."""
+    d_qk = 512 if layout == "model1" else 576
+    made = tensors("cpu", 1)(num_blocks, PAGE, 1, d_qk)
+    return (made if layout == "bf16" else reference.quantize_k_cache(made, layout)).to(device)
+
+
+def sparse(device: str, layout: str = "v32", b: int = 3, s_q: int = 2, h_q: int = 4) -> dict[str, Any]:
+    """The tensors of a sparse call."""
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "q": tensors(device)(b, s_q, h_q, 512 if layout == "model1" else 576),
+        "k_cache": cache(device, layout),
+        "indices": torch.randint(-1, 4 * PAGE, (b, s_q, 64), dtype=torch.int32, generator=generator).to(
+            device
+        ),
+    }
+
+
+def _decode(device: str, b: int = 3, **sizes: int) -> list[Any]:
+    return [*dense(device, b, **sizes).values(), *plan(device, b), None, True, False, False]
+
+
+def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3) -> list[Any]:
+    made = sparse(device, layout, b)
+    optional = [None] * 5
+    if full:
+        optional = [
+            torch.linspace(-1, 1, 4, device=device),
+            cache(device, layout, 3),
+            made["indices"].flip(2).contiguous(),
+            int32([64, 3, 0][:b], device),
+            int32([5, 64, 0][:b], device),
+        ]
+    return [*made.values(), *plan(device, b), SCALE, layout != "bf16", *optional, False, False]
+
+
+def _sparse_fwd(device: str, layout: str = "bf16", full: bool = False, base: str = "2") -> list[Any]:
+    made = sparse(device, layout, 5, 1)
+    kv = made["k_cache"]
+    optional = (
+        [torch.linspace(-1, 1, 4, device=device), int32([64, 3, 0, 70, 1], device)] if full else [None] * 2
+    )
+    return [
+        made["q"][:, 0],
+        kv.reshape(-1, 1, 576) if layout == "bf16" else kv,
+        made["indices"],
+        SCALE,
+        *optional,
+        base,
+        layout != "bf16",
+        False,
+    ]
+
+
+def out_of_buffer(q: Any) -> Any:
+    """An out for q: the second half of the heads of a larger buffer."""
+    *rows, h_q, _ = q.shape
+    return torch.zeros(*rows, 2 * h_q, 512, dtype=q.dtype, device=q.device)[..., h_q:, :]
+
+
+def _with_out(args: list[Any]) -> list[Any]:
+    return [*args, out_of_buffer(args[0])]
+
+
+def _plan_object(device: str, is_sparse: bool) -> list[Any]:
+    if not is_sparse:
+        made = dense(device)
+        return [2, 4, 1, made["cache_seqlens"], None, None, None, None, False]
+    made = sparse(device)
+    return [2, 4, 1, None, made["indices"], int32([64, 3, 0], device), made["indices"], None, True]
+
+
+def _positions(device: str) -> list[Any]:
+    positions = int32([[[0, 17, -1, 40]], [[31, 2, 3, 4]]], device)
+    return [positions, int32([[1, 0], [3, -1], [2, 2]], device), PAGE, None]
+
+
+def _states(device: str, parts: int = 2) -> list[Any]:
+    make = tensors(device)
+    lse = [torch.randn(2, 4, 3, device=device) for _ in range(parts)]
+    return [[make(2, 3, 4, 512) for _ in range(parts)], lse]
+
+
+def _gather(device: str, layout: str) -> list[Any]:
+    return [
+        cache(device, layout),
+        int32([[1, 0], [3, 2]], device),
+        int32([17, 5], device),
+        torch.zeros(30, 512 if layout == "model1" else 576, dtype=torch.bfloat16, device=device),
+        int32([0, 20], device),
+        None,
+    ]
+
+
+def _write(device: str, layout: str) -> list[Any]:
+    make = tensors(device)
+    slots = torch.tensor([3, -1, 20], device=device)
+    return [make(3, 448 if layout == "model1" else 512), make(3, 64), cache(device, layout), slots]
+
+
+Case = tuple[str, Callable[[str], list[Any]]]
+
+CASES: dict[str, Case] = {
+    "plan": ("plan", lambda d: [int32([5, 0, 70], d), 8, 1, 4, None, False]),
+    "plan sparse": ("plan", lambda d: [int32([5, 0, 70], d), 8, 1, None, 128, True]),
+    "plan empty": ("plan", lambda d: [int32([], d), 8, 1, 4, None, False]),
+    "plan in place": ("plan_", lambda d: [int32([5, 0, 70], d), 8, 1, 4, None, False, *plan(d, 5), False]),
+    "plan object in place": (
+        "plan_",
+        lambda d: [int32([5, 0, 70], d), 8, 1, 4, None, True, *plan(d, 3), True],
+    ),
+    "plan_object dense": ("plan_object", lambda d: _plan_object(d, False)),
+    "plan_object sparse": ("plan_object", lambda d: _plan_object(d, True)),
+    "decode": ("decode", _decode),
+    "decode two kv heads": ("decode", lambda d: _decode(d, 2, h_kv=2, s_q=1)),
+    "decode empty": ("decode", lambda d: _decode(d, 0)),
+    "decode one": ("decode", lambda d: _decode(d, 1)),
+    "decode_out": ("decode_out", lambda d: _with_out(_decode(d))),
+    "decode_out empty": (
+        "decode_out",
+        lambda d: [*_decode(d, 0), torch.zeros(0, 2, 4, 512, dtype=torch.bfloat16, device=d)],
+    ),
+    "decode_sparse v32": ("decode_sparse", lambda d: _decode_sparse(d, "v32")),
+    "decode_sparse model1": ("decode_sparse", lambda d: _decode_sparse(d, "model1", full=True)),
+    "decode_sparse bf16": ("decode_sparse", lambda d: _decode_sparse(d, "bf16", full=True)),
+    "decode_sparse empty": ("decode_sparse", lambda d: _decode_sparse(d, "v32", b=0)),
+    "decode_sparse_out": ("decode_sparse_out", lambda d: _with_out(_decode_sparse(d, "v32", full=True))),
+    "sparse_fwd": ("sparse_fwd", _sparse_fwd),
+    "sparse_fwd natural": ("sparse_fwd", lambda d: _sparse_fwd(d, full=True, base="e")),
+    "sparse_fwd_out": ("sparse_fwd_out", lambda d: _with_out(_sparse_fwd(d, "v32", full=True))),
+    "write_kv v32": ("write_kv", lambda d: _write(d, "v32")),
+    "write_kv model1": ("write_kv", lambda d: _write(d, "model1")),
+    "write_kv bf16": ("write_kv", lambda d: _write(d, "bf16")),
+    "gather_kv v32": ("gather_kv", lambda d: _gather(d, "v32")),
+    "gather_kv bf16": ("gather_kv", lambda d: [*_gather(d, "bf16")[:-1], int32([2, 0], d)]),
+    "quantize v32": ("quantize", lambda d: [tensors(d)(2, 3, 1, 576), "v32"]),
+    "quantize model1": ("quantize", lambda d: [tensors(d)(2, 3, 1, 512), "model1"]),
+    "quantize_out": ("quantize_out", lambda d: [tensors(d)(4, PAGE, 1, 576), "v32", cache(d, "v32")]),
+    "dequantize": ("dequantize", lambda d: [cache(d, "model1"), "model1"]),
+    "convert_indices": ("convert_indices", _positions),
+    "convert_indices_out": ("convert_indices_out", lambda d: [*_positions(d), int32([[[9] * 4]] * 2, d)]),
+    "convert_indices_compact": (
+        "convert_indices_compact",
+        lambda d: [_positions(d)[0][:, 0].contiguous(), *_positions(d)[1:3], int32([2, 0], d)],
+    ),
+    "convert_indices_compact_out": (
+        "convert_indices_compact_out",
+        lambda d: [*_positions(d), int32([[[9] * 4]] * 2, d)],
+    ),
+    "merge": ("merge", _states),
+    "merge_out": ("merge_out", lambda d: [*_states(d, 3), out_of_buffer(_states(d)[0][0])]),
+}
+"""Test id -> the name of an operator, and its arguments on a device."""
