@@ -21,7 +21,19 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
-from torch_op_cases import CASES, PAGE, SCALE, cache, dense, int32, out_of_buffer, plan, sparse, tensors  # noqa: E402
+from torch_op_cases import (  # noqa: E402
+    CASES,
+    PAGE,
+    SCALE,
+    cache,
+    dense,
+    int32,
+    out_of_buffer,
+    parts,
+    plan,
+    sparse,
+    tensors,
+)
 
 import rawmla  # noqa: E402
 import rawmla.torch_ops  # noqa: E402
@@ -87,14 +99,16 @@ class TestNumbers:
     def test_decode(self) -> None:
         made, b = dense("cpu"), 3
         want = reference.flash_mla_with_kvcache(**made, softmax_scale=0.1, causal=True)
+        q, *others = made.values()
         rows, splits = OPS.plan(made["cache_seqlens"], 8, 1, 4, None, False)
-        assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, False), want)
+        assert_equal(OPS.decode(q, None, *others, rows, splits, 0.1, True, False, False), want)
         rows, splits = OPS.plan_object(2, 4, 1, made["cache_seqlens"], None, None, None, None, False)
-        assert_equal(OPS.decode(*made.values(), rows, splits, 0.1, True, False, True), want)
+        assert_equal(OPS.decode(q, None, *others, rows, splits, 0.1, True, False, True), want)
         out = out_of_buffer(made["q"])
-        lse = OPS.decode_out(*made.values(), *plan("cpu", b), 0.1, True, False, False, out)
+        lse = OPS.decode_out(q, None, *others, *plan("cpu", b), 0.1, True, False, False, out)
         assert_equal((out, lse), want)
         assert not out._base[:, :, :4].any()
+        assert_equal(OPS.decode(*parts(q), *others, rows, splits, 0.1, True, False, True), want)
 
     @pytest.mark.parametrize("layout", ("v32", "model1", "bf16"))
     def test_decode_sparse(self, layout: str) -> None:
@@ -111,7 +125,8 @@ class TestNumbers:
             made["q"], made["k_cache"], None, None, indices=made["indices"], is_fp8_kvcache=is_fp8, **optional
         )
         scale = made["q"].shape[-1] ** -0.5
-        call = [*made.values(), *plan("cpu", 3), scale, is_fp8, *optional.values(), False, False]
+        q, *others = made.values()
+        call = [q, None, *others, *plan("cpu", 3), scale, is_fp8, *optional.values(), False, False]
         assert_equal(OPS.decode_sparse(*call), want)
         out = out_of_buffer(made["q"])
         assert_equal((out, OPS.decode_sparse_out(*call, out)), want)
@@ -119,9 +134,9 @@ class TestNumbers:
     @pytest.mark.parametrize("base", ("2", "e"))
     def test_sparse_fwd(self, base: str) -> None:
         _, args = arguments("sparse_fwd natural")
-        q, kv, indices, scale, sink, lengths, *_ = args
+        q, _, kv, indices, scale, sink, lengths, *_ = args
         want = reference.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, lengths, log_base=base)
-        assert_equal(OPS.sparse_fwd(*args[:6], base, False, True), want)
+        assert_equal(OPS.sparse_fwd(*args[:7], base, False, True), want)
 
     @pytest.mark.parametrize("batch_invariant", (False, True))
     def test_plans(self, batch_invariant: bool) -> None:
@@ -198,18 +213,18 @@ class TestNumbers:
 # case, number of the argument, what it becomes, the error of the public function
 WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("decode", 0, lambda q: q.float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
-    ("decode", 1, lambda k: k.half(), TypeError, "k_cache: expected dtype bfloat16, that of q, got float16"),
-    ("decode", 1, lambda k: k[..., 1:], ValueError, "k_cache: expected a last dimension of 576"),
-    ("decode", 1, lambda k: k.repeat(1, 1, 1, 2)[..., ::2], ValueError, "k_cache: expected a contig"),
-    ("decode", 2, lambda table: table[1:], ValueError, r"block_table: expected shape \[3, max_blocks\]"),
-    ("decode", 3, lambda vector: vector.long(), TypeError, "cache_seqlens: expected dtype int32, got int64"),
-    ("decode", 4, lambda rows: rows[:, :7], ValueError, "tile_scheduler_metadata: expected shape"),
-    ("decode", 6, lambda scale: -1.0, ValueError, "softmax_scale: expected a finite float32"),
-    ("decode_out", 10, lambda out: out[:, :, :1], ValueError, r"out: expected shape \[3, 2, 4, 512\]"),
-    ("decode_out", 10, lambda out: out[:, :, :1].expand(3, 2, 4, 512), ValueError, "out: expected"),
-    ("decode_sparse v32", 2, lambda x: x[:, :1], ValueError, r"indices: expected shape \[3, 2, topk\]"),
-    ("decode_sparse v32", 6, lambda fp8: False, TypeError, "k_cache: expected dtype bfloat16"),
-    ("sparse_fwd", 6, lambda base: "10", ValueError, "log_base: expected '2' or 'e', got '10'"),
+    ("decode", 2, lambda k: k.half(), TypeError, "k_cache: expected dtype bfloat16, that of q, got float16"),
+    ("decode", 2, lambda k: k[..., 1:], ValueError, "k_cache: expected a last dimension of 576"),
+    ("decode", 2, lambda k: k.repeat(1, 1, 1, 2)[..., ::2], ValueError, "k_cache: expected a contig"),
+    ("decode", 3, lambda table: table[1:], ValueError, r"block_table: expected shape \[3, max_blocks\]"),
+    ("decode", 4, lambda vector: vector.long(), TypeError, "cache_seqlens: expected dtype int32, got int64"),
+    ("decode", 5, lambda rows: rows[:, :7], ValueError, "tile_scheduler_metadata: expected shape"),
+    ("decode", 7, lambda scale: -1.0, ValueError, "softmax_scale: expected a finite float32"),
+    ("decode_out", 11, lambda out: out[:, :, :1], ValueError, r"out: expected shape \[3, 2, 4, 512\]"),
+    ("decode_out", 11, lambda out: out[:, :, :1].expand(3, 2, 4, 512), ValueError, "out: expected"),
+    ("decode_sparse v32", 3, lambda x: x[:, :1], ValueError, r"indices: expected shape \[3, 2, topk\]"),
+    ("decode_sparse v32", 7, lambda fp8: False, TypeError, "k_cache: expected dtype bfloat16"),
+    ("sparse_fwd", 7, lambda base: "10", ValueError, "log_base: expected '2' or 'e', got '10'"),
     ("plan", 2, lambda h_kv: 0, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
     ("plan_object dense", 3, lambda x: x.long(), TypeError, "cache_seqlens: expected dtype int32"),
     ("plan_object sparse", 5, lambda x: x[1:], ValueError, r"topk_length: expected shape \[3\]"),
@@ -241,7 +256,7 @@ def test_one_device() -> None:
     op, args = arguments("decode")
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
-        fakes[2] = torch.empty(3, 2, dtype=torch.int32, device="cuda")
+        fakes[3] = torch.empty(3, 2, dtype=torch.int32, device="cuda")
         with pytest.raises(ValueError, match="^block_table: expected .* device cpu, that of q, got cuda:0"):
             op(*fakes)
 
@@ -256,7 +271,7 @@ def test_sizes_without_an_example() -> None:
         q = torch.empty(tokens, 4, 576, dtype=torch.bfloat16)
         indices = torch.empty(tokens, 1, 64, dtype=torch.int32)
         kv = torch.empty(9, 1, 576, dtype=torch.bfloat16)
-        out, max_logits, _ = OPS.sparse_fwd(q, kv, indices, SCALE, None, None, "2", False, False)
+        out, max_logits, _ = OPS.sparse_fwd(q, None, kv, indices, SCALE, None, None, "2", False, False)
     assert out.shape[0] is not None and str(out.shape[0]) == str(max_logits.shape[0]) == str(tokens)
 
 

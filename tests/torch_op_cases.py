@@ -66,11 +66,20 @@ def sparse(device: str, layout: str = "v32", b: int = 3, s_q: int = 2, h_q: int 
     }
 
 
-def _decode(device: str, b: int = 3, **sizes: int) -> list[Any]:
-    return [*dense(device, b, **sizes).values(), *plan(device, b), None, True, False, False]
+def parts(q: Any) -> tuple[Any, Any]:
+    """q as a pair of arrays with strides of their own."""
+    return q[..., :-64].clone(), q[..., -64:]
 
 
-def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3) -> list[Any]:
+def _decode(device: str, b: int = 3, pair: bool = False, **sizes: int) -> list[Any]:
+    q, *others = dense(device, b, **sizes).values()
+    queries = parts(q) if pair else (q, None)
+    return [*queries, *others, *plan(device, b), None, True, False, False]
+
+
+def _decode_sparse(
+    device: str, layout: str, full: bool = False, b: int = 3, pair: bool = False
+) -> list[Any]:
     made = sparse(device, layout, b)
     optional = [None] * 5
     if full:
@@ -81,17 +90,22 @@ def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3) -> 
             int32([64, 3, 0][:b], device),
             int32([5, 64, 0][:b], device),
         ]
-    return [*made.values(), *plan(device, b), SCALE, layout != "bf16", *optional, False, False]
+    q, *others = made.values()
+    queries = parts(q) if pair else (q, None)
+    return [*queries, *others, *plan(device, b), SCALE, layout != "bf16", *optional, False, False]
 
 
-def _sparse_fwd(device: str, layout: str = "bf16", full: bool = False, base: str = "2") -> list[Any]:
+def _sparse_fwd(
+    device: str, layout: str = "bf16", full: bool = False, base: str = "2", pair: bool = False
+) -> list[Any]:
     made = sparse(device, layout, 5, 1)
     kv = made["k_cache"]
     optional = (
         [torch.linspace(-1, 1, 4, device=device), int32([64, 3, 0, 70, 1], device)] if full else [None] * 2
     )
+    q = made["q"][:, 0]
     return [
-        made["q"][:, 0],
+        *(parts(q) if pair else (q, None)),
         kv.reshape(-1, 1, 576) if layout == "bf16" else kv,
         made["indices"],
         SCALE,
@@ -162,6 +176,9 @@ CASES: dict[str, Case] = {
     "plan_object dense": ("plan_object", lambda d: _plan_object(d, False)),
     "plan_object sparse": ("plan_object", lambda d: _plan_object(d, True)),
     "decode": ("decode", _decode),
+    "decode pair": ("decode", lambda d: _decode(d, pair=True)),
+    "decode_sparse pair": ("decode_sparse", lambda d: _decode_sparse(d, "v32", pair=True)),
+    "sparse_fwd pair": ("sparse_fwd", lambda d: _sparse_fwd(d, pair=True)),
     "decode two kv heads": ("decode", lambda d: _decode(d, 2, h_kv=2, s_q=1)),
     "decode empty": ("decode", lambda d: _decode(d, 0)),
     "decode one": ("decode", lambda d: _decode(d, 1)),

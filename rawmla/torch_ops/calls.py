@@ -64,6 +64,7 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`rawmla.mla.dense_decode.decode`."""
+    q, q_rope = _parts(q)
     b, s_q, h_q, _ = q.shape
     _, page_block_size, h_kv, _ = k_cache.shape
     plan = tile_scheduler_metadata
@@ -80,6 +81,7 @@ def decode(
             )
     call = (
         q,
+        q_rope,
         k_cache,
         block_table,
         cache_seqlens,
@@ -116,6 +118,7 @@ def decode_sparse(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`rawmla.mla.sparse_decode.decode`."""
+    q, q_rope = _parts(q)
     b, s_q, h_q, _ = q.shape
     plan = tile_scheduler_metadata
     is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
@@ -149,6 +152,7 @@ def decode_sparse(
             )
     call = (
         q,
+        q_rope,
         k_cache,
         indices,
         rows,
@@ -172,8 +176,18 @@ def decode_sparse(
     return out, lse
 
 
+def _parts(q: Any) -> tuple[Any, Any]:
+    """q and, if it is a pair, its RoPE columns."""
+    if not isinstance(q, tuple):
+        return q, None
+    if len(q) != 2:
+        raise ValueError(f"q: expected an array or a pair (q_nope, q_rope), got a tuple of {len(q)}")
+    return q
+
+
 def _is_object(plan: Any) -> bool:
-    return isinstance(plan, FlashMLASchedMeta)
+    # Tensors first: torch 2.4 cannot trace what the other question asks of one.
+    return not isinstance(plan, torch.Tensor) and plans._is_plan_object(plan)
 
 
 def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bool, bool]:
@@ -184,7 +198,7 @@ def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bo
                 "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
                 f"{type(num_splits).__name__}"
             )
-        return True, batch_invariant or plan.enable_batch_invariant
+        return True, batch_invariant or getattr(plan, "enable_batch_invariant", False)
     if num_splits is None:
         raise ValueError(
             "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
@@ -228,8 +242,10 @@ def sparse_fwd(
     enable_batch_invariant: Any,
 ) -> tuple[Any, Any, Any]:
     """`rawmla.flash_mla_sparse_fwd`."""
+    q, q_rope = _parts(q)
     call = (
         q,
+        q_rope,
         kv,
         indices,
         sm_scale,

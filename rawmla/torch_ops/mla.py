@@ -191,6 +191,11 @@ register(
 # ---- decoding
 
 
+def _joined(q: Any, q_rope: Any) -> Any:
+    """q as an argument of the public functions: one array, or a pair."""
+    return q if q_rope is None else (q, q_rope)
+
+
 def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     b, s_q, h_q, _ = q.shape
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
@@ -201,7 +206,7 @@ def _empty_out(q: torch.Tensor) -> torch.Tensor:
 
 
 _DENSE = (
-    "Tensor q, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, Tensor tile_scheduler_metadata, "
+    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, Tensor tile_scheduler_metadata, "
     "Tensor num_splits, float? softmax_scale, bool causal, bool enable_batch_invariant, bool object_layout"
 )
 
@@ -209,6 +214,7 @@ _DENSE = (
 def _decode(
     api: Any,
     q: Any,
+    q_rope: Any,
     k_cache: Any,
     block_table: Any,
     cache_seqlens: Any,
@@ -221,7 +227,7 @@ def _decode(
     out: Any = None,
 ) -> Any:
     return api.flash_mla_with_kvcache(
-        q,
+        _joined(q, q_rope),
         k_cache,
         block_table,
         cache_seqlens,
@@ -246,7 +252,7 @@ register(
 )
 
 _SPARSE = (
-    "Tensor q, Tensor k_cache, Tensor indices, Tensor tile_scheduler_metadata, Tensor num_splits, "
+    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor indices, Tensor tile_scheduler_metadata, Tensor num_splits, "
     "float? softmax_scale, bool is_fp8_kvcache, Tensor? attn_sink, Tensor? extra_k_cache, "
     "Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length, "
     "bool enable_batch_invariant, bool object_layout"
@@ -256,6 +262,7 @@ _SPARSE = (
 def _decode_sparse(
     api: Any,
     q: Any,
+    q_rope: Any,
     k_cache: Any,
     indices: Any,
     tile_scheduler_metadata: Any,
@@ -272,7 +279,7 @@ def _decode_sparse(
     out: Any = None,
 ) -> Any:
     return api.flash_mla_with_kvcache(
-        q,
+        _joined(q, q_rope),
         k_cache,
         None,
         None,
@@ -307,7 +314,7 @@ register(
 # ---- sparse prefill
 
 _PREFILL = (
-    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
+    "Tensor q, Tensor? q_rope, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
     "str log_base, bool is_fp8_kvcache, bool enable_batch_invariant"
 )
 
@@ -315,6 +322,7 @@ _PREFILL = (
 def _sparse_fwd(
     api: Any,
     q: Any,
+    q_rope: Any,
     kv: Any,
     indices: Any,
     sm_scale: float,
@@ -326,7 +334,7 @@ def _sparse_fwd(
     out: Any = None,
 ) -> Any:
     return api.flash_mla_sparse_fwd(
-        q,
+        _joined(q, q_rope),
         kv,
         indices,
         sm_scale,
