@@ -20,15 +20,18 @@ _MODULE_OF = {
     "NoGPUError": "errors",
     "RawMLAError": "errors",
     "UnsupportedGPUError": "errors",
+    "compat": "",
     "convert_indices": "mla.indices",
     "dequantize_k_cache": "mla.cache",
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
     "gather_kv_cache": "mla.cache",
     "get_mla_metadata": "mla.plan",
+    "install_flash_mla": "compat",
     "merge_attn_states": "mla.merge",
     "quantize_k_cache": "mla.cache",
     "reference": "",
+    "uninstall_flash_mla": "compat",
     "warmup": "preload",
     "warmup_call": "preload",
     "write_kv_cache": "mla.cache",
@@ -37,7 +40,10 @@ _MODULE_OF = {
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
+    from . import compat as compat
     from . import reference as reference
+    from .compat import install_flash_mla as install_flash_mla
+    from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import CompileError as CompileError
     from .errors import KernelNotReadyError as KernelNotReadyError
     from .errors import LaunchError as LaunchError

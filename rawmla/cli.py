@@ -1,10 +1,11 @@
-"""Command line: ``python -m rawmla info`` and ``python -m rawmla compile [--all] [--out DIR]``."""
+"""Command line: ``python -m rawmla info``, ``compile [--all] [--out DIR]`` and ``flash-mla -- script.py``."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,10 +48,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="also write the cubins to DIR, for machines without NVRTC that set RAWMLA_CUBIN_DIR=DIR",
     )
-    arguments = parser.parse_args(argv)
+    running = commands.add_parser(
+        "flash-mla",
+        help="run a program whose flash_mla is rawmla",
+        usage="%(prog)s [-h] [--api {object,tensors}] (--path | -- script.py [args])",
+        description="Run a Python program in which `import flash_mla` gives rawmla, also in processes that "
+        "it starts. After -- comes what would follow `python`: a script, or -m and a module, and arguments.",
+    )
+    running.add_argument("--path", action="store_true", help="print the folder for PYTHONPATH and do nothing")
+    running.add_argument(
+        "--api",
+        choices=("object", "tensors"),
+        help="what flash_mla.get_mla_metadata(...) returns: a plan object (default) or two tensors",
+    )
+    given = list(sys.argv[1:] if argv is None else argv)
+    program = given[given.index("--") + 1 :] if "--" in given else []
+    arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
+    if program and arguments.command != "flash-mla":
+        parser.error(f"unrecognized arguments: -- {' '.join(program)}")
     try:
         if arguments.command == "info":
             return _info()
+        if arguments.command == "flash-mla":
+            if arguments.path == bool(program):
+                running.error("expected --path, or -- and a program")
+            return _flash_mla(program, arguments.api)
         return _compile(every=arguments.all, out=arguments.out)
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,6 +93,27 @@ def _info() -> int:
         for label, value in rows:
             print(f"  {label:<{width}}  {value}")
     return 0
+
+
+def _flash_mla(program: Sequence[str], api: str | None) -> int:
+    from rawmla import compat
+
+    if not program:
+        print(compat.SITE)
+        return 0
+    folders = [os.fspath(compat.SITE)]
+    package = Path(__file__).resolve().parents[1]
+    if os.fspath(package) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        folders.append(os.fspath(package))  # a checkout: found here because it is the current folder
+    environment = {**os.environ}
+    if api is not None:
+        environment["RAWMLA_FLASH_MLA_API"] = api
+    if environment.get("PYTHONPATH"):
+        folders.append(environment["PYTHONPATH"])
+    environment["PYTHONPATH"] = os.pathsep.join(folders)
+    sys.stdout.flush()
+    # The program takes the place of this process and sees no trace of it; its children inherit the path.
+    os.execve(sys.executable, [sys.executable, *program], environment)
 
 
 def _compile(*, every: bool, out: Path | None) -> int:

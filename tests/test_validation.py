@@ -425,7 +425,13 @@ class TestMetadata:
             ("enable_batch_invariant", TypeError, "got int 1", (), {"enable_batch_invariant": 1}),
             ("out", TypeError, "got FakeArray", (LENGTHS, 128, 1), {"out": FakeArray((9, 8))}),
             ("out", TypeError, "got tuple", (LENGTHS, 128, 1), {"out": (FakeArray((9, 8)),)}),
-            ("out", ValueError, "without arrays", (LENGTHS, 128, 1), {"out": rawmla.FlashMLASchedMeta()}),
+            (
+                "out",
+                ValueError,
+                "got one array",
+                (LENGTHS, 128, 1),
+                {"out": rawmla.FlashMLASchedMeta(num_splits=FakeArray((B + 1,)))},
+            ),
             ("out[0]", TypeError, "NoneType", (LENGTHS, 128, 1), {"out": (None, FakeArray((B + 1,)))}),
             (
                 "out[0]",

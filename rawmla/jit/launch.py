@@ -24,7 +24,7 @@ from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "get_kernel", "require_supported"]
+__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "get_kernel", "loaded_labels", "require_supported"]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
@@ -380,6 +380,11 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
             kernel = table[(spec, device)] = _load(compiled, device)
             _warn_of_losses(compiled)
         return kernel
+
+
+def loaded_labels() -> list[str]:
+    """Labels of our own kernels that this process has loaded, on any device."""
+    return sorted({spec.label for spec, _ in list(_kernels)})
 
 
 def _warn_of_losses(compiled: CompiledKernel) -> None:

@@ -7,8 +7,8 @@ either bare or inside a `FlashMLASchedMeta`; the order of a row's fields differs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeGuard
 
 from .. import jit
 from ..call import checks
@@ -76,6 +76,8 @@ def _fields_of(config: SchedConfig) -> tuple[Any, ...]:
 class FlashMLASchedMeta:
     """A scheduling plan: the first decode call with it computes it, later ones of the same kind reuse it.
 
+    Objects of another library with the first four fields serve as well, in every place where this class does.
+
     Lengths are not part of the configuration: when `cache_seqlens` changes (in sparse decoding `topk_length`
     or `extra_topk_length`), take a new object, or recompute this one in place with `get_mla_metadata(...,
     out=plan)`. All fields may be written from outside; a caller with a scheduler of its own sets the two
@@ -97,6 +99,8 @@ class FlashMLASchedMeta:
     enable_batch_invariant : bool
         The plan is to be batch-invariant (see `get_mla_metadata`).
     """
+
+    Config = SchedConfig  # FlashMLA's name of it
 
     have_initialized: bool = False
     config: SchedConfig | None = None
@@ -148,10 +152,11 @@ def get_mla_metadata(
         plan of bare tensors needs `enable_batch_invariant=True` on the decode call too, which sizes its
         scratch by it; a `FlashMLASchedMeta` remembers it.
     out : pair of arrays or FlashMLASchedMeta, optional
-        A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or a
-        filled object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device
-        of `cache_seqlens`. The batch may be smaller than the one the arrays were made for: all of num_splits
-        is written, so that a call for the larger batch leaves the results of the other requests alone.
+        A plan to recompute in place: `(tile_scheduler_metadata, num_splits)` of an earlier call, or an
+        object. int32 `[n, 8]` with any n >= 1 and int32 `[>= b + 1]`, both contiguous, on the device of
+        `cache_seqlens`; an object without arrays gets new ones, which the next decode call uses. The batch
+        may be smaller than the one the arrays were made for: all of num_splits is written, so that a call for
+        the larger batch leaves the results of the other requests alone.
         Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be
         that of the call which filled an object, in blocks of 64.
 
@@ -222,16 +227,17 @@ def get_mla_metadata(
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
 
-    plan = out if isinstance(out, FlashMLASchedMeta) else None
-    if out is None:
+    plan: FlashMLASchedMeta | None = out if _is_plan_object(out) else None
+    if plan is not None:
+        batch_invariant = _batch_invariant_of(plan, batch_invariant)
+        _check_topk_of(plan, topk)
+    is_new = out is None or plan is not None and _is_empty(plan)
+    if is_new:
         num_parts = _num_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
         rows, splits = _empty_arrays(framework, num_parts, b, device)
         rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
         splits_length = b + 1
     else:
-        if plan is not None:
-            batch_invariant = _batch_invariant_of(plan, batch_invariant)
-            _check_topk_of(plan, topk)
         rows, splits = _given_arrays(out)
         splits_view = inspect(splits, "out[1]")
         rows_ptr, splits_ptr, num_parts, _ = _check_arrays(
@@ -265,7 +271,12 @@ def get_mla_metadata(
         for array, name, value in ((rows, "out[0]", -1), (splits, "out[1]", 0)):
             view = inspect(array, name)
             view.framework.fill(view.array, value)
-    return (rows, splits) if plan is None else (plan, None)
+    if plan is None:
+        return rows, splits
+    if is_new:
+        plan.tile_scheduler_metadata, plan.num_splits = rows, splits
+        plan.enable_batch_invariant = batch_invariant
+    return plan, None
 
 
 class PlanArrays(NamedTuple):
@@ -306,6 +317,9 @@ class PlanConfigs(NamedTuple):
         return cls(plain, invariant, _fields_of(plain), _fields_of(invariant))
 
 
+_PLAN_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
+"""What makes an object of any library a plan."""
+
 _latest_plan = LatestPair()
 
 
@@ -321,7 +335,9 @@ def resolve_plan(
     ``configs`` are those of the call. Nothing is allocated, launched or changed.
     """
     unmarked = None
-    is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+    is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta) or (
+        num_splits is None and _is_plan_object(tile_scheduler_metadata)
+    )
     if is_object:
         if num_splits is not None:
             raise ValueError(
@@ -330,7 +346,7 @@ def resolve_plan(
             )
         plan: FlashMLASchedMeta = tile_scheduler_metadata
         rows, num_splits = plan.tile_scheduler_metadata, plan.num_splits
-        if plan.enable_batch_invariant:
+        if getattr(plan, "enable_batch_invariant", False):  # objects of other libraries lack it
             enable_batch_invariant = True
         if plan.have_initialized:
             _check_config(plan.config, configs, enable_batch_invariant)
@@ -341,6 +357,7 @@ def resolve_plan(
     else:
         rows = tile_scheduler_metadata
         if num_splits is None:
+            _refuse_what_is_no_plan(rows)
             raise ValueError(
                 "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
             )
@@ -355,6 +372,7 @@ def resolve_plan(
             raise ValueError(
                 f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {b}"
             )
+        _refuse_what_is_no_plan(rows)
         views = (
             READERS[type(rows)](rows, "tile_scheduler_metadata"),
             READERS[type(num_splits)](num_splits, "num_splits"),
@@ -364,6 +382,44 @@ def resolve_plan(
         kept = found._replace(arrays=arrays._replace(owners=()))
         _latest_plan.keep(rows, num_splits, place, views, kept)
     return found if unmarked is None else found._replace(unmarked=unmarked)
+
+
+def _is_plan_object(given: Any) -> TypeGuard[FlashMLASchedMeta]:
+    """Whether this is a `FlashMLASchedMeta` or another library's object with the same fields."""
+    if isinstance(given, FlashMLASchedMeta):
+        return True
+    return not isinstance(given, type) and all(hasattr(given, name) for name in _PLAN_FIELDS)
+
+
+def _is_empty(plan: FlashMLASchedMeta) -> bool:
+    return plan.tile_scheduler_metadata is None and plan.num_splits is None
+
+
+def _refuse_what_is_no_plan(given: Any) -> None:
+    """Raise for what callers pass by mistake in place of a plan; arrays are checked elsewhere."""
+    if _is_plan_object(given):
+        raise ValueError(
+            f"num_splits: expected None with a {type(given).__name__}, which holds its own, got an array"
+        )
+    if given is None:
+        got, remedy = "NoneType", "take a plan from get_mla_metadata()"
+    elif isinstance(given, type):
+        got, remedy = f"the class {given.__name__}", f"make an object of it: {given.__name__}()"
+    elif isinstance(given, (tuple, list)):
+        got = f"{type(given).__name__} of {len(given)}"
+        remedy = (
+            "get_mla_metadata returns a pair: give its first item as tile_scheduler_metadata and its second "
+            "as num_splits"
+        )
+    elif any(hasattr(given, name) for name in _PLAN_FIELDS):
+        missing = [name for name in _PLAN_FIELDS if not hasattr(given, name)]
+        got = f"a {type(given).__name__} without {', '.join(missing)}"
+        remedy = "a plan object of another library needs all four fields; take one from get_mla_metadata()"
+    else:
+        return
+    raise TypeError(
+        f"tile_scheduler_metadata: expected a FlashMLASchedMeta or an int32 array, got {got}; {remedy}"
+    )
 
 
 def _empty_plan(
@@ -416,8 +472,20 @@ def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> N
     assert unmarked is not None
     if plan.arrays is None:
         unmarked.tile_scheduler_metadata, unmarked.num_splits = arrays.owners
-    unmarked.config = replace(configs.invariant if plan.batch_invariant else configs.plain)
+    unmarked.config = _config_for(unmarked, configs.invariant if plan.batch_invariant else configs.plain)
     unmarked.have_initialized = True
+
+
+def _config_for(plan: FlashMLASchedMeta, config: SchedConfig) -> Any:
+    """A copy of `config`; in the class that an object of another library has for it, if it has our fields."""
+    made = replace(config)
+    wanted = getattr(type(plan), "Config", SchedConfig)
+    if wanted is SchedConfig or not is_dataclass(wanted):
+        return made
+    names = [field.name for field in fields(wanted)]
+    if not set(names) <= set(_CONFIG_FIELDS):
+        return made
+    return wanted(**{name: getattr(made, name) for name in names})
 
 
 def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> None:
@@ -430,13 +498,14 @@ def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> 
             "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
             "True, got config None"
         )
-    for field, needed in zip(_CONFIG_FIELDS, wanted, strict=True):
-        given = getattr(planned, field, False)
+    for field, needed in zip(fields(SchedConfig), wanted, strict=True):
+        # Fields with a default came with later versions: the configs of earlier ones lack them.
+        given = getattr(planned, field.name, field.default)
         if given != needed:
             raise ValueError(
-                f"tile_scheduler_metadata: expected a plan for {field} = {needed}, that of this call, got a "
-                f"FlashMLASchedMeta filled for {field} = {given}; take one from get_mla_metadata() for each "
-                "configuration"
+                f"tile_scheduler_metadata: expected a plan for {field.name} = {needed}, that of this call, "
+                f"got a FlashMLASchedMeta filled for {field.name} = {given}; take one from "
+                "get_mla_metadata() for each configuration"
             )
 
 
@@ -494,11 +563,9 @@ def _empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> 
 
 def _given_arrays(out: Any) -> tuple[Any, Any]:
     """The two arrays of a plan to recompute in place."""
-    if isinstance(out, FlashMLASchedMeta):
+    if _is_plan_object(out):
         if out.tile_scheduler_metadata is None or out.num_splits is None:
-            raise ValueError(
-                "out: expected a FlashMLASchedMeta that a decode call has filled, got one without arrays"
-            )
+            raise ValueError("out: expected a FlashMLASchedMeta with both arrays or none, got one array")
         return out.tile_scheduler_metadata, out.num_splits
     if isinstance(out, (tuple, list)) and len(out) == 2:
         return out[0], out[1]

@@ -1,0 +1,194 @@
+"""rawmla under the names of other libraries: the module `flash_mla`, and operators of engines.
+
+Nothing here changes what a program imports until it is asked to, by a function below, by
+``python -m rawmla flash-mla``, or by the distribution rawmla-flash-mla.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["SITE", "install_flash_mla", "status", "uninstall_flash_mla"]
+
+SITE = Path(__file__).parent / "site"
+"""A folder for PYTHONPATH: it holds a package `flash_mla` that re-exports `rawmla.compat.flash_mla`."""
+
+_displaced: dict[str, ModuleType] | None = None  # what was in sys.modules before an installation
+_op_patches: dict[str, Any] = {}  # namespace -> handle of rawmla.compat.ops.patch
+
+
+def install_flash_mla(*, replace: bool = False, ops: Iterable[str] = (), api: str = "object") -> ModuleType:
+    """Make `import flash_mla` give rawmla in this process and in its forked children.
+
+    Puts `flash_mla`, `flash_mla.flash_mla_interface`, `flash_mla.cuda` and
+    `flash_mla.fused_norm_rope_attn_rope_cast` into `sys.modules`. Children that are spawned do not inherit
+    this: for them use ``python -m rawmla flash-mla`` or its ``--path``. Names that another module has bound
+    before (`from flash_mla import ...`) stay what they are, so install first. May be called again; the last
+    `api` counts.
+
+    Parameters
+    ----------
+    replace : bool
+        What to do about a `flash_mla` that is not rawmla's and is imported or could be imported: False
+        raises, True hides it until `uninstall_flash_mla`.
+    ops : iterable of str
+        Namespaces of `torch.ops` to patch as well: see `rawmla.compat.ops.patch`.
+    api : str
+        The generation of plans. "object": `get_mla_metadata` returns `(FlashMLASchedMeta(), None)` whatever
+        its arguments, which is what callers of FlashMLA since plan objects rely on. "tensors": with arguments
+        it returns two tensors, which `flash_mla_with_kvcache` takes, for callers of the older generation.
+
+    Returns
+    -------
+    module
+        `flash_mla`.
+
+    Raises
+    ------
+    RuntimeError
+        Another `flash_mla` is imported or could be, and `replace` is False.
+    TypeError, ValueError
+        A bad `api`, or what `rawmla.compat.ops.patch` raises; nothing is installed then.
+
+    Notes
+    -----
+    Needs no GPU, compiles nothing, does not initialise CUDA; imports torch if there is one. The surface is
+    described in docs/flash_mla.md.
+
+    Examples
+    --------
+    >>> rawmla.install_flash_mla()
+    >>> import flash_mla
+    """
+    global _displaced
+    from .flash_mla import flash_mla_interface
+    from .usage import log
+
+    namespaces = (ops,) if isinstance(ops, str) else tuple(ops)
+    flash_mla_interface.check_api(api)
+    _refuse_foreign(replace)
+    for namespace in namespaces:
+        if namespace not in _op_patches:
+            from .ops import patch
+
+            _op_patches[namespace] = patch(namespace)
+    flash_mla_interface.set_api(api)
+    module = sys.modules.get("flash_mla")
+    if module is None or not _is_ours(module):
+        displaced = _remove_modules()
+        try:
+            module = _load()
+        except BaseException:
+            _remove_modules()
+            sys.modules.update(displaced)
+            raise
+        _displaced = displaced
+        log(f"flash_mla is rawmla in this process (api={api!r})")
+    return module
+
+
+def uninstall_flash_mla() -> None:
+    """Undo `install_flash_mla`: what `import flash_mla` gave before, it gives again; operators are restored.
+
+    Nothing happens if nothing is installed. Names that programs have bound meanwhile stay rawmla's.
+    """
+    global _displaced
+    while _op_patches:
+        _op_patches.popitem()[1].close()
+    if _displaced is None:
+        return
+    _remove_modules()
+    sys.modules.update(_displaced)
+    _displaced = None
+    from .flash_mla import flash_mla_interface
+
+    flash_mla_interface.set_api(flash_mla_interface.DEFAULT_API)
+
+
+def status() -> dict[str, Any]:
+    """What of this module is in use in this process.
+
+    Returns
+    -------
+    dict
+        `flash_mla`: the file that `flash_mla` was imported from, if that is rawmla's, else None. `api`:
+        "object" or "tensors". `ops`: patched namespaces. `functions`: for every function that has been
+        called, `calls` (that returned), `called_as` (whose generation of arguments and plan the last call
+        had), `shapes` (of its q and its cache). `kernels`: labels of all kernels that are loaded.
+    """
+    module = sys.modules.get("flash_mla")
+    interface = sys.modules.get("rawmla.compat.flash_mla.flash_mla_interface")
+    usage = sys.modules.get("rawmla.compat.usage")
+    launch = sys.modules.get("rawmla.jit.launch")
+    used = {} if usage is None else usage.USED
+    return {
+        "flash_mla": getattr(module, "__file__", None) if module is not None and _is_ours(module) else None,
+        "api": "object" if interface is None else interface.get_api(),
+        "ops": sorted(_op_patches),
+        "functions": {
+            name: {
+                "calls": one.calls,
+                "called_as": one.form,
+                "shapes": [tuple(shape) for shape in one.shapes],
+            }
+            for name, one in used.items()
+            if one.calls
+        },
+        "kernels": [] if launch is None else launch.loaded_labels(),
+    }
+
+
+def _remove_modules() -> dict[str, ModuleType]:
+    """Take `flash_mla` and what is under it out of `sys.modules`."""
+    names = [name for name in sys.modules if name == "flash_mla" or name.startswith("flash_mla.")]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _is_ours(module: ModuleType) -> bool:
+    """Whether a module called flash_mla is the one that re-exports ours, wherever it was installed."""
+    from . import flash_mla
+
+    return getattr(module, "flash_mla_with_kvcache", None) is flash_mla.flash_mla_with_kvcache
+
+
+def _refuse_foreign(replace: bool) -> None:
+    """Raise if another `flash_mla` would be hidden without the caller's consent."""
+    if replace:
+        return
+    module = sys.modules.get("flash_mla")
+    if module is not None:
+        if _is_ours(module):
+            return
+        where = f"imported from {getattr(module, '__file__', 'an unknown place')}"
+    else:
+        spec = importlib.util.find_spec("flash_mla")
+        if spec is None or spec.origin is None or _is_our_file(Path(spec.origin)):
+            return
+        where = f"installed at {spec.origin}"
+    raise RuntimeError(
+        f"replace: expected True, because another flash_mla is {where}, got False; call "
+        "install_flash_mla(replace=True) to hide it in this process, or uninstall it"
+    )
+
+
+def _is_our_file(file: Path) -> bool:
+    """Whether this file is the re-exporting `flash_mla/__init__.py`, here or of rawmla-flash-mla."""
+    return file.is_file() and file.read_bytes() == (SITE / "flash_mla" / "__init__.py").read_bytes()
+
+
+def _load() -> ModuleType:
+    """Import the package in `SITE` as `flash_mla`, with its submodules."""
+    package = SITE / "flash_mla"
+    spec = importlib.util.spec_from_file_location(
+        "flash_mla", package / "__init__.py", submodule_search_locations=[os.fspath(package)]
+    )
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["flash_mla"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # it imports its submodules
+    return module

@@ -1,0 +1,83 @@
+"""What FlashMLA computes on some GPU and rawmla does not: errors that name the argument and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+__all__ = [
+    "check_kv_format",
+    "refuse_descales",
+    "refuse_fp8_q",
+    "refuse_mega_attention",
+    "refuse_other_records",
+    "refuse_varlen",
+]
+
+# Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`.
+_OTHER_RECORDS = {
+    528: "DeepSeek-V4.1, or V3.2 without RoPE columns",
+    352: "NVFP4 of DeepSeek-V3.2",
+    288: "FP4 of DeepSeek-V4.1",
+}
+_BYTES_OF_FORMAT = {"V32": 656, "V4": 584, "V32_NO_ROPE": 528, "V41": 528}
+_BYTE_DTYPES = ("uint8", "int8", "float8_e4m3fn")
+
+
+def refuse_other_records(name: str, cache: Any) -> None:
+    """Raise if the records of a cache are of a kind that FlashMLA reads on some GPU, and rawmla does not."""
+    shape = getattr(cache, "shape", None)
+    if shape is None or len(shape) != 4 or shape[3] not in _OTHER_RECORDS:
+        return
+    if str(cache.dtype).removeprefix("torch.") in _BYTE_DTYPES:
+        raise NotImplementedError(
+            f"{name}: expected records of 656 bytes (V32) or 584 bytes (V4), got {shape[3]} bytes "
+            f"({_OTHER_RECORDS[shape[3]]}), for which rawmla has no kernel; write the cache in 584-byte "
+            "records, as vLLM and SGLang do on Hopper"
+        ) from None
+
+
+def check_kv_format(kv_format: Any, k_cache: Any) -> None:
+    """Check sgl-flash-mla's name of the records of `k_cache` against their size."""
+    if kv_format not in _BYTES_OF_FORMAT:
+        names = ", ".join(map(repr, _BYTES_OF_FORMAT))
+        raise ValueError(f"kv_format: expected None or one of {names}, got {kv_format!r}")
+    width = k_cache.shape[-1]
+    if width != _BYTES_OF_FORMAT[kv_format]:
+        raise ValueError(
+            f"kv_format: expected None or the name of records of {width} bytes, those of k_cache, got "
+            f"{kv_format!r}, whose records have {_BYTES_OF_FORMAT[kv_format]} bytes"
+        )
+    refuse_other_records("k_cache", k_cache)
+
+
+def refuse_fp8_q(q: Any, name: str = "q") -> None:
+    """Raise if the argument `name` asks for FP8 dense decoding: if q is FP8."""
+    if "float8" in str(getattr(q, "dtype", "")):
+        raise NotImplementedError(
+            f"{name}: expected a bfloat16 or float16 q, got one of {q.dtype}; FP8 dense decoding is not in "
+            "rawmla, so decode over a bfloat16 cache (KV-cache dtype auto or bfloat16 in vLLM and SGLang)"
+        ) from None
+
+
+def refuse_descales(q: Any, descale_q: Any, descale_k: Any) -> None:
+    """Raise if a scale of FP8 dense decoding is given."""
+    for name, value in (("descale_q", descale_q), ("descale_k", descale_k)):
+        if value is not None:
+            refuse_fp8_q(q, name)
+            raise ValueError(f"{name}: expected None without an FP8 q, got an array with a q of {q.dtype}")
+
+
+def refuse_varlen(name: str) -> NoReturn:
+    """Raise for a function of dense attention with a K and a V of their own."""
+    raise NotImplementedError(
+        f"{name}: FlashMLA has it for SM100, rawmla does not have it; on Hopper use FlashAttention-3 "
+        "(flash_attn_interface.flash_attn_varlen_func)"
+    )
+
+
+def refuse_mega_attention(name: str) -> NoReturn:
+    """Raise for a function that fuses norm, rotation and quantisation with attention."""
+    raise NotImplementedError(
+        f"{name}: FlashMLA has it for SM100, rawmla does not have it; normalise and rotate q, call "
+        "flash_mla_with_kvcache or flash_mla_sparse_fwd, and rotate back and quantise their out"
+    )
