@@ -54,7 +54,7 @@ def register() -> None:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = (get_mla_metadata, flash_mla_with_kvcache, flash_mla_sparse_fwd)
+    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
     for name, hook in zip(REPLACED, hooks, strict=True):
         HookRegistry.register(f"{MODULE}.{name}", hook, HookType.AROUND)
     _registered = True
@@ -104,10 +104,11 @@ def _refusal() -> str | None:
     return None
 
 
-# ---- the hooks: SGLang's argument orders, behind the function that they stand around
+# ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not have,
+# stays with the original: its plan (FP8 without topk) and its calls (an FP8 q).
 
 
-def get_mla_metadata(
+def _get_mla_metadata(
     original: Callable[..., tuple[Any, Any]],
     cache_seqlens: Any = None,
     num_q_tokens_per_head_k: int | None = None,
@@ -116,114 +117,25 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[Any, Any]:
-    """A plan: empty without `cache_seqlens`, else two arrays with rows in the order of a plan object.
+    arguments = cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk
+    if cache_seqlens is not None and is_fp8_kvcache and topk is None:
+        return original(*arguments)
+    from rawmla.compat import sgl_kernel
 
-    The plan of dense decoding over an FP8 cache is the original's, as that call is.
-    """
-    from rawmla.compat.flash_mla import flash_mla_interface as ours
-
-    if cache_seqlens is None:
-        return ours.FlashMLASchedMeta(), None
-    if is_fp8_kvcache and topk is None:
-        return original(
-            cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk
-        )
-    return ours.get_mla_decoding_metadata(
-        cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk
-    )
+    return sgl_kernel.get_mla_metadata(*arguments)
 
 
-def flash_mla_with_kvcache(
-    original: Callable[..., tuple[Any, Any]],
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    head_dim_v: int,
-    tile_scheduler_metadata: Any,
-    num_splits: Any = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    descale_q: Any = None,
-    descale_k: Any = None,
-    is_fp8_kvcache: bool = False,
-    indices: Any = None,
-    attn_sink: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None,
-    extra_topk_length: Any = None,
-    kv_format: str | None = None,
-    *,
-    use_legacy: bool = True,
+def _flash_mla_with_kvcache(
+    original: Callable[..., tuple[Any, Any]], q: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, Any]:
-    """Decode. A query in FP8, which only dense decoding over an FP8 cache has, goes to the original."""
-    from rawmla.compat.flash_mla import flash_mla_interface as ours
-
     if q.element_size() == 1:
-        return original(
-            q,
-            k_cache,
-            block_table,
-            cache_seqlens,
-            head_dim_v,
-            tile_scheduler_metadata,
-            num_splits,
-            softmax_scale,
-            causal,
-            descale_q,
-            descale_k,
-            use_legacy=use_legacy,
-        )
-    plan = tile_scheduler_metadata
-    if num_splits is not None:
-        plan = ours.FlashMLASchedMeta(tile_scheduler_metadata=plan, num_splits=num_splits)
-    return ours.flash_mla_with_kvcache(
-        q,
-        k_cache,
-        block_table,
-        cache_seqlens,
-        head_dim_v,
-        plan,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        is_fp8_kvcache=is_fp8_kvcache,
-        indices=indices,
-        attn_sink=attn_sink,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-        kv_format=kv_format,
-        descale_q=descale_q,
-        descale_k=descale_k,
-        use_legacy=use_legacy,
-    )
+        return original(q, *args, **kwargs)
+    from rawmla.compat import sgl_kernel
+
+    return sgl_kernel.flash_mla_with_kvcache(q, *args, **kwargs)
 
 
-def flash_mla_sparse_fwd(
-    original: Callable[..., tuple[Any, Any, Any]],
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    *,
-    use_legacy: bool = True,
-) -> tuple[Any, Any, Any]:
-    """Sparse prefill. Its statistics are base 2 with `use_legacy`, natural without, as of the original."""
-    from rawmla.compat.flash_mla import flash_mla_interface as ours
+def _flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    from rawmla.compat import sgl_kernel
 
-    return ours.flash_mla_sparse_fwd(
-        q,
-        kv,
-        indices,
-        sm_scale,
-        d_v,
-        attn_sink,
-        topk_length,
-        use_legacy=use_legacy,
-        return_log2_lse=True if use_legacy else None,
-    )
+    return sgl_kernel.flash_mla_sparse_fwd(*args, **kwargs)
