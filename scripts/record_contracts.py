@@ -1,14 +1,16 @@
-"""Record what an engine passes to FlashMLA: python scripts/record_contracts.py {vllm,sglang} [--sources DIR]
+"""Record what an engine passes to FlashMLA: python scripts/record_contracts.py ENGINE [--sources DIR]
 
-Needs the engine's Python and torch, but no GPU and no compiled extension. The engine's own code is driven on the
-CPU with small metadata, and FlashMLA's functions are replaced by ones that write down shape, dtype, strides and
-storage offset of every tensor, and every other argument. tests/gpu/test_engine_contracts.py repeats the calls on
-a GPU with exactly those views. The files go to tests/contracts/ENGINE-VERSION.json; see docs/engines.md.
+ENGINE is vllm, sglang, or vllm-backend (rawmla's own attention backends in vLLM). Needs the engine's Python
+and torch, but no GPU and no compiled extension. The engine's own code is driven on the CPU with small
+metadata, and FlashMLA's functions are replaced by ones that write down shape, dtype, strides and storage
+offset of every tensor, and every other argument. tests/gpu/test_engine_contracts.py repeats the calls on a
+GPU with exactly those views. The files are tests/contracts/ENGINE-VERSION.json; docs/engines.md says more.
 
 vLLM is imported: what it would load from CUDA extensions is replaced by empty modules, and the platform says
-that the GPU is an H200. Kernels around attention (index conversion, gathering) are replaced by functions of the
-same results' shapes. Of SGLang (`--sources`: its unpacked wheel) the interface module is imported, and the
-methods that call it are compiled alone from their files, since the modules around them need a GPU build.
+that the GPU is an H200. Kernels around attention (index conversion, gathering) are replaced by functions
+whose results have the same shapes. Of SGLang (--sources: its unpacked wheel) the interface module is
+imported, and the methods that call it are compiled alone from their files, since the modules around them need
+a GPU build.
 """
 
 from __future__ import annotations
@@ -94,7 +96,8 @@ def describe(value: Any) -> Any:
 
 def decode_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of decoding, of the right shapes."""
-    b, s_q, h_q, _ = arguments["q"].shape
+    q = arguments["q"]
+    b, s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
     out = arguments.get("out")
     if out is None:
         out = torch.zeros(b, s_q, h_q, arguments["head_dim_v"], dtype=torch.bfloat16)
@@ -103,7 +106,8 @@ def decode_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tenso
 
 def prefill_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Results of sparse prefill, of the right shapes."""
-    s_q, h_q, _ = arguments["q"].shape
+    q = arguments["q"]
+    s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
     out = arguments.get("out")
     if out is None:
         out = torch.zeros(s_q, h_q, arguments.get("d_v", 512), dtype=torch.bfloat16)
@@ -126,9 +130,14 @@ def stub_module(name: str, **names: Any) -> ModuleType:
 
 
 def paged(num_blocks: int, page: int, row: int, dtype: torch.dtype, block_stride: int | None = None) -> Any:
-    """A cache `[num_blocks, page, row]`; `block_stride` in elements, where pages of other layers lie between."""
+    """A cache `[num_blocks, page, row]`; `block_stride` in elements, when other pages lie between blocks."""
     stride = page * row if block_stride is None else block_stride
     return torch.zeros(num_blocks, stride, dtype=dtype)[:, : page * row].view(num_blocks, page, row)
+
+
+def file_of(kind: type) -> str:
+    """The file of a class, from its package on."""
+    return kind.__module__.replace(".", "/") + ".py"
 
 
 def int32(*shape: int) -> torch.Tensor:
@@ -142,8 +151,9 @@ def int32(*shape: int) -> torch.Tensor:
 def vllm_decode(
     q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
     num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = False,
-    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None, extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None, extra_topk_length: Any = None, out: Any = None,
+    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
+    out: Any = None,
     enable_batch_invariant: Any = False,
 ) -> None:  # fmt: skip
     """The parameters of vLLM's flash_mla_with_kvcache."""
@@ -163,8 +173,8 @@ class AbsentOps:
         return lambda *args, **kwargs: None
 
 
-def record_vllm() -> Recorder:
-    """Drive vLLM's attention layers."""
+def vllm_without_gpu() -> Any:
+    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
     stub_module("vllm._C_stable_libtorch")
     stub_module("vllm.vllm_flash_attn")
     import vllm._custom_ops
@@ -179,8 +189,18 @@ def record_vllm() -> Recorder:
 
     vllm.platforms._current_platform = Hopper()
     setattr(torch.ops, "_C", AbsentOps())  # noqa: B010
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls when it grows
+    init_workspace_manager(torch.device("cpu"))
     import vllm.v1.attention.ops.flashmla as interface
 
+    return interface
+
+
+def record_vllm() -> Recorder:
+    """Drive vLLM's attention layers."""
+    interface = vllm_without_gpu()
     recorder = Recorder()
     interface.FlashMLASchedMeta = Plan
     interface.get_mla_metadata = recorder.function(
@@ -190,22 +210,41 @@ def record_vllm() -> Recorder:
         "flash_mla_with_kvcache", vllm_decode, decode_results
     )
     interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", vllm_prefill, prefill_results)
-    from vllm.v1.worker.workspace import init_workspace_manager
+    from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
 
-    torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls when it grows
-    init_workspace_manager(torch.device("cpu"))
-    vllm_dense(recorder)
-    vllm_sparse(recorder)
+    vllm_dense(recorder, flashmla.FlashMLAImpl)
+    vllm_sparse(recorder, flashmla_sparse.FlashMLASparseImpl)
     vllm_v4(recorder)
     return recorder
 
 
-def vllm_dense(recorder: Recorder) -> None:
-    """FlashMLAMetadataBuilder._build_decode and FlashMLAImpl.forward_mqa."""
+def record_vllm_backend() -> Recorder:
+    """Drive rawmla's attention backends in vLLM: the calls are those of rawmla's own functions."""
+    interface = vllm_without_gpu()
+    interface.get_mla_metadata = lambda *args, **kwargs: (Plan(), None)
+    import rawmla
+
+    recorder = Recorder()
+    functions: dict[str, tuple[Any, Any]] = {
+        "flash_mla_with_kvcache": (rawmla.flash_mla_with_kvcache, decode_results),
+        "flash_mla_sparse_fwd": (rawmla.flash_mla_sparse_fwd, prefill_results),
+    }
+    for name, (signature, answer) in functions.items():
+        setattr(rawmla, name, recorder.function(name, signature, answer))
+    from rawmla.engines import vllm_backend
+
+    vllm_dense(recorder, vllm_backend.RawMLAImpl)
+    vllm_sparse(recorder, vllm_backend.RawMLASparseImpl)
+    return recorder
+
+
+def vllm_dense(recorder: Recorder, impl_class: Any) -> None:
+    """FlashMLAMetadataBuilder._build_decode and forward_mqa of an implementation."""
     from vllm.v1.attention.backends.mla import flashmla
 
     file = "vllm/v1/attention/backends/mla/flashmla.py"
-    cases = {  # name: (requests, tokens a request, heads, heads gathered from other ranks, padded blocks, dtype)
+    site = f"{file_of(impl_class)} {impl_class.__name__}.forward_mqa"
+    cases = {  # name: (requests, tokens of each, heads, ranks to gather from, blocks apart, dtype)
         "decode, 128 heads": (4, 1, 128, 1, False, torch.bfloat16),
         "decode, 16 heads, float16": (3, 1, 16, 1, False, torch.float16),
         "two tokens a request (MTP), 16 heads": (4, 2, 16, 1, False, torch.bfloat16),
@@ -220,20 +259,20 @@ def vllm_dense(recorder: Recorder) -> None:
         recorder.at(f"{file} FlashMLAMetadataBuilder._build_decode", name)
         table = int32(32, 16)[:b]
         decode = builder._build_decode(table, int32(32)[:b], 1024, starts, starts, b * s_q, s_q, None)
-        impl = object.__new__(flashmla.FlashMLAImpl)
+        impl = object.__new__(impl_class)
         impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.1147
         impl.need_to_return_lse_for_decode = ranks > 1
         tokens, heads = b * s_q, heads * ranks
         parts = torch.zeros(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, heads, 192, dtype=dtype)
         query = parts[0], parts[1][..., 128:]
         cache = paged(40, PAGE, 576, dtype, PAGE * 576 + 4096 if padded else None)
-        recorder.at(f"{file} FlashMLAImpl.forward_mqa", name)
+        recorder.at(site, name)
         batch = SimpleNamespace(decode=decode, num_decodes=b)
         impl.forward_mqa(query if ranks == 1 else torch.cat(query, -1), cache, batch, None)
 
 
-def vllm_sparse(recorder: Recorder) -> None:
-    """FlashMLASparseImpl.forward_mqa over both kinds of caches, and HY-V4's with sinks."""
+def vllm_sparse(recorder: Recorder, impl_class: Any) -> None:
+    """forward_mqa of an implementation over both kinds of caches; vLLM's also as HY-V4 has it, with sinks."""
     from vllm.models.hy_v4.nvidia import flashmla_sparse as hy_v4
     from vllm.v1.attention.backends.mla import flashmla_sparse
 
@@ -252,7 +291,6 @@ def vllm_sparse(recorder: Recorder) -> None:
 
     flashmla_sparse.triton_convert_req_index_to_global_index = convert
     file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
-    hy_file = "vllm/models/hy_v4/nvidia/flashmla_sparse.py"
     cases: dict[
         str, tuple[Any, ...]
     ] = {  # name: (class, heads, decodes, tokens of each, prefill tokens, cache)
@@ -268,12 +306,16 @@ def vllm_sparse(recorder: Recorder) -> None:
         "HY-V4, bf16 cache, 16 heads, sinks": (1, 16, 3, 1, 2, "auto"),
     }
     for name, (hy, heads, decodes, s_q, prefill, kind) in cases.items():
-        impl_class = hy_v4.HYV4FlashMLASparseImpl if hy else flashmla_sparse.FlashMLASparseImpl
-        site = hy_file if hy else file
+        if hy:
+            if impl_class is not flashmla_sparse.FlashMLASparseImpl:
+                continue
+            kind_of_impl = hy_v4.HYV4FlashMLASparseImpl
+        else:
+            kind_of_impl = impl_class
         fp8 = kind == "fp8_ds_mla"
         decode_tokens = decodes * s_q
         tokens, padded = decode_tokens + prefill, -(-heads // 64) * 64
-        impl = object.__new__(impl_class)
+        impl = object.__new__(kind_of_impl)
         impl.num_heads, impl.kv_cache_dtype = heads, kind if fp8 else "auto"
         impl.kv_lora_rank, impl.q_head_size = 512, 576
         impl.softmax_scale, impl.prefill_padding = 0.1147, 64
@@ -307,7 +349,7 @@ def vllm_sparse(recorder: Recorder) -> None:
             batch.fp8_extra_metadata = builder._build_fp8_mixed_decode_prefill()
         elif fp8:
             batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
-        recorder.at(f"{site} {impl_class.__name__}.forward_mqa", name)
+        recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
         parts = (
             torch.zeros(tokens, heads, 512, dtype=torch.bfloat16),
             torch.zeros(tokens, heads, 192, dtype=torch.bfloat16),
@@ -394,7 +436,7 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
         c128a_decode_topk_lens=int32(64)[:decodes], c128a_prefill_topk_indices=wide[:prefill, :128],
     )  # fmt: skip
     kind = getattr(module, class_name)
-    file = module.__name__.replace(".", "/") + ".py"
+    file = file_of(kind)
     q, output = (torch.zeros(tokens, heads, 512, dtype=torch.bfloat16) for _ in range(2))
     recorder.at(f"{file} {class_name}._forward_decode", name)
     arguments = {"q": q[:decodes], "kv_cache": own, "swa_metadata": batch, "swa_only": alone}
@@ -414,8 +456,9 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
 def sglang_decode(
     q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
     num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = None,
-    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None, extra_indices_in_kvcache: Any = None,
-    topk_length: Any = None, extra_topk_length: Any = None, enable_batch_invariant: Any = False,
+    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
+    enable_batch_invariant: Any = False,
     use_legacy: Any = False, kv_format: Any = None, descale_q: Any = None, descale_k: Any = None,
 ) -> None:  # fmt: skip
     """The parameters of sgl-flash-mla's flash_mla_with_kvcache."""
@@ -493,7 +536,8 @@ def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
     pages = source.function("sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
     names = {
         "PAGE_SIZE": PAGE, "paged_view": pages, "flash_mla_with_kvcache": interface.flash_mla_with_kvcache,
-        "get_parallel": lambda: SimpleNamespace(dcp_enabled=False), "ForwardMode": SimpleNamespace(EXTEND="extend"),
+        "get_parallel": lambda: SimpleNamespace(dcp_enabled=False),
+        "ForwardMode": SimpleNamespace(EXTEND="extend"),
     }  # fmt: skip
     cases = {  # name: (requests, tokens of each, heads)
         "decode, 16 heads": (3, 1, 16),
@@ -589,20 +633,19 @@ def sglang_v4(recorder: Recorder, interface: Any) -> None:
 def main() -> int:
     """Record one engine."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("engine", choices=("vllm", "sglang"))
+    parser.add_argument("engine", choices=("vllm", "vllm-backend", "sglang"))
     parser.add_argument("--sources", type=Path, help="folder of SGLang's unpacked wheel")
     parser.add_argument("--out", type=Path, default=CONTRACTS, help="folder of the file; %(default)s")
     options = parser.parse_args()
-    path = None if options.sources is None else [str(options.sources)]
-    found = [
-        one
-        for one in metadata.distributions(**({"path": path} if path else {}))
-        if one.name == options.engine
-    ]
+    name = options.engine.partition("-")[0]
+    path = sys.path if options.sources is None else [str(options.sources)]
+    found = [one for one in metadata.distributions(path=path) if one.name == name]
     if not found:
-        parser.error(f"{options.engine} is not installed; for SGLang, --sources names its unpacked wheel")
+        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
     if options.engine == "vllm":
         recorder = record_vllm()
+    elif options.engine == "vllm-backend":
+        recorder = record_vllm_backend()
     else:
         recorder = record_sglang(Path(str(found[0].locate_file(""))))
     version = found[0].version

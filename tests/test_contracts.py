@@ -9,10 +9,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from contract_calls import Call, Recorded, attention_calls, recorded
+from contract_calls import Call, Recorded, attention_calls, functions_of, recorded
 
 from rawmla import reference
-from rawmla.compat.flash_mla import flash_mla_interface
 from rawmla.mla.plan import FlashMLASchedMeta
 
 torch = pytest.importorskip("torch")
@@ -25,6 +24,8 @@ def test_every_engine_and_call_site_is_there() -> None:
         ("vllm", "get_mla_metadata"): 12,
         ("vllm", "flash_mla_with_kvcache"): 17,
         ("vllm", "flash_mla_sparse_fwd"): 10,
+        ("vllm-backend", "flash_mla_with_kvcache"): 11,
+        ("vllm-backend", "flash_mla_sparse_fwd"): 4,
         ("sglang", "get_mla_decoding_metadata"): 5,
         ("sglang", "flash_mla_with_kvcache"): 8,
         ("sglang", "flash_mla_sparse_fwd"): 3,
@@ -34,13 +35,15 @@ def test_every_engine_and_call_site_is_there() -> None:
 
 
 @pytest.mark.parametrize("record", recorded(), ids=[record.id for record in recorded()])
-def test_the_drop_in_takes_the_arguments(record: Recorded) -> None:
+def test_the_arguments_are_taken(record: Recorded) -> None:
     """By position and by name as recorded, each under the name that the engine means."""
-    function = getattr(flash_mla_interface, record.function)
+    function = getattr(functions_of(record), record.function)
     values = list(record.arguments.values())
     names = list(record.arguments)
     if record.function == "get_mla_metadata":  # any arguments; the engine gives them unnamed
-        inspect.signature(function).bind(*record.arguments.get("args", ()), **record.arguments.get("kwargs", {}))
+        inspect.signature(function).bind(
+            *record.arguments.get("args", ()), **record.arguments.get("kwargs", {})
+        )
         return
     bound = inspect.signature(function).bind(
         *values[: record.positional],
@@ -51,7 +54,8 @@ def test_the_drop_in_takes_the_arguments(record: Recorded) -> None:
 
 def _small(record: Recorded) -> bool:
     """Of a size that the reference in NumPy computes within seconds."""
-    q = record.arguments["q"]["shape"]
+    q = record.arguments["q"]
+    q = (q[0] if isinstance(q, list) else q)["shape"]
     indices = record.arguments.get("indices")
     keys = 1024 if indices is None else indices["shape"][-1]
     rows = 1
@@ -74,26 +78,38 @@ class Reference:
         return torch.zeros(66, 8, dtype=torch.int32), torch.zeros(len(lengths) + 1, dtype=torch.int32)
 
     @staticmethod
-    def flash_mla_with_kvcache(**arguments: Any) -> Any:
+    def flash_mla_with_kvcache(*values: Any, **arguments: Any) -> Any:
+        names = list(inspect.signature(reference.flash_mla_with_kvcache).parameters)
+        arguments |= dict(zip(names, values, strict=False))
+        arguments |= {"q": whole(arguments["q"]), "tile_scheduler_metadata": None}
         for name in ("use_legacy", "kv_format", "descale_q", "descale_k"):
             arguments.pop(name, None)
-        arguments["tile_scheduler_metadata"] = None
         return reference.flash_mla_with_kvcache(**arguments)
 
     @staticmethod
-    def flash_mla_sparse_fwd(*values: Any, **arguments: Any) -> Any:
-        arguments.pop("use_legacy", None)
-        base = "2" if arguments.pop("return_log2_lse", None) else "e"
-        return reference.flash_mla_sparse_fwd(*values, **arguments, log_base=base)
+    def flash_mla_sparse_fwd(q: Any = None, *values: Any, **arguments: Any) -> Any:
+        for name in ("use_legacy", "enable_batch_invariant"):
+            arguments.pop(name, None)
+        if "log_base" not in arguments:
+            arguments["log_base"] = "2" if arguments.pop("return_log2_lse", None) else "e"
+        return reference.flash_mla_sparse_fwd(whole(q), *values, **arguments)
+
+
+def whole(q: Any) -> Any:
+    """A query whose parts may lie apart."""
+    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
 @pytest.mark.parametrize("record", SMALL, ids=[record.id for record in SMALL])
 def test_replay_on_the_reference(record: Recorded) -> None:
     """What tests/gpu/test_engine_contracts.py does, with both references: views, values and comparison."""
     call = Call(record, Reference, "cpu", exact_keys=True)
-    for name, given in record.arguments.items():
-        if isinstance(given, dict) and "shape" in given:
-            view = call.arguments[name]
+    for name, recorded_as in record.arguments.items():
+        parts = recorded_as if isinstance(recorded_as, list) else [recorded_as]
+        views = call.q_parts if name == "q" else (call.arguments[name],)
+        for given, view in zip(parts, views, strict=True):
+            if not isinstance(given, dict) or "shape" not in given:
+                continue
             assert (list(view.shape), list(view.stride())) == (given["shape"], given["strides"])
             assert view.storage_offset() == given["offset"]
     call.check(call.run())

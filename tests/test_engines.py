@@ -91,7 +91,12 @@ def set_version(root: Path, name: str, version: str) -> None:
     for old in root.glob(f"{name}-*.dist-info"):
         (old / "METADATA").unlink()
         old.rmdir()
-    write(root, {f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"})
+    write(
+        root,
+        {
+            f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        },
+    )
 
 
 def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> tuple[Any, str]:
@@ -101,7 +106,9 @@ def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> 
     if mode is not None:
         environment[vllm.VARIABLE] = mode
     script = root / "probe.py"
-    script.write_text(PROBE + "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines()))
+    script.write_text(
+        PROBE + "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines())
+    )
     done = subprocess.run(
         [sys.executable, str(script)], cwd=root, env=environment, capture_output=True, text=True, timeout=120
     )
@@ -135,7 +142,9 @@ def test_patch(tree: Path, code: str, watchers: int) -> None:
 
 def test_the_log_says_what_was_replaced(tree: Path) -> None:
     _, log = run(tree, "logging.getLogger('vllm').setLevel('INFO'); " + BEFORE)
-    assert log.startswith("INFO rawmla: FlashMLASchedMeta, ") and "(vLLM 0.33.0)" in log and log.count("\n") == 1
+    assert (
+        log.startswith("INFO rawmla: FlashMLASchedMeta, ") and "(vLLM 0.33.0)" in log and log.count("\n") == 1
+    )
 
 
 def test_register_may_be_called_again(tree: Path) -> None:
@@ -183,7 +192,9 @@ def test_an_unknown_version_with_other_names_is_left_alone(tree: Path, old: str,
     text = INTERFACE.format(decode=DECODE)
     assert old in text
     write(tree, {"vllm/v1/attention/ops/flashmla.py": text.replace(old, new)})
-    code = "from rawmla.engines.vllm import register; register(); import vllm.v1.attention.ops.flashmla as m\n"
+    code = (
+        "from rawmla.engines.vllm import register; register(); import vllm.v1.attention.ops.flashmla as m\n"
+    )
     code += "register(); print(json.dumps([getattr(v, '__module__', '') for v in vars(m).values()]))"
     modules, log = run(tree, code)
     assert not [module for module in modules if str(module).startswith("rawmla")]

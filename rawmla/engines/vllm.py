@@ -132,7 +132,7 @@ class _Watcher:
 
 def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
     if not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watcher(name, action))  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Watcher(name, action))
 
 
 # ---- patch

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import rawmla
 from rawmla import quantize_k_cache, reference
+from rawmla.compat.flash_mla import flash_mla_interface
 from rawmla.kernels.mla_sparse import FEW_HEADS
 from rawmla.testing import (
     check_close,
@@ -64,6 +66,11 @@ def attention_calls() -> list[Recorded]:
     return [call for call in recorded() if call.function.startswith("flash_mla")]
 
 
+def functions_of(record: Recorded) -> Any:
+    """The module that is called: rawmla's own backends call rawmla, engines the drop-in for flash_mla."""
+    return rawmla if record.engine == "vllm-backend" else flash_mla_interface
+
+
 class Call:
     """A recorded call with memory of its own; `fill` gives it new values in place."""
 
@@ -76,6 +83,8 @@ class Call:
         self.device = device
         self.parents: dict[str, Any] = {}
         self.arguments = {name: self._placed(name, value) for name, value in record.arguments.items()}
+        q = self.arguments["q"]
+        self.q_parts = q if isinstance(q, tuple) else (q,)  # the columns without and with RoPE may lie apart
         self.is_prefill = record.function == "flash_mla_sparse_fwd"
         self.cache = self.arguments["kv" if self.is_prefill else "k_cache"]
         self.is_sparse = self.arguments.get("indices") is not None
@@ -86,6 +95,8 @@ class Call:
         """A tensor where a view was recorded, within poison; plans are made by each run."""
         import torch
 
+        if isinstance(value, list):
+            return tuple(self._placed(f"{name}[{i}]", one) for i, one in enumerate(value))
         if not isinstance(value, dict) or "shape" not in value:
             return value
         dtype = getattr(torch, value["dtype"])
@@ -99,7 +110,8 @@ class Call:
     def fill(self, seed: int) -> None:
         """New values everywhere, at the same addresses; what no request names in a cache is NaN."""
         self.random.manual_seed(seed)
-        self.arguments["q"].copy_(self._normal(self.arguments["q"].shape))
+        for part in self.q_parts:
+            part.copy_(self._normal(part.shape))
         if self.arguments.get("attn_sink") is not None:
             sink = self.arguments["attn_sink"]
             sink.copy_(self._normal(sink.shape))
@@ -184,14 +196,16 @@ class Call:
         made = self.module.FlashMLASchedMeta()
         if given == "filled by the engine":
             rows, splits = self._planned()
-            kept = [torch.full(shape, -1, dtype=torch.int32, device=self.device) for shape in ((256, 8), (65,))]
+            kept = [
+                torch.full(shape, -1, dtype=torch.int32, device=self.device) for shape in ((256, 8), (65,))
+            ]
             made.tile_scheduler_metadata = kept[0][: rows.shape[0]]
             made.num_splits = kept[1][: splits.shape[0]]
             self.replan(made)
         return made
 
     def _planned(self) -> tuple[Any, Any]:
-        _, s_q, h_q, _ = self.arguments["q"].shape
+        _, s_q, h_q, _ = self.q_parts[0].shape
         lengths = self.arguments["cache_seqlens"]
         topk = self.arguments["indices"].shape[-1] if self.is_sparse else None
         return self.module.get_mla_decoding_metadata(
@@ -219,7 +233,9 @@ class Call:
 
     def want(self) -> tuple[Any, ...]:
         """The float64 reference: out and lse, of prefill out, max_logits and lse."""
-        a = self.arguments
+        import torch
+
+        a = {**self.arguments, "q": torch.cat(self.q_parts, dim=-1)}
         if not self.is_sparse:
             return torch_reference.flash_mla_with_kvcache(
                 a["q"], self.cache, a["block_table"], a["cache_seqlens"], a["softmax_scale"], a["causal"]
@@ -239,7 +255,7 @@ class Call:
         )
         if self.is_prefill:
             out, top, lse = torch_reference.sparse_prefill(inputs, a["sm_scale"])
-            unit = 1.0 if a.get("return_log2_lse") else log(2.0)
+            unit = 1.0 if a.get("return_log2_lse") or a.get("log_base") == "2" else log(2.0)
             return out, top * unit, lse * unit
         rounded = not (self.exact_keys or layout == "v32" and a["q"].shape[2] <= FEW_HEADS)
         out, lse = torch_reference.sparse_decode(inputs, a["softmax_scale"], rounded_keys=rounded)
@@ -251,12 +267,13 @@ class Call:
         """Compare results with the reference; a given `out` was written, and nothing around it."""
         import torch
 
-        dtype = str(self.arguments["q"].dtype).removeprefix("torch.")
+        dtype = self.q_parts[0].dtype
         scores = prefill_lse_tolerance() if self.is_prefill else lse_tolerance()
         names = ("out", "max_logits", "lse") if self.is_prefill else ("out", "lse")
-        tolerances = [prefill_out_tolerance() if self.is_prefill else out_tolerance(dtype)]
+        name = str(dtype).removeprefix("torch.")
+        tolerances = [prefill_out_tolerance() if self.is_prefill else out_tolerance(name)]
         tolerances += [scores] * (len(names) - 1)
-        assert got[0].dtype == self.arguments["q"].dtype
+        assert got[0].dtype == dtype
         for name, one, want, tolerance in zip(names, got, self.want(), tolerances, strict=True):
             check_close(f"{self.record.id} {name}", one, want, tolerance)
         given = self.arguments.get("out")

@@ -1,12 +1,10 @@
-"""What engines pass to FlashMLA, repeated on the drop-in with exactly their views (tests/contracts)."""
+"""What engines pass to FlashMLA, repeated with exactly their views (tests/contracts)."""
 
 from __future__ import annotations
 
 import pytest
-from contract_calls import Call, Recorded, attention_calls
+from contract_calls import Call, Recorded, attention_calls, functions_of
 from gpu_support import torch
-
-from rawmla.compat.flash_mla import flash_mla_interface
 
 CALLS = attention_calls()
 
@@ -14,7 +12,7 @@ CALLS = attention_calls()
 @pytest.mark.parametrize("record", CALLS, ids=[record.id for record in CALLS])
 def test_recorded_calls(record: Recorded) -> None:
     """Eager, then captured once and replayed with all values changed in place."""
-    call = Call(record, flash_mla_interface, "cuda")
+    call = Call(record, functions_of(record), "cuda")
     call.check(call.run())
     plan = None if call.is_prefill else call.plan()
     graph = torch.cuda.CUDAGraph()
@@ -34,7 +32,7 @@ PLANNED = [record for record in CALLS if record.function == "flash_mla_with_kvca
 @pytest.mark.parametrize("record", PLANNED, ids=[record.id for record in PLANNED])
 def test_one_plan_for_several_layers(record: Recorded) -> None:
     """Engines share a plan between layers; it has no more rows than there are multiprocessors."""
-    call = Call(record, flash_mla_interface, "cuda")
+    call = Call(record, functions_of(record), "cuda")
     plan = call.plan()
     for _ in range(2):
         call.check(call.run(plan))
