@@ -1,4 +1,6 @@
-"""Command line: ``python -m rawmla`` ``info``, ``doctor``, ``compile [--all] [--out DIR]``, ``flash-mla -- script.py``."""
+"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all] [--out DIR]`` and
+``flash-mla -- script.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The recorded calls of engines (tests/contracts), without a GPU: rawmla's functions take them, and their views
-hold what the recorded strides say.
+"""The recorded calls of engines (tests/contracts), without a GPU: rawmla's functions take them, and their
+views are what was recorded.
 """
 
 from __future__ import annotations

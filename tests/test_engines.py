@@ -1,4 +1,4 @@
-"""The plug-ins for vLLM and SGLang, in small packages of those names; tests/test_vllm.py has the real vLLM."""
+"""The plug-ins for vLLM and SGLang in small packages of those names; tests/test_vllm.py has the real vLLM."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ overrides = {}
 def register_backend(backend, class_path=None):
     overrides[backend.name] = class_path
 """
-NAMES = "from vllm.v1.attention.ops.flashmla import *\nfrom vllm.v1.attention.ops.flashmla import _is_flashmla_available\n"
+NAMES = """\
+from vllm.v1.attention.ops.flashmla import *
+from vllm.v1.attention.ops.flashmla import _is_flashmla_available
+"""
 PROBE = """\
 import json, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -91,12 +94,8 @@ def set_version(root: Path, name: str, version: str) -> None:
     for old in root.glob(f"{name}-*.dist-info"):
         (old / "METADATA").unlink()
         old.rmdir()
-    write(
-        root,
-        {
-            f"{name}-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        },
-    )
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    write(root, {f"{name}-{version}.dist-info/METADATA": text})
 
 
 def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> tuple[Any, str]:
@@ -279,7 +278,9 @@ class HookType(enum.Enum):
     AROUND = "around"
 class HookRegistry:
     hooks = []
-    register = classmethod(lambda cls, target, hook, kind: cls.hooks.append((target, hook.__module__, kind.value)))
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls.hooks.append((target, hook.__module__, kind.value))
 """
 SGLANG = """\
 import flash_mla

@@ -1,4 +1,4 @@
-"""The plug-in in the real vLLM, imported on the CPU (tests/vllm_probe.py). Skipped where vLLM is not installed."""
+"""The plug-in in the real vLLM, imported on the CPU (tests/vllm_probe.py); skipped where vLLM is missing."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def installed_version() -> str:
         return ""
 
 
+def install_entry_points(folder: Path) -> None:
+    """Those of pyproject.toml, as an installed rawmla has them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    sections = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n(.*\n)', text)
+    assert len(sections) == 2
+    write = (folder / "rawmla-0.dist-info").joinpath
+    write().mkdir()
+    write("METADATA").write_text("Metadata-Version: 2.1\nName: rawmla\nVersion: 0\n")
+    write("entry_points.txt").write_text(
+        "".join(f"[{group}]\n{line}".replace('"', "") for group, line in sections)
+    )
+
+
 VERSION = installed_version()
 pytestmark = pytest.mark.skipif(
     VERSION not in vllm.TESTED, reason=f"needs vLLM {' or '.join(vllm.TESTED)}, which is not installed"
@@ -50,12 +63,7 @@ def check_names(found: dict[str, list[str]]) -> None:
 
 def test_plug_in_is_found_and_patches_what_is_imported_later(tmp_path: Path) -> None:
     """Through vLLM's own loader, by the entry point of pyproject.toml."""
-    section = re.search(r'\[project\.entry-points\."(vllm[\w.]+)"\]\n(.*\n)', (ROOT / "pyproject.toml").read_text())
-    assert section is not None
-    folder = tmp_path / "rawmla-0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rawmla\nVersion: 0\n")
-    (folder / "entry_points.txt").write_text(f"[{section[1]}]\n{section[2]}".replace('"', ""))
+    install_entry_points(tmp_path)
     check_names(probe("before", path=tmp_path))
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scripts", "tests/gpu")]
 
-import record_contracts  # noqa: E402
 import torch  # noqa: E402
+
+import record_contracts  # noqa: E402
 
 IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.v1.attention.backends.mla.flashmla",
@@ -151,9 +152,7 @@ def same_results() -> Any:
 
     def ours_decode(q: Any, k_cache: Any, table: Any, lengths: Any, d_v: int, plan: Any, **rest: Any) -> Any:
         assert isinstance(q, tuple) or q.is_contiguous()
-        return decode(
-            q=q, k_cache=k_cache, block_table=table, cache_seqlens=lengths, head_dim_v=d_v, **rest
-        )
+        return decode(q=q, k_cache=k_cache, block_table=table, cache_seqlens=lengths, head_dim_v=d_v, **rest)
 
     def ours_prefill(q: Any, kv: Any, indices: Any, scale: float, **rest: Any) -> Any:
         rest.pop("enable_batch_invariant")
@@ -179,7 +178,8 @@ def same_results() -> Any:
         pair = [_dense(kind, **options) for kind in (flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl)]
         differences[f"dense, {name}"] = _difference(*pair)
     for name, options in {
-        "whole batch as one request": {"mixed": True}, "decode": {"prefill": 0}, "two tokens": {"s_q": 2, "prefill": 0},
+        "whole batch as one request": {"mixed": True}, "decode": {"prefill": 0},
+        "two tokens": {"s_q": 2, "prefill": 0},
         "decode and prefill": {}, "bf16 cache": {"fp8": False}, "no RoPE columns": {"fp8": False, "rope": 0},
         "no RoPE columns, FP8": {"rope": 0, "mixed": True},
     }.items():  # fmt: skip
@@ -263,8 +263,8 @@ def _sparse(
     if fp8:
         cache = reference.quantize_k_cache(cache, "v32")
     batch = SimpleNamespace(
-        block_table=None, req_id_per_token=torch.zeros(tokens), block_size=64, num_decode_tokens=decode_tokens,
-        num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
+        block_table=None, req_id_per_token=torch.zeros(tokens), block_size=64,
+        num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
     )  # fmt: skip
     builder = SimpleNamespace(
         max_model_len_tensor=torch.zeros(8), dummy_block_table=torch.zeros(8, 1), pcp_dcp_kv_gather=False

@@ -1,4 +1,4 @@
-"""What ``python -m rawmla doctor`` shows: which engines there are, whether rawmla is in use in them, and what to do.
+"""What ``python -m rawmla doctor`` shows: which engines there are, whether they use rawmla, and what to do.
 
 Engines are looked at through their metadata and never imported; nothing is compiled.
 """
@@ -28,8 +28,8 @@ _PATH = "PYTHONPATH=$(python -m rawmla flash-mla --path)"
 
 
 class Diagnosis(NamedTuple):
-    """`sections` maps a title to (label, text) rows. `problems` are what was asked for and is not in effect, or
-    cannot work; `hints` are what could be done besides. One sentence each.
+    """`sections` maps a title to (label, text) rows. `problems` are what was asked for and is not in effect,
+    or cannot work; `hints` are what could be done besides. One sentence each.
     """
 
     sections: dict[str, Rows]
@@ -130,8 +130,8 @@ def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> 
         problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
     if mode == "backend" and version is not None and not ours.is_tested(version):
         problems.append(
-            f"{ours.VARIABLE}=backend needs {engine.title} {', '.join(ours.TESTED)}: use patch, which checks "
-            "names and parameters"
+            f"{ours.VARIABLE}=backend needs {engine.title} {', '.join(ours.TESTED)}: use patch, which "
+            "checks names and parameters"
         )
     found.problems.extend(problems)
     if problems:

@@ -1,4 +1,5 @@
-"""The plug-in for SGLang. `register` is an entry point of the group sglang.srt.plugins; RAWMLA_SGLANG turns it on.
+"""The plug-in for SGLang. `register` is an entry point of the group sglang.srt.plugins; the variable
+RAWMLA_SGLANG turns it on.
 
 SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module of theirs,
 which have argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. What the module
@@ -104,8 +105,8 @@ def _refusal() -> str | None:
     return None
 
 
-# ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not have,
-# stays with the original: its plan (FP8 without topk) and its calls (an FP8 q).
+# ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not
+# have, stays with the original: its plan (FP8 without topk) and its calls (an FP8 q).
 
 
 def _get_mla_metadata(

@@ -1,4 +1,5 @@
-"""The plug-in for vLLM. `register` is an entry point of the group vllm.general_plugins; RAWMLA_VLLM turns it on.
+"""The plug-in for vLLM. `register` is an entry point of the group vllm.general_plugins; the variable
+RAWMLA_VLLM turns it on.
 
 "patch" puts rawmla's functions in the place of those that vLLM's own FlashMLA module exports, so every caller
 in vLLM uses them, with the arguments of before. "backend" does the same and puts two attention backends of
@@ -209,8 +210,8 @@ def _register_backends() -> None:
     version = _version()
     if not is_tested(version):
         _warn(
-            f"{VARIABLE}=backend needs a version that rawmla was tested with ({', '.join(TESTED)}), and this is "
-            f"vLLM {version or 'of unknown version'}; use {VARIABLE}=patch"
+            f"{VARIABLE}=backend needs a version that rawmla was tested with ({', '.join(TESTED)}), and this "
+            f"is vLLM {version or 'of unknown version'}; use {VARIABLE}=patch"
         )
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -1,10 +1,10 @@
 """rawmla's attention backends for vLLM: what RAWMLA_VLLM=backend puts in the place of FLASHMLA and
 FLASHMLA_SPARSE.
 
-They are vLLM's FlashMLA backends but for the calls of the kernels: any number of heads without padding, a query
-in its two parts without concatenation, batch invariance, kernels loaded before the first graph is captured, and
-scratch that vLLM's memory profile sees. Writing the cache, prefill by multi-head attention, and the exchange
-under context parallelism stay vLLM's. The names of the parents are kept, since vLLM decides by them.
+They are vLLM's FlashMLA backends but for the calls of the kernels: any number of heads without padding, a
+query in its two parts without concatenation, batch invariance, kernels loaded before the first graph is
+captured, and memory that vLLM's profile sees. Writing the cache, prefill by multi-head attention, and the
+exchange under context parallelism stay vLLM's. The parents' names are kept, since vLLM decides by them.
 
 Written against vLLM 0.33.0 (vllm/v1/attention/backends/mla/flashmla.py and flashmla_sparse.py).
 """
@@ -42,7 +42,7 @@ __all__ = ["RawMLABackend", "RawMLASparseBackend"]
 
 
 class RawMLABackend(FlashMLABackend):
-    """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages stay 64 tokens: smaller ones are slower."""
+    """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages are 64 tokens: smaller ones are slower."""
 
     @staticmethod
     def get_builder_cls() -> type[RawMLAMetadataBuilder]:
@@ -198,7 +198,7 @@ class RawMLASparseImpl(FlashMLASparseImpl):
     def _fp8_flash_mla_kernel(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parent's, without padding: q [b, s_q, h, 576], the cache [nb, 64, 656], slots [b, s_q, topk]."""
+        """The parent's without padding: q [b, s_q, h, 576], the cache [nb, 64, 656], slots [b, s_q, topk]."""
         return rawmla.flash_mla_with_kvcache(
             _as_argument(q),
             kv_c_and_k_pe_cache.view(torch.uint8).unsqueeze(-2),
