@@ -13,7 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
-OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable"}
+OTHER_PROGRAMS_OPTIONS = {
+    "--quiet",
+    "--editable",
+    "--attention-backend",
+    "--model-path",
+    "--no-deps",
+    "--path",
+}
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py", "torch_ops.py"}  # "how to add" in docs/architecture.md
 PYTHON_FOLDERS = {
     "mla": {"call", "kernels", "jit", "errors"},
@@ -168,7 +175,9 @@ def help_text(*command: str) -> str:
 
 def test_options_exist() -> None:
     programs = [["-m", "rawmla", "info"], ["-m", "rawmla", "compile"]]
-    programs += [[f"scripts/{name}.py"] for name in ("bench", "gpu_check", "update_figures")]
+    programs += [
+        [f"scripts/{name}.py"] for name in ("bench", "gpu_check", "record_contracts", "update_figures")
+    ]
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))

@@ -42,7 +42,7 @@ __all__ = ["RawMLABackend", "RawMLASparseBackend"]
 
 
 class RawMLABackend(FlashMLABackend):
-    """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages are 64 tokens: smaller ones are slower."""
+    """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages of 64 tokens: smaller ones are slower."""
 
     @staticmethod
     def get_builder_cls() -> type[RawMLAMetadataBuilder]:
