@@ -83,9 +83,12 @@ def examine() -> Diagnosis:
     _examine_flash_mla(versions, found)
     works = report.collect()
     found.sections.update({title: works[title] for title in ("packages", "GPU", "what works")})
-    running = dict(works["what works"])["run kernels"]
-    if running.startswith("no:"):
-        found.problems.append(f"Kernels cannot run here: {running.removeprefix('no: ')}")
+    verdicts = dict(works["what works"])
+    found.problems.extend(
+        f"{what}: {verdicts[label].removeprefix('no: ')}"
+        for label, what in (("run kernels", "Kernels cannot run"), ("torch tensors", "torch cannot be used"))
+        if verdicts[label].startswith("no:") and (label == "run kernels" or any(versions.values()))
+    )
     return found
 
 
