@@ -21,10 +21,14 @@ class RawMLAError(RuntimeError):
     """Base class of every error that rawmla raises for a reason other than a wrong argument."""
 
 
+def install_command(extra: str) -> str:
+    """What installs rawmla with an extra, for the texts of errors. rawmla is not on PyPI yet."""
+    return f'`pip install -e ".[{extra}]"` in a checkout of rawmla'
+
+
 # What an error or `info` advises when CuPy, cuda-bindings or NVRTC is missing.
 INSTALL_HINT = (
-    '`pip install "rawmla[cu12]"` or `pip install "rawmla[cu13]"`, whichever fits the driver '
-    "(`python -m rawmla info` shows it)"
+    f"{install_command('cu12')}, or with cu13, whichever fits the driver (`python -m rawmla info` shows it)"
 )
 
 

@@ -11,7 +11,14 @@ from importlib import metadata, util
 from pathlib import Path
 
 from rawmla import __version__
-from rawmla.errors import INSTALL_HINT, MissingDependencyError, RawMLAError, UnsupportedGPUError
+from rawmla.environment import conflicts
+from rawmla.errors import (
+    INSTALL_HINT,
+    MissingDependencyError,
+    RawMLAError,
+    UnsupportedGPUError,
+    install_command,
+)
 from rawmla.jit import default_builder, device_info, nvrtc, require_supported
 from rawmla.jit.driver import get_driver
 from rawmla.jit.entry import untrusted_reason
@@ -67,7 +74,7 @@ def _packages() -> Rows:
             rows.append((name, metadata.version(name)))
         except metadata.PackageNotFoundError:
             continue
-    return rows
+    return rows + [("conflict", text) for text in conflicts()]
 
 
 def _gpu() -> Rows:
@@ -143,14 +150,14 @@ def _verdicts() -> Rows:
         if toolkit > driver_major:
             return (
                 f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "
-                f'run `pip install "rawmla[cu{driver_major}]"` instead'
+                f"run {install_command(f'cu{driver_major}')} instead"
             )
         return f"yes, {where}"
 
     def torch_tensors() -> str:
         found = util.find_spec("torch")
         if found is None or found.origin is None:
-            return 'no: torch is not installed (`pip install "rawmla[torch]"`)'
+            return f"no: torch is not installed ({install_command('torch')})"
         # Read without importing torch, which takes seconds. A package version does not always say it.
         build = runpy.run_path(str(Path(found.origin).with_name("version.py")))
         if build["cuda"] is None:

@@ -81,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if not (math.isfinite(options.sustain_seconds) and options.sustain_seconds >= 0):
         parser.error("argument --sustain-seconds: expected 0 or more")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('argument --plot: matplotlib is not installed (pip install "rawmla[plot]")')
+        parser.error('argument --plot: matplotlib is not installed (pip install -e ".[plot]")')
     checks: dict[str, Any] = {
         "cases": lambda: families.select(options.cases),
         "against": lambda: against.load(options.against) if options.against else [],

@@ -251,7 +251,7 @@ def test_info_notices_a_driver_that_is_too_old(
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
     cli.main(["info"])
-    assert '`pip install "rawmla[cu13]"` instead' in capsys.readouterr().out
+    assert '`pip install -e ".[cu13]"` in a checkout of rawmla instead' in capsys.readouterr().out
 
 
 def test_info_shows_a_refused_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -308,7 +308,10 @@ def test_info_without_torch(
 ) -> None:
     monkeypatch.setattr(report.util, "find_spec", lambda name: None)
     assert cli.main(["info"]) == 0
-    assert 'no: torch is not installed (`pip install "rawmla[torch]"`)' in capsys.readouterr().out
+    assert (
+        'no: torch is not installed (`pip install -e ".[torch]"` in a checkout of rawmla)'
+        in capsys.readouterr().out
+    )
 
 
 def test_info_shows_the_prebuilt_folder(

@@ -26,7 +26,7 @@ PYTHON_FOLDERS = {
     "mla": {"call", "kernels", "jit", "errors"},
     "kernels": {"jit", "errors"},
     "call": {"errors"},
-    "jit": {"errors"},
+    "jit": {"environment", "errors"},
 }
 """What docs/architecture.md says that a folder of rawmla may import, besides itself."""
 CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mla", "kernels")  # as in docs/architecture.md

@@ -20,21 +20,32 @@ from rawmla.testing.gpu import missing_hopper_reason
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NAMES = {"cuda_graph", "cupy_only", "decode_torch", "sparse_decode_fp8"}
+LINES = {  # at most
+    "cuda_graph": 90,
+    "cupy_only": 90,
+    "decode_torch": 90,
+    "deepseek_v3_transformers": 200,
+    "serve_step": 170,
+    "sparse_decode_fp8": 90,
+}
 
 examples = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
 
 def needs(path: Path) -> None:
     """Skip where an optional package that the example imports is not installed."""
-    for name in re.findall(r"^ *import (cupy|ml_dtypes|torch)$", path.read_text(), re.MULTILINE):
+    pattern = r"^ *(?:import|from) (cupy|ml_dtypes|torch|transformers)\b"
+    for name in re.findall(pattern, path.read_text(), re.MULTILINE):
         pytest.importorskip(name)
 
 
 def resolve(node: ast.expr) -> Any:
-    """What an expression `rawmla.name` names, None for any other; AttributeError if that is not there."""
+    """What an expression `rawmla.name` names, None for any other; AttributeError if that is not there.
+
+    `mla` is rawmla, or its reference, in an example that runs on both.
+    """
     if isinstance(node, ast.Name):
-        return rawmla if node.id == "rawmla" else None
+        return rawmla if node.id in ("rawmla", "mla") else None
     if isinstance(node, ast.Attribute):
         owner = resolve(node.value)
         return None if owner is None else getattr(owner, node.attr)
@@ -62,14 +73,14 @@ def check_names(code: str) -> int:
 
 
 def test_all_are_here() -> None:
-    assert {path.stem for path in EXAMPLES} == NAMES
+    assert {path.stem for path in EXAMPLES} == set(LINES)
 
 
 @examples
 def test_compiles_and_is_short(path: Path, tmp_path: Path) -> None:
     py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
     code = path.read_text()
-    assert 40 <= len(code.splitlines()) <= 90
+    assert 40 <= len(code.splitlines()) <= LINES[path.stem]
     assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(code)) or "")
 
 
@@ -110,32 +121,147 @@ def test_without_a_gpu(path: Path) -> None:
     assert len(answer.stderr.splitlines()) == 1
 
 
-def test_cupy_only_without_ml_dtypes(tmp_path: Path) -> None:
-    pytest.importorskip("cupy")
-    (tmp_path / "ml_dtypes.py").write_text("raise ImportError(name='ml_dtypes')\n")
+@pytest.mark.parametrize(
+    ("name", "package", "requirement"),
+    [
+        ("cupy_only", "ml_dtypes", "ml_dtypes"),
+        ("deepseek_v3_transformers", "transformers", '"transformers>=5.17"'),
+    ],
+)
+def test_without_a_package(name: str, package: str, requirement: str, tmp_path: Path) -> None:
+    pytest.importorskip("cupy" if name == "cupy_only" else "torch")
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError(name={package!r})\n")
     code = (
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
-        "runpy.run_path('examples/cupy_only.py', run_name='__main__')"
+        f"runpy.run_path('examples/{name}.py', run_name='__main__')"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert answer.returncode == 1
-    assert answer.stderr == "this example needs ml_dtypes: pip install ml_dtypes\n"
+    assert answer.stderr == f"this example needs {package}: pip install {requirement}\n"
 
 
-@pytest.mark.parametrize("name", ("decode_torch", "sparse_decode_fp8"))
-def test_steps_on_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Shapes, dtypes and the order of the steps, with the reference in place of the GPU."""
+def on_the_reference(name: str, *changes: tuple[str, str]) -> dict[str, Any]:
+    """The names of an example whose tensors are on the CPU and whose rawmla is the reference."""
     path = ROOT / "examples" / f"{name}.py"
     needs(path)
     reference = {function: getattr(rawmla.reference, function) for function in rawmla.reference.__all__}
     stand_in = SimpleNamespace(
         **reference, reference=rawmla.reference, RawMLAError=rawmla.RawMLAError, warmup=lambda **options: None
     )
-    code = path.read_text().replace('"cuda"', '"cpu"').replace(".cuda()", "")
-    code = code.replace("\nimport rawmla\n", "\n")
+    code = path.read_text()
+    for old, new in changes:
+        assert old in code
+        code = code.replace(old, new)
+    code = code.replace('"cuda"', '"cpu"').replace(".cuda()", "").replace("\nimport rawmla\n", "\n")
     names: dict[str, Any] = {"rawmla": stand_in, "__name__": name}
     exec(compile(code, str(path), "exec"), names)
-    names["main"]()
+    return names
+
+
+@pytest.mark.parametrize("name", ("decode_torch", "sparse_decode_fp8"))
+def test_steps_on_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Shapes, dtypes and the order of the steps, with the reference in place of the GPU."""
+    on_the_reference(name)["main"]()
     assert capsys.readouterr().out.startswith(f"{name}: ")
+
+
+DEEPSEEK_ROWS = r"(?:(?:bf16|FP8 v32) +(?:transformers, bf16|with rawmla) +[\d.]+ +[\d.]+ +\d+ of 271\n){4}"
+
+
+def test_deepseek_v3_on_the_reference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole program, as its switch --cpu runs it."""
+    monkeypatch.setattr(sys, "argv", ["example", "--cpu"])
+    on_the_reference("deepseek_v3_transformers")["main"]()
+    out = capsys.readouterr().out
+    assert re.search(DEEPSEEK_ROWS, out), out
+    assert out.endswith("as close to float32 as transformers' own bf16, over both caches\n")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("batch.plan, module.scaling,", "batch.plan, 576**-0.5,"),
+        ("self.tokens <= positions[..., None]", "self.tokens < positions[..., None]"),
+        ("self.lengths = positions[:, -1] + 1", "self.lengths = positions[:, -1]"),
+        ("split([NOPE, V], dim=1)", "split([NOPE, V], dim=1)[::-1]"),
+    ],
+)
+def test_deepseek_v3_finds_mistakes(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is easily wired wrong is further from float32 than the program allows."""
+    monkeypatch.setattr(sys, "argv", ["example", "--cpu"])
+    names = on_the_reference("deepseek_v3_transformers", (right, wrong))
+    names |= {"PROMPTS": [70, 21], "NEW_TOKENS": 3}
+    with pytest.raises(SystemExit, match="further from float32"):
+        names["main"]()
+
+
+def small_serve_step(monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> dict[str, Any]:
+    """The loop of serve_step with a few short requests, and a graph that is the step itself."""
+    import torch
+
+    names = on_the_reference("serve_step", *changes)
+    names |= {"PLACES": 4, "BUCKET": 2, "MAX_TOKENS": 512, "CONTEXT": 128, "BLOCKS": 1 + 4 * 8}
+    names |= {"NEW_TOKENS": (2, 6), "CHECK_EVERY": 5}
+
+    def capture(step: Any, pool: Any) -> tuple[Any, Any]:
+        outs = step()
+
+        def replay() -> None:
+            for old, new in zip(outs, step(), strict=True):
+                old.copy_(new)
+
+        return SimpleNamespace(replay=replay, pool=lambda: None), outs
+
+    names["capture"] = capture
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["example", "--heads", "2", "--layers", "2", "--steps", "12"])
+    return names
+
+
+def test_serve_step_on_the_reference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    small_serve_step(monkeypatch)["main"]()
+    out = capsys.readouterr().out
+    assert re.findall(r"^(rawmla|torch, matrix products|torch, SDPA) ", out, re.MULTILINE) == [
+        "rawmla",
+        "torch, matrix products",
+        "torch, SDPA",
+    ]
+    assert "serve_step: torch's results are rawmla's" in out
+
+
+def test_serve_step_finds_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new token that is not written into the cache shows."""
+    pytest.importorskip("torch")
+    names = small_serve_step(monkeypatch, ("cache, slots)", "cache, slots - 1)"))
+    with pytest.raises(SystemExit, match="differs from rawmla's"):
+        names["main"]()
+
+
+def test_requests_of_serve_step() -> None:
+    """Requests join and leave, each with pages of its own that hold all its tokens, and places fill up."""
+    pytest.importorskip("torch")
+    names = on_the_reference("serve_step")
+    server = names["Server"]()
+    page, counts, joined = names["PAGE"], [], 0
+    for _ in range(400):
+        before = server.rows[:, 0].copy()
+        server.step()
+        active, idle = server.rows[: server.count], server.rows[server.count :]
+        assert not idle.any()
+        assert (active[:, 1] >= 0).all() and (active[:, 0] > 0).all()
+        pages = [row[3:][row[3:] > 0] for row in active]
+        taken = [number for row in pages for number in row.tolist()]
+        assert len(set(taken)) == len(taken) and not set(taken) & set(server.free)
+        assert len(taken) + len(server.free) == names["BLOCKS"] - 1
+        for row, own in zip(active, pages, strict=True):
+            assert row[0] + row[1] <= len(own) * page <= names["MAX_TOKENS"]
+        counts.append(server.count)
+        joined += int((before[: server.count] == 0).sum())
+    assert max(counts) > names["BUCKET"] * 3 and joined > 64

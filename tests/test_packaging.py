@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import rawmla
+from rawmla.errors import INSTALL_HINT
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_SOURCES = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "cuda_src").rglob("*.cu*"))
@@ -140,10 +141,12 @@ def test_using_the_api_module_is_light(tmp_path: Path) -> None:
 def test_hints_can_be_pasted_into_a_shell() -> None:
     """Without quotes some shells take the brackets for a pattern."""
     pages = [ROOT / "README.md", *(ROOT / "rawmla").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
-    hints = [(page.name, hint) for page in pages for hint in re.findall(r"install\s+\S*\[", page.read_text())]
-    assert {name for name, _ in hints} >= {"README.md", "errors.py", "report.py"}
+    pattern = re.compile(r"install\s+(?:-e\s+)?\S*\[")
+    hints = [(page.name, hint) for page in pages for hint in pattern.findall(page.read_text())]
+    hints += [("errors.py", hint) for hint in pattern.findall(INSTALL_HINT)]
+    assert {name for name, _ in hints} >= {"README.md", "errors.py"}
     for name, hint in hints:
-        assert re.search(r"""install ["']\w+\[$""", hint), f"{name}: {hint}"
+        assert re.search(r"""install (-e )?["'](\w+|\.)\[$""", hint), f"{name}: {hint}"
 
 
 def test_public_names() -> None:
@@ -155,3 +158,23 @@ def test_public_names() -> None:
             assert issubclass(getattr(rawmla, name), rawmla.RawMLAError)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = rawmla.no_such_name
+
+
+def test_long_description_has_absolute_links(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    text = archive.read(name).decode()
+    assert "Project-URL: Homepage, https://" in text
+    _, _, description = text.partition("\n\n")
+    targets = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert len(targets) == len(re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text())) > 10
+    assert all(target.startswith("https://") for target in targets)
+
+
+def test_the_test_extra_brings_no_cuda() -> None:
+    extra = re.search(
+        r"^test = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert extra is not None
+    assert not re.search(r"cu12|cu13|cupy|cuda|nvidia|torch", extra.group(1))

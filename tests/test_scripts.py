@@ -588,7 +588,7 @@ def test_plot_without_matplotlib_is_refused(
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         bench.main(["--plot", str(tmp_path / "roofline.png")])
-    assert 'pip install "rawmla[plot]"' in capsys.readouterr().err
+    assert 'pip install -e ".[plot]"' in capsys.readouterr().err
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    float o[128];
+    float o[128] = {};  // overwritten by the first product; undefined, ptxas 12.8 would serialise WGMMA
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {

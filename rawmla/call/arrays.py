@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from ..errors import MissingDependencyError
+from ..errors import INSTALL_HINT, MissingDependencyError
 
 _DLPACK_CPU = 1  # kDLCPU
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -395,8 +395,8 @@ def _read_dlpack(x: Any, name: str) -> Fields:
         framework = _cupy()
     except ImportError as error:
         raise MissingDependencyError(
-            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed: "
-            'pip install "rawmla[cu12]" (or "rawmla[cu13]")'
+            f"{name}: reading the DLPack array {_class_name(x)} needs CuPy, which is not installed; "
+            f"install it with {INSTALL_HINT}"
         ) from error
     return framework.take(x, name)
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from rawmla.environment import warn_of_conflicts
 from rawmla.errors import (
     INSTALL_HINT,
     KernelNotReadyError,
@@ -407,6 +408,7 @@ def require_supported(device: int) -> None:
 
 
 def _load(compiled: CompiledKernel, device: int) -> Kernel:
+    warn_of_conflicts()
     try:
         import cupy
         from cupy.cuda.function import Module

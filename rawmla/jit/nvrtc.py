@@ -19,10 +19,9 @@ _BASE_OPTIONS = (
     "-arch=sm_90a",
     "-std=c++20",
     "-no-source-include",  # only the headers handed over in memory
-    "-no-cache",  # NVRTC's own cache answers without the log that the checks for spills read
     "--ptxas-options=-v",
 )
-CHECKED_VERSIONS = "12.9 to 13.5"
+CHECKED_VERSIONS = "12.6 to 13.5"
 """Every kernel compiles by these without spills or serialised WGMMA."""
 
 _RELEASE = re.compile(rb"release [\d.]+, V([\d.]+)")
@@ -120,9 +119,18 @@ def library_path() -> str | None:
     return found.group(0) if found else None
 
 
+def _has_cache(release: str) -> bool:
+    """Whether this NVRTC has a cache of its own, and with it the flag that turns it off."""
+    major, minor, *_ = map(int, release.split("."))
+    return (major, minor) >= (12, 9)
+
+
 def compile_source(source: SourceSet, options: tuple[str, ...]) -> NVRTCResult:
     """Compile; a refused program comes back with ``cubin=None`` and the log."""
-    version()
+    if _has_cache(version()):
+        # It answers without the log that the checks for spills read. The code is the same with the flag, so
+        # that no key has it.
+        options = (*options, "-no-cache")
     nvrtc = _bindings()
     program = _create(nvrtc, source.main, source.main_name, source.headers)
     try:

@@ -10,6 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
+# Heads decide which kernels run: the other kind than that of the program's default.
+OTHER_HEADS = ["examples/deepseek_v3_transformers.py --heads 128", "examples/serve_step.py --heads 16"]
 
 
 def run(*arguments: str) -> None:
@@ -30,9 +32,11 @@ def test_there_are_examples() -> None:
     assert EXAMPLES
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [*EXAMPLES, *OTHER_HEADS])
 def test_example(example: str) -> None:
-    run(example)
+    if "transformers" in example:
+        pytest.importorskip("transformers", minversion="5.17")
+    run(*example.split())
 
 
 def test_readme() -> None:
