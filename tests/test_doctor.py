@@ -16,7 +16,7 @@ from rawmla.engines import doctor, sglang, vllm
 WORKING = {
     "packages": [("numpy", "2.0")],
     "GPU": [("driver", "13.0")],
-    "what works": [("run kernels", "yes")],
+    "what works": [("run kernels", "yes"), ("torch tensors", "yes")],
 }
 Environment = Callable[..., doctor.Diagnosis]
 
@@ -162,9 +162,17 @@ def test_exit_status(
     assert capsys.readouterr().out.endswith("what to do\n  nothing\n")
 
 
-def test_kernels_that_cannot_run_are_a_problem(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("engine", [True, False])
+def test_what_does_not_work_is_a_problem(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, engine: bool
 ) -> None:
-    works = {**WORKING, "what works": [("run kernels", "no: there is no driver")]}
+    """torch matters where there is an engine, which works on its tensors."""
+    works = {
+        **WORKING,
+        "what works": [("run kernels", "no: no driver"), ("torch tensors", "no: a CPU build")],
+    }
     monkeypatch.setattr(report, "collect", lambda: works)
-    assert environment().problems == ["Kernels cannot run here: there is no driver"]
+    found = environment(**({"vllm": "0.33.0"} if engine else {}))
+    assert (
+        found.problems == ["Kernels cannot run: no driver", "torch cannot be used: a CPU build"][: 1 + engine]
+    )

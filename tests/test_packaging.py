@@ -60,6 +60,7 @@ def test_wheel_contents(built: Path) -> None:
     assert CUDA_SOURCES
     assert {f"rawmla/{source}" for source in CUDA_SOURCES} <= names
     assert {"rawmla/py.typed", "rawmla/mla/decode.py", "rawmla/__main__.py"} <= names
+    assert {"rawmla/compat/site/flash_mla/cuda.py", "rawmla/compat/site/pyproject.toml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.startswith(("rawmla/", "rawmla-")) for name in names)
     assert not any("__pycache__" in name for name in names)

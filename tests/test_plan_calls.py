@@ -166,6 +166,150 @@ class TestPlanObject:
         assert vars(plan) == vars(rawmla.FlashMLASchedMeta())
 
 
+@dataclasses.dataclass
+class VllmPlan:
+    """The fields of the plan objects of FlashMLA, of vLLM's copy and of sgl-flash-mla."""
+
+    @dataclasses.dataclass
+    class Config:
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+        enable_batch_invariant: bool
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: Any = None
+    num_splits: Any = None
+
+
+@dataclasses.dataclass
+class OtherConfigPlan(VllmPlan):
+    """Its config has a field that we do not know."""
+
+    @dataclasses.dataclass
+    class Config:  # type: ignore[override]
+        b: int
+        colour: str
+
+
+def plan_without_config() -> Any:
+    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
+
+
+class TestPlanOfAnotherLibrary:
+    """Any object with the four fields is a plan: it is filled, compared and used as ours."""
+
+    @pytest.mark.parametrize(
+        ("make", "config_class"),
+        ((VllmPlan, VllmPlan.Config), (OtherConfigPlan, SchedConfig), (plan_without_config, SchedConfig)),
+    )
+    @pytest.mark.parametrize("arguments", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
+    def test_filled_and_used_again(self, world: World, make: Any, config_class: Any, arguments: Any) -> None:
+        plan = make()
+        call = arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        for _ in range(2):
+            rawmla.flash_mla_with_kvcache(**call)
+        assert len(world.plans) == 1 and world.plans[0]["object_layout"] is True
+        decodes = world.decodes or world.sparse
+        assert {(x.sched_meta, x.object_layout) for x in decodes} == {(world.plans[0]["sched_meta"], True)}
+        assert plan.have_initialized and type(plan.config) is config_class
+        ours = rawmla.FlashMLASchedMeta()
+        rawmla.flash_mla_with_kvcache(**call | {"tile_scheduler_metadata": ours})
+        assert dataclasses.asdict(plan.config) == dataclasses.asdict(ours.config)  # type: ignore[arg-type]
+        plan.config.h_q += 1
+        with pytest.raises(
+            ValueError, match=r"^tile_scheduler_metadata: expected a plan for h_q = 16, .* 17;"
+        ):
+            rawmla.flash_mla_with_kvcache(**call)
+
+    def test_given_arrays_are_used(self, world: World) -> None:
+        """SGLang's own planner writes the two arrays and leaves have_initialized False."""
+        plan = VllmPlan()
+        plan.tile_scheduler_metadata, plan.num_splits = FakeArray((7, 8), ptr=0x8000), FakeArray((50,))
+        call = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        rawmla.flash_mla_with_kvcache(**call)
+        (args,) = world.decodes
+        assert (args.sched_meta, args.num_parts, args.object_layout) == (0x8000, 7, True)
+        assert not world.plans and plan.have_initialized
+
+    @pytest.mark.parametrize("where", ("call", "plan"))
+    def test_batch_invariant(self, world: World, where: str) -> None:
+        plan: Any = VllmPlan()
+        options = {"enable_batch_invariant": True} if where == "call" else {}
+        if where == "plan":
+            plan.enable_batch_invariant = True
+        call = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        rawmla.flash_mla_with_kvcache(**call, **options)
+        assert world.plans[0]["batch_invariant"] is True and plan.config.enable_batch_invariant is True
+
+    def test_recomputed_in_place(self, world: World) -> None:
+        plan = VllmPlan()
+        call = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        rawmla.flash_mla_with_kvcache(**call)
+        assert rawmla.get_mla_metadata(call["cache_seqlens"], 16, 2, out=plan)[0] is plan
+        assert world.plans[1]["sched_meta"] == world.plans[0]["sched_meta"]
+
+    def test_failed_call_leaves_it_empty(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(self: Any, stream: int, addresses: Any, scratch: int) -> None:
+            raise rawmla.LaunchError("no")
+
+        monkeypatch.setattr(PreparedDecode, "launch", fail)
+        plan = VllmPlan()
+        with pytest.raises(rawmla.LaunchError):
+            rawmla.flash_mla_with_kvcache(
+                **dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+            )
+        assert plan == VllmPlan()
+
+
+class TestNoPlan:
+    """What callers pass by mistake: the argument is named, and what to do."""
+
+    @pytest.mark.parametrize("with_splits", (False, True))
+    @pytest.mark.parametrize(
+        ("given", "texts"),
+        (
+            (None, ("got NoneType", "take a plan from get_mla_metadata()")),
+            (rawmla.FlashMLASchedMeta, ("got the class FlashMLASchedMeta", "FlashMLASchedMeta()")),
+            (VllmPlan, ("got the class VllmPlan", "VllmPlan()")),
+            ((rawmla.FlashMLASchedMeta(), None), ("got tuple of 2", "give its first item")),
+            ([FakeArray((5, 8))], ("got list of 1", "give its first item")),
+            (
+                SimpleNamespace(tile_scheduler_metadata=None, num_splits=None),
+                ("got a SimpleNamespace without have_initialized, config", "all four fields"),
+            ),
+        ),
+        ids=("None", "class", "foreign class", "tuple", "list", "half a plan"),
+    )
+    @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
+    def test_refused(
+        self, world: World, make: Any, given: Any, texts: tuple[str, ...], with_splits: bool
+    ) -> None:
+        arguments = make() | {"tile_scheduler_metadata": given}
+        if not with_splits:
+            arguments["num_splits"] = None
+        with pytest.raises(
+            TypeError, match=r"^tile_scheduler_metadata: expected a FlashMLASchedMeta or "
+        ) as e:
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert all(text in str(e.value) for text in texts), str(e.value)
+        assert world.untouched
+
+    @pytest.mark.parametrize("make", (rawmla.FlashMLASchedMeta, VllmPlan))
+    def test_object_and_splits(self, world: World, make: Any) -> None:
+        with pytest.raises(ValueError, match=rf"^num_splits: expected None with a {make.__name__}, which"):
+            rawmla.flash_mla_with_kvcache(**dense_arguments() | {"tile_scheduler_metadata": make()})
+        assert world.untouched
+
+
 class TestMetadata:
     LENGTHS = FakeArray((B,), ptr=0x4000)
 
@@ -224,6 +368,21 @@ class TestMetadata:
         first, second = world.plans
         assert first.pop("capturing") and second.pop("capturing")
         assert first == second and second["batch_invariant"] is batch_invariant
+
+    @pytest.mark.parametrize("make", (rawmla.FlashMLASchedMeta, VllmPlan))
+    def test_object_without_arrays(self, world: World, make: Any) -> None:
+        """A plan made ahead: the object gets arrays, in its own row order, and the first call uses them."""
+        plan = make()
+        returned = rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=plan, enable_batch_invariant=True)
+        assert returned == (plan, None) and not plan.have_initialized and plan.config is None
+        (launched,) = world.plans
+        assert launched["object_layout"] is True and launched["batch_invariant"] is True
+        assert launched["sched_meta"] == plan.tile_scheduler_metadata.ptr
+        assert launched["num_splits"] == plan.num_splits.ptr and plan.num_splits.shape == (B + 1,)
+        arguments = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+        rawmla.flash_mla_with_kvcache(**arguments)
+        assert len(world.plans) == 1 and world.decodes[0].sched_meta == launched["sched_meta"]
+        assert world.decodes[0].batch_invariant is True and plan.config.enable_batch_invariant is True
 
     def test_no_requests(self, world: World) -> None:
         rows, splits = rawmla.get_mla_metadata(FakeArray((0,), ptr=0), 128, 1)

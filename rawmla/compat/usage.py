@@ -32,14 +32,14 @@ class Usage:
         self.shapes: tuple[Any, ...] = ()
         USED[function] = self
 
-    def note(self, form: str, *shapes: Any) -> None:
+    def note(self, form: str, q: Any, cache: Any) -> None:
         """Count a call that has been made; `form` says whose way of calling it was."""
         if is_compiling():  # the count would be a guard, and every call compiled anew
             return
         calls = self.calls
         self.calls = calls + 1
         self.form = form
-        self.shapes = shapes
+        self.shapes = getattr(q, "shape", ()), getattr(cache, "shape", ())
         if not calls:
             self._log_first()
 
@@ -50,6 +50,14 @@ class Usage:
 
 USED: dict[str, Usage] = {}
 """All functions of this process that note their calls, by name."""
+
+
+def _forget() -> None:
+    for used in USED.values():
+        used.calls = 0
+
+
+os.register_at_fork(after_in_child=_forget)  # counts and the log are of one process
 
 
 def log(message: str) -> None:

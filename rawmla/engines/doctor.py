@@ -84,11 +84,13 @@ def examine() -> Diagnosis:
     works = report.collect()
     found.sections.update({title: works[title] for title in ("packages", "GPU", "what works")})
     verdicts = dict(works["what works"])
-    found.problems.extend(
-        f"{what}: {verdicts[label].removeprefix('no: ')}"
-        for label, what in (("run kernels", "Kernels cannot run"), ("torch tensors", "torch cannot be used"))
-        if verdicts[label].startswith("no:") and (label == "run kernels" or any(versions.values()))
-    )
+    needed = [("run kernels", "Kernels cannot run")]
+    if any(versions.values()):  # engines work on torch's tensors
+        needed.append(("torch tensors", "torch cannot be used"))
+    for label, what in needed:
+        verdict = verdicts[label]
+        if verdict.startswith("no: "):
+            found.problems.append(f"{what}: {verdict.removeprefix('no: ')}")
     return found
 
 
@@ -145,8 +147,8 @@ def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> 
             rows.append((f"{engine.title} backends", f"{', '.join(ours.BACKENDS)} would be rawmla's"))
         if not ours.is_tested(version):
             found.hints.append(
-                f"{engine.title} {version} was not tested: names and parameters are compared at start, and if "
-                "one differs, a warning in its log says so and nothing is replaced"
+                f"{engine.title} {version} was not tested: names and parameters are compared at start, and "
+                "if one differs, a warning in its log says so and nothing is replaced"
             )
     else:
         replaced = f"nothing: {ours.VARIABLE} is not set"

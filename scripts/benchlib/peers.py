@@ -24,8 +24,16 @@ class Peer:
     calls_per_graph: int | None = None
 
 
-def _flash_mla(case: DecodeCase, inputs: Any) -> list[Call]:
+def _import_flash_mla() -> Any:
     import flash_mla
+
+    if "rawmla" in getattr(flash_mla, "__version__", ""):
+        raise ImportError("flash_mla is rawmla itself here")
+    return flash_mla
+
+
+def _flash_mla(case: DecodeCase, inputs: Any) -> list[Call]:
+    flash_mla = _import_flash_mla()
 
     meta, num_splits = flash_mla.get_mla_metadata(
         inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv
@@ -84,7 +92,7 @@ def _torch_naive(case: DecodeCase, inputs: Any) -> list[Call]:
 
 
 def _flash_mla_sparse(case: SparseCase, inputs: Any) -> list[Call]:
-    import flash_mla
+    flash_mla = _import_flash_mla()
     from torch.nn.functional import pad
 
     q = pad(inputs.q, (0, 0, 0, -case.h_q % 64))  # it has 64 and 128 heads; the caller pads
@@ -99,7 +107,7 @@ def _flash_mla_sparse(case: SparseCase, inputs: Any) -> list[Call]:
 
 
 def _flash_mla_prefill(case: PrefillCase, inputs: Any) -> list[Call]:
-    import flash_mla
+    flash_mla = _import_flash_mla()
     from torch.nn.functional import pad
 
     q = pad(inputs.q, (0, 0, 0, -case.h_q % 64))  # as for decoding

@@ -51,7 +51,7 @@ def dense_decode_fwd(
     out, lse = decode.flash_mla_with_kvcache(
         q, kcache, block_table, seqlens_k, head_size_v, made, None, softmax_scale, is_causal, out=out_
     )
-    _dense_usage.note(_FORM, q.shape, kcache.shape)
+    _dense_usage.note(_FORM, q, kcache)
     return out, lse, made.tile_scheduler_metadata, made.num_splits
 
 
@@ -89,7 +89,7 @@ def sparse_decode_fwd(
         refuse_other_records("kv", kv)
         refuse_other_records("extra_kv", extra_kv)
         raise
-    _sparse_usage.note(_FORM, q.shape, kv.shape)
+    _sparse_usage.note(_FORM, q, kv)
     return out, lse, made.tile_scheduler_metadata, made.num_splits
 
 
@@ -118,7 +118,7 @@ def sparse_prefill_fwd(
         out_,
         log_base="2" if return_log2_stats else "e",
     )
-    _prefill_usage.note(_FORM, q.shape, kv.shape)
+    _prefill_usage.note(_FORM, q, kv)
     return list(result) if return_stats else [result[0], None, None]
 
 

@@ -200,7 +200,7 @@ def flash_mla_with_kvcache(
         refuse_other_records("extra_k_cache", extra_k_cache)
         refuse_fp8_q(q)
         raise
-    _decode_usage.note(form, q.shape, k_cache.shape)
+    _decode_usage.note(form, q, k_cache)
     return result
 
 
@@ -246,7 +246,7 @@ def flash_mla_sparse_fwd(
     result = sparse_prefill.flash_mla_sparse_fwd(
         q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out, log_base=log_base
     )
-    _prefill_usage.note(form, q.shape, kv.shape)
+    _prefill_usage.note(form, q, kv)
     return (result[0], None, None) if return_log2_lse is False else result
 
 

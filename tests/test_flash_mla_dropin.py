@@ -1,0 +1,505 @@
+"""The module `flash_mla`: how programs get it, what it refuses, what it says of itself. Without a GPU."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import timeit
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from decode_fakes import (
+    FakeArray,
+    World,
+    dense_arguments,
+    make_world,
+    prefill_arguments,
+    sparse_arguments,
+)
+
+import rawmla
+from rawmla import compat
+from rawmla.compat import flash_mla, sgl_kernel, usage
+from rawmla.compat.flash_mla import flash_mla_interface
+
+ROOT = Path(__file__).resolve().parents[1]
+OVERHEAD_US = 2.0
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch)
+
+
+def run(
+    code: str, cwd: Path, *path: Path, arguments: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds `path` and then rawmla; `arguments` instead of the code as a command."""
+    folders = os.pathsep.join(map(str, (*path, ROOT)))
+    names = {"RAWMLA_LOG", "RAWMLA_FLASH_MLA_API"}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run(
+        [sys.executable, *(arguments or ("-c", code))],
+        cwd=cwd,
+        env={**kept, "PYTHONPATH": folders, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def succeeds(code: str, cwd: Path, *path: Path, **environment: str) -> str:
+    answer = run(code, cwd, *path, **environment)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder with a flash_mla that is not ours."""
+    package = tmp_path / "site" / "flash_mla"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("whose = 'theirs'\n")
+    (package / "extra.py").write_text("whose = 'theirs'\n")
+    return tmp_path / "site"
+
+
+class TestInstall:
+    def test_fresh_process(self, tmp_path: Path) -> None:
+        code = """
+import importlib, importlib.util, pickle, sys
+import rawmla
+module = rawmla.install_flash_mla()
+assert rawmla.install_flash_mla() is module is sys.modules["flash_mla"]
+import flash_mla, flash_mla.cuda
+import flash_mla.flash_mla_interface as interface
+from flash_mla import flash_mla_with_kvcache, fused_norm_rope_attn_rope_cast
+names = ["flash_mla", *(f"flash_mla.{n}" for n in ("flash_mla_interface", "cuda",
+                                                   "fused_norm_rope_attn_rope_cast"))]
+for name in names:
+    assert importlib.util.find_spec(name).name == name == sys.modules[name].__name__, name
+    assert importlib.import_module(name) is sys.modules[name]
+assert flash_mla.fused_norm_rope_attn_rope_cast is sys.modules[names[-1]] is fused_norm_rope_attn_rope_cast
+assert list(flash_mla.__path__)
+assert interface.FlashMLASchedMeta is rawmla.FlashMLASchedMeta
+assert set(flash_mla.__all__) <= set(dir(flash_mla))
+plan, nothing = flash_mla.get_mla_metadata(1, 2, 3, anything=4)
+assert pickle.loads(pickle.dumps(plan)) is not plan and nothing is None
+assert rawmla.compat.status()["flash_mla"] == flash_mla.__file__
+torch = sys.modules.get("torch")
+print(torch is None or not torch.cuda.is_initialized())
+rawmla.uninstall_flash_mla()
+rawmla.uninstall_flash_mla()
+assert not any(name.startswith("flash_mla") for name in sys.modules)
+assert importlib.util.find_spec("flash_mla") is None
+assert rawmla.compat.status()["flash_mla"] is None
+"""
+        assert succeeds(code, tmp_path) == "True\n"
+
+    def test_importing_compat_is_light(self, tmp_path: Path) -> None:
+        code = (
+            "import sys, rawmla.compat; rawmla.compat.status(); print({'torch', 'cupy'} & set(sys.modules))"
+        )
+        assert succeeds(code, tmp_path) == "set()\n"
+
+    @pytest.mark.parametrize("imported", (False, True))
+    def test_foreign_module(self, tmp_path: Path, foreign: Path, imported: bool) -> None:
+        code = f"""
+import sys, rawmla
+if {imported}:
+    import flash_mla.extra
+    before = dict(sys.modules)
+try:
+    rawmla.install_flash_mla()
+except RuntimeError as error:
+    print(error)
+assert ("flash_mla" in sys.modules) is {imported}
+rawmla.install_flash_mla(replace=True)
+import flash_mla
+assert flash_mla.has_legacy() and "flash_mla.extra" not in sys.modules
+assert rawmla.install_flash_mla() is flash_mla
+rawmla.uninstall_flash_mla()
+if {imported}:
+    assert sys.modules["flash_mla"] is before["flash_mla"]
+    assert sys.modules["flash_mla.extra"] is before["flash_mla.extra"]
+import flash_mla
+print(flash_mla.whose)
+"""
+        error, whose = succeeds(code, tmp_path, foreign).splitlines()
+        assert error.startswith("replace: expected True, because another flash_mla is ")
+        assert str(foreign) in error and "install_flash_mla(replace=True)" in error
+        assert whose == "theirs"
+
+    def test_a_failed_installation_changes_nothing(self, tmp_path: Path, foreign: Path) -> None:
+        code = """
+import sys, flash_mla, rawmla
+for arguments in ({"api": "new"}, {"ops": ["nobody"]}):
+    try:
+        rawmla.install_flash_mla(replace=True, **arguments)
+    except ValueError as error:
+        print(error)
+assert sys.modules["flash_mla"] is flash_mla and flash_mla.whose == "theirs"
+"""
+        api, ops = succeeds(code, tmp_path, foreign).splitlines()
+        assert api == "api: expected 'object' or 'tensors', got 'new'"
+        assert ops.startswith("namespace: expected one of '_flashmla_C', ") and ops.endswith("got 'nobody'")
+
+    def test_forked_child(self, tmp_path: Path) -> None:
+        code = """
+import os, sys, rawmla
+rawmla.install_flash_mla()
+child = os.fork()
+if not child:
+    import flash_mla
+    torch = sys.modules.get("torch")
+    os._exit(0 if flash_mla.has_legacy() and (torch is None or not torch.cuda.is_initialized()) else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+        succeeds(code, tmp_path)
+
+    def test_api(self, tmp_path: Path) -> None:
+        code = """
+import rawmla
+from rawmla import compat
+rawmla.install_flash_mla(api="tensors")
+import flash_mla
+assert compat.status()["api"] == "tensors"
+assert isinstance(flash_mla.get_mla_metadata()[0], rawmla.FlashMLASchedMeta)
+try:
+    flash_mla.get_mla_metadata(None, 128, 1)
+except TypeError as error:
+    print(error)
+rawmla.install_flash_mla()
+assert flash_mla.get_mla_metadata(None, 128, 1)[1] is None and compat.status()["api"] == "object"
+"""
+        assert succeeds(code, tmp_path).startswith("cache_seqlens: expected ")
+
+    def test_api_of_the_environment(self, tmp_path: Path) -> None:
+        code = "import rawmla.compat.flash_mla as f; print(f.flash_mla_interface.get_api())"
+        assert succeeds(code, tmp_path, RAWMLA_FLASH_MLA_API="tensors") == "tensors\n"
+        answer = run(code, tmp_path, RAWMLA_FLASH_MLA_API="both")
+        assert "RAWMLA_FLASH_MLA_API: expected 'object' or 'tensors', got 'both'" in answer.stderr
+
+
+SCRIPT = """
+import multiprocessing, sys
+import flash_mla
+
+def child(queue):
+    import flash_mla
+    queue.put((flash_mla.__file__, flash_mla.flash_mla_interface.flash_mla_cuda.__name__))
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    process = spawn.Process(target=child, args=(queue,))
+    process.start()
+    from rawmla.compat.flash_mla.flash_mla_interface import get_api
+    print([sys.argv, flash_mla.__file__, queue.get(timeout=60), get_api()])
+    process.join()
+"""
+
+
+class TestCommand:
+    def test_script_and_spawned_child(self, tmp_path: Path, foreign: Path) -> None:
+        """Ours comes before a flash_mla on the path, in the program and in what it spawns."""
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        command = ("-m", "rawmla", "flash-mla", "--api", "tensors", "--", str(script), "--api", "--", "x")
+        answer = run("", tmp_path, foreign, arguments=command)
+        assert answer.returncode == 0, answer.stderr
+        file = str(compat.SITE / "flash_mla" / "__init__.py")
+        argv = [str(script), "--api", "--", "x"]
+        assert answer.stdout == f"{[argv, file, (file, 'rawmla.compat.flash_mla.cuda'), 'tensors']}\n"
+
+    def test_path(self, tmp_path: Path, foreign: Path) -> None:
+        answer = run("", tmp_path, arguments=("-m", "rawmla", "flash-mla", "--path"))
+        folder = answer.stdout.rstrip("\n")
+        assert Path(folder) == compat.SITE and answer.returncode == 0
+        code = "import flash_mla; print(flash_mla.has_legacy())"
+        assert succeeds(code, tmp_path, Path(folder), foreign) == "True\n"
+
+    def test_path_and_install(self, tmp_path: Path) -> None:
+        code = """
+import flash_mla, rawmla
+assert rawmla.install_flash_mla() is flash_mla
+rawmla.uninstall_flash_mla()
+import flash_mla
+assert flash_mla.has_legacy()
+"""
+        succeeds(code, tmp_path, compat.SITE)
+
+    def test_exit_status(self, tmp_path: Path) -> None:
+        command = ("-m", "rawmla", "flash-mla", "--", "-c", "import sys, flash_mla; sys.exit(7)")
+        assert run("", tmp_path, arguments=command).returncode == 7
+
+    @pytest.mark.parametrize("arguments", ((), ("--",), ("--path", "--", "x.py"), ("x.py",)))
+    def test_wrong_usage(self, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+        answer = run("", tmp_path, arguments=("-m", "rawmla", "flash-mla", *arguments))
+        assert answer.returncode == 2 and "usage: " in answer.stderr
+
+    def test_program_of_another_command(self, tmp_path: Path) -> None:
+        answer = run("", tmp_path, arguments=("-m", "rawmla", "info", "--", "x.py"))
+        assert answer.returncode == 2 and "unrecognized arguments: -- x.py" in answer.stderr
+
+
+def test_two_distributions(tmp_path: Path) -> None:
+    """rawmla-flash-mla and sgl-flash-mla own the same folder, and pip does not say so."""
+    for name in ("rawmla_flash_mla-0.1.0", "sgl_flash_mla-1.0.0"):
+        folder = tmp_path / "both" / f"{name}.dist-info"
+        folder.mkdir(parents=True)
+        project, _, version = name.replace("_", "-").rpartition("-")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+    code = "import rawmla.compat.flash_mla"
+    answer = run(code, tmp_path, tmp_path / "both")
+    assert "rawmla-flash-mla and sgl-flash-mla are both installed" in answer.stderr
+    assert "installed" not in run(code, tmp_path).stderr
+
+
+def test_the_distribution(tmp_path: Path) -> None:
+    """rawmla/compat/site builds it: the package `flash_mla` and nothing else."""
+    pytest.importorskip("build")
+    pytest.importorskip("hatchling")
+    command = ("-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(compat.SITE))
+    answer = run("", tmp_path, arguments=command)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    import zipfile
+
+    (wheel,) = tmp_path.glob("rawmla_flash_mla-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    modules = {name for name in names if ".dist-info/" not in name}
+    assert modules == {f"flash_mla/{file.name}" for file in (compat.SITE / "flash_mla").glob("*.py")}
+    (metadata,) = [name for name in names if name.endswith("METADATA")]
+    assert "Requires-Dist: rawmla" in zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
+
+
+class TestRefusals:
+    """What FlashMLA computes somewhere and rawmla does not: never another result, always a named argument."""
+
+    @pytest.mark.parametrize("width", (528, 352, 288))
+    @pytest.mark.parametrize("name", ("k_cache", "extra_k_cache"))
+    def test_other_records(self, world: World, width: int, name: str) -> None:
+        arguments = sparse_arguments("model1", extra=True)
+        arguments[name] = arguments[name].but(shape=(*arguments[name].shape[:3], width))
+        text = rf"^{name}: expected records of 656 bytes .* got {width} bytes .*; write the cache in 584-byte"
+        arguments.update(tile_scheduler_metadata=rawmla.FlashMLASchedMeta(), num_splits=None)
+        with pytest.raises(NotImplementedError, match=text):
+            flash_mla.flash_mla_with_kvcache(**arguments)
+        assert world.untouched
+
+    @pytest.mark.parametrize("kv_format", ("V32_NO_ROPE", "V41"))
+    def test_format_without_a_kernel(self, world: World, kv_format: str) -> None:
+        arguments = sparse_arguments("model1") | {"tile_scheduler_metadata": None, "num_splits": None}
+        arguments["k_cache"] = arguments["k_cache"].but(shape=(40, 64, 1, 528))
+        with pytest.raises(NotImplementedError, match="^k_cache: expected records"):
+            flash_mla.flash_mla_with_kvcache(**arguments, kv_format=kv_format)
+        assert world.untouched
+
+    @pytest.mark.parametrize(
+        ("kv_format", "text"),
+        (("V4", "records of 656 bytes, those of k_cache, got 'V4', whose"), ("V5", "None or one of 'V32'")),
+    )
+    def test_wrong_format(self, world: World, kv_format: str, text: str) -> None:
+        arguments = sparse_arguments("v32") | {"tile_scheduler_metadata": None, "num_splits": None}
+        with pytest.raises(ValueError, match=f"^kv_format: expected .*{text}"):
+            flash_mla.flash_mla_with_kvcache(**arguments, kv_format=kv_format)
+        assert world.untouched
+
+    def test_fp8_dense(self, world: World) -> None:
+        arguments = dense_arguments() | {"tile_scheduler_metadata": None, "num_splits": None}
+        scale = FakeArray((1,), "float32")
+        with pytest.raises(ValueError, match="^descale_q: expected None without an FP8 q"):
+            flash_mla.flash_mla_with_kvcache(**arguments, descale_q=scale)
+        with pytest.raises(NotImplementedError, match="^is_fp8_kvcache=True"):
+            flash_mla.flash_mla_with_kvcache(**arguments, is_fp8_kvcache=True)
+        arguments["q"] = arguments["q"].but(dtype="float8_e4m3fn")
+        with pytest.raises(NotImplementedError, match="^descale_k: .* bfloat16 cache"):
+            flash_mla.flash_mla_with_kvcache(**arguments, descale_k=scale)
+        with pytest.raises(NotImplementedError, match="^q: .* bfloat16 cache"):
+            flash_mla.flash_mla_with_kvcache(**arguments)
+        with pytest.raises(NotImplementedError, match="^is_fp8_kvcache=True"):
+            flash_mla.get_mla_decoding_metadata(arguments["cache_seqlens"], 16, 2, is_fp8_kvcache=True)
+        assert world.untouched
+
+    @pytest.mark.parametrize("bad", (1, None, "yes"))
+    def test_use_legacy(self, world: World, bad: Any) -> None:
+        arguments = dense_arguments() | {"tile_scheduler_metadata": None, "num_splits": None}
+        if bad is not None:
+            with pytest.raises(TypeError, match="^use_legacy: expected "):
+                flash_mla.flash_mla_with_kvcache(**arguments, use_legacy=bad)
+        with pytest.raises(TypeError, match="^use_legacy: expected "):
+            flash_mla.flash_mla_sparse_fwd(FakeArray((1,)), None, None, 1.0, use_legacy=bad)
+        assert world.untouched
+
+    def test_bare_tensors(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Their row order is that of the older generation, which has to be asked for."""
+        with pytest.raises(ValueError, match="^tile_scheduler_metadata: .*api='tensors'"):
+            flash_mla.flash_mla_with_kvcache(**dense_arguments())
+        assert world.untouched
+        monkeypatch.setattr(flash_mla_interface, "_takes_tensors", True)
+        flash_mla.flash_mla_with_kvcache(**dense_arguments())
+        (call,) = world.decodes
+        assert not call.object_layout and call.sched_meta == 0x5000
+
+    def test_other_errors_stay(self, world: World) -> None:
+        arguments = dense_arguments() | {"head_dim_v": 256}
+        with pytest.raises(ValueError, match="^head_dim_v: expected 512"):
+            flash_mla.flash_mla_with_kvcache(
+                **arguments | {"tile_scheduler_metadata": None, "num_splits": None}
+            )
+        with pytest.raises(ValueError, match="^num_splits: expected None"):
+            flash_mla.flash_mla_with_kvcache(
+                **dense_arguments() | {"tile_scheduler_metadata": rawmla.FlashMLASchedMeta()}
+            )
+
+
+class TestPlans:
+    def test_none_is_a_plan_of_the_call(self, world: World) -> None:
+        arguments = sparse_arguments("model1", extra=True)
+        arguments.update(tile_scheduler_metadata=None, num_splits=None)
+        for call in (flash_mla.flash_mla_with_kvcache, sgl_kernel.flash_mla_with_kvcache):
+            call(**arguments)
+        assert len(world.plans) == len(world.sparse) == 2
+        assert all(call.object_layout for call in world.sparse)
+
+    def test_hoisted_plan(self, world: World) -> None:
+        """The arrays of get_mla_decoding_metadata have the rows of an object, and are used as they are."""
+        arguments = dense_arguments()
+        tiles, splits = flash_mla.get_mla_decoding_metadata(
+            arguments["cache_seqlens"], 16, 2, use_legacy=True
+        )
+        (planned,) = world.plans
+        assert planned["object_layout"] is True and planned["sched_meta"] == tiles.ptr
+        plan = rawmla.FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits)
+        arguments.update(tile_scheduler_metadata=plan, num_splits=None)
+        flash_mla.flash_mla_with_kvcache(**arguments)
+        flash_mla.flash_mla_with_kvcache(**arguments)
+        assert len(world.plans) == 1 and plan.have_initialized and plan.config is not None
+        assert [(x.sched_meta, x.num_splits, x.object_layout) for x in world.decodes] == [
+            (tiles.ptr, splits.ptr, True)
+        ] * 2
+
+    def test_sgl_kernel_tensors(self, world: World) -> None:
+        """sgl_kernel passes bare tensors on in an object: the order of its get_mla_metadata."""
+        arguments = dense_arguments()
+        tiles, splits = sgl_kernel.get_mla_metadata(arguments["cache_seqlens"], 16, 2)
+        arguments.update(tile_scheduler_metadata=tiles, num_splits=splits)
+        sgl_kernel.flash_mla_with_kvcache(**arguments)
+        assert world.plans[0]["object_layout"] is True and world.decodes[0].object_layout is True
+        with pytest.raises(TypeError, match="^num_q_tokens_per_head_k, num_heads_k: expected two ints"):
+            sgl_kernel.get_mla_metadata(arguments["cache_seqlens"])
+
+
+class TestStatus:
+    def test_counts(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        for used in usage.USED.values():
+            monkeypatch.setattr(used, "calls", 0)
+        assert compat.status()["functions"] == {}
+        arguments = dense_arguments() | {"tile_scheduler_metadata": rawmla.FlashMLASchedMeta()}
+        arguments["num_splits"] = None
+        flash_mla.flash_mla_with_kvcache(**arguments)
+        flash_mla.flash_mla_with_kvcache(**arguments, use_legacy=True)
+        with pytest.raises(TypeError):
+            flash_mla.flash_mla_with_kvcache(**arguments | {"q": None})
+        prefill = prefill_arguments()
+        del prefill["is_fp8_kvcache"]
+        flash_mla.flash_mla_sparse_fwd(**prefill)
+        got = compat.status()
+        assert got["functions"] == {
+            "flash_mla_with_kvcache": {
+                "calls": 2,
+                "called_as": "sgl-flash-mla",
+                "shapes": [arguments["q"].shape, arguments["k_cache"].shape],
+            },
+            "flash_mla_sparse_fwd": {
+                "calls": 1,
+                "called_as": "FlashMLA with plan objects",
+                "shapes": [prefill["q"].shape, prefill["kv"].shape],
+            },
+        }
+        assert got["ops"] == [] and got["api"] == "object" and isinstance(got["kernels"], list)
+
+    CALLS = """
+import rawmla
+rawmla.install_flash_mla()
+from types import SimpleNamespace
+from rawmla.compat.usage import USED
+def note():
+    for _ in range(3):
+        USED["flash_mla_with_kvcache"].note(
+            "FlashMLA with plan objects", SimpleNamespace(shape=(1, 2)), SimpleNamespace(shape=(3,))
+        )
+note()
+"""
+
+    def test_log(self, tmp_path: Path) -> None:
+        answer = run(self.CALLS, tmp_path, RAWMLA_LOG="1")
+        installed, first = answer.stderr.splitlines()
+        assert "flash_mla is rawmla in this process (api='object')" in installed
+        assert "flash_mla_with_kvcache is computed by rawmla: called as of FlashMLA with plan" in first
+        assert "shapes [1, 2] and [3]" in first and "rawmla [" in first
+
+    def test_every_process_has_a_line_of_its_own(self, tmp_path: Path) -> None:
+        code = f"""{self.CALLS}
+import os, rawmla.compat
+child = os.fork()
+if not child:
+    note()
+    os._exit(rawmla.compat.status()["functions"]["flash_mla_with_kvcache"]["calls"])
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+"""
+        answer = run(code, tmp_path, RAWMLA_LOG="1")
+        assert answer.returncode == 0, answer.stderr
+        _, first, second = answer.stderr.splitlines()
+        assert first.split("]: ")[1] == second.split("]: ")[1] and first != second
+
+    def test_silence(self, tmp_path: Path) -> None:
+        answer = run(self.CALLS, tmp_path)
+        assert answer.stderr == answer.stdout == "" and answer.returncode == 0
+
+
+class TestForeignModuleInSysModules:
+    def test_without_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "flash_mla", ModuleType("flash_mla"))
+        with pytest.raises(RuntimeError, match="another flash_mla is imported from an unknown place"):
+            rawmla.install_flash_mla()
+
+
+def test_pickle_of_a_used_plan(world: World) -> None:
+    plan = rawmla.FlashMLASchedMeta()
+    flash_mla.flash_mla_with_kvcache(
+        **dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+    )
+    plan.tile_scheduler_metadata = plan.num_splits = None
+    again = pickle.loads(pickle.dumps(plan))
+    assert vars(again) == vars(plan) and again.config is not plan.config
+
+
+def test_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call through the module against the core itself, which is a stub here."""
+
+    def core(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, plan, splits=None, scale=None, causal=False,
+        fp8=False, indices=None, sink=None, extra=None, extra_indices=None, length=None, extra_length=None,
+        out=None, invariant=False,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        return q, k_cache
+
+    q = SimpleNamespace(shape=(1, 2, 3, 4), dtype="bfloat16")
+    plan = rawmla.FlashMLASchedMeta()
+    monkeypatch.setattr(flash_mla_interface, "decode", SimpleNamespace(flash_mla_with_kvcache=core))
+    ours = flash_mla.flash_mla_with_kvcache
+
+    def seconds(function: Any) -> float:
+        return min(
+            timeit.repeat(
+                lambda: function(q, q, None, None, 512, plan, None, 0.1, True), number=2000, repeat=15
+            )
+        )
+
+    overhead = (seconds(ours) - seconds(core)) / 2000 * 1e6
+    assert overhead < OVERHEAD_US, f"{overhead:.2f} us"

@@ -1,0 +1,289 @@
+"""Every call that a version of FlashMLA binds, ours binds too, and with the same meaning.
+
+tests/data/flash_mla_surface.json has the signatures of each version, read from its Python source, and the
+forms in which engines call them. The core functions are stubs here that note what reaches them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rawmla.compat import flash_mla, sgl_kernel
+from rawmla.compat.flash_mla import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast
+from rawmla.mla.plan import FlashMLASchedMeta
+
+TABLE = json.loads((Path(__file__).parent / "data" / "flash_mla_surface.json").read_text())
+MODULES = {
+    "flash_mla": flash_mla,
+    "flash_mla.flash_mla_interface": flash_mla_interface,
+    "flash_mla.fused_norm_rope_attn_rope_cast": fused_norm_rope_attn_rope_cast,
+    "rawmla.compat.sgl_kernel": sgl_kernel,
+}
+FUNCTIONS = [(version, one) for version, all in TABLE["versions"].items() for one in all]
+SGL, VLLM, TENSORS = "sgl-flash-mla 1.0.0", "vLLM 0.33.0", "FlashMLA with plans of tensors (2025-09)"
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def signature(function: dict[str, Any]) -> inspect.Signature:
+    kinds = {kind.description: kind for kind in inspect._ParameterKind}
+    return inspect.Signature(
+        [
+            inspect.Parameter(p["name"], kinds[p["kind"]], default=p.get("default", inspect.Parameter.empty))
+            for p in function["parameters"]
+        ]
+    )
+
+
+def ours(function: dict[str, Any]) -> Callable[..., Any]:
+    return getattr(MODULES[function["module"]], function["name"])
+
+
+def array(name: str, *shape: int) -> Any:
+    return SimpleNamespace(name=name, shape=shape, dtype="bfloat16")
+
+
+def values(version: str) -> dict[str, Any]:
+    """A value for every argument that is anything but its default, so that a swap of two shows."""
+    names = ("q", "kv", "indices", "block_table", "cache_seqlens", "attn_sink", "extra_k_cache", "seqlens_k")
+    made: dict[str, Any] = {name: array(name, 3, 2, 16, 576) for name in names}
+    for name in ("extra_indices_in_kvcache", "topk_length", "extra_topk_length", "out"):
+        made[name] = array(name, 3)
+    made.update(
+        k_cache=array("k_cache", 10, 64, 1, 656),
+        head_dim_v=512,
+        d_v=512,
+        softmax_scale=0.25,
+        sm_scale=0.125,
+        causal=True,
+        is_fp8_kvcache=True,
+        enable_batch_invariant=True,
+        use_legacy=True,
+        kv_format="V32",
+        descale_q=None,
+        descale_k=None,
+        return_log2_lse=True,
+        tile_scheduler_metadata=FlashMLASchedMeta(),
+        num_splits=None,
+        num_q_tokens_per_head_k=16,
+        num_heads_k=1,
+        num_heads_q=8,
+        h_k=1,
+        h_q=8,
+        topk=128,
+    )
+    if version == TENSORS:
+        made.update(tile_scheduler_metadata=array("rows", 5, 8), num_splits=array("num_splits", 4))
+    return made
+
+
+def generated(version: str, function: dict[str, Any]) -> list[Call]:
+    """Every number of positional arguments, the rest left out or by keyword, in turn."""
+    if any(p["kind"].startswith("variadic") for p in function["parameters"]):
+        return [((), {}), ((1, 2, 3), {}), ((1,), {"num_heads_k": 1, "anything": None})]
+    given = values(version)
+    names = [p["name"] for p in function["parameters"] if p["kind"] == "positional or keyword"]
+    only = [p["name"] for p in function["parameters"] if p["kind"] == "keyword-only"]
+    required = [p["name"] for p in function["parameters"] if "default" not in p]
+    calls: list[Call] = []
+    # SGLang asserts the three arguments of a plan together.
+    for count in range(3 if "cache_seqlens" in names and not required else 0, len(names) + 1):
+        head = tuple(given[name] for name in names[:count])
+        rest = [name for name in [*names[count:], *only] if name not in required]
+        needed = {name: given[name] for name in names[count:] if name in required}
+        calls.append((head, needed))
+        calls.append((head, {**needed, **{name: given[name] for name in rest}}))
+        calls.append((head, {**needed, **{name: given[name] for name in rest[::2]}}))
+    return calls
+
+
+def recorded() -> list[tuple[str, dict[str, Any], Call]]:
+    calls = []
+    for one in TABLE["calls"]:
+        version = one["version"]
+        (function,) = [f for f in TABLE["versions"][version] if f["name"] == one["name"]]
+        given = values(version)
+        keywords = {name: given[name] for name in one["keywords"]}
+        calls.append((version, function, (tuple(given[name] for name in one["positional"]), keywords)))
+    return calls
+
+
+CORE = ("get_mla_metadata", "get_mla_decoding_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
+CALLS: list[tuple[str, dict[str, Any], Call]] = [
+    *[(v, f, call) for v, f in FUNCTIONS if f["name"] in CORE for call in generated(v, f)],
+    *recorded(),
+]
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Calls of the stub core: name and arguments by name, with the core's own defaults."""
+    noted: list[tuple[str, dict[str, Any]]] = []
+
+    def stub(core: Any, result: Any) -> Callable[..., Any]:
+        form = inspect.signature(core)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            bound = form.bind(*args, **kwargs)
+            bound.apply_defaults()
+            noted.append((core.__name__, bound.arguments))
+            return result
+
+        return called
+
+    for module in (flash_mla_interface, cuda):
+        for owner, name, result in (
+            ("decode", "flash_mla_with_kvcache", ("out", "lse")),
+            ("sparse_prefill", "flash_mla_sparse_fwd", ("out", "max_logits", "lse")),
+            ("plan", "get_mla_metadata", ("rows", "splits")),
+        ):
+            real = importlib.import_module(f"rawmla.mla.{owner}")
+            proxy = SimpleNamespace(**{name: stub(getattr(real, name), result)})
+            if hasattr(module, owner):
+                monkeypatch.setattr(module, owner, proxy)
+    return noted
+
+
+def meaning(version: str, function: dict[str, Any], call: Call) -> dict[str, Any]:
+    bound = signature(function).bind(*call[0], **call[1])
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def test_there_are_enough_calls() -> None:
+    assert len(CALLS) >= 200 and len(TABLE["calls"]) >= 10
+
+
+@pytest.mark.parametrize("version, function", FUNCTIONS, ids=lambda x: x if isinstance(x, str) else x["name"])
+def test_names_and_parameters(version: str, function: dict[str, Any]) -> None:
+    """Every parameter has its name and, but for those whose place differs by version, its place."""
+    form = inspect.signature(ours(function))
+    theirs = signature(function)
+    if any(p.kind is p.VAR_KEYWORD for p in form.parameters.values()):
+        return
+    assert set(theirs.parameters) <= set(form.parameters)
+    for name, parameter in theirs.parameters.items():
+        default = form.parameters[name].default
+        if name == "is_fp8_kvcache" and function["name"] == "flash_mla_with_kvcache":
+            assert default in (None, False)  # None: by indices
+        elif parameter.default is not parameter.empty:
+            assert default == parameter.default, f"{name} of {version}"
+    common = [n for n in theirs.parameters if n not in ("enable_batch_invariant", "use_legacy", "kv_format")]
+    places = list(form.parameters)
+    assert common == sorted(common, key=places.index)
+
+
+@pytest.mark.parametrize("version, function, call", CALLS)
+def test_same_meaning(
+    version: str,
+    function: dict[str, Any],
+    call: Call,
+    reached: list[tuple[str, dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The stub core gets what the version's own signature says that the call means."""
+    monkeypatch.setattr(flash_mla_interface, "_takes_tensors", version == TENSORS)
+    meant = meaning(version, function, call)
+    result = ours(function)(*call[0], **call[1])
+    name = function["name"]
+    if name == "get_mla_metadata" and version in (SGL, VLLM, "FlashMLA 9241ae3"):
+        plan, nothing = result
+        assert isinstance(plan, FlashMLASchedMeta) and nothing is None and not reached
+        assert not plan.have_initialized and plan.tile_scheduler_metadata is None
+        return
+    if name == "get_mla_metadata" and meant["cache_seqlens"] is None:  # SGLang's without arguments
+        assert isinstance(result[0], FlashMLASchedMeta) and result[1] is None and not reached
+        return
+    ((core, got),) = reached
+    if name in ("get_mla_metadata", "get_mla_decoding_metadata"):
+        of = {"seqlens_k": "cache_seqlens", "h_k": "num_heads_k", "h_q": "num_heads_q"}
+        wanted = {of.get(k, k): v for k, v in meant.items() if k != "use_legacy"}
+        assert core == "get_mla_metadata" and {k: got[k] for k in wanted} == wanted
+        assert isinstance(got["out"], FlashMLASchedMeta) == (version != TENSORS)
+        return
+    ignored = {"use_legacy", "kv_format", "descale_q", "descale_k", "return_log2_lse"}
+    wanted = {k: v for k, v in meant.items() if k not in ignored}
+    assert core == name
+    if name == "flash_mla_sparse_fwd":
+        log2 = meant.get("return_log2_lse") or (version == "SGLang 0.5.23" and meant["use_legacy"])
+        assert got["log_base"] == ("2" if log2 else "e")
+        assert {k: got[k] for k in wanted} == wanted and got["out"] is wanted.get("out")
+        assert got["enable_batch_invariant"] is False and got["is_fp8_kvcache"] is False
+        return
+    if "is_fp8_kvcache" not in signature(function).bind(*call[0], **call[1]).arguments:
+        wanted["is_fp8_kvcache"] = got["is_fp8_kvcache"]
+        by_indices = meant.get("indices") is not None
+        assert got["is_fp8_kvcache"] is (by_indices and function["module"] != "rawmla.compat.sgl_kernel")
+    assert {k: got[k] for k in wanted} == wanted
+    assert got["out"] is wanted.get("out")
+    assert got["enable_batch_invariant"] is wanted.get("enable_batch_invariant", False)
+
+
+def test_positions_17_and_18(reached: list[tuple[str, dict[str, Any]]]) -> None:
+    """vLLM's are out and enable_batch_invariant, sgl-flash-mla's enable_batch_invariant and use_legacy."""
+    (function,) = [f for v, f in FUNCTIONS if v == VLLM and f["name"] == "flash_mla_with_kvcache"]
+    base = [values(VLLM)[p["name"]] for p in function["parameters"][:16]]
+    out = array("out", 3)
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, bool]]] = [
+        ((out,), {}, (out, False)),
+        ((out, True), {}, (out, True)),
+        ((None, True), {}, (None, True)),
+        ((None,), {}, (None, False)),
+        ((False,), {}, (None, False)),
+        ((True,), {}, (None, True)),
+        ((True, False), {}, (None, True)),
+        ((False, True), {}, (None, False)),
+        ((False,), {"use_legacy": True}, (None, False)),
+        ((True,), {"use_legacy": True, "kv_format": "V32"}, (None, True)),
+        ((True, True, "V32", None, None), {}, (None, True)),
+    ]
+    for extra, keywords, _ in cases:
+        flash_mla_interface.flash_mla_with_kvcache(*base, *extra, **keywords)
+    got = [(arguments["out"], arguments["enable_batch_invariant"]) for _, arguments in reached]
+    assert got == [wanted for _, _, wanted in cases]
+
+
+def test_sparse_fwd_position_8(reached: list[tuple[str, dict[str, Any]]]) -> None:
+    q, kv, indices, out = (array(name, 3, 16, 576) for name in ("q", "kv", "indices", "out"))
+    base = (q, kv, indices, 0.5, 512, None, None)
+    call = flash_mla_interface.flash_mla_sparse_fwd
+    assert call(*base, out) == ("out", "max_logits", "lse")
+    assert call(*base, True) == ("out", "max_logits", "lse")
+    assert call(*base, True, True) == ("out", "max_logits", "lse")
+    assert call(*base, False, False) == ("out", None, None)
+    assert call(*base, use_legacy=True, return_log2_lse=False) == ("out", None, None)
+    assert [(a["out"], a["log_base"]) for _, a in reached] == [
+        (out, "e"), (None, "e"), (None, "2"), (None, "e"), (None, "e")
+    ]  # fmt: skip
+
+
+def test_names_of_the_module() -> None:
+    upstream = {f["name"] for f in TABLE["versions"]["FlashMLA 9241ae3"]}
+    sgl = {"get_mla_decoding_metadata", "fused_norm_rope_attn_rope_cast", "has_legacy"}
+    assert set(flash_mla.__all__) == upstream | sgl
+    for name in flash_mla.__all__:
+        assert hasattr(flash_mla, name)
+    assert flash_mla.has_legacy() is True
+    assert tuple(map(int, flash_mla.__version__.partition("+")[0].split("."))) >= (1, 0, 0)
+    assert flash_mla_interface.flash_mla_cuda is cuda
+    assert flash_mla_interface.FlashMLASchedMeta is FlashMLASchedMeta is sgl_kernel.FlashMLASchedMeta
+    config = FlashMLASchedMeta.Config(1, 2, 3, 4, 5, True, False, None, None, None, False)
+    assert FlashMLASchedMeta(config=config).config == config
+
+
+@pytest.mark.parametrize(
+    "function",
+    [f for _, f in FUNCTIONS if f["name"] not in (*CORE, "has_legacy")],
+    ids=lambda function: function["name"],
+)
+def test_what_is_not_computed(function: dict[str, Any]) -> None:
+    required = [p for p in function["parameters"] if "default" not in p]
+    with pytest.raises(NotImplementedError, match=rf"{function['name']}: FlashMLA has it for SM100, .*; \w"):
+        ours(function)(*[None] * len(required))
