@@ -88,9 +88,28 @@ def test_backends_are_selected_on_hopper_and_in_workers() -> None:
 def test_backends_compute_what_their_parents_do() -> None:
     """Without padding and with the query in two parts; all calls are computed by the reference."""
     differences = probe("same_results", mode="")
-    assert len(differences) == 12
+    assert len(differences) == 24
     for name, values in differences.items():
         assert values and max(values) == 0.0, name
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_backends_load_kernels_and_reserve_memory(monkeypatch: pytest.MonkeyPatch, invariant: bool) -> None:
+    """In the builders, as the operations allow; and the order of magnitude of what calls allocate."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    found = probe("preparation", mode="")
+    prefill = [["sparse_prefill"], {"prefill_formats": ["bf16"]}]
+    assert [call[:2] for call in found["loaded"]] == [
+        [["dense_decode", "metadata"], {"dtypes": ["bfloat16"], "d_qk": [576]}],
+        prefill,  # over a bf16 cache
+        [["sparse_decode", "metadata"], {"sparse_formats": ["v32"]}],
+        prefill,
+    ]
+    assert all(count > 0 for *_, count in found["loaded"])
+    dense, sparse, sparse_fp8 = found["reserved"]  # nothing for a dense FP8 cache, which vLLM's kernel reads
+    results = 256 * 16 * (2 * 512 + 4), 8192 * 16 * (2 * 512 + 4)
+    assert sparse == sparse_fp8 and results[0] < dense < 2**28 and results[1] < sparse < 2**30
+    assert found["thresholds"] == ([1] * 4 if invariant else [128, 128, None, None])
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-backend"])

@@ -170,21 +170,28 @@ def same_results() -> Any:
 
     from rawmla.engines import vllm_backend
 
-    differences = {}
-    for name, options in {
+    dense = {
         "one token": {}, "two tokens": {"s_q": 2}, "lse": {"lse": True}, "a tensor": {"whole": True},
         "no RoPE columns": {"rope": 0},
-    }.items():  # fmt: skip
-        pair = [_dense(kind, **options) for kind in (flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl)]
-        differences[f"dense, {name}"] = _difference(*pair)
-    for name, options in {
+    }  # fmt: skip
+    sparse = {
         "whole batch as one request": {"mixed": True}, "decode": {"prefill": 0},
-        "two tokens": {"s_q": 2, "prefill": 0},
-        "decode and prefill": {}, "bf16 cache": {"fp8": False}, "no RoPE columns": {"fp8": False, "rope": 0},
-        "no RoPE columns, FP8": {"rope": 0, "mixed": True},
-    }.items():  # fmt: skip
-        kinds = (flashmla_sparse.FlashMLASparseImpl, vllm_backend.RawMLASparseImpl)
-        differences[f"sparse, {name}"] = _difference(*(_sparse(kind, **options) for kind in kinds))
+        "two tokens": {"s_q": 2, "prefill": 0}, "decode and prefill": {}, "bf16 cache": {"fp8": False},
+        "no RoPE columns": {"fp8": False, "rope": 0}, "no RoPE columns, FP8": {"rope": 0, "mixed": True},
+    }  # fmt: skip
+    layers: list[tuple[str, Any, Any, Any, Any]] = [
+        (f"dense, {name}", _dense, flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl, options)
+        for name, options in dense.items()
+    ]
+    kinds = flashmla_sparse.FlashMLASparseImpl, vllm_backend.RawMLASparseImpl
+    layers += [(f"sparse, {name}", _sparse, *kinds, options) for name, options in sparse.items()]
+    differences = {}
+    for name, layer, theirs, ours, options in layers:
+        want = layer(theirs, **options)
+        differences[name] = _difference(want, layer(ours, **options))
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        differences[f"{name}, batch-invariant"] = _difference(want, layer(ours, **options))
+        os.environ["VLLM_BATCH_INVARIANT"] = "0"
     return differences
 
 
@@ -196,6 +203,49 @@ def _difference(one: Any, other: Any) -> list[float]:
         assert a.shape == b.shape
         result.append(float((a.double() - b.double()).abs().max()))
     return result
+
+
+def preparation() -> Any:
+    """What the builders load and what the layers reserve: calls of `warmup`, and bytes."""
+    record_contracts.vllm_without_gpu()
+    import rawmla
+    from rawmla.engines import vllm_backend
+    from rawmla.kernels.operations import specs_of
+
+    loaded = []
+
+    def warmup(*operations: str, device: Any, **options: Any) -> None:
+        loaded.append([list(operations), options, len(specs_of(operations, **_all_options(options)))])
+
+    setattr(rawmla, "warmup", warmup)  # noqa: B010
+    vllm_backend.device_info = lambda device: SimpleNamespace(sm_count=132)
+    torch.cuda.current_device = lambda: 0
+    reserved = []
+    empty = torch.empty
+    torch.empty = lambda size, **options: reserved.append(size) if "device" in options else empty(size)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=65536), speculative_config=None,
+        scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
+    )  # fmt: skip
+    thresholds = []
+    for kind, name in (("RawMLA", "is_fp8_kvcache"), ("RawMLASparse", "use_fp8_kv_cache")):
+        for fp8 in (False, True):
+            builder_class = getattr(vllm_backend, f"{kind}MetadataBuilder")
+            parent = builder_class.__mro__[1]
+            parent.__init__ = lambda self, *_, _name=name, _fp8=fp8: setattr(self, _name, _fp8)
+            builder = builder_class(SimpleNamespace(head_size=576), [], config, torch.device("cuda:0"))
+            thresholds.append(builder.reorder_batch_threshold)
+            impl = object.__new__(getattr(vllm_backend, f"{kind}Impl"))
+            impl.num_heads, impl.dcp_world_size, impl._vllm_config = 16, 1, config
+            impl.kv_cache_dtype = "fp8" if fp8 else "auto"
+            impl.topk_indices_buffer = empty(1, 2048)
+            impl.reserve_workspace()
+    return {"loaded": loaded, "reserved": reserved, "thresholds": thresholds}
+
+
+def _all_options(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
+    return {name: options.get(name) for name in names}
 
 
 HEADS = 6

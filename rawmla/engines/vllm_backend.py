@@ -82,9 +82,7 @@ class RawMLAMetadataBuilder(FlashMLAMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if envs.VLLM_BATCH_INVARIANT:
-            # Short prefills decode together only when all have one length, which depends on the batch.
-            self.reorder_batch_threshold = max_decode_query_len(vllm_config)
+        _decode_only_what_is_decoding(self, vllm_config)
         if not self.is_fp8_kvcache:
             rawmla.warmup(
                 "dense_decode",
@@ -166,6 +164,7 @@ class RawMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _decode_only_what_is_decoding(self, vllm_config)
         if self.use_fp8_kv_cache:
             rawmla.warmup("sparse_decode", "metadata", sparse_formats=["v32"], device=device.index)
         rawmla.warmup("sparse_prefill", prefill_formats=["bf16"], device=device.index)
@@ -198,8 +197,16 @@ class RawMLASparseImpl(FlashMLASparseImpl):
     def _fp8_flash_mla_kernel(
         self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, topk_indices: torch.Tensor, kernel_metadata: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The parent's without padding: q [b, s_q, h, 576], the cache [nb, 64, 656], slots [b, s_q, topk]."""
-        return rawmla.flash_mla_with_kvcache(
+        """The parent's without padding: q [b, s_q, h, 576], the cache [nb, 64, 656], slots [b, s_q, topk].
+
+        A batch-invariant plan cuts requests. So every query token is a request of its own then, also where
+        vLLM makes one request of the whole batch.
+        """
+        b, s_q, h = q.shape[:3]
+        if envs.VLLM_BATCH_INVARIANT:
+            q = q.view(b * s_q, 1, *q.shape[2:])
+            topk_indices = topk_indices.reshape(b * s_q, 1, -1)
+        out, lse = rawmla.flash_mla_with_kvcache(
             _as_argument(q),
             kv_c_and_k_pe_cache.view(torch.uint8).unsqueeze(-2),
             None,
@@ -211,6 +218,9 @@ class RawMLASparseImpl(FlashMLASparseImpl):
             indices=topk_indices,
             enable_batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
+        if envs.VLLM_BATCH_INVARIANT:
+            return out.view(b, s_q, h, D_V), lse.view(b, s_q, h).transpose(1, 2)
+        return out, lse
 
     def _bf16_flash_mla_kernel(
         self,
@@ -237,6 +247,14 @@ class RawMLASparseImpl(FlashMLASparseImpl):
             enable_batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         return out, lse
+
+
+def _decode_only_what_is_decoding(builder: Any, vllm_config: Any) -> None:
+    """Under batch invariance, short prefills are no decodes: vLLM decodes them only if all requests of the
+    batch have one length.
+    """
+    if envs.VLLM_BATCH_INVARIANT:
+        builder.reorder_batch_threshold = max_decode_query_len(vllm_config)
 
 
 def _is_hopper(capability: Any) -> bool:
