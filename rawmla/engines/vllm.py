@@ -168,7 +168,7 @@ def _refusal(module: ModuleType) -> str | None:
     """
     platform = module.current_platform
     if not (platform.is_cuda() and platform.is_device_capability_family(90)):
-        return "rawmla's kernels are for Hopper (compute capability 9.0), and this GPU is another one"
+        return "rawmla's kernels are for Hopper (compute capability 9.0), and vLLM sees no such GPU here"
     version = _version()
     if is_tested(version):
         return None
