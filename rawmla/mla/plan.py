@@ -7,7 +7,7 @@ either bare or inside a `FlashMLASchedMeta`; the order of a row's fields differs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeGuard
 
 from .. import jit
@@ -53,6 +53,8 @@ class SchedConfig:
 
 
 _CONFIG_FIELDS = tuple([field.name for field in fields(SchedConfig)])
+# Fields with a default came with later versions of FlashMLA: the configs of earlier ones lack them.
+_CONFIG_DEFAULTS = tuple([None if f.default is MISSING else f.default for f in fields(SchedConfig)])
 
 
 def _fields_of(config: SchedConfig) -> tuple[Any, ...]:
@@ -498,14 +500,13 @@ def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> 
             "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
             "True, got config None"
         )
-    for field, needed in zip(fields(SchedConfig), wanted, strict=True):
-        # Fields with a default came with later versions: the configs of earlier ones lack them.
-        given = getattr(planned, field.name, field.default)
+    for field, default, needed in zip(_CONFIG_FIELDS, _CONFIG_DEFAULTS, wanted, strict=True):
+        given = getattr(planned, field, default)
         if given != needed:
             raise ValueError(
-                f"tile_scheduler_metadata: expected a plan for {field.name} = {needed}, that of this call, "
-                f"got a FlashMLASchedMeta filled for {field.name} = {given}; take one from "
-                "get_mla_metadata() for each configuration"
+                f"tile_scheduler_metadata: expected a plan for {field} = {needed}, that of this call, got a "
+                f"FlashMLASchedMeta filled for {field} = {given}; take one from get_mla_metadata() for each "
+                "configuration"
             )
 
 
