@@ -1,8 +1,8 @@
 """The calls of engines in tests/contracts: their views in memory, values for them, and what they should give.
 
 scripts/record_contracts.py writes the files. A view has the recorded shape, strides and storage offset, and
-lies in a parent of poison of the recorded size. Works on any device, so that tests/test_recorded_calls.py can hold
-it against the reference without a GPU.
+lies in a parent of poison of the recorded size. Works on any device, so that tests/test_recorded_calls.py can
+hold it against the reference without a GPU.
 """
 
 from __future__ import annotations
