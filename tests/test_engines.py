@@ -260,6 +260,7 @@ def test_backend_needs_a_tested_version(tree: Path) -> None:
     set_version(tree, "vllm", "0.34.1")
     (ours, overrides), log = run(tree, BACKEND, "backend")
     assert ours == list(vllm.REPLACED) and overrides == {}
+    assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == 1
     assert log.count("WARNING") == 1 and "use RAWMLA_VLLM=patch" in log
 
 

@@ -95,11 +95,11 @@ def _version() -> str | None:
 _warned: set[str] = set()
 
 
-def _warn(reason: str) -> None:
+def _warn(reason: str, what: str = "vLLM is left as it is") -> None:
     """One warning per process and reason."""
     if reason not in _warned:
         _warned.add(reason)
-        _log.warning("rawmla: vLLM is left as it is. %s", reason)
+        _log.warning("rawmla: %s. %s", what, reason)
 
 
 # ---- after an import
@@ -151,7 +151,7 @@ def _patch(module: ModuleType) -> None:
     originals = {name: getattr(module, name) for name in values}
     setattr(module, _ORIGINALS, originals)
     for loaded_as, loaded in list(sys.modules.items()):
-        if loaded_as.partition(".")[0] == "vllm":
+        if loaded_as.partition(".")[0] == "vllm" and isinstance(loaded, ModuleType):
             names = vars(loaded)
             for name, original in originals.items():
                 if names.get(name) is original:
@@ -211,7 +211,8 @@ def _register_backends() -> None:
     if not is_tested(version):
         _warn(
             f"{VARIABLE}=backend needs a version that rawmla was tested with ({', '.join(TESTED)}), and this "
-            f"is vLLM {version or 'of unknown version'}; use {VARIABLE}=patch"
+            f"is vLLM {version or 'of unknown version'}; use {VARIABLE}=patch",
+            "vLLM's attention backends are left as they are",
         )
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
