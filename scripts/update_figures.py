@@ -72,6 +72,20 @@ def test_groups(record: dict[str, Any]) -> dict[str, dict[str, int]]:
     return groups
 
 
+def summary_of_tests(record: dict[str, Any]) -> str:
+    """One sentence on tests and sanitizer."""
+    counts = record["tests"].values()
+    totals = ", ".join(
+        f"{sum(one[key] for one in counts):,} {key}" for key in ("passed", "failed", "skipped")
+    )
+    parts = [totals if counts else "not run"]
+    for verdict, clean in (("clean", True), ("not clean", False)):
+        tools = sorted(tool for tool, run in record["sanitizer"].items() if run["clean"] is clean)
+        if tools:
+            parts.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
+    return f"Tests there: {'; '.join(parts)}."
+
+
 def describe_tests(record: dict[str, Any]) -> str:
     """A sentence each on tests and sanitizer."""
     groups = test_groups(record)
@@ -154,7 +168,7 @@ def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
     """The Markdown between README's markers."""
     if record is None:
         return NOTHING_YET
-    parts = [f"{describe_machine(record)} {describe_tests(record)}"]
+    parts = [f"{describe_machine(record)} {summary_of_tests(record)}"]
     if record["bench"]:
         version = compilers(record)[0]
         rows = families.named(record["bench"][version]["rows"])

@@ -1598,6 +1598,15 @@ def test_the_tests_are_named_by_group() -> None:
     assert "not run" in update_figures.describe_tests({"tests": {}, "sanitizer": {}})
 
 
+def test_the_tests_in_one_sentence() -> None:
+    text = update_figures.summary_of_tests(made_up_record())
+    assert text.startswith(
+        "Tests there: 1,013 passed, 1 failed, 3 skipped; clean under compute-sanitizer's memcheck"
+    )
+    assert text.endswith("; not clean under compute-sanitizer's initcheck.")
+    assert update_figures.summary_of_tests({"tests": {}, "sanitizer": {}}) == "Tests there: not run."
+
+
 def test_readme_cases_are_a_fair_choice() -> None:
     """Twelve, each beside a stored time; where another library is faster by its stored time among them."""
     names = update_figures.README_CASES
