@@ -201,6 +201,22 @@ def dense_arguments() -> Arguments:
     }
 
 
+NOPE_PTR, ROPE_PTR = 0x1100, 0x1900
+
+
+def q_pair(shape: tuple[int, ...], dtype: str = "bfloat16") -> tuple[FakeArray, FakeArray]:
+    """A q of this shape in two arrays, as engines have them: the first with its heads outermost, the second
+    the last columns of a larger array.
+    """
+    *tokens, heads, d_qk = shape
+    nope = contiguous((heads, *tokens, d_qk - 64))
+    rope = contiguous((*tokens, heads, 192))
+    return (
+        FakeArray((*tokens, heads, d_qk - 64), dtype, (*nope[1:-1], nope[0], 1), ptr=NOPE_PTR),
+        FakeArray((*tokens, heads, 64), dtype, rope, ptr=ROPE_PTR),
+    )
+
+
 TOPK, EXTRA_TOPK, EXTRA_PAGE, EXTRA_BLOCKS = 200, 100, 61, 7
 SPARSE_COLUMNS = {"v32": 656, "model1": 584, "bf16 576": 576, "bf16 512": 512}
 

@@ -68,7 +68,7 @@ class TestDLPack:
             raise ImportError("No module named 'cupy'")
 
         monkeypatch.setattr(arrays, "_cupy", missing)
-        with pytest.raises(MissingDependencyError, match=r'^q: .*Producer.*pip install "rawmla\[cu12\]"'):
+        with pytest.raises(MissingDependencyError, match=r"^q: .*Producer.*pip install .*\[cu12\]"):
             inspect(Producer((2, 0)), "q")
 
     @pytest.mark.parametrize("device_type", (2, 13), ids=("device", "managed"))

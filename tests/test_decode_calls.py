@@ -34,6 +34,7 @@ from decode_fakes import (
     make_world,
     out_array,
     put,
+    q_pair,
 )
 
 import rawmla
@@ -113,9 +114,9 @@ class TestLaunch:
             "page_block_size": PAGE,
             "num_blocks": NUM_BLOCKS,
             "q": 0x1000,
-            "q_stride_b": S_Q * H_Q * D_QK,
-            "q_stride_s": H_Q * D_QK,
-            "q_stride_h": D_QK,
+            "q_rope": 0x1000 + 2 * 512,
+            "q_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
+            "q_rope_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
             "k_cache": 0x2000,
             "k_stride_block": PAGE * H_KV * D_QK,
             "k_stride_token": H_KV * D_QK,
@@ -214,7 +215,7 @@ class TestStrides:
         change("q", strides=(8, 640 * B, 640 * B * S_Q, 1))(arguments)
         rawmla.flash_mla_with_kvcache(**arguments)
         args = world.decodes[0]
-        assert (args.q_stride_b, args.q_stride_s, args.q_stride_h) == (8, 640 * B, 640 * B * S_Q)
+        assert args.q_strides == args.q_rope_strides == (8, 640 * B, 640 * B * S_Q)
         assert not world.framework.copied
 
     @pytest.mark.parametrize(
@@ -233,7 +234,8 @@ class TestStrides:
         rawmla.flash_mla_with_kvcache(**arguments)
         args = world.decodes[0]
         assert world.framework.copied == [arguments["q"]]
-        assert (args.q, args.q_stride_b, args.q_stride_s, args.q_stride_h) == (0xC0000, *Q_STRIDES[:3])
+        assert (args.q, args.q_rope) == (0xC0000, 0xC0000 + 2 * 512)
+        assert args.q_strides == args.q_rope_strides == Q_STRIDES[:3]
 
     def test_q_is_not_copied_for_dimensions_of_size_one(self, world: World) -> None:
         arguments = dense_arguments()
@@ -241,7 +243,7 @@ class TestStrides:
         rawmla.flash_mla_with_kvcache(**arguments)
         args = world.decodes[0]
         assert not world.framework.copied
-        assert (args.q_stride_b, args.q_stride_s, args.q_stride_h) == (H_Q * D_QK, H_Q * D_QK, D_QK)
+        assert args.q_strides == args.q_rope_strides == (H_Q * D_QK, H_Q * D_QK, D_QK)
 
     def test_cache_blocks_apart(self, world: World) -> None:
         arguments = dense_arguments()
@@ -343,7 +345,8 @@ class TestKnownCalls:
         ("apply", "field"),
         [
             (change("q", shape=(B, S_Q + 1, H_Q, D_QK)), "s_q"),
-            (change("q", strides=(10**6, 10**5, 1024, 1)), "q_stride_h"),
+            (change("q", strides=(10**6, 10**5, 1024, 1)), "q_strides"),
+            (put("q", q_pair((B, S_Q, H_Q, D_QK))), "q_rope"),
             (both(change("q", dtype="float16"), change("k_cache", dtype="float16")), "dtype"),
             (change("k_cache", shape=(NUM_BLOCKS, 2 * PAGE, H_KV, D_QK)), "page_block_size"),
             (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_stride_block"),

@@ -464,12 +464,18 @@ def test_metadata_launch(
     assert launched == Launch(mla_metadata.spec(b), (1, 1, 1), given, None, True)
 
 
+def strides_of_q(call: Any) -> dict[str, int]:
+    """By the names of the parameters."""
+    pairs = (("q", call.q_strides), ("q_rope", call.q_rope_strides))
+    return {f"{name}_stride_{axis}": n for name, ns in pairs for axis, n in zip("bsh", ns, strict=True)}
+
+
 def dense_call(**changes: Any) -> mla_dense_decode.DenseDecodeCall:
     """A call in which no two values are equal. Two tiles per KV head: 24 heads x 3 tokens."""
     values: dict[str, Any] = dict(
         device=0, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2, d_qk=576, page_block_size=192,
         num_blocks=1000,
-        q_stride_b=100_008, q_stride_s=30_008, q_stride_h=584,
+        q_strides=(100_008, 30_008, 584), q_rope_strides=(70_008, 20_008, 200),
         k_stride_block=500_000, k_stride_token=1160, k_stride_head=592,
         block_table_stride=33, max_seqlen=40_000, num_parts=66, object_layout=True, batch_invariant=False,
         out_stride_b=80_000, out_stride_s=25_000, out_stride_h=520, softmax_scale=0.3, causal=False,
@@ -479,7 +485,7 @@ def dense_call(**changes: Any) -> mla_dense_decode.DenseDecodeCall:
 
 SCRATCH = 0x9000
 ADDRESSES = mla_dense_decode.DenseDecodeAddresses(
-    q=0x1000, k_cache=0x2000, block_table=0x3000, cache_seqlens=0x4000, sched_meta=0x5000,
+    q=0x1000, q_rope=0x1800, k_cache=0x2000, block_table=0x3000, cache_seqlens=0x4000, sched_meta=0x5000,
     num_splits=0x6000, out=0x7000, lse=0x8000,
 )  # fmt: skip
 
@@ -527,6 +533,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "o_scale_log2": lse_accum + max_splits * call.s_q * call.h_q * 4,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "attn_sink": 0,
+        **strides_of_q(call),
     }
 
     given = {**call._asdict(), **ADDRESSES._asdict()}
@@ -567,25 +574,36 @@ def sparse_call(**changes: Any) -> mla_sparse.SparseCall:
         device=0, format="v32", d_qk=576, load_bytes=16, b=7, s_q=3, h_q=70,
         cache=mla_sparse.Cache(64, 1000, 42_000, 656, 2050, 6200, 2060),
         extra=mla_sparse.Cache(61, 333, 40_016, 672, 513, 1600, 520),
-        q_strides=(200_000, 45_000, 584), num_parts=22, object_layout=True, batch_invariant=False,
-        out_strides=(150_000, 40_000, 528), softmax_scale=0.3,
+        q_strides=(200_000, 45_000, 584), q_rope_strides=(100_000, 22_000, 200), num_parts=22,
+        object_layout=True, batch_invariant=False, out_strides=(150_000, 40_000, 528), softmax_scale=0.3,
     )  # fmt: skip
     return mla_sparse.SparseCall(**{**values, **changes})
 
 
 SPARSE_ADDRESSES = mla_sparse.SparseAddresses(
-    q=0x1000, k_cache=0x2000, extra_k_cache=0x2100, indices=0x3000, extra_indices=0x3100,
+    q=0x1000, q_rope=0x1800, k_cache=0x2000, extra_k_cache=0x2100, indices=0x3000, extra_indices=0x3100,
     topk_length=0x4000, extra_topk_length=0x4100, attn_sink=0x4F00, sched_meta=0x5000, num_splits=0x6000,
     out=0x7000, lse=0x8000,
 )  # fmt: skip
 
 
-def _queries_described(call: mla_sparse.SparseCall) -> Any:
-    """The tensor map of q: columns of a chunk, heads, chunks, tokens, requests. Strides are in bytes."""
-    stride_b, stride_s, stride_h = call.q_strides
-    dims = (64, call.h_q, call.d_qk // 64, call.s_q, call.b)
-    strides = (2 * stride_h, 128, 2 * stride_s, 2 * stride_b)
-    return SPARSE_ADDRESSES.q, "bfloat16", dims, strides, (64, 64, 1, 1, 1), "128b", "none"
+def _maps_of_q(call: mla_sparse.SparseCall) -> dict[str, bytes]:
+    """The tensor maps of q and its RoPE: columns of a chunk, heads, chunks, tokens, requests. Strides are in
+    bytes.
+    """
+    maps = {}
+    for name, chunks, (stride_b, stride_s, stride_h) in (
+        ("q", call.d_qk // 64 - 1, call.q_strides),
+        ("q_rope", 1, call.q_rope_strides),
+    ):
+        dims = (64, call.h_q, chunks, call.s_q, call.b)
+        strides = (2 * stride_h, 128, 2 * stride_s, 2 * stride_b)
+        maps[f"{name}_map"] = bytes(128)
+        if call.format == "bf16":
+            address = getattr(SPARSE_ADDRESSES, name)
+            box = (64, 64, 1, 1, 1)
+            maps[f"{name}_map"] = jit.tensor_map(address, "bfloat16", dims, strides, box, "128b", "none")
+    return maps
 
 
 @pytest.mark.parametrize(
@@ -636,6 +654,7 @@ def test_sparse_decode_launch(
     tiles = 1 if few_heads else -(-call.h_q // 64)
     expected = {
         "q": 0x1000,
+        "q_rope": 0x1800,
         "cache": (0x2000, 0x2100),
         "indices": (0x3000, 0x3100),
         "lengths": (0x4000, 0x4100),
@@ -655,14 +674,14 @@ def test_sparse_decode_launch(
         "cache_slots": tuple(min(cache.num_blocks * cache.page_block_size, 2**31) for cache in pairs),
         "page_magic": tuple(divisor(cache.page_block_size)[0] for cache in pairs),
         "page_shift": tuple(divisor(cache.page_block_size)[1] for cache in pairs),
-        **dict(zip(("q_stride_b", "q_stride_s", "q_stride_h"), call.q_strides, strict=True)),
+        **strides_of_q(call),
         **dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), call.out_strides, strict=True)),
         **{name: getattr(call, name) for name in ("b", "s_q", "h_q", "object_layout")},
         "head_tiles": tiles,
         "max_splits": max_splits,
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "sm_scale_log2": pytest.approx(call.softmax_scale * math.log2(math.e), rel=1e-7),
-        "q_map": jit.tensor_map(*_queries_described(call)) if call.format == "bf16" else bytes(128),
+        **_maps_of_q(call),
     }
     if prefill:
         expected |= {"max_accum_log2": SCRATCH + split_rows * 1036, "max_logits": 0x8F00}
@@ -687,8 +706,8 @@ def test_sparse_decode_launch(
 
 def prefill_addresses(topk_length: int, attn_sink: int) -> mla_sparse_prefill.PrefillAddresses:
     return mla_sparse_prefill.PrefillAddresses(
-        q=0x1000, kv=0x2000, indices=0x3000, topk_length=topk_length, attn_sink=attn_sink, out=0x7000,
-        max_logits=0x8000, lse=0x9000,
+        q=0x1000, q_rope=0x1800, kv=0x2000, indices=0x3000, topk_length=topk_length, attn_sink=attn_sink,
+        out=0x7000, max_logits=0x8000, lse=0x9000,
     )  # fmt: skip
 
 
@@ -700,8 +719,8 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=100, h_q=h_q,
         cache=mla_sparse.Cache(1, 1000, 1280, 1152, topk, 300, 0),
-        q_strides=(45_000, 584), out_strides=(40_000, 528), num_parts=parts, softmax_scale=0.3,
-        lse_factor=0.5, limited=True,
+        q_strides=(45_000, 584), q_rope_strides=(22_000, 200), out_strides=(40_000, 528), num_parts=parts,
+        softmax_scale=0.3, lse_factor=0.5, limited=True,
     )  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
@@ -723,6 +742,7 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
             "tokens": (0x4000 + 4 * first, 0, topk, 0),
             "lengths": (0x4000 + 4 * first, 0),
             "q": 0x1000 + 2 * 45_000 * first,
+            "q_rope": 0x1800 + 2 * 22_000 * first,
             "cache": (0x2000, 0),
             "indices": (0x3000 + 4 * 300 * first, 0),
             "attn_sink": 0x4F00,
@@ -761,8 +781,8 @@ def test_sparse_prefill_without_a_plan(
     call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=s_q, h_q=128,
         cache=mla_sparse.Cache(1, 8192, 1152, 1152, topk, topk, 0),
-        q_strides=(128 * 576, 576), out_strides=(128 * 512, 512), num_parts=66, softmax_scale=0.3,
-        lse_factor=0.5, limited=False,
+        q_strides=(128 * 576, 576), q_rope_strides=(128 * 576, 576), out_strides=(128 * 512, 512),
+        num_parts=66, softmax_scale=0.3, lse_factor=0.5, limited=False,
     )  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0, attn_sink=0), 0x10000)
@@ -795,8 +815,8 @@ def _united_call(**changes: Any) -> mla_sparse_prefill.SparsePrefillCall:
     return mla_sparse_prefill.SparsePrefillCall(
         device=0, format="bf16", d_qk=576, load_bytes=16, s_q=1031, h_q=16,
         cache=mla_sparse.Cache(1, 1000, 1280, 1280, 100, 120, 0),
-        q_strides=(45_000, 584), out_strides=(16 * 528, 528), num_parts=66, softmax_scale=0.3,
-        lse_factor=0.5, limited=True,
+        q_strides=(45_000, 584), q_rope_strides=(22_000, 200), out_strides=(16 * 528, 528), num_parts=66,
+        softmax_scale=0.3, lse_factor=0.5, limited=True,
     )._replace(**changes)  # fmt: skip
 
 
@@ -853,6 +873,7 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
         assert plan.params["tokens"] == (united["counts"], 0, capacity, 0) and plan.params["b"] == groups
         expected = {
             "q": 0x1000 + 2 * 45_000 * first,
+            "q_rope": 0x1800 + 2 * 22_000 * first,
             "cache": (0x2000, 0),
             "indices": (united["rows"], 0),
             "lengths": (united["counts"], 0),
@@ -872,11 +893,16 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
             assert attention.params[name] == value, name
         assert merge.params["out"] == expected["out"] and merge.params["h_q"] == 64
         assert attention.params["q_map"] == jit.tensor_map(
-            expected["q"], "bfloat16", (64, 16, 9, 4, groups), (1168, 128, 90_000, 360_000),
+            expected["q"], "bfloat16", (64, 16, 8, 4, groups), (1168, 128, 90_000, 360_000),
+            (64, 16, 1, 4, 1), "128b", "none",
+        )  # fmt: skip
+        assert attention.params["q_rope_map"] == jit.tensor_map(
+            expected["q_rope"], "bfloat16", (64, 16, 1, 4, groups), (400, 128, 44_000, 176_000),
             (64, 16, 1, 4, 1), "128b", "none",
         )  # fmt: skip
     rest = launches[-2].params
     assert (rest["b"], rest["h_q"], rest["q"]) == (3, 16, 0x1000 + 2 * 45_000 * 1028)
+    assert rest["q_rope"] == 0x1800 + 2 * 22_000 * 1028
     assert rest["indices"] == (0x3000 + 4 * 120 * 1028, 0) and rest["lengths"] == (0x4000 + 4 * 1028, 0)
     assert rest["lse"] == 0x9000 + 4 * 16 * 1028 and rest["attn_sink"] == 0x4F00
 
@@ -907,8 +933,8 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     call = mla_sparse_prefill.SparsePrefillCall(
         device=0, format=format, d_qk=layout.d_qk, load_bytes=16, s_q=32, h_q=64,
         cache=mla_sparse.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0)._replace(**cache),
-        q_strides=(64 * layout.d_qk, layout.d_qk), out_strides=(64 * 512, 512), num_parts=132,
-        softmax_scale=0.3, lse_factor=0.5, limited=True,
+        q_strides=(64 * layout.d_qk, layout.d_qk), q_rope_strides=(64 * layout.d_qk, layout.d_qk),
+        out_strides=(64 * 512, 512), num_parts=132, softmax_scale=0.3, lse_factor=0.5, limited=True,
     )._replace(**changes)  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0), 0x10000)

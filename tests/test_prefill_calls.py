@@ -24,6 +24,7 @@ from decode_fakes import (
     make_world,
     prefill_arguments,
     put,
+    q_pair,
 )
 from decode_fakes import PREFILL_S_Q as S_Q
 
@@ -267,7 +268,9 @@ class TestLaunch:
             "cache": CACHE[layout],
             "extra": NO_CACHE,
             "q": 0x1000,
+            "q_rope": 0x1000 + 2 * (d_qk - 64),
             "q_strides": (H_Q * d_qk, 0, d_qk),
+            "q_rope_strides": (H_Q * d_qk, 0, d_qk),
             "k_cache": 0x2000,
             "extra_k_cache": 0,
             "indices": 0x8000,
@@ -403,7 +406,8 @@ class TestLaunch:
         arguments = prefill_arguments()
         change("q", strides=(584, 584 * S_Q, 1))(arguments)
         call(arguments)
-        assert world.sparse[0].q_strides == (584, 0, 584 * S_Q) and not world.framework.copied
+        (args,) = world.sparse
+        assert args.q_strides == args.q_rope_strides == (584, 0, 584 * S_Q) and not world.framework.copied
 
     @pytest.mark.parametrize(
         "changes",
@@ -417,7 +421,8 @@ class TestLaunch:
             call(arguments)
         assert world.framework.copied == [arguments["q"]] * 2
         for args in world.sparse:
-            assert (args.q, args.q_strides) == (0xC0000, (H_Q * 576, 0, 576))
+            assert (args.q, args.q_rope) == (0xC0000, 0xC0000 + 2 * 512)
+            assert args.q_strides == args.q_rope_strides == (H_Q * 576, 0, 576)
 
     @pytest.mark.parametrize("strides", ((40 * 512, 512, 1), (512, S_Q * 512, 1)), ids=("heads", "swapped"))
     def test_out(self, world: World, strides: tuple[int, ...]) -> None:
@@ -512,6 +517,7 @@ class TestKnownCalls:
         [
             (lambda arguments: arguments.update(prefill_arguments("v32", optional=True)), "format"),
             (change("q", strides=(10**5, 1024, 1)), "q_strides"),
+            (put("q", q_pair((S_Q, H_Q, 576))), "q_rope"),
             (change("q", ptr=0x1008), "q"),
             (change("kv", shape=(S_KV + 1, 1, 576)), "cache"),
             (change("kv", strides=(640, 640, 1)), "cache"),

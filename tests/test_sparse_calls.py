@@ -35,6 +35,7 @@ from decode_fakes import (
     make_world,
     out_array,
     put,
+    q_pair,
     sparse_arguments,
 )
 
@@ -447,7 +448,9 @@ class TestLaunch:
             "cache": CACHE[layout],
             "extra": extra_of(layout),
             "q": 0x1000,
+            "q_rope": 0x1000 + 2 * (d_qk - 64),
             "q_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
+            "q_rope_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
             "k_cache": 0x2000,
             "extra_k_cache": 0xB000,
             "indices": 0x8000,
@@ -588,7 +591,9 @@ class TestLaunch:
         arguments = sparse_arguments()
         change("q", strides=(8, 640 * B, 640 * B * S_Q, 1))(arguments)
         call(arguments)
-        assert world.sparse[0].q_strides == (8, 640 * B, 640 * B * S_Q) and not world.framework.copied
+        (args,) = world.sparse
+        assert args.q_strides == args.q_rope_strides == (8, 640 * B, 640 * B * S_Q)
+        assert not world.framework.copied
 
     @pytest.mark.parametrize(
         "changes",
@@ -607,7 +612,8 @@ class TestLaunch:
             call(arguments)
         assert world.framework.copied == [arguments["q"]] * 2
         for args in world.sparse:
-            assert (args.q, args.q_strides) == (0xC0000, (S_Q * H_Q * 576, H_Q * 576, 576))
+            assert (args.q, args.q_rope) == (0xC0000, 0xC0000 + 2 * 512)
+            assert args.q_strides == args.q_rope_strides == (S_Q * H_Q * 576, H_Q * 576, 576)
 
     @pytest.mark.parametrize(
         "strides",
@@ -859,6 +865,7 @@ class TestKnownCalls:
             (of_layout("bf16 576"), "format"),
             (lambda arguments: _resize(arguments, s_q=S_Q + 1), "s_q"),
             (change("q", strides=(10**6, 10**5, 1024, 1)), "q_strides"),
+            (put("q", q_pair((B, S_Q, H_Q, 576))), "q_rope"),
             (change("q", ptr=0x1008), "q"),
             (change("k_cache", shape=(NUM_BLOCKS + 1, PAGE, 1, 656)), "cache"),
             (change("k_cache", ptr=0x2008), "load_bytes"),

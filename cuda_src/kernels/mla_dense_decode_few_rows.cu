@@ -77,13 +77,18 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     const int tile_row = threadIdx.x / 8;
     const RowIndex row(params, tile_row);
     const u16* src = params.q + req * params.q_stride_b;
-    if (row.valid) src += row.token * params.q_stride_s + row.head * params.q_stride_h + unit * 8;
+    const u16* rope = params.q_rope + req * params.q_rope_stride_b;
+    if (row.valid) {
+        src += row.token * params.q_stride_s + row.head * params.q_stride_h + unit * 8;
+        rope += row.token * params.q_rope_stride_s + row.head * params.q_rope_stride_h + unit * 8;
+    }
     const u32 dst = smem_address(smem.q[0]) + Chunk::offset(tile_row, unit);
 #pragma unroll
-    for (int chunk = 0; chunk < kQChunks; ++chunk) {
+    for (int chunk = 0; chunk < kQChunks - 1; ++chunk) {
         cp_async_16_or_zeros(dst + chunk * QTile::kBytes, row.valid ? src + chunk * Chunk::kCols : src,
                              row.valid);
     }
+    cp_async_16_or_zeros(dst + (kQChunks - 1) * QTile::kBytes, rope, row.valid);
 }
 
 // -inf where the query does not attend the token, or a row of K holds no token (mla/dense.cuh).

@@ -149,15 +149,17 @@ using RowIndex = TileRow<kBlockM>;
 __device__ __forceinline__ u32 next_stage(u32 stage) { return stage == kStages - 1 ? 0 : stage + 1; }
 
 // One thread starts loading kCount chunks of Q, from chunk `first` on. `bar` counts this as one arrival.
-// Heads past the last are zeros.
+// Heads past the last are zeros. The last chunk, RoPE, may be another array.
 template <int kCount>
 __device__ __forceinline__ void load_q_chunks(const Params& params, u32 dst, u32 bar, int req, int first) {
     const RowIndex row(params, 0);
     mbarrier_arrive_expect_tx(bar, kCount * Chunk::kBytes);
 #pragma unroll
-    for (int chunk = 0; chunk < kCount; ++chunk)
-        tma_load_5d(dst + chunk * Chunk::kBytes, &params.q_map, bar, 0, row.head, first + chunk, row.token,
-                    req);
+    for (int chunk = 0; chunk < kCount; ++chunk) {
+        const bool is_rope = first + chunk == D_QK / Chunk::kCols - 1;
+        tma_load_5d(dst + chunk * Chunk::kBytes, is_rope ? &params.q_rope_map : &params.q_map, bar, 0,
+                    row.head, is_rope ? 0 : first + chunk, row.token, req);
+    }
 }
 
 // ---- United selections ------------------------------------------------------------------------------------
@@ -592,6 +594,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
 
     if (threadIdx.x == 96) tma_prefetch_descriptor(&params.q_map);
+    if (threadIdx.x == 128) tma_prefetch_descriptor(&params.q_rope_map);
     init_barriers(smem);
     __syncthreads();
 

@@ -124,16 +124,20 @@ using RowIndex = TileRow<kBlockM>;
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
     const u16* base = params.q + req * params.q_stride_b;
+    const u16* rope_base = params.q_rope + req * params.q_rope_stride_b;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
         const RowIndex row(params, tile_row);
-        const u16* src = base + row.token * params.q_stride_s +
-                         (row.valid ? row.head : 0) * params.q_stride_h + thread % 8 * 8;
+        const int head = row.valid ? row.head : 0;
+        const u16* src = base + row.token * params.q_stride_s + head * params.q_stride_h + thread % 8 * 8;
+        const u16* rope =
+            rope_base + row.token * params.q_rope_stride_s + head * params.q_rope_stride_h + thread % 8 * 8;
         const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < kRopeChunk; ++chunk) {
             cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
         }
+        cp_async_16_or_zeros(dst + kRopeChunk * Chunk::kBytes, rope, row.valid);
     }
 }
 
@@ -224,7 +228,11 @@ __device__ __forceinline__ void pv_warpgroup(const Params& params, SharedMemoryP
     const u32 smem_v = smem_address(smem.k) + half * 4 * Chunk::kGroupBytes;
     const bool publishes = half == 1 && warp_idx == 0;
     if (publishes) start_publishing(params, smem);
-    float o[128] = {};  // overwritten by the first product; undefined, ptxas 12.8 would serialise WGMMA
+#if __CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ < 9
+    float o[128] = {};  // the first product overwrites O, but undefined this ptxas serialises WGMMA
+#else
+    float o[128];
+#endif
     WorkTileReader reader;
     u32 n = 0;  // running number of the block
     while (true) {

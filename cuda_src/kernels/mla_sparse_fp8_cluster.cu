@@ -157,19 +157,37 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
                                              int tile) {
     const int thread = threadIdx.x % 128, unit = thread % 8;
     const int rank = cluster_ctarank();
-    const u16* base = params.q + req * params.q_stride_b;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
         const PairRow row(params, tile * kBlockM + tile_row);
-        const u16* src = base + row.token * params.q_stride_s +
-                         (row.valid ? row.head : 0) * params.q_stride_h + rank * kColumns + unit * 8;
+        const int head = row.valid ? row.head : 0;
         const u32 dst = smem_address(smem.q[tile]) + Chunk::offset(tile_row, unit);
+        if (!kV32 && rank == 1) {
+            const u16* rope = params.q_rope + req * params.q_rope_stride_b +
+                              row.token * params.q_rope_stride_s + head * params.q_rope_stride_h + unit * 8;
+            cp_async_16_or_zeros(dst + (kChunks - 1) * Chunk::kBytes, rope, row.valid);
+        }
+        const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
+                         head * params.q_stride_h + rank * kColumns + unit * 8;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk)
-            cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
-        if (kV32 && unit < 4) {
-            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, unit),
-                                 src + kDimV - rank * (kColumns - HalfChunk::kCols), row.valid);
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            if (kV32 || chunk < kChunks - 1 || rank == 0)
+                cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
+        }
+    }
+    if constexpr (kV32) {
+        // Half of RoPE. A loop of its own, whose addresses the compiler may not prepare before the one above:
+        // there is no register left.
+        asm volatile("" : "+r"(req));
+#pragma unroll 1
+        for (int tile_row = thread / 4; tile_row < kBlockM; tile_row += 32) {
+            const PairRow row(params, tile * kBlockM + tile_row);
+            const u16* src = params.q_rope + req * params.q_rope_stride_b +
+                             row.token * params.q_rope_stride_s +
+                             (row.valid ? row.head : 0) * params.q_rope_stride_h + rank * HalfChunk::kCols +
+                             thread % 4 * 8;
+            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, thread % 4),
+                                 src, row.valid);
         }
     }
 }

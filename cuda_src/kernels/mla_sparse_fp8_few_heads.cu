@@ -154,12 +154,15 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
     const int thread = threadIdx.x % 128;
     const int eighth = thread % 8, tile_row = thread / 8;
     const RowIndex row(params, tile_row);
+    const int head = row.valid ? row.head : 0;
     const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
-                     (row.valid ? row.head : 0) * params.q_stride_h + eighth * 8;
+                     head * params.q_stride_h + eighth * 8;
+    const u16* rope = params.q_rope + req * params.q_rope_stride_b + row.token * params.q_rope_stride_s +
+                      head * params.q_rope_stride_h + eighth * 8;
     uint4 v[9];  // eight columns of each 64
     u32 top = 0;
 #pragma unroll
-    for (int c = 0; c < 9; ++c) v[c] = load_global_16(src + c * Chunk::kCols, row.valid);
+    for (int c = 0; c < 9; ++c) v[c] = load_global_16(c < 8 ? src + c * Chunk::kCols : rope, row.valid);
 #pragma unroll
     for (int c = 0; c < 9; ++c) {
         top = max_bf16x2(max_bf16x2(top, abs_bf16x2(v[c].x)), abs_bf16x2(v[c].y));

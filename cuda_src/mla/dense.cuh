@@ -25,6 +25,7 @@ struct Params {
     TensorMap k_map_half;  // box 64 columns x 64 tokens x 4 chunks
     TensorMap k_map_one;   // box 64 columns x BOX_ROWS tokens x 1 chunk
     const u16* q;
+    const u16* q_rope;  // the last 64 columns of q, which may be another array
     const int* block_table;
     const int* cache_seqlens;
     const int* sched_meta;
@@ -35,6 +36,7 @@ struct Params {
     float* lse_accum_log2;
     float* o_scale_log2;
     i64 q_stride_b, q_stride_s, q_stride_h;  // elements, as all strides
+    i64 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
     i64 block_table_stride;
     i64 out_stride_b, out_stride_s, out_stride_h;
     int b, s_q, h_q, heads_per_kv;

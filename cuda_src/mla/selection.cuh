@@ -13,7 +13,9 @@ constexpr bool kMaxLogits = MAX_LOGITS;
 
 struct Params {
     TensorMap q_map;  // mla_sparse_bf16 only; box of 64 columns x rows of a tile (tokens x heads)
+    TensorMap q_rope_map;
     const u16* q;
+    const u16* q_rope;              // the last 64 columns of q, which may be another array
     const unsigned char* cache[2];  // the cache, the extra cache
     const int* indices[2];
     const int* lengths[2];  // topk_length, extra_topk_length or null
@@ -30,9 +32,10 @@ struct Params {
     float* max_logits;    // as lse
     const u64* selected;  // mla_unite_selections.cu
 #endif
-    i64 block_stride[2], token_stride[2];          // bytes
-    i64 index_stride_b[2], index_stride_s[2];      // elements
-    i64 q_stride_b, q_stride_s, q_stride_h;        // elements
+    i64 block_stride[2], token_stride[2];      // bytes
+    i64 index_stride_b[2], index_stride_s[2];  // elements
+    i64 q_stride_b, q_stride_s, q_stride_h;    // elements
+    i64 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int topk[2];
     u32 cache_slots[2];  // at most 2^31

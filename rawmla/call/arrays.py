@@ -83,7 +83,7 @@ Reader = Callable[[Any, str], Fields]
 
 
 @lru_cache
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements."""
     return tuple(prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
 
@@ -141,7 +141,7 @@ class TorchFramework:
         """See `Framework.empty`."""
         torch_dtype = self._dtype_of_name[dtype]
         if self._empty_strided is not None and self._current_device() == device:
-            return self._empty_strided(shape, _contiguous_strides(shape), torch_dtype)
+            return self._empty_strided(shape, contiguous_strides(shape), torch_dtype)
         return self._torch.empty(shape, dtype=torch_dtype, device=self._torch.device("cuda", device))
 
     def allocator(
@@ -149,7 +149,7 @@ class TorchFramework:
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; torch keeps what a capture allocates in a pool of the graph."""
         wanted = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
-        fast = [(shape, _contiguous_strides(shape), self._dtype_of_name[dtype]) for shape, dtype in wanted]
+        fast = [(shape, contiguous_strides(shape), self._dtype_of_name[dtype]) for shape, dtype in wanted]
         empty_strided, current_device = self._empty_strided, self._current_device
 
         def allocate() -> list[Any]:

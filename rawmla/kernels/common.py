@@ -11,8 +11,10 @@ DTYPES = {"bfloat16": 0, "float16": 1}
 """Values of the define DTYPE."""
 D_QK = (576, 512)
 """Columns of a query and of a cache row."""
+D_ROPE = 64
+"""The last of them; in q they may be an array of their own."""
 D_V = 512
-"""The first of them, which are the columns of V."""
+"""The first columns, which are those of V."""
 BLOCK_TOKENS = 64
 """KV tokens of a block, the unit of a plan."""
 TILE_ROWS = 64
@@ -40,6 +42,16 @@ def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -
         per_request = min(ceil_div(max_blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_SPLITS)
         most = max(most, b * per_request if per_request > 1 else 0)
     return most
+
+
+def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> dict[str, int]:
+    """Members of the parameter structs: strides of q and of its RoPE columns."""
+    names = ("stride_b", "stride_s", "stride_h")
+    return {
+        f"{part}_{name}": stride
+        for part, given in (("q", strides), ("q_rope", rope_strides))
+        for name, stride in zip(names, given, strict=True)
+    }
 
 
 def ceil_div(a: int, b: int) -> int:

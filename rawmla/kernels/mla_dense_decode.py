@@ -10,7 +10,17 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mla_combine
-from .common import BLOCK_TOKENS, D_QK, DTYPES, INT32_MAX, LOG2_E, TILE_ROWS, ceil_div, max_splits
+from .common import (
+    BLOCK_TOKENS,
+    D_QK,
+    DTYPES,
+    INT32_MAX,
+    LOG2_E,
+    TILE_ROWS,
+    ceil_div,
+    max_splits,
+    q_stride_params,
+)
 
 __all__ = [
     "BOX_ROWS",
@@ -39,6 +49,7 @@ class DenseDecodeAddresses(NamedTuple):
     """The arrays of a call as device addresses."""
 
     q: int
+    q_rope: int
     k_cache: int
     block_table: int
     cache_seqlens: int
@@ -48,12 +59,13 @@ class DenseDecodeAddresses(NamedTuple):
     lse: int
 
 
-_AFTER_CACHE = DenseDecodeAddresses._fields[2:]
+_AFTER_CACHE = DenseDecodeAddresses._fields[3:]
 PARAMS = ParamStruct(
     TENSOR_MAP("k_map_half", "k_map_one"),
-    POINTER("q", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
+    POINTER("q", "q_rope", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
     POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
-    I64("q_stride_b", "q_stride_s", "q_stride_h", "block_table_stride"),
+    I64("q_stride_b", "q_stride_s", "q_stride_h"),
+    I64("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h", "block_table_stride"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I32("b", "s_q", "h_q", "heads_per_kv"),
     U32("heads_magic"),
@@ -62,7 +74,7 @@ PARAMS = ParamStruct(
     I32("max_seqlen", "max_splits", "object_layout", "causal"),
     F32("sm_scale_log2"),
     changing=(
-        *("k_map_half", "k_map_one", "q", *_AFTER_CACHE),
+        *("k_map_half", "k_map_one", "q", "q_rope", *_AFTER_CACHE),
         *("o_accum", "lse_accum_log2", "o_scale_log2"),
     ),
 )
@@ -72,6 +84,7 @@ PARAMS = ParamStruct(
 class DenseDecodeCall(NamedTuple):
     """What stays the same when a decode call is repeated on other arrays: sizes, and strides in elements.
 
+    ``q_rope_strides`` are those of the last 64 columns of q, which may be another array.
     ``block_table_stride`` is the stride of its rows, ``max_seqlen`` the tokens that a row has pages for.
     """
 
@@ -84,9 +97,8 @@ class DenseDecodeCall(NamedTuple):
     d_qk: int
     page_block_size: int
     num_blocks: int
-    q_stride_b: int
-    q_stride_s: int
-    q_stride_h: int
+    q_strides: tuple[int, ...]
+    q_rope_strides: tuple[int, ...]
     k_stride_block: int
     k_stride_token: int
     k_stride_head: int
@@ -185,9 +197,7 @@ class PreparedDenseDecode:
         self._call = call
         self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
         params = PARAMS.pack(
-            q_stride_b=call.q_stride_b,
-            q_stride_s=call.q_stride_s,
-            q_stride_h=call.q_stride_h,
+            **q_stride_params(call.q_strides, call.q_rope_strides),
             block_table_stride=call.block_table_stride,
             out_stride_b=call.out_stride_b,
             out_stride_s=call.out_stride_s,
@@ -233,17 +243,18 @@ class PreparedDenseDecode:
         ``addresses`` has the order of `DenseDecodeAddresses`. ``scratch`` is the address of 16-byte aligned
         scratch, or 0.
         """
-        q, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
+        q, q_rope, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
         half, one = self._maps.get(k_cache) or self._encode(k_cache)
         if self._combine is None:
             self._attend(
-                stream, half, one, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse, 0, 0, 0
-            )
+                stream, half, one, q, q_rope, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
+                0, 0, 0,
+            )  # fmt: skip
             return
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         current = self._attend(
-            stream, half, one, q, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
+            stream, half, one, q, q_rope, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
             scratch, lse_accum, o_scale,
         )  # fmt: skip
         self._combine(

@@ -10,7 +10,7 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mla_combine
-from .common import BLOCK_TOKENS, LOG2_E, TILE_ROWS, ceil_div, max_splits
+from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, max_splits, q_stride_params
 from .division import divisor
 from .mla_cache_rows import FORMATS, QUANTIZED
 from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
@@ -29,7 +29,7 @@ __all__ = [
     "specs",
 ]
 
-_NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
+_NO_MAPS = (bytes(jit.TENSOR_MAP_BYTES), bytes(jit.TENSOR_MAP_BYTES))
 _MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
 """Up to so many heads over "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
@@ -45,6 +45,7 @@ class SparseAddresses(NamedTuple):
     """
 
     q: int
+    q_rope: int
     k_cache: int
     extra_k_cache: int
     indices: int
@@ -62,12 +63,12 @@ class SparseAddresses(NamedTuple):
 
 _DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # so many come first; prefill has all
 _CHANGING = (
-    *("q_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
+    *("q_map", "q_rope_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
     *("o_accum", "lse_accum_log2", "o_scale_log2"),
 )
 _ARRAYS = (
-    *TENSOR_MAP("q_map"),
-    *POINTER("q"),
+    *TENSOR_MAP("q_map", "q_rope_map"),
+    *POINTER("q", "q_rope"),
     *POINTER("cache", elements=("k_cache", "extra_k_cache")),
     *POINTER("indices", elements=("indices", "extra_indices")),
     *POINTER("lengths", elements=("topk_length", "extra_topk_length")),
@@ -77,6 +78,7 @@ _ARRAYS = (
 _SIZES = (
     *I64("block_stride", "token_stride", "index_stride_b", "index_stride_s", length=2),
     *I64("q_stride_b", "q_stride_s", "q_stride_h"),
+    *I64("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h"),
     *I64("out_stride_b", "out_stride_s", "out_stride_h"),
     *I32("topk", length=2),
     *U32("cache_slots", length=2),
@@ -118,8 +120,9 @@ NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
 class SparseCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays; strides of q and out in elements.
 
-    ``format`` is the name of a cache format in `rawmla.kernels.mla_cache_rows.FORMATS`. The addresses of
-    cache rows are multiples of ``load_bytes``.
+    ``q_rope_strides`` are those of the last 64 columns of q, which may be another array. ``format`` is the
+    name of a cache format in `rawmla.kernels.mla_cache_rows.FORMATS`. The addresses of cache rows are
+    multiples of ``load_bytes``.
 
     A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
     2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
@@ -139,6 +142,7 @@ class SparseCall(NamedTuple):
     cache: Cache
     extra: Cache
     q_strides: tuple[int, ...]
+    q_rope_strides: tuple[int, ...]
     num_parts: int
     object_layout: bool
     batch_invariant: bool
@@ -269,9 +273,8 @@ class PreparedSparse:
         self._max_logits = max_logits
         self._call = call
         self._has_map = call.format == "bf16"
-        self._maps: dict[int, bytes] = {}  # by the address of q
+        self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the addresses of q and its RoPE
         page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
-        q_stride_b, q_stride_s, q_stride_h = call.q_strides
         out_stride_b, out_stride_s, out_stride_h = call.out_strides
         struct = PARAMS[max_logits]
         params = struct.pack(
@@ -279,9 +282,7 @@ class PreparedSparse:
             token_stride=[cache.token_stride for cache in caches],
             index_stride_b=[cache.index_stride_b for cache in caches],
             index_stride_s=[cache.index_stride_s for cache in caches],
-            q_stride_b=q_stride_b,
-            q_stride_s=q_stride_s,
-            q_stride_h=q_stride_h,
+            **q_stride_params(call.q_strides, call.q_rope_strides),
             out_stride_b=out_stride_b,
             out_stride_s=out_stride_s,
             out_stride_h=out_stride_h,
@@ -329,16 +330,19 @@ class PreparedSparse:
         """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
         # Spelled out: calls that unpack a tuple into arguments take twice as long.
         (
-            q, k_cache, extra_k_cache, indices, extra_indices, topk_length, extra_topk_length,
+            q, q_rope, k_cache, extra_k_cache, indices, extra_indices, topk_length, extra_topk_length,
             attn_sink, sched_meta, num_splits, out, lse, max_logits, selected,
         ) = addresses  # fmt: skip
-        q_map = (self._maps.get(q) or self._encode(q)) if self._has_map else _NO_MAP
+        q_map, q_rope_map = _NO_MAPS
+        if self._has_map:
+            q_map, q_rope_map = self._maps.get((q, q_rope)) or self._encode(q, q_rope)
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         if not self._max_logits:
             current = self._attend(
-                stream, q_map, q, k_cache, extra_k_cache, indices, extra_indices, topk_length,
-                extra_topk_length, attn_sink, sched_meta, num_splits, out, lse, scratch, lse_accum, o_scale,
+                stream, q_map, q_rope_map, q, q_rope, k_cache, extra_k_cache, indices, extra_indices,
+                topk_length, extra_topk_length, attn_sink, sched_meta, num_splits, out, lse, scratch,
+                lse_accum, o_scale,
             )  # fmt: skip
             if self._combine is not None:
                 self._combine(
@@ -348,7 +352,7 @@ class PreparedSparse:
             return
         max_accum = scratch + self._max_accum
         current = self._attend(
-            stream, q_map, q, k_cache, extra_k_cache, indices, extra_indices, topk_length,
+            stream, q_map, q_rope_map, q, q_rope, k_cache, extra_k_cache, indices, extra_indices, topk_length,
             extra_topk_length, attn_sink, sched_meta, num_splits, out, lse, scratch, lse_accum, o_scale,
             max_accum, max_logits, selected,
         )  # fmt: skip
@@ -358,21 +362,27 @@ class PreparedSparse:
                 max_accum, max_logits, context_is_current=current,
             )  # fmt: skip
 
-    def _encode(self, q: int) -> bytes:
-        """The tensor map of q: a box is 64 columns of 64 heads, or of a group's tokens and heads."""
+    def _encode(self, q: int, q_rope: int) -> tuple[bytes, bytes]:
+        """The tensor maps of q and its RoPE: a box is 64 columns of 64 heads, or of the rows of a group."""
         call = self._call
         tokens = call.group_tokens
-        # Of a dimension of one element the stride may be 0, which a tensor map may not have.
-        stride_b, stride_s, stride_h = (2 * stride or 16 for stride in call.q_strides)
+
+        def encode(address: int, chunks: int, strides: tuple[int, ...]) -> bytes:
+            # Of a dimension of one element the stride may be 0, which a tensor map may not have.
+            stride_b, stride_s, stride_h = (2 * stride or 16 for stride in strides)
+            return jit.tensor_map(
+                address,
+                "bfloat16",
+                (64, call.h_q // tokens, chunks, call.s_q * tokens, call.b),
+                (stride_h, 128, stride_s, stride_b),
+                (64, TILE_ROWS // tokens, 1, tokens, 1),
+                "128b",
+                "none",
+            )
+
         if len(self._maps) >= _MAX_MAPS:
             self._maps.clear()
-        found = self._maps[q] = jit.tensor_map(
-            q,
-            "bfloat16",
-            (64, call.h_q // tokens, call.d_qk // 64, call.s_q * tokens, call.b),
-            (stride_h, 128, stride_s, stride_b),
-            (64, TILE_ROWS // tokens, 1, tokens, 1),
-            "128b",
-            "none",
-        )
-        return found
+        before_rope = (call.d_qk - D_ROPE) // 64
+        maps = encode(q, before_rope, call.q_strides), encode(q_rope, 1, call.q_rope_strides)
+        self._maps[q, q_rope] = maps
+        return maps

@@ -53,6 +53,7 @@ class SparsePrefillCall(NamedTuple):
     h_q: int
     cache: Cache
     q_strides: tuple[int, ...]
+    q_rope_strides: tuple[int, ...]
     out_strides: tuple[int, ...]
     num_parts: int
     softmax_scale: float
@@ -65,6 +66,7 @@ class PrefillAddresses(NamedTuple):
     """The arrays of a call as device addresses; ``topk_length`` and ``attn_sink`` may be 0."""
 
     q: int
+    q_rope: int
     kv: int
     indices: int
     topk_length: int
@@ -79,6 +81,7 @@ class PrefillAddresses(NamedTuple):
             return self
         return self._replace(
             q=self.q + 2 * first * call.q_strides[0],
+            q_rope=self.q_rope + 2 * first * call.q_rope_strides[0],
             indices=self.indices + 4 * first * call.cache.index_stride_b,
             topk_length=self.topk_length + 4 * first if self.topk_length else 0,
             out=self.out + 2 * first * call.out_strides[0],
@@ -116,6 +119,7 @@ def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
 def _as_requests(call: SparsePrefillCall, b: int) -> SparseCall:
     """The sparse call whose requests are ``b`` query tokens."""
     q_stride, q_stride_h = call.q_strides
+    q_rope_stride, q_rope_stride_h = call.q_rope_strides
     out_stride, out_stride_h = call.out_strides
     return SparseCall(
         device=call.device,
@@ -128,6 +132,7 @@ def _as_requests(call: SparsePrefillCall, b: int) -> SparseCall:
         cache=call.cache,
         extra=NO_CACHE,
         q_strides=(q_stride, 0, q_stride_h),
+        q_rope_strides=(q_rope_stride, 0, q_rope_stride_h),
         num_parts=call.num_parts,
         object_layout=True,
         batch_invariant=call.batch_invariant,
@@ -281,6 +286,7 @@ class _PreparedTokens:
                 )
             attended = SparseAddresses(
                 q=chunk.q,
+                q_rope=chunk.q_rope,
                 k_cache=chunk.kv,
                 extra_k_cache=0,
                 indices=chunk.indices,
@@ -338,11 +344,13 @@ class _PreparedGroups:
     def _call_of_groups(self, groups: int) -> SparseCall:
         call = self._call
         q_stride, q_stride_h = call.q_strides
+        q_rope_stride, q_rope_stride_h = call.q_rope_strides
         out_stride, out_stride_h = call.out_strides
         return _as_requests(call, groups)._replace(
             h_q=TILE_ROWS,
             cache=call.cache._replace(topk=self._capacity, index_stride_b=self._capacity),
             q_strides=(self._tokens * q_stride, q_stride, q_stride_h),
+            q_rope_strides=(self._tokens * q_rope_stride, q_rope_stride, q_rope_stride_h),
             out_strides=(self._tokens * out_stride, 0, out_stride_h),
             group_tokens=self._tokens,
         )
@@ -395,6 +403,7 @@ class _PreparedGroups:
             )
             attended = SparseAddresses(
                 q=chunk.q,
+                q_rope=chunk.q_rope,
                 k_cache=chunk.kv,
                 extra_k_cache=0,
                 indices=scratch + self._rows,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..call.arrays import Fields
+from ..call.arrays import READERS, Fields, contiguous_strides
 from ..call.checks import (
     INT32_MAX,
     as_int,
@@ -14,20 +14,23 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
-from ..kernels.common import D_QK, D_V, MAX_TOPK
+from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK
 from ..kernels.mla_cache_rows import FORMATS, MODEL1
 from ..kernels.mla_sparse import Cache
 from .paged_cache import check_paged_cache
 
 __all__ = [
+    "QStrides",
     "check_head_dim_v",
     "check_out",
+    "check_q_width",
     "check_rows",
     "check_selection",
     "check_sparse_cache",
     "check_sparse_q",
     "check_vectors",
     "q_strides",
+    "read_pair",
     "refuse_dense_fp8",
 ]
 
@@ -55,11 +58,73 @@ def check_rows(shape: tuple[int, ...]) -> None:
         raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
 
 
-def q_strides(q: Fields) -> tuple[int, ...] | None:
-    """Strides of q but the last; None where kernels cannot walk it, so that it has to be copied."""
+def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
+    """The arrays of a q that is given as a pair: the columns before RoPE, and those of RoPE."""
+    if len(q) != 2:
+        raise ValueError(f"q: expected an array or a pair (q_nope, q_rope), got a tuple of {len(q)}")
+    q_nope, q_rope = q
+    return READERS[type(q_nope)](q_nope, "q"), READERS[type(q_rope)](q_rope, "q_rope")
+
+
+def check_q_width(q: Fields, q_rope: Fields | None) -> int:
+    """d_qk, the columns of q and of its RoPE array, if that is given; checks the latter against q."""
+    _, shape, _, dtype, *_ = q
+    if q_rope is None:
+        if shape[-1] not in D_QK:
+            raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+        return shape[-1]
+    d_qk = shape[-1] + D_ROPE
+    if d_qk not in D_QK:
+        raise ValueError(
+            "q: expected a last dimension of 512 or 448 in the first array of a pair, got shape "
+            f"{list(shape)}"
+        )
+    _, rope_shape, _, rope_dtype, *_ = q_rope
+    if rope_dtype != dtype:
+        raise TypeError(f"q_rope: expected dtype {dtype}, that of q, got {rope_dtype}")
+    if tuple(rope_shape) != (*shape[:-1], D_ROPE):
+        raise ValueError(f"q_rope: expected shape {[*shape[:-1], D_ROPE]}, got {list(rope_shape)}")
+    return d_qk
+
+
+class QStrides(NamedTuple):
+    """Strides in elements of q and of its RoPE columns, but the last, and where these columns begin."""
+
+    q: tuple[int, ...]
+    q_rope: tuple[int, ...]
+    is_copied: bool
+    """Kernels cannot walk q, so that a contiguous copy is attended."""
+    rope_bytes: int
+    """From the address of q to that of the columns, unless they are an array of their own."""
+
+
+def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
+    """Strides of q. One that kernels cannot walk is to be copied; arrays of a pair are refused."""
+    rope_bytes = 2 * (d_qk - D_ROPE)
+    usable = _walked(q)
+    if q_rope is None:
+        if usable is None:
+            _, shape, *_ = q
+            copied = usable_strides(shape, contiguous_strides(shape))[:-1]
+            return QStrides(copied, copied, True, rope_bytes)
+        return QStrides(usable, usable, False, rope_bytes)
+    rope = _walked(q_rope)
+    if usable is None or rope is None:
+        name, (ptr, _, strides, *_) = ("q", q) if usable is None else ("q_rope", q_rope)
+        raise ValueError(
+            f"{name}: expected, in a pair, a 16-byte aligned address, a contiguous last dimension and other "
+            f"strides that are positive multiples of 8, got address {ptr:#x}, strides {list(strides)} "
+            "(elements)"
+        )
+    return QStrides(usable, rope, False, rope_bytes)
+
+
+def _walked(q: Fields) -> tuple[int, ...] | None:
+    """Strides but the last; None where kernels cannot walk the array."""
     ptr, shape, strides, *_ = q
     usable = usable_strides(shape, strides)
-    return usable[:-1] if strides_fit(ptr, shape, usable) else None
+    fits = 0 in shape or strides_fit(ptr, shape, usable)  # in an empty array there is nothing to step over
+    return usable[:-1] if usable[-1] == 1 and fits else None
 
 
 def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
@@ -83,8 +148,9 @@ def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
     return usable[:-1]
 
 
-def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> Fields:
-    """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is.
+def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> tuple[Fields, int]:
+    """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is; returns
+    it and d_qk.
 
     ``views`` is a NamedTuple of the arrays by the names of the arguments.
     """
@@ -94,8 +160,7 @@ def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> Fiel
         raise TypeError(f"q: expected dtype bfloat16{purpose}, got {dtype}")
     if len(shape) != len(axes):
         raise ValueError(f"q: expected shape [{', '.join(axes)}], got {list(shape)}")
-    if shape[-1] not in D_QK:
-        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    d_qk = check_q_width(q, views.q_rope)
     if not shape[-2]:
         raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
     if strides[-1] != 1:
@@ -104,7 +169,7 @@ def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> Fiel
     for name, view in views._asdict().items():
         if view is not None and name != "q":
             check_place(name, view, device, framework, "q")
-    return q
+    return q, d_qk
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:

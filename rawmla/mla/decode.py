@@ -51,11 +51,14 @@ def flash_mla_with_kvcache(
 
     Parameters
     ----------
-    q : array
+    q : array or tuple of two arrays
         `[b, s_q, h_q, d_qk]`, bfloat16 or float16 (with `indices` bfloat16), d_qk 576 or 512, last dimension
         contiguous, other strides free. Any h_q that is a multiple of h_kv. When its address is not a
         multiple of 16 bytes, or a stride is not a positive multiple of 8, a contiguous copy is made on the
         same stream.
+        Or a pair `(q_nope, q_rope)` of its columns, `[b, s_q, h_q, d_qk - 64]` and `[b, s_q, h_q, 64]`, each
+        with strides of its own: the result is that of the two concatenated, bit for bit. Neither is copied,
+        so both need such an address and such strides. Errors call the first one `q`.
     k_cache : array
         Dense: `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
         multiple of 64. Address a multiple of 16 bytes, last dimension contiguous, other strides positive

@@ -20,9 +20,9 @@ from ..call.checks import (
 )
 from ..call.memo import BatchPlace, LatestPair, Memo, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
-from ..kernels.common import D_QK, D_V, MAX_GRID_YZ
+from ..kernels.common import D_V, MAX_GRID_YZ
 from ..kernels.mla_dense_decode import DenseDecodeCall
-from .arguments import check_out, check_rows, q_strides
+from .arguments import QStrides, check_out, check_q_width, check_rows, q_strides, read_pair
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
 __all__ = ["decode"]
@@ -41,7 +41,11 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`flash_mla_with_kvcache` without `indices`; booleans are checked already."""
-    q_view = READERS[type(q)](q, "q")
+    rope_view = None
+    if q.__class__ is tuple:
+        q_view, rope_view = read_pair(q)
+    else:
+        q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
     q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
     k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
@@ -49,14 +53,17 @@ def decode(
     kind = (
         q_ptr & 15, q_shape, q_steps, dtype, device, framework,
         k_ptr & 15, k_shape, k_steps, k_dtype, k_device, k_framework,
+        rope_view if rope_view is None else kind_of(rope_view),
     )  # fmt: skip
     latest_kind, checked = _checked.latest
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
-        checked = _checked.get(kind) or _checked.keep(kind, _check(q_view, k_view))
+        checked = _checked.get(kind) or _checked.keep(kind, _check(q_view, rope_view, k_view))
         _checked.latest = kind, checked
-    b, s_q, place, q_strides, default_scale, configs_by_causal, calls, _ = checked
+    b, s_q, place, q_is_copied, rope_bytes, default_scale, configs_by_causal, calls, _ = checked
     if k_framework is not framework:
         check_place("k_cache", k_view, device, framework, "q")
+    if rope_view is not None:
+        check_place("q_rope", rope_view, device, framework, "q")
     softmax_scale = default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
     out_view = out_kind = None
     if out is not None:
@@ -80,7 +87,7 @@ def decode(
     )  # fmt: skip
     call = calls.get(key) or calls.keep(key, _prepare(checked, key, q_view, out_view))
     allocate, launch = call
-    if q_strides is None:
+    if q_is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
     if arrays is None:
@@ -94,7 +101,8 @@ def decode(
         lse, scratch = allocate()
     # In the order of DenseDecodeAddresses, which would take a hundredth of the call to build.
     addresses = (
-        q_ptr, k_ptr, table_ptr, lengths_ptr, sched_meta, num_splits_ptr, out_ptr, framework.pointer(lse)
+        q_ptr, q_ptr + rope_bytes if rope_view is None else rope_view[0], k_ptr, table_ptr, lengths_ptr,
+        sched_meta, num_splits_ptr, out_ptr, framework.pointer(lse),
     )  # fmt: skip
     launch(framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch))
     if unmarked is not None:
@@ -103,7 +111,7 @@ def decode(
 
 
 class _Sizes(NamedTuple):
-    """The sizes of q and the cache, and the strides of the cache in elements."""
+    """The sizes of q and the cache, and their strides in elements."""
 
     h_q: int
     h_kv: int
@@ -111,6 +119,7 @@ class _Sizes(NamedTuple):
     page_block_size: int
     num_blocks: int
     k_strides: tuple[int, ...]
+    q_strides: QStrides
 
 
 class _Checked(NamedTuple):
@@ -119,7 +128,8 @@ class _Checked(NamedTuple):
     b: int
     s_q: int
     place: BatchPlace
-    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    q_is_copied: bool  # a contiguous copy is needed
+    rope_bytes: int  # from q to its RoPE columns, unless they are an array of their own
     default_scale: float
     configs: tuple[PlanConfigs, PlanConfigs]  # by causal
     calls: Memo[PreparedCall]
@@ -129,16 +139,15 @@ class _Checked(NamedTuple):
 _checked: Memo[_Checked] = Memo(shared=True)
 
 
-def _check(q: Fields, k_cache: Fields) -> _Checked:
-    """Check q and the cache against each other."""
+def _check(q: Fields, q_rope: Fields | None, k_cache: Fields) -> _Checked:
+    """Check q, of which RoPE may be an array of its own, and the cache against each other."""
     _, shape, strides, dtype, device, framework, _ = q
     if dtype != "bfloat16" and dtype != "float16":
         raise TypeError(f"q: expected dtype bfloat16 or float16, got {dtype}")
     if len(shape) != 4:
         raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
-    b, s_q, h_q, d_qk = shape
-    if d_qk not in D_QK:
-        raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
+    b, s_q, h_q, _ = shape
+    d_qk = check_q_width(q, q_rope)
     if strides[3] != 1:
         raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
     check_rows(shape)
@@ -177,16 +186,18 @@ def _check(q: Fields, k_cache: Fields) -> _Checked:
             "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
             f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
         )
+    strides_of_q = q_strides(q, q_rope, d_qk)
     config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal=False)
     return _Checked(
         b=b,
         s_q=s_q,
         place=BatchPlace(b, device, framework),
-        q_strides=q_strides(q),
+        q_is_copied=strides_of_q.is_copied,
+        rope_bytes=strides_of_q.rope_bytes,
         default_scale=d_qk**-0.5,
         configs=(PlanConfigs.of(config), PlanConfigs.of(replace(config, causal=True))),
         calls=Memo(),
-        sizes=_Sizes(h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides[:3]),
+        sizes=_Sizes(h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides[:3], strides_of_q),
     )
 
 
@@ -243,7 +254,7 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
     """Load the kernels of a call and work out their parameters."""
     table_stride, max_blocks, num_parts, is_object, batch_invariant, _, softmax_scale, causal = key
     b, s_q = checked.b, checked.s_q
-    h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides = checked.sizes
+    h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides, strides_of_q = checked.sizes
     _, _, _, dtype, device, framework, _ = q
     results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
     if out_view is None:
@@ -251,7 +262,6 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
     else:
         out_strides = check_out(out_view, q)
         del results[0]
-    q_stride_b, q_stride_s, q_stride_h = checked.q_strides or (s_q * h_q * d_qk, h_q * d_qk, d_qk)
     k_stride_block, k_stride_token, k_stride_head = k_strides
     out_stride_b, out_stride_s, out_stride_h = out_strides
     prepared = mla_dense_decode.PreparedDenseDecode(
@@ -265,9 +275,8 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
             d_qk=d_qk,
             page_block_size=page_block_size,
             num_blocks=num_blocks,
-            q_stride_b=q_stride_b,
-            q_stride_s=q_stride_s,
-            q_stride_h=q_stride_h,
+            q_strides=strides_of_q.q,
+            q_rope_strides=strides_of_q.q_rope,
             k_stride_block=k_stride_block,
             k_stride_token=k_stride_token,
             k_stride_head=k_stride_head,

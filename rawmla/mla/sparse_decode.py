@@ -14,12 +14,14 @@ from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
 from .arguments import (
+    QStrides,
     check_out,
     check_selection,
     check_sparse_cache,
     check_sparse_q,
     check_vectors,
     q_strides,
+    read_pair,
 )
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
@@ -30,6 +32,7 @@ class _Arrays(NamedTuple):
     """The arrays of a call by the names of the arguments; None: not given."""
 
     q: Fields
+    q_rope: Fields | None  # RoPE of q, if it is an array of its own
     k_cache: Fields
     indices: Fields
     topk_length: Fields | None
@@ -52,7 +55,7 @@ class _Checked(NamedTuple):
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     extra: Cache  # NO_CACHE: there is none
-    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    q_strides: QStrides
     out_strides: tuple[int, ...]
     default_scale: float
     configs: PlanConfigs
@@ -79,8 +82,10 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`flash_mla_with_kvcache` with `indices`; booleans are checked already."""
+    q_view, q_rope = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
     arrays = _Arrays(
-        READERS[type(q)](q, "q"),
+        q_view,
+        q_rope,
         READERS[type(k_cache)](k_cache, "k_cache"),
         READERS[type(indices)](indices, "indices"),
         read_given(topk_length, "topk_length"),
@@ -104,9 +109,10 @@ def decode(
     key = (plan.num_parts, plan.is_object, plan.batch_invariant, softmax_scale)
     call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays))
     q_ptr = address_of(arrays.q)
-    if checked.q_strides is None:
+    if checked.q_strides.is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
+    q_rope_ptr = q_ptr + checked.q_strides.rope_bytes if q_rope is None else address_of(arrays.q_rope)
     topk_length_ptr = address_of(arrays.topk_length)
     extra_topk_length_ptr = address_of(arrays.extra_topk_length)
     plan_arrays = plan.arrays
@@ -125,6 +131,7 @@ def decode(
         framework.current_stream(device),
         SparseAddresses(
             q=q_ptr,
+            q_rope=q_rope_ptr,
             k_cache=address_of(arrays.k_cache),
             extra_k_cache=address_of(arrays.extra_k_cache),
             indices=address_of(arrays.indices),
@@ -146,8 +153,8 @@ def decode(
 
 def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
     """Check the arrays of a call against each other."""
-    q = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
-    _, (b, s_q, h_q, d_qk), _, _, device, framework, _ = q
+    q, d_qk = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
+    _, (b, s_q, h_q, _), _, _, device, framework, _ = q
     extra_given = [arrays.extra_k_cache is not None, arrays.extra_indices_in_kvcache is not None]
     if any(extra_given) != all(extra_given):
         missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
@@ -194,7 +201,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         load_bytes=load_bytes,
         cache=cache,
         extra=extra,
-        q_strides=q_strides(q),
+        q_strides=q_strides(q, arrays.q_rope, d_qk),
         out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
         default_scale=d_qk**-0.5,
         configs=PlanConfigs.of(config),
@@ -230,7 +237,8 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> Prepar
             h_q=h_q,
             cache=checked.cache,
             extra=checked.extra,
-            q_strides=checked.q_strides or (s_q * h_q * d_qk, h_q * d_qk, d_qk),
+            q_strides=checked.q_strides.q,
+            q_rope_strides=checked.q_strides.q_rope,
             num_parts=num_parts,
             object_layout=is_object,
             batch_invariant=batch_invariant,

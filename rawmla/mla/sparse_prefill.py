@@ -17,6 +17,7 @@ from ..kernels.common import D_V
 from ..kernels.mla_sparse import Cache
 from ..kernels.mla_sparse_prefill import PrefillAddresses, SparsePrefillCall
 from .arguments import (
+    QStrides,
     check_head_dim_v,
     check_out,
     check_selection,
@@ -24,6 +25,7 @@ from .arguments import (
     check_sparse_q,
     check_vectors,
     q_strides,
+    read_pair,
 )
 
 __all__ = ["flash_mla_sparse_fwd"]
@@ -35,6 +37,7 @@ class _Arrays(NamedTuple):
     """The arrays of a call by the names of the arguments; None: not given."""
 
     q: Fields
+    q_rope: Fields | None  # RoPE of q, if it is an array of its own
     kv: Fields
     indices: Fields
     topk_length: Fields | None
@@ -51,7 +54,7 @@ class _Checked(NamedTuple):
     d_qk: int
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
-    q_strides: tuple[int, ...] | None  # None: a contiguous copy is needed
+    q_strides: QStrides
     out_strides: tuple[int, ...]
     calls: Memo[PreparedCall]
 
@@ -88,10 +91,13 @@ def flash_mla_sparse_fwd(
 
     Parameters
     ----------
-    q : array
+    q : array or tuple of two arrays
         bfloat16 `[s_q, h_q, d_qk]`, any s_q and h_q, d_qk 576 or 512, last dimension contiguous, other
         strides free. When its address is not a multiple of 16 bytes, or a stride is not a positive multiple
         of 8, a contiguous copy is made on the same stream.
+        Or a pair `(q_nope, q_rope)` of its columns, `[s_q, h_q, d_qk - 64]` and `[s_q, h_q, 64]`, each with
+        strides of its own: the result is that of the two concatenated, bit for bit. Neither is copied, so
+        both need such an address and such strides. Errors call the first one `q`.
     kv : array
         bfloat16 `[s_kv, 1, d_qk]`, at least 1 token, address a multiple of 16 bytes, last dimension
         contiguous, stride of tokens a multiple of 8, not negative; tokens may overlap. With `is_fp8_kvcache`
@@ -180,8 +186,10 @@ def flash_mla_sparse_fwd(
     lse_factor = _as_lse_factor(log_base)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
+    q_view, q_rope = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
     arrays = _Arrays(
-        READERS[type(q)](q, "q"),
+        q_view,
+        q_rope,
         READERS[type(kv)](kv, "kv"),
         READERS[type(indices)](indices, "indices"),
         read_given(topk_length, "topk_length"),
@@ -198,9 +206,10 @@ def flash_mla_sparse_fwd(
     key = (softmax_scale, lse_factor, enable_batch_invariant)
     call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays))
     q_ptr = address_of(arrays.q)
-    if checked.q_strides is None:
+    if checked.q_strides.is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
+    q_rope_ptr = q_ptr + checked.q_strides.rope_bytes if q_rope is None else address_of(arrays.q_rope)
     if out is None:
         out, max_logits, lse, scratch = call.allocate()
         out_ptr = framework.pointer(out)
@@ -211,6 +220,7 @@ def flash_mla_sparse_fwd(
         framework.current_stream(device),
         PrefillAddresses(
             q=q_ptr,
+            q_rope=q_rope_ptr,
             kv=address_of(arrays.kv),
             indices=address_of(arrays.indices),
             topk_length=address_of(arrays.topk_length),
@@ -236,8 +246,8 @@ def _as_lse_factor(log_base: Any) -> float:
 
 def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
     """Check the arrays of a call against each other."""
-    q = check_sparse_q(arrays, ("s_q", "h_q", "d_qk"))
-    _, (s_q, h_q, d_qk), *_ = q
+    q, d_qk = check_sparse_q(arrays, ("s_q", "h_q", "d_qk"))
+    _, (s_q, h_q, _), *_ = q
     if is_fp8_kvcache:
         format, cache, load_bytes = check_sparse_cache("kv", arrays.kv, d_qk, is_fp8_kvcache)
     else:
@@ -251,7 +261,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         d_qk=d_qk,
         load_bytes=load_bytes,
         cache=cache,
-        q_strides=q_strides(q),
+        q_strides=q_strides(q, arrays.q_rope, d_qk),
         out_strides=(h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
         calls=Memo(),
     )
@@ -304,7 +314,8 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> Prepar
             s_q=s_q,
             h_q=h_q,
             cache=checked.cache,
-            q_strides=checked.q_strides or (h_q * d_qk, d_qk),
+            q_strides=checked.q_strides.q,
+            q_rope_strides=checked.q_strides.q_rope,
             out_strides=checked.out_strides,
             num_parts=mla_metadata.num_sm_parts_sparse(jit.device_info(device).sm_count, 1, h_q),
             softmax_scale=softmax_scale,

@@ -25,6 +25,8 @@ from ._plan import SchedConfig, dense_blocks, refuse_dense_fp8, sparse_blocks, u
 
 D_QK = (576, 512)
 """Columns of K."""
+D_ROPE = 64
+"""The last of them; in q they may be an array of their own."""
 
 
 def visible_tokens(length: int, s_q: int, token: int, causal: bool) -> int:
@@ -66,7 +68,8 @@ def flash_mla_with_kvcache(
     named, and those of the extra cache in the same softmax.
 
     Args:
-        q: `[b, s_q, h_q, d_qk]`, d_qk 576 or 512.
+        q: `[b, s_q, h_q, d_qk]`, d_qk 576 or 512; or a tuple of `[b, s_q, h_q, d_qk - 64]` and, its RoPE
+            columns, `[b, s_q, h_q, 64]`.
         k_cache: dense `[num_blocks, page_block_size, h_kv, d_qk]`, page_block_size 16, 32 or a multiple of
             64; head `h` of `q` reads KV head `h // (h_q // h_kv)`. Sparse the same with h_kv = 1 and any
             page_block_size, or with `is_fp8_kvcache` bytes `[num_blocks, page_block_size, 1, n]`, n 656 for
@@ -181,7 +184,8 @@ def flash_mla_sparse_fwd(
     """Sparse prefill: every query token attends the rows of kv that its indices name, each as often as named.
 
     Args:
-        q: `[s_q, h_q, d_qk]`, d_qk 576 or 512.
+        q: `[s_q, h_q, d_qk]`, d_qk 576 or 512; or a tuple of `[s_q, h_q, d_qk - 64]` and, its RoPE columns,
+            `[s_q, h_q, 64]`.
         kv: `[s_kv, 1, d_qk]`, or with `is_fp8_kvcache` the quantised `k_cache` of `flash_mla_with_kvcache`.
         indices: integers `[s_q, 1, topk]`, rows of kv, or slots of the cache. One outside is skipped.
         sm_scale: factor on the scores.
@@ -237,12 +241,28 @@ def _check_d_v(name: str, d_v: Any) -> None:
 
 
 def _read_q(q: Any, axes: tuple[str, ...], dtypes: tuple[str, ...], note: str = "") -> Array:
-    queries = read(q, "q")
+    """q as one array; a pair is put together."""
+    is_pair = type(q) is tuple
+    if is_pair and len(q) != 2:
+        raise ValueError(f"q: expected an array or a pair (q_nope, q_rope), got a tuple of {len(q)}")
+    queries = read(q[0] if is_pair else q, "q")
     check_dtype("q", queries, dtypes, note)
     shape = queries.shape
     if len(shape) != len(axes):
         raise ValueError(f"q: expected shape [{', '.join(axes)}], got {list(shape)}")
-    if shape[-1] not in D_QK:
+    if is_pair:
+        if shape[-1] + D_ROPE not in D_QK:
+            raise ValueError(
+                "q: expected a last dimension of 512 or 448 in the first array of a pair, got shape "
+                f"{list(shape)}"
+            )
+        rope = read(q[1], "q_rope")
+        check_dtype("q_rope", rope, (queries.dtype,), ", that of q")
+        if rope.shape != (*shape[:-1], D_ROPE):
+            raise ValueError(f"q_rope: expected shape {[*shape[:-1], D_ROPE]}, got {list(rope.shape)}")
+        parts = [part.values.astype(np.float64) for part in (queries, rope)]
+        queries = queries._replace(values=np.concatenate(parts, axis=-1))
+    elif shape[-1] not in D_QK:
         raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
     if not shape[-2]:
         raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")

@@ -1,0 +1,475 @@
+"""A q that is given as a pair of arrays, the second of which has the RoPE columns; arrays and launches are
+stand-ins, but for those of the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_fakes import (
+    H_KV,
+    H_Q,
+    NOPE_PTR,
+    NUM_BLOCKS,
+    PAGE,
+    ROPE_PTR,
+    TOPK,
+    Arguments,
+    B,
+    FakeArray,
+    FakeFramework,
+    World,
+    change,
+    contiguous,
+    dense_arguments,
+    make_world,
+    prefill_arguments,
+    q_pair,
+    sparse_arguments,
+)
+
+import rawmla
+from rawmla import reference
+from rawmla.jit import NO_LAUNCH
+from rawmla.mla import dense_decode, sparse_decode, sparse_prefill
+from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+
+Pair = tuple[Any, Any]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return make_world(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call that takes a q."""
+
+    name: str
+    function: str
+    arguments: Callable[[], Arguments]
+    module: Any
+
+    def run(self, arguments: Arguments) -> tuple[Any, ...]:
+        return getattr(rawmla, self.function)(**arguments)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a whole q."""
+        return self.arguments()["q"].shape
+
+    @property
+    def dtype(self) -> str:
+        return self.arguments()["q"].dtype
+
+    def with_pair(self) -> Arguments:
+        return self.arguments() | {"q": q_pair(self.shape, self.dtype)}
+
+
+def dense_of(d_qk: int, dtype: str) -> Callable[[], Arguments]:
+    def make() -> Arguments:
+        arguments = dense_arguments()
+        change("q", shape=(*arguments["q"].shape[:-1], d_qk), dtype=dtype)(arguments)
+        change("k_cache", shape=(NUM_BLOCKS, PAGE, H_KV, d_qk), dtype=dtype)(arguments)
+        return arguments
+
+    return make
+
+
+def layout_of(make: Callable[..., Arguments], layout: str) -> Callable[[], Arguments]:
+    return lambda: make(layout)
+
+
+LAYOUTS = ("v32", "model1", "bf16 576", "bf16 512")
+DECODE, PREFILL = "flash_mla_with_kvcache", "flash_mla_sparse_fwd"
+KINDS = [
+    *[
+        Kind(f"dense {d_qk} {dtype}", DECODE, dense_of(d_qk, dtype), dense_decode)
+        for d_qk in (576, 512)
+        for dtype in ("bfloat16", "float16")
+    ],
+    *[Kind(f"sparse {one}", DECODE, layout_of(sparse_arguments, one), sparse_decode) for one in LAYOUTS],
+    *[Kind(f"prefill {one}", PREFILL, layout_of(prefill_arguments, one), sparse_prefill) for one in LAYOUTS],
+]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+one_of_each = pytest.mark.parametrize("kind", (KINDS[0], KINDS[4], KINDS[8]), ids=lambda kind: kind.name)
+
+
+def launches(world: World) -> list[SimpleNamespace]:
+    return world.decodes + world.sparse
+
+
+def as_launched(kind: Kind, strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of requests, tokens and heads; a request of prefill is one token."""
+    return (strides[0], 0, strides[1]) if kind.module is sparse_prefill else strides[:3]
+
+
+class TestLaunch:
+    @each_kind
+    def test_addresses_and_strides(self, world: World, kind: Kind) -> None:
+        arguments = kind.with_pair()
+        nope, rope = arguments["q"]
+        results = kind.run(arguments)
+        (args,) = launches(world)
+        assert (args.q, args.q_rope, args.d_qk) == (NOPE_PTR, ROPE_PTR, kind.shape[-1])
+        assert args.q_strides == as_launched(kind, nope.strides)
+        assert args.q_rope_strides == as_launched(kind, rope.strides) != args.q_strides
+        assert args.softmax_scale == (0.25 if kind.module is sparse_prefill else kind.shape[-1] ** -0.5)
+        assert not world.framework.copied
+        out = results[0]
+        assert (out.shape, out.dtype) == ((*kind.shape[:-1], 512), kind.dtype)
+        assert world.reads[:2] == ["q", "q_rope"]
+
+    @each_kind
+    def test_one_array(self, world: World, kind: Kind) -> None:
+        kind.run(kind.arguments())
+        (args,) = launches(world)
+        assert args.q_rope == args.q + 2 * (kind.shape[-1] - 64)
+        assert args.q_rope_strides == args.q_strides
+
+    @one_of_each
+    def test_everything_else_is_that_of_one_array(self, world: World, kind: Kind) -> None:
+        """Calls allocate the same arrays in the same order, so that addresses differ by those of the first
+        call alone.
+        """
+        kind.run(kind.arguments())
+        world.framework.allocated.clear()
+        kind.run(kind.with_pair())
+        whole, pair = [
+            {name: value for name, value in vars(args).items() if not name.startswith("q")}
+            for args in launches(world)
+        ]
+        assert whole.pop("capturing")() is pair.pop("capturing")() is False
+        assert whole == pair
+
+    @one_of_each
+    def test_dimensions_of_size_one_with_odd_strides(self, world: World, kind: Kind) -> None:
+        """They are never stepped over: the strides that kernels get for them fit all the same."""
+        arguments = kind.arguments()
+        if kind.module is dense_decode:
+            change("k_cache", shape=(NUM_BLOCKS, PAGE, 1, 576))(arguments)
+        if kind.module is sparse_decode:
+            change("indices", shape=(B, 1, TOPK))(arguments)
+        ones = [1] * (len(kind.shape) - 2)  # heads, and in decoding query tokens
+        arguments["q"] = tuple(
+            FakeArray(
+                (kind.shape[0], *ones, columns), kind.dtype, (stride, *[3 * n for n in ones], 1), ptr=ptr
+            )
+            for columns, stride, ptr in ((512, 4096, NOPE_PTR), (64, 192, ROPE_PTR))
+        )
+        kind.run(arguments)
+        (args,) = launches(world)
+        assert args.q_strides == as_launched(kind, (4096, 512, 512))
+        assert args.q_rope_strides == as_launched(kind, (192, 64, 64))
+
+
+class TestKnownCalls:
+    @one_of_each
+    def test_layers_share_what_is_known(self, world: World, kind: Kind) -> None:
+        for layer in range(3):
+            arguments = kind.with_pair()
+            nope, rope = arguments["q"]
+            arguments["q"] = nope.but(ptr=0x10000 * layer + 0x100), rope.but(ptr=0x10000 * layer + 0x900)
+            kind.run(arguments)
+        assert [(args.q, args.q_rope) for args in launches(world)] == [
+            (0x10000 * layer + 0x100, 0x10000 * layer + 0x900) for layer in range(3)
+        ]
+        (known,) = kind.module._checked.values()
+        assert len(known.calls) == 1
+
+    @one_of_each
+    def test_pairs_are_not_mistaken(self, world: World, kind: Kind) -> None:
+        """For one array, or for another pair of which RoPE alone lies otherwise."""
+        nope, rope = q_pair(kind.shape)
+        packed = rope.but(strides=contiguous(rope.shape))
+        for q in (kind.arguments()["q"], (nope, rope), (nope, packed), (nope, rope), kind.arguments()["q"]):
+            kind.run(kind.arguments() | {"q": q})
+        whole = contiguous(kind.shape)
+        expected = [as_launched(kind, x) for x in (whole, rope.strides, packed.strides)]
+        got = [args.q_rope_strides for args in launches(world)]
+        assert got == [*expected, expected[1], expected[0]]
+        assert len(kind.module._checked) == 3
+
+    @one_of_each
+    def test_alignment_is_checked_every_time(self, world: World, kind: Kind) -> None:
+        kind.run(kind.with_pair())
+        nope, rope = q_pair(kind.shape)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^q_rope: expected, in a pair, a 16-byte aligned address"):
+                kind.run(kind.arguments() | {"q": (nope, rope.but(ptr=ROPE_PTR + 8))})
+        assert len(launches(world)) == 1
+
+    @one_of_each
+    def test_streams_are_checked_every_time(self, world: World, kind: Kind) -> None:
+        other = FakeFramework("other")
+        arguments = kind.with_pair()
+        nope, rope = arguments["q"]
+        arguments["q"] = (nope, rope.but(framework=other))
+        kind.run(arguments)
+        other.stream += 1
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^q_rope: expected a fake array, as q is"):
+                kind.run(arguments)
+        assert len(launches(world)) == 1
+
+
+class TestNothingToDo:
+    @pytest.mark.parametrize("axis", (0, 1))
+    @one_of_each
+    def test_empty(self, world: World, kind: Kind, axis: int) -> None:
+        """Without query tokens nothing is stepped over: any address and any strides will do."""
+        arguments = kind.arguments()
+        axis = 0 if kind.module is sparse_prefill else axis
+        for name, value in arguments.items():
+            if name in ("q", "indices") or name in ("block_table", "cache_seqlens") and axis == 0 and value:
+                change(name, shape=(*value.shape[:axis], 0, *value.shape[axis + 1 :]))(arguments)
+        shape = arguments["q"].shape
+        strides = (*[3] * (len(shape) - 1), 1)
+        arguments["q"] = tuple(
+            FakeArray((*shape[:-1], columns), kind.dtype, strides, ptr=ptr)
+            for columns, ptr in ((512, 0), (64, 0x102))
+        )
+        out = kind.run(arguments)[0]
+        assert out.shape == (*shape[:-1], 512) and not launches(world) and not world.plans
+
+
+# name of the test, argument that the text names, exception, what the text also holds, how the pair is spoilt
+BAD_PAIRS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Any, Any], Any]]] = [
+    ("empty tuple", "q", ValueError, ("pair (q_nope, q_rope)", "tuple of 0"), lambda nope, rope: ()),
+    ("tuple of one", "q", ValueError, ("tuple of 1",), lambda nope, rope: (nope,)),
+    ("tuple of three", "q", ValueError, ("tuple of 3",), lambda nope, rope: (nope, rope, rope)),
+    ("list", "q", TypeError, ("got list",), lambda nope, rope: [nope, rope]),
+    ("pair of lists", "q", TypeError, ("got list",), lambda nope, rope: ([1.0], [2.0])),
+    ("list in a pair", "q_rope", TypeError, ("got list",), lambda nope, rope: (nope, [1.0])),
+    ("first None", "q", TypeError, ("got NoneType",), lambda nope, rope: (None, rope)),
+    ("second None", "q_rope", TypeError, ("got NoneType",), lambda nope, rope: (nope, None)),
+    (
+        "second on the host",
+        "q_rope",
+        ValueError,
+        ("CUDA memory", "numpy.ndarray"),
+        lambda nope, rope: (nope, np.zeros(3)),
+    ),
+    ("swapped", "q", ValueError, ("512 or 448", "64]"), lambda nope, rope: (rope, nope)),
+    (
+        "whole q first",
+        "q",
+        ValueError,
+        ("512 or 448", "576]"),
+        lambda nope, rope: (nope.but(shape=(*nope.shape[:-1], 576)), rope),
+    ),
+    (
+        "RoPE of 128 columns",
+        "q_rope",
+        ValueError,
+        ("64]", "128]"),
+        lambda nope, rope: (nope, rope.but(shape=(*rope.shape[:-1], 128))),
+    ),
+    (
+        "RoPE of other tokens",
+        "q_rope",
+        ValueError,
+        (f"{H_Q}, 64]",),
+        lambda nope, rope: (nope, rope.but(shape=(rope.shape[0] + 1, *rope.shape[1:]))),
+    ),
+    (
+        "RoPE of one dimension less",
+        "q_rope",
+        ValueError,
+        ("expected shape",),
+        lambda nope, rope: (nope, rope.but(shape=rope.shape[1:])),
+    ),
+    (
+        "RoPE of another dtype",
+        "q_rope",
+        TypeError,
+        ("bfloat16, that of q", "got float32"),
+        lambda nope, rope: (nope, rope.but(dtype="float32")),
+    ),
+    (
+        "RoPE on another device",
+        "q_rope",
+        ValueError,
+        ("cuda:0, that of q", "cuda:1"),
+        lambda nope, rope: (nope, rope.but(device=1)),
+    ),
+    (
+        "RoPE of another stream",
+        "q_rope",
+        ValueError,
+        ("fake array", "0x51", "other array", "0x99"),
+        lambda nope, rope: (nope, rope.but(framework=FakeFramework("other", stream=0x99))),
+    ),
+    (
+        "first at an odd address",
+        "q",
+        ValueError,
+        ("in a pair", "0x1102"),
+        lambda nope, rope: (nope.but(ptr=NOPE_PTR + 2), rope),
+    ),
+    (
+        "RoPE at an odd address",
+        "q_rope",
+        ValueError,
+        ("in a pair", "0x1908"),
+        lambda nope, rope: (nope, rope.but(ptr=ROPE_PTR + 8)),
+    ),
+    *[
+        (
+            f"RoPE with {text} of tokens",
+            "q_rope",
+            ValueError,
+            ("positive multiples of 8", f"[{stride}, "),
+            lambda nope, rope, stride=stride: (nope, rope.but(strides=(stride, *rope.strides[1:]))),
+        )
+        for text, stride in (("an odd stride", 2308), ("stride 0", 0), ("a negative stride", -3072))
+    ],
+    (
+        "first with stride 0 of tokens",
+        "q",
+        ValueError,
+        ("positive multiples of 8", "[0, "),
+        lambda nope, rope: (nope.but(strides=(0, *nope.strides[1:])), rope),
+    ),
+    *[
+        (
+            f"{name} with a strided last dimension",
+            name,
+            ValueError,
+            ("contiguous last dimension", " 2]"),
+            lambda nope, rope, name=name: tuple(
+                part.but(strides=(*part.strides[:-1], 2)) if is_it else part
+                for part, is_it in ((nope, name == "q"), (rope, name == "q_rope"))
+            ),
+        )
+        for name in ("q", "q_rope")
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "texts", "spoil"),
+    [case[1:] for case in BAD_PAIRS],
+    ids=[case[0] for case in BAD_PAIRS],
+)
+@one_of_each
+def test_refused(
+    world: World,
+    kind: Kind,
+    name: str,
+    error: type[Exception],
+    texts: tuple[str, ...],
+    spoil: Callable[[Any, Any], Any],
+) -> None:
+    arguments = kind.arguments() | {"q": spoil(*q_pair(kind.shape))}
+    for _ in range(2):
+        with pytest.raises(error, match=rf"^{name}: expected") as raised:
+            kind.run(arguments)
+        assert all(text in str(raised.value) for text in texts), str(raised.value)
+    assert world.untouched
+
+
+@one_of_each
+def test_none_in_a_pair_is_not_one_array_of_a_smaller_width(world: World, kind: Kind) -> None:
+    """512 columns would be a whole q for other caches."""
+    makes = {
+        dense_decode: dense_of(512, "bfloat16"),
+        sparse_decode: layout_of(sparse_arguments, "bf16 512"),
+        sparse_prefill: layout_of(prefill_arguments, "bf16 512"),
+    }
+    arguments = makes[kind.module]()
+    with pytest.raises(TypeError, match=r"^q_rope: expected a torch tensor.* got NoneType$"):
+        kind.run(arguments | {"q": (arguments["q"], None)})
+    assert world.untouched
+
+
+@each_kind
+def test_warmup_call(world: World, kind: Kind) -> None:
+    arguments = kind.with_pair()
+    rawmla.warmup_call(getattr(rawmla, kind.function), **arguments)
+    (args,) = launches(world)
+    assert (args.stream, args.q, args.q_rope) == (NO_LAUNCH, NOPE_PTR, ROPE_PTR)
+    assert not world.framework.allocated and not world.framework.copied
+    kind.run(arguments)
+    assert [args.stream for args in launches(world)] == [NO_LAUNCH, 0x51]
+
+
+# ---- the reference
+
+
+def dense_reference(d_qk: int) -> tuple[Callable[[Any], Any], Any]:
+    inputs = make_dense_inputs(DenseCase(b=2, s_q=2, h_q=4, s_k=40, d_qk=d_qk, varlen=True), "numpy")
+    arrays = (inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
+    return lambda q: reference.flash_mla_with_kvcache(q, *arrays), inputs.q
+
+
+def sparse_reference(layout: str, d_qk: int) -> tuple[Callable[[Any], Any], Any]:
+    case = SparseCase(b=2, s_q=2, h_q=4, s_k=60, topk=20, layout=layout, d_qk=d_qk)
+    inputs = make_sparse_inputs(case, "numpy")
+    given = {"is_fp8_kvcache": layout != "bf16", "indices": inputs.indices}
+    return (
+        lambda q: reference.flash_mla_with_kvcache(q, inputs.k_cache, None, None, **given),
+        inputs.q,
+    )
+
+
+def prefill_reference(d_qk: int) -> tuple[Callable[[Any], Any], Any]:
+    case = SparseCase(b=5, h_q=4, s_k=60, topk=20, page_block_size=1, layout="bf16", d_qk=d_qk, shared=True)
+    inputs = make_sparse_inputs(case, "numpy")
+    rows, indices = inputs.k_cache[:, 0], inputs.indices
+    return lambda q: reference.flash_mla_sparse_fwd(q, rows, indices, 0.1), inputs.q[:, 0]
+
+
+REFERENCES = {
+    "dense 576": lambda: dense_reference(576),
+    "dense 512": lambda: dense_reference(512),
+    "sparse v32": lambda: sparse_reference("v32", 576),
+    "sparse model1": lambda: sparse_reference("model1", 512),
+    "sparse bf16": lambda: sparse_reference("bf16", 576),
+    "prefill 576": lambda: prefill_reference(576),
+    "prefill 512": lambda: prefill_reference(512),
+}
+
+
+@pytest.mark.parametrize("make", REFERENCES.values(), ids=REFERENCES)
+class TestReference:
+    def test_pair(self, make: Callable[[], tuple[Callable[[Any], Any], Any]]) -> None:
+        run, q = make()
+        nope, rope = q[..., :-64], np.ascontiguousarray(q[..., -64:])
+        for got, want in zip(run((nope, rope)), run(q), strict=True):
+            np.testing.assert_array_equal(got, want)
+        changed = rope.copy()
+        changed[..., 0, -1] += 1
+        assert (run((nope, changed))[-1] != run(q)[-1]).any()
+
+    def test_refused(self, make: Callable[[], tuple[Callable[[Any], Any], Any]]) -> None:
+        run, q = make()
+        nope, rope = q[..., :-64], q[..., -64:]
+        for bad, error, text in (
+            ((nope, rope, rope), ValueError, r"^q: expected an array or a pair .* tuple of 3$"),
+            ((rope, nope), ValueError, r"^q: expected a last dimension of 512 or 448 in the first array"),
+            ((nope, rope[..., :32]), ValueError, r"^q_rope: expected shape .*64\], got .*32\]$"),
+            ((nope, rope[:-1]), ValueError, r"^q_rope: expected shape"),
+            ((nope, rope.astype(np.int32)), TypeError, r"^q_rope: expected dtype"),
+            ((nope, None), TypeError, r"^q_rope: expected"),
+        ):
+            with pytest.raises(error, match=text):
+                run(bad)
+
+
+def test_reference_of_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    inputs = make_dense_inputs(DenseCase(b=2, h_q=4, s_k=40), "torch", "cpu")
+    arrays = (inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
+    nope, rope = inputs.q[..., :512], inputs.q[..., 512:]
+    got = reference.flash_mla_with_kvcache((nope, rope), *arrays)
+    want = reference.flash_mla_with_kvcache(inputs.q, *arrays)
+    assert got[0].dtype == torch.bfloat16 and all(map(torch.equal, got, want))
+    with pytest.raises(TypeError, match=r"^q_rope: expected dtype bfloat16, that of q, got float16$"):
+        reference.flash_mla_with_kvcache((nope, rope.half()), *arrays)
