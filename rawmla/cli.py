@@ -1,4 +1,6 @@
-"""Command line: ``python -m rawmla info``, ``compile [--all] [--out DIR]`` and ``flash-mla -- script.py``."""
+"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all] [--out DIR]`` and
+``flash-mla -- script.py``.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="what works on this machine, what does not and why",
         description="What works on this machine, what does not and why: text for a bug report.",
     )
+    commands.add_parser(
+        "doctor",
+        help="whether vLLM, SGLang and LMDeploy use rawmla here, and what to do",
+        description="Whether vLLM, SGLang and LMDeploy use rawmla in this environment, and what to do. Exit "
+        "status 1 when something that was asked for is not in effect or cannot work.",
+    )
     compiling = commands.add_parser(
         "compile",
         help="compile the kernels ahead; needs no GPU",
@@ -69,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "info":
             return _info()
+        if arguments.command == "doctor":
+            return _doctor()
         if arguments.command == "flash-mla":
             if arguments.path == bool(program):
                 running.error("expected --path, or -- and a program")
@@ -86,13 +96,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _info() -> int:
     from rawmla.report import collect
 
-    sections = collect()
+    _print_sections(collect())
+    return 0
+
+
+def _doctor() -> int:
+    from rawmla.engines.doctor import examine
+
+    found = examine()
+    _print_sections(found.sections)
+    print("what to do")
+    for problem in found.problems:
+        print(f"  problem: {problem}")
+    for hint in found.hints:
+        print(f"  hint: {hint}")
+    if not found.problems and not found.hints:
+        print("  nothing")
+    return 1 if found.problems else 0
+
+
+def _print_sections(sections: dict[str, list[tuple[str, str]]]) -> None:
     width = max(len(label) for rows in sections.values() for label, _ in rows)
     for title, rows in sections.items():
         print(title)
         for label, value in rows:
             print(f"  {label:<{width}}  {value}")
-    return 0
 
 
 def _flash_mla(program: Sequence[str], api: str | None) -> int:

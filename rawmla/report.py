@@ -162,7 +162,14 @@ def _verdicts() -> Rows:
         build = runpy.run_path(str(Path(found.origin).with_name("version.py")))
         if build["cuda"] is None:
             return f"no: torch {build['__version__']} was built without CUDA"
-        return f"yes, torch {build['__version__']} for CUDA {build['cuda']}"
+        made_for = f"torch {build['__version__']} for CUDA {build['cuda']}"
+        try:
+            major, minor = get_driver().version()
+        except RawMLAError:  # said in the rows of the GPU
+            return f"yes, {made_for}"
+        if int(build["cuda"].split(".")[0]) > major:
+            return f"no: {made_for} needs a newer driver than this one for CUDA {major}.{minor}"
+        return f"yes, {made_for}"
 
     def cupy_arrays() -> str:
         _import("cupy", "CuPy arrays need CuPy")

@@ -303,6 +303,23 @@ def test_info_knows_what_torch_was_built_for(
     assert "torch" not in sys.modules
 
 
+def test_info_notices_a_torch_that_is_too_new_for_the_driver(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = project.root / "site" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (package / "version.py").write_text("__version__ = '2.15.0'\ncuda = '14.1'\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(report, "get_driver", FakeDriver)
+    for module in (report, sys.modules["rawmla.jit.launch"]):
+        monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo("NVIDIA H200", 132, (9, 0)))
+    assert cli.main(["info"]) == 0
+    text = "no: torch 2.15.0 for CUDA 14.1 needs a newer driver than this one for CUDA 13.0"
+    assert text in capsys.readouterr().out
+
+
 def test_info_without_torch(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

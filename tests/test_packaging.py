@@ -82,6 +82,15 @@ def test_wheel_metadata(built: Path) -> None:
     assert not any(heavy in line for line in base for heavy in ("cupy", "torch", "cuda"))
 
 
+def test_wheel_has_the_entry_points_of_engines(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt"))
+    text = archive.read(name).decode()
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f"[{group}]\nrawmla = rawmla.engines.{module}:register\n" in text + "\n"
+
+
 def test_sdist_contents(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -94,6 +103,7 @@ def test_sdist_contents(built: Path) -> None:
         "LICENSE",
         "tests/test_packaging.py",
         "scripts/bench.py",
+        "tests/contracts/vllm-0.33.0.json",
         "examples/decode_torch.py",
     } <= names
 

@@ -293,6 +293,25 @@ def decode_wanted(made: dict[str, Any], **keywords: Any) -> tuple[Any, Any]:
     return out * 2, lse
 
 
+def test_compiled_decode_of_a_pair() -> None:
+    made = dense("cpu")
+    pair = {**made, "q": parts(made["q"])}
+    assert_equal(torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**pair), decode_wanted(made))
+
+
+def test_compiled_plan_of_an_empty_object() -> None:
+    made = dense("cpu")
+
+    def step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
+        filled, _ = rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=rawmla.FlashMLASchedMeta())
+        return rawmla.flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, 512, filled, causal=True
+        )
+
+    want = reference.flash_mla_with_kvcache(**made, causal=True)
+    assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**made), want)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled_decode(backend: str) -> None:
     made = dense("cpu")

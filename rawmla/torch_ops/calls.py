@@ -46,6 +46,8 @@ def get_mla_metadata(
     sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, enable_batch_invariant)
     if out is None:
         return _ops.plan.default(cache_seqlens, *sizes)
+    if is_object and plans._is_empty(out):  # arrays of the right size, in the order of bare tensors so far
+        out.tile_scheduler_metadata, out.num_splits = _ops.plan.default(cache_seqlens, *sizes)
     rows, num_splits = plans._given_arrays(out)
     _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
     return (out, None) if is_object else (rows, num_splits)

@@ -1,0 +1,183 @@
+"""What ``python -m rawmla doctor`` shows: which engines there are, whether they use rawmla, and what to do.
+
+Engines are looked at through their metadata and never imported; nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata, util
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+from rawmla import report
+from rawmla.compat import SITE
+
+from . import sglang, vllm
+
+__all__ = ["Diagnosis", "examine"]
+
+Rows = list[tuple[str, str]]
+
+PLUG_IN = "rawmla"
+"""The name of both entry points, which VLLM_PLUGINS and SGLANG_PLUGINS select by."""
+_EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")  # both own the files of flash_mla
+_OTHER_VARIABLES = ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT", "SGLANG_PLUGINS", "PYTHONPATH")
+_PATH = "PYTHONPATH=$(python -m rawmla flash-mla --path)"
+
+
+class Diagnosis(NamedTuple):
+    """`sections` maps a title to (label, text) rows. `problems` are what was asked for and is not in effect,
+    or cannot work; `hints` are what could be done besides. One sentence each.
+    """
+
+    sections: dict[str, Rows]
+    problems: list[str]
+    hints: list[str]
+
+
+class _Engine(NamedTuple):
+    title: str
+    distribution: str
+    plug_in: ModuleType
+    group: str
+    filter: str  # the variable that names the plug-ins to load
+    line: str
+
+
+_ENGINES = (
+    _Engine(
+        "vLLM",
+        "vllm",
+        vllm,
+        "vllm.general_plugins",
+        "VLLM_PLUGINS",
+        f"{vllm.VARIABLE}=patch vllm serve MODEL --attention-backend FLASHMLA (or FLASHMLA_SPARSE)",
+    ),
+    _Engine(
+        "SGLang",
+        "sglang",
+        sglang,
+        "sglang.srt.plugins",
+        "SGLANG_PLUGINS",
+        f"{sglang.VARIABLE}=patch python -m sglang.launch_server --model-path MODEL",
+    ),
+)
+
+
+def examine() -> Diagnosis:
+    """Look at this environment. Raises nothing for what it finds missing."""
+    found = Diagnosis({}, [], [])
+    versions = {name: _version(name) for name in ("vllm", "sglang", "lmdeploy")}
+    found.sections["engines"] = [
+        *((engine.title, _recognised(engine, versions[engine.distribution])) for engine in _ENGINES),
+        ("LMDeploy", _recognised(None, versions["lmdeploy"])),
+    ]
+    names = {name for name in os.environ if name.startswith("RAWMLA_")} | set(_OTHER_VARIABLES)
+    variables = [(name, os.environ[name]) for name in sorted(names) if name in os.environ]
+    found.sections["environment variables"] = variables or [("none", "of RAWMLA_*, VLLM_*, SGLANG_PLUGINS")]
+    found.sections["plug-ins"] = []
+    for engine in _ENGINES:
+        _examine_plug_in(engine, versions[engine.distribution], found)
+    _examine_flash_mla(versions, found)
+    works = report.collect()
+    found.sections.update({title: works[title] for title in ("packages", "GPU", "what works")})
+    verdicts = dict(works["what works"])
+    needed = [("run kernels", "Kernels cannot run")]
+    if any(versions.values()):  # engines work on torch's tensors
+        needed.append(("torch tensors", "torch cannot be used"))
+    for label, what in needed:
+        verdict = verdicts[label]
+        if verdict.startswith("no: "):
+            found.problems.append(f"{what}: {verdict.removeprefix('no: ')}")
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _recognised(engine: _Engine | None, version: str | None) -> str:
+    if version is None:
+        return "not installed"
+    if engine is None:
+        return f"{version}, imports flash_mla"
+    if engine.plug_in.is_tested(version):
+        return f"{version}, recognised"
+    return f"{version}, not recognised: rawmla knows {', '.join(engine.plug_in.TESTED)}"
+
+
+def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> None:
+    """Is the entry point seen, is it switched on, and would it do what it was asked for?"""
+    ours = engine.plug_in
+    seen = [point for point in metadata.entry_points(group=engine.group) if point.name == PLUG_IN]
+    mode = os.environ.get(ours.VARIABLE, "")
+    allowed = os.environ.get(engine.filter)
+    chosen = allowed is None or PLUG_IN in [name.strip() for name in allowed.split(",")]
+    rows = found.sections["plug-ins"]
+    where = f"{seen[0].value} ({engine.group})" if seen else f"not in {engine.group}"
+    rows.append((f"{engine.title} entry point", where))
+    problems = []
+    if mode and mode not in ours.MODES:
+        problems.append(f"{ours.VARIABLE}: expected one of {', '.join(ours.MODES)}, got {mode!r}")
+    if mode and version is None:
+        problems.append(f"{ours.VARIABLE} is set, but {engine.title} is not installed in this environment")
+    if mode and not seen:
+        problems.append(
+            f"{engine.title} does not see the plug-in: rawmla has to be installed with pip in the engine's "
+            "environment, a checkout on PYTHONPATH has no entry points"
+        )
+    if mode and not chosen:
+        problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
+    if mode == "backend" and version is not None and not ours.is_tested(version):
+        problems.append(
+            f"{ours.VARIABLE}=backend needs {engine.title} {', '.join(ours.TESTED)}: use patch, which "
+            "checks names and parameters"
+        )
+    found.problems.extend(problems)
+    if problems:
+        replaced = "nothing, or not all that was asked for: see below"
+    elif mode:
+        replaced = f"{', '.join(ours.REPLACED)} of {ours.MODULE}"
+        if mode == "backend":
+            rows.append((f"{engine.title} backends", f"{', '.join(ours.BACKENDS)} would be rawmla's"))
+        if not ours.is_tested(version):
+            found.hints.append(
+                f"{engine.title} {version} was not tested: names and parameters are compared at start, and "
+                "if one differs, a warning in its log says so and nothing is replaced"
+            )
+    else:
+        replaced = f"nothing: {ours.VARIABLE} is not set"
+        if version is not None:
+            found.hints.append(f"To use rawmla in {engine.title}: {engine.line}")
+    rows.append((f"{engine.title} would replace", replaced))
+
+
+def _examine_flash_mla(versions: dict[str, str | None], found: Diagnosis) -> None:
+    """Whose is `import flash_mla`?"""
+    owners = [name for name in _EXCLUSIVE if _version(name) is not None]
+    ours = False
+    try:
+        spec = util.find_spec("flash_mla")
+    except ValueError:  # imported by something that left no spec
+        spec = None
+    if spec is None or spec.origin is None:
+        text = "none"
+    else:
+        ours = Path(spec.origin).read_bytes() == (SITE / "flash_mla" / "__init__.py").read_bytes()
+        text = f"{'rawmla' if ours else 'another one'}: {spec.origin}"
+    found.sections["flash_mla"] = [
+        ("import flash_mla gives", text),
+        ("distributions", ", ".join(f"{name} {_version(name)}" for name in owners) or "none"),
+    ]
+    if len(owners) > 1:
+        found.problems.append(
+            f"{' and '.join(owners)} are both installed and own the same files: uninstall both, then install "
+            "the one that is wanted"
+        )
+    if versions["lmdeploy"] is not None and not ours:
+        found.hints.append(f"To use rawmla in LMDeploy: {_PATH} lmdeploy serve api_server MODEL")

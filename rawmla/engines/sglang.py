@@ -1,0 +1,142 @@
+"""The plug-in for SGLang. `register` is an entry point of the group sglang.srt.plugins; the variable
+RAWMLA_SGLANG turns it on.
+
+SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module of theirs,
+which have argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. What the module
+exports besides is of Blackwell alone, but for the class of plan objects: rawmla takes objects of any class.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from importlib import import_module, metadata, util
+from typing import Any
+
+__all__ = ["MODES", "MODULE", "REPLACED", "TESTED", "VARIABLE", "is_tested", "register"]
+
+VARIABLE = "RAWMLA_SGLANG"
+MODES = ("patch",)
+MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
+TESTED = ("0.5.23",)
+"""Versions of SGLang whose calls are recorded in tests/contracts."""
+
+REPLACED = {
+    "get_mla_metadata": (
+        "cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk"
+    ),
+    "flash_mla_with_kvcache": (
+        "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
+        "softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
+        "extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format, use_legacy"
+    ),
+    "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy",
+}
+"""What is hooked in `MODULE`: name to its parameters in the tested versions."""
+
+_log = logging.getLogger(__name__)
+_registered = False
+
+
+def register() -> None:
+    """Entry point: do what RAWMLA_SGLANG says. Unset or empty: nothing.
+
+    Raises nothing: whatever is not as expected is one warning, and SGLang is left as it is.
+    """
+    global _registered
+    mode = os.environ.get(VARIABLE, "")
+    if not mode or _registered:
+        return
+    reason = f"{VARIABLE}: expected {MODES[0]}, got {mode!r}" if mode not in MODES else _refusal()
+    if reason is not None:
+        _log.warning("rawmla: SGLang is left as it is. %s", reason)
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
+    for name, hook in zip(REPLACED, hooks, strict=True):
+        HookRegistry.register(f"{MODULE}.{name}", hook, HookType.AROUND)
+    _registered = True
+    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", ", ".join(REPLACED), MODULE, _version() or "?")
+
+
+def is_tested(version: str | None) -> bool:
+    """Whether a version of SGLang is in `TESTED`; what follows "+" tells only what it was built for."""
+    return version is not None and version.partition("+")[0] in TESTED
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _refusal() -> str | None:
+    """Why the functions may not be hooked; None: they may.
+
+    SGLang's module imports flash_mla. Where none is installed, rawmla's takes its place.
+    """
+    if util.find_spec("flash_mla") is None:
+        from rawmla.compat import install_flash_mla
+
+        install_flash_mla()
+    version = _version()
+    try:
+        module = import_module(MODULE)
+    except ImportError as error:
+        return f"{MODULE} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
+    if is_tested(version):
+        return None
+    different = [
+        name
+        for name, parameters in REPLACED.items()
+        if not callable(getattr(module, name, None))
+        or ", ".join(inspect.signature(getattr(module, name)).parameters) != parameters
+    ]
+    if different:
+        return (
+            f"SGLang {version or 'of unknown version'} is not one that rawmla was tested with "
+            f"({', '.join(TESTED)}), and in {MODULE} these are missing or have other parameters: "
+            f"{', '.join(different)}. Unset {VARIABLE}, or use a tested version"
+        )
+    return None
+
+
+# ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not
+# have, stays with the original: its plan (FP8 without topk) and its calls (an FP8 q).
+
+
+def _get_mla_metadata(
+    original: Callable[..., tuple[Any, Any]],
+    cache_seqlens: Any = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int | None = None,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[Any, Any]:
+    arguments = cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk
+    if cache_seqlens is not None and is_fp8_kvcache and topk is None:
+        return original(*arguments)
+    from rawmla.compat import sgl_kernel
+
+    return sgl_kernel.get_mla_metadata(*arguments)
+
+
+def _flash_mla_with_kvcache(
+    original: Callable[..., tuple[Any, Any]], q: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, Any]:
+    if q.element_size() == 1:
+        return original(q, *args, **kwargs)
+    from rawmla.compat import sgl_kernel
+
+    return sgl_kernel.flash_mla_with_kvcache(q, *args, **kwargs)
+
+
+def _flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    from rawmla.compat import sgl_kernel
+
+    return sgl_kernel.flash_mla_sparse_fwd(*args, **kwargs)

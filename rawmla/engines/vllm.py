@@ -1,0 +1,222 @@
+"""The plug-in for vLLM. `register` is an entry point of the group vllm.general_plugins; the variable
+RAWMLA_VLLM turns it on.
+
+"patch" puts rawmla's functions in the place of those that vLLM's own FlashMLA module exports, so every caller
+in vLLM uses them, with the arguments of before. "backend" does the same and puts two attention backends of
+rawmla in the place of FLASHMLA and FLASHMLA_SPARSE (`rawmla.engines.vllm_backend`).
+
+vLLM calls the entry point in every process, more than once and before CUDA may be touched. So nothing here
+imports a module of vLLM ahead of vLLM itself, compiles, or looks at a GPU: names are replaced when vLLM has
+imported the module that holds them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["BACKENDS", "MODES", "MODULE", "REPLACED", "TESTED", "VARIABLE", "is_tested", "register"]
+
+VARIABLE = "RAWMLA_VLLM"
+MODES = ("patch", "backend")
+MODULE = "vllm.v1.attention.ops.flashmla"
+TESTED = ("0.33.0",)
+"""Versions of vLLM whose calls are recorded in tests/contracts and whose backends are known here."""
+
+_DECODE = (
+    "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, "
+    "causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, "
+    "extra_topk_length, out, enable_batch_invariant"
+)
+REPLACED: dict[str, str | None] = {
+    "FlashMLASchedMeta": None,
+    "get_mla_metadata": "args, kwargs",
+    "flash_mla_with_kvcache": _DECODE,
+    "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out",
+    "is_flashmla_dense_supported": "",
+    "is_flashmla_sparse_supported": "",
+}
+"""What is replaced in `MODULE`: name to its parameters in the tested versions; None: a class.
+
+get_mla_metadata_dense_fp8 and flash_mla_with_kvcache_fp8 stay vLLM's, since rawmla has no dense decoding over
+FP8 caches. So does _is_flashmla_available, by which those two say that a build of vLLM has no FlashMLA.
+"""
+BACKENDS = {
+    "FLASHMLA": "rawmla.engines.vllm_backend.RawMLABackend",
+    "FLASHMLA_SPARSE": "rawmla.engines.vllm_backend.RawMLASparseBackend",
+    "CUSTOM": "rawmla.engines.vllm_backend.RawMLABackend",
+}
+"""Members of vLLM's AttentionBackendEnum that "backend" overrides. Members can be sent to spawned workers,
+new names cannot."""
+
+_ORIGINALS = "__rawmla_originals__"  # in MODULE once its names are replaced
+_log = logging.getLogger("vllm.rawmla")  # below vLLM's own logger, so that lines appear among vLLM's
+
+
+def register() -> None:
+    """Entry point: do what RAWMLA_VLLM says. Unset or empty: nothing.
+
+    Raises nothing: whatever is not as expected is one warning in vLLM's log, and vLLM is left as it is.
+    """
+    mode = os.environ.get(VARIABLE, "")
+    if not mode:
+        return
+    if mode not in MODES:
+        _warn(f"{VARIABLE}: expected one of {', '.join(MODES)}, got {mode!r}")
+        return
+    module = sys.modules.get(MODULE)
+    if module is None:
+        _after_import(MODULE, _patch)
+    else:
+        _patch(module)
+    if mode == "backend":
+        _register_backends()
+
+
+def is_tested(version: str | None) -> bool:
+    """Whether a version of vLLM is in `TESTED`; what follows "+" tells only what it was built for."""
+    return version is not None and version.partition("+")[0] in TESTED
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return getattr(sys.modules.get("vllm"), "__version__", None)
+
+
+_warned: set[str] = set()
+
+
+def _warn(reason: str, what: str = "vLLM is left as it is") -> None:
+    """One warning per process and reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        _log.warning("rawmla: %s. %s", what, reason)
+
+
+# ---- after an import
+
+
+class _Watcher:
+    """A finder that finds nothing of its own: it has a function called when one module has been executed."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name = name
+        self.action = action
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """As of any finder of `sys.meta_path`."""
+        if name != self.name:
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self.action(module)
+
+            spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
+def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
+    if not any(isinstance(finder, _Watcher) and finder.name == name for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watcher(name, action))
+
+
+# ---- patch
+
+
+def _patch(module: ModuleType) -> None:
+    """Replace the names of `MODULE`, also where other modules of vLLM have imported them already."""
+    if hasattr(module, _ORIGINALS):
+        return
+    reason = _refusal(module)
+    if reason is not None:
+        _warn(reason)
+        return
+    values = _replacements()
+    originals = {name: getattr(module, name) for name in values}
+    setattr(module, _ORIGINALS, originals)
+    for loaded_as, loaded in list(sys.modules.items()):
+        if loaded_as.partition(".")[0] == "vllm" and isinstance(loaded, ModuleType):
+            names = vars(loaded)
+            for name, original in originals.items():
+                if names.get(name) is original:
+                    setattr(loaded, name, values[name])
+    _log.info(
+        "rawmla: %s of %s are rawmla's now (vLLM %s)", ", ".join(values), module.__name__, _version() or "?"
+    )
+
+
+def _refusal(module: ModuleType) -> str | None:
+    """Why the names of `MODULE` may not be replaced; None: they may.
+
+    vLLM has asked for the GPU's compute capability before it imports the module, so asking again is free.
+    """
+    platform = module.current_platform
+    if not (platform.is_cuda() and platform.is_device_capability_family(90)):
+        return "rawmla's kernels are for Hopper (compute capability 9.0), and vLLM sees no such GPU here"
+    version = _version()
+    if is_tested(version):
+        return None
+    different = [name for name, parameters in REPLACED.items() if not _is_known(module, name, parameters)]
+    if different:
+        return (
+            f"vLLM {version or 'of unknown version'} is not one that rawmla was tested with "
+            f"({', '.join(TESTED)}), and in {MODULE} these are missing or have other parameters: "
+            f"{', '.join(different)}. Unset {VARIABLE}, or use a tested version"
+        )
+    return None
+
+
+def _is_known(module: ModuleType, name: str, parameters: str | None) -> bool:
+    value = getattr(module, name, None)
+    if parameters is None:
+        return isinstance(value, type)
+    return callable(value) and ", ".join(inspect.signature(value).parameters) == parameters
+
+
+def _replacements() -> dict[str, Any]:
+    from rawmla.compat.flash_mla import flash_mla_interface
+
+    supported = ("is_flashmla_dense_supported", "is_flashmla_sparse_supported")
+    return {
+        name: _is_supported if name in supported else getattr(flash_mla_interface, name) for name in REPLACED
+    }
+
+
+def _is_supported() -> tuple[bool, str | None]:
+    """On Hopper rawmla is there, also when vLLM was built without FlashMLA."""
+    return True, None
+
+
+# ---- backend
+
+
+def _register_backends() -> None:
+    version = _version()
+    if not is_tested(version):
+        _warn(
+            f"{VARIABLE}=backend needs a version that rawmla was tested with ({', '.join(TESTED)}), and this "
+            f"is vLLM {version or 'of unknown version'}; use {VARIABLE}=patch",
+            "vLLM's attention backends are left as they are",
+        )
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for member, path in BACKENDS.items():
+        register_backend(AttentionBackendEnum[member], path)
+    _log.info("rawmla: the attention backends %s are rawmla's now (vLLM %s)", ", ".join(BACKENDS), version)

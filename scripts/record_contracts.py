@@ -1,0 +1,663 @@
+"""Record what an engine passes to FlashMLA: python scripts/record_contracts.py ENGINE [--sources DIR]
+
+ENGINE is vllm, sglang, or vllm-backend (rawmla's own attention backends in vLLM). Needs the engine's Python
+and torch, but no GPU and no compiled extension. The engine's own code is driven on the CPU with small
+metadata, and FlashMLA's functions are replaced by ones that write down shape, dtype, strides and storage
+offset of every tensor, and every other argument. tests/gpu/test_engine_contracts.py repeats the calls on a
+GPU with exactly those views. The files are tests/contracts/ENGINE-VERSION.json; docs/engines.md says more.
+
+vLLM is imported: what it would load from CUDA extensions is replaced by empty modules, and the platform says
+that the GPU is an H200. Kernels around attention (index conversion, gathering) are replaced by functions
+whose results have the same shapes. Of SGLang (--sources: its unpacked wheel) the interface module is
+imported, and the methods that call it are compiled alone from their files, since the modules around them need
+a GPU build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+CONTRACTS = Path(__file__).resolve().parents[1] / "tests" / "contracts"
+PAGE = 64
+
+
+# ---- recording
+
+
+class Plan:
+    """Stands for FlashMLASchedMeta: empty, or with the arrays that an engine put into it."""
+
+    def __init__(self, tile_scheduler_metadata: Any = None, num_splits: Any = None) -> None:
+        self.have_initialized = False
+        self.config = None
+        self.tile_scheduler_metadata = tile_scheduler_metadata
+        self.num_splits = num_splits
+
+
+class Recorder:
+    """The calls of one engine, as they go into the file."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self._place = {"site": "", "case": "", "source": ""}
+
+    def at(self, site: str, case: str, source: str = "recorded") -> None:
+        """The next calls come from this file and function of the engine, in this situation.
+
+        `source` is "recorded" when that function was run, "read" when its lines were written again here.
+        """
+        self._place = {"site": site, "case": case, "source": source}
+
+    def function(self, name: str, signature: Callable[..., Any], answer: Callable[..., Any]) -> Any:
+        """A function of FlashMLA that records its arguments by the names of `signature`, then answers."""
+        bind = inspect.signature(signature).bind
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            arguments = bind(*args, **kwargs).arguments
+            call: dict[str, Any] = {**self._place, "function": name, "positional": len(args)}
+            call["arguments"] = {key: describe(value) for key, value in arguments.items()}
+            self.calls.append(call)
+            return answer(arguments)
+
+        return recorded
+
+
+def describe(value: Any) -> Any:
+    """An argument as JSON: a tensor as its view, a plan as what it holds, anything else as itself."""
+    if isinstance(value, torch.Tensor):
+        return {
+            "shape": list(value.shape),
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "strides": list(value.stride()),
+            "offset": value.storage_offset(),
+            "elements": value.untyped_storage().nbytes() // value.element_size(),
+        }
+    if isinstance(value, Plan):
+        filled = value.tile_scheduler_metadata is not None
+        return {"plan": "filled by the engine" if filled else "empty"}
+    if isinstance(value, (tuple, list)):
+        return [describe(one) for one in value]
+    if isinstance(value, dict):
+        return {key: describe(one) for key, one in value.items()}
+    return value
+
+
+def decode_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of decoding, of the right shapes."""
+    q = arguments["q"]
+    b, s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
+    out = arguments.get("out")
+    if out is None:
+        out = torch.zeros(b, s_q, h_q, arguments["head_dim_v"], dtype=torch.bfloat16)
+    return out, torch.zeros(b, h_q, s_q)
+
+
+def prefill_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Results of sparse prefill, of the right shapes."""
+    q = arguments["q"]
+    s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
+    out = arguments.get("out")
+    if out is None:
+        out = torch.zeros(s_q, h_q, arguments.get("d_v", 512), dtype=torch.bfloat16)
+    return out, torch.zeros(s_q, h_q), torch.zeros(s_q, h_q)
+
+
+def stub_module(name: str, **names: Any) -> ModuleType:
+    """An importable module; a name that it was not given is a function that does nothing."""
+
+    def missing(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return lambda *args, **kwargs: None
+
+    module = ModuleType(name)
+    module.__spec__ = importlib.util.spec_from_loader(name, None)
+    vars(module).update(names, __getattr__=missing)
+    sys.modules[name] = module
+    return module
+
+
+def paged(num_blocks: int, page: int, row: int, dtype: torch.dtype, block_stride: int | None = None) -> Any:
+    """A cache `[num_blocks, page, row]`; `block_stride` in elements, when other pages lie between blocks."""
+    stride = page * row if block_stride is None else block_stride
+    return torch.zeros(num_blocks, stride, dtype=dtype)[:, : page * row].view(num_blocks, page, row)
+
+
+def file_of(kind: type) -> str:
+    """The file of a class, from its package on."""
+    return kind.__module__.replace(".", "/") + ".py"
+
+
+def int32(*shape: int) -> torch.Tensor:
+    """What an engine's kernel would have written."""
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+# ---- vLLM
+
+
+def vllm_decode(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
+    num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = False,
+    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
+    out: Any = None,
+    enable_batch_invariant: Any = False,
+) -> None:  # fmt: skip
+    """The parameters of vLLM's flash_mla_with_kvcache."""
+
+
+def vllm_prefill(
+    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None,
+    topk_length: Any = None, out: Any = None,
+) -> None:  # fmt: skip
+    """The parameters of vLLM's flash_mla_sparse_fwd."""
+
+
+class AbsentOps:
+    """A namespace of torch.ops without its extension: every operator answers None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def vllm_without_gpu() -> Any:
+    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
+    stub_module("vllm._C_stable_libtorch")
+    stub_module("vllm.vllm_flash_attn")
+    import vllm._custom_ops
+    import vllm.platforms
+    from vllm.platforms.cuda import NonNvmlCudaPlatform
+    from vllm.platforms.interface import DeviceCapability
+
+    class Hopper(NonNvmlCudaPlatform):
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return DeviceCapability(9, 0)
+
+    vllm.platforms._current_platform = Hopper()
+    setattr(torch.ops, "_C", AbsentOps())  # noqa: B010
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls when it grows
+    init_workspace_manager(torch.device("cpu"))
+    import vllm.v1.attention.ops.flashmla as interface
+
+    return interface
+
+
+def record_vllm() -> Recorder:
+    """Drive vLLM's attention layers."""
+    interface = vllm_without_gpu()
+    recorder = Recorder()
+    interface.FlashMLASchedMeta = Plan
+    interface.get_mla_metadata = recorder.function(
+        "get_mla_metadata", lambda *args, **kwargs: None, lambda arguments: (Plan(), None)
+    )
+    interface.flash_mla_with_kvcache = recorder.function(
+        "flash_mla_with_kvcache", vllm_decode, decode_results
+    )
+    interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", vllm_prefill, prefill_results)
+    from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
+
+    vllm_dense(recorder, flashmla.FlashMLAImpl)
+    vllm_sparse(recorder, flashmla_sparse.FlashMLASparseImpl)
+    vllm_v4(recorder)
+    return recorder
+
+
+def record_vllm_backend() -> Recorder:
+    """Drive rawmla's attention backends in vLLM: the calls are those of rawmla's own functions."""
+    interface = vllm_without_gpu()
+    interface.get_mla_metadata = lambda *args, **kwargs: (Plan(), None)
+    import rawmla
+
+    recorder = Recorder()
+    functions: dict[str, tuple[Any, Any]] = {
+        "flash_mla_with_kvcache": (rawmla.flash_mla_with_kvcache, decode_results),
+        "flash_mla_sparse_fwd": (rawmla.flash_mla_sparse_fwd, prefill_results),
+    }
+    for name, (signature, answer) in functions.items():
+        setattr(rawmla, name, recorder.function(name, signature, answer))
+    from rawmla.engines import vllm_backend
+
+    vllm_dense(recorder, vllm_backend.RawMLAImpl)
+    vllm_sparse(recorder, vllm_backend.RawMLASparseImpl)
+    return recorder
+
+
+def vllm_dense(recorder: Recorder, impl_class: Any) -> None:
+    """FlashMLAMetadataBuilder._build_decode and forward_mqa of an implementation."""
+    from vllm.v1.attention.backends.mla import flashmla
+
+    file = "vllm/v1/attention/backends/mla/flashmla.py"
+    site = f"{file_of(impl_class)} {impl_class.__name__}.forward_mqa"
+    cases = {  # name: (requests, tokens of each, heads, ranks to gather from, blocks apart, dtype)
+        "decode, 128 heads": (4, 1, 128, 1, False, torch.bfloat16),
+        "decode, 16 heads, float16": (3, 1, 16, 1, False, torch.float16),
+        "two tokens a request (MTP), 16 heads": (4, 2, 16, 1, False, torch.bfloat16),
+        "short prefills decoded, 17 tokens a request": (2, 17, 16, 1, False, torch.bfloat16),
+        "hybrid model, pages of other layers between blocks": (3, 1, 32, 1, True, torch.bfloat16),
+        "context parallelism, heads of 4 ranks": (3, 1, 32, 4, False, torch.bfloat16),
+    }
+    for name, (b, s_q, heads, ranks, padded, dtype) in cases.items():
+        builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
+        builder.num_q_heads, builder.dcp_world_size, builder.is_fp8_kvcache = heads, ranks, False
+        starts = torch.arange(b + 1, dtype=torch.int32) * s_q
+        recorder.at(f"{file} FlashMLAMetadataBuilder._build_decode", name)
+        table = int32(32, 16)[:b]
+        decode = builder._build_decode(table, int32(32)[:b], 1024, starts, starts, b * s_q, s_q, None)
+        impl = object.__new__(impl_class)
+        impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.1147
+        impl.need_to_return_lse_for_decode = ranks > 1
+        tokens, heads = b * s_q, heads * ranks
+        parts = torch.zeros(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, heads, 192, dtype=dtype)
+        query = parts[0], parts[1][..., 128:]
+        cache = paged(40, PAGE, 576, dtype, PAGE * 576 + 4096 if padded else None)
+        recorder.at(site, name)
+        batch = SimpleNamespace(decode=decode, num_decodes=b)
+        impl.forward_mqa(query if ranks == 1 else torch.cat(query, -1), cache, batch, None)
+
+
+def vllm_sparse(recorder: Recorder, impl_class: Any) -> None:
+    """forward_mqa of an implementation over both kinds of caches; vLLM's also as HY-V4 has it, with sinks."""
+    from vllm.models.hy_v4.nvidia import flashmla_sparse as hy_v4
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    def concat(nope: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> None:
+        out[:, : nope.shape[1]].copy_(torch.cat((nope, rope), -1))
+
+    flashmla_sparse.ops = SimpleNamespace(
+        concat_mla_q=concat, cp_gather_and_upconvert_fp8_kv_cache=lambda *args: None
+    )
+
+    def convert(
+        requests: Any, table: Any, indices: torch.Tensor, *, return_valid_counts: bool = False, **_: Any
+    ) -> Any:
+        slots = torch.zeros_like(indices)
+        return (slots, int32(len(indices))) if return_valid_counts else slots
+
+    flashmla_sparse.triton_convert_req_index_to_global_index = convert
+    file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
+    cases: dict[
+        str, tuple[Any, ...]
+    ] = {  # name: (class, heads, decodes, tokens of each, prefill tokens, cache)
+        "FP8 cache, 16 heads, whole batch as one request": (0, 16, 5, 1, 7, "fp8_ds_mla"),
+        "FP8 cache, 16 heads, decode only": (0, 16, 6, 1, 0, "fp8_ds_mla"),
+        "FP8 cache, 128 heads, decode": (0, 128, 3, 1, 0, "fp8_ds_mla"),
+        "FP8 cache, 64 heads, two tokens a request (MTP)": (0, 64, 3, 2, 0, "fp8_ds_mla"),
+        "FP8 cache, 32 heads, decode and prefill": (0, 32, 2, 1, 9, "fp8_ds_mla"),
+        "bf16 cache, 16 heads": (0, 16, 4, 1, 5, "auto"),
+        "bf16 cache, 128 heads": (0, 128, 4, 1, 0, "auto"),
+        "bf16 cache, pages of other layers between blocks": (0, 64, 4, 1, 0, "hybrid"),
+        "HY-V4, FP8 cache, 16 heads, sinks": (1, 16, 3, 1, 2, "fp8_ds_mla"),
+        "HY-V4, bf16 cache, 16 heads, sinks": (1, 16, 3, 1, 2, "auto"),
+    }
+    for name, (hy, heads, decodes, s_q, prefill, kind) in cases.items():
+        if hy:
+            if impl_class is not flashmla_sparse.FlashMLASparseImpl:
+                continue
+            kind_of_impl = hy_v4.HYV4FlashMLASparseImpl
+        else:
+            kind_of_impl = impl_class
+        fp8 = kind == "fp8_ds_mla"
+        decode_tokens = decodes * s_q
+        tokens, padded = decode_tokens + prefill, -(-heads // 64) * 64
+        impl = object.__new__(kind_of_impl)
+        impl.num_heads, impl.kv_cache_dtype = heads, kind if fp8 else "auto"
+        impl.kv_lora_rank, impl.q_head_size = 512, 576
+        impl.softmax_scale, impl.prefill_padding = 0.1147, 64
+        impl.fp8_decode_padded_heads = impl_class._compute_fp8_decode_padded_heads(heads)
+        impl.topk_indices_buffer = int32(64, 2048)
+        impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
+        impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
+        impl._convert_logical_to_physical_topk = lambda indices, batch, **options: convert(
+            None, None, indices, **options
+        )
+        if hy:
+            impl.sinks = torch.zeros(heads)
+        wide = 64 if fp8 else padded
+        impl.workspace_specs = [((64, max(heads, 1) if fp8 else wide, 576), torch.bfloat16)]
+        if fp8:
+            shapes = [(256, 576), (64, padded, 576), (64, padded, 512), (64, heads, 512)]
+            impl.workspace_specs += [(shape, torch.bfloat16) for shape in shapes]
+        row, dtype = (656, torch.uint8) if fp8 else (576, torch.bfloat16)
+        cache = paged(40, PAGE, row, dtype, (PAGE + 16) * row if kind == "hybrid" else None)
+
+        builder = object.__new__(flashmla_sparse.FlashMLASparseMetadataBuilder)
+        builder.max_model_len_tensor, builder.dummy_block_table = int32(32), int32(32, 1)
+        builder.pcp_dcp_kv_gather = False
+        recorder.at(f"{file} FlashMLASparseMetadataBuilder.build", name)
+        mixed = heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
+        batch = SimpleNamespace(
+            block_table=int32(decodes + 1, 16), req_id_per_token=int32(64), block_size=PAGE,
+            num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
+        )  # fmt: skip
+        if fp8 and mixed:
+            batch.fp8_extra_metadata = builder._build_fp8_mixed_decode_prefill()
+        elif fp8:
+            batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
+        recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
+        parts = (
+            torch.zeros(tokens, heads, 512, dtype=torch.bfloat16),
+            torch.zeros(tokens, heads, 192, dtype=torch.bfloat16),
+        )
+        impl.forward_mqa((parts[0], parts[1][..., 128:]), cache, batch, None)
+
+
+def _separate(module: Any, builder: Any, decodes: int, s_q: int, prefill: int) -> Any:
+    """What the builder makes for prefill and decode apart; written out, since it pins host memory."""
+    kinds = module.FlashMLASparseMetadata
+    both = kinds.FP8SeparatePrefillDecode
+    plan, _ = module.get_mla_metadata()
+    kernel = kinds.FP8KernelMetadata(
+        plan, builder.dummy_block_table[:decodes], builder.max_model_len_tensor[:decodes]
+    )
+    made = both(
+        num_decodes=decodes, num_prefills=int(prefill > 0), num_prefill_tokens=prefill,
+        num_decode_tokens=decodes * s_q, decode=both.Decode(int32(decodes), kernel, s_q),
+    )  # fmt: skip
+    if prefill:
+        tokens = slice(decodes * s_q, decodes * s_q + prefill)
+        chunk = both.Prefill.Chunk(tokens, int32(1, 16), 0, int32(1), 200)
+        made.prefill = both.Prefill(int32(64), int32(1), [chunk])
+    return made
+
+
+def vllm_v4(recorder: Recorder) -> None:
+    """_forward_decode and _forward_prefill of DeepSeek-V4's and V4.1's attention layers."""
+    from vllm.models.deepseek_v4.nvidia import flashmla as v4
+    from vllm.models.deepseek_v41.nvidia import flashmla as v41
+
+    for module in (v4, v41):
+        module.dequantize_and_gather_k_cache = lambda *args, **kwargs: None
+        module.compute_global_topk_indices_and_lens = lambda indices, *rest: (
+            torch.zeros_like(indices),
+            int32(len(indices)),
+        )
+        module.combine_topk_swa_indices = lambda *args, out, **kwargs: out
+    cases = {  # name: (module, class, ratio, heads)
+        "V4, window alone": (v4, "DeepseekV4FlashMLAAttention", 1, 64),
+        "V4, ratio 4": (v4, "DeepseekV4FlashMLAAttention", 4, 64),
+        "V4, ratio 128": (v4, "DeepseekV4FlashMLAAttention", 128, 128),
+        "V4.1, window alone": (v41, "DeepseekV4FlashMLAAttention", 0, 64),
+        "V4.1, ratio 2, 584-byte records": (v41, "DeepseekV4FlashMLAAttention", 2, 64),
+    }
+    for name, (module, class_name, ratio, heads) in cases.items():
+        _v4_layer(recorder, module, class_name, ratio, heads, name)
+
+
+def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, heads: int, name: str) -> None:
+    decodes, prefill, window, alignment = 4, 6, 128, 576
+    tokens = decodes + prefill
+    alone = ratio <= 1 and module.__name__.count("v41") == 0 or ratio == 0
+    page = 256 // max(ratio, 1)
+    row = page * 584
+    own = None if alone else paged(40 * 64 // page, page, 584, torch.uint8, -(-row // alignment) * alignment)
+    swa = paged(8, 64, 584, torch.uint8, -(-64 * 584 // alignment) * alignment)
+    layer = SimpleNamespace(
+        compress_ratio=ratio, swa_cache_layer=SimpleNamespace(kv_cache=swa), scale=0.0442,
+        attn_sink=torch.zeros(heads), topk_indices_buffer=int32(64, 512), window_size=window,
+        max_image_tokens=0, max_num_batched_tokens=64, PREFILL_CHUNK_SIZE=4,
+        _prefill_num_heads=min(heads, 16),
+    )  # fmt: skip
+    wide = int32(64, 256)  # of which the step needs 128 columns
+    batch = SimpleNamespace(
+        num_decodes=decodes, num_prefills=2, num_decode_tokens=decodes, num_prefill_tokens=prefill,
+        is_valid_token=torch.ones(64, dtype=torch.bool), token_to_req_indices=int32(64),
+        decode_swa_indices=int32(64, 1, window)[:decodes], decode_swa_lens=int32(64)[:decodes],
+        prefill_seq_lens=int32(2), prefill_gather_lens=int32(2), block_size=64, block_table=int32(6, 16),
+        query_start_loc=int32(7), query_start_loc_cpu=torch.tensor([0, 1, 2, 3, 4, 7, 10]),
+        get_prefill_chunk_plan=lambda **options: [(0, 2, 0 if alone else 96, 256)],
+        prefill_left_visible=None, prefill_right_visible=None,
+    )  # fmt: skip
+    for plan in (
+        "tile_sched_swaonly",
+        "tile_sched_c4a",
+        "tile_sched_c128a",
+        "tile_sched_c1a",
+        "tile_sched_c2a",
+    ):
+        setattr(batch, plan, Plan())
+    attn = SimpleNamespace(
+        block_size=256, block_table=int32(6, 16), c128a_global_decode_topk_indices=wide[:decodes, None, :128],
+        c128a_decode_topk_lens=int32(64)[:decodes], c128a_prefill_topk_indices=wide[:prefill, :128],
+    )  # fmt: skip
+    kind = getattr(module, class_name)
+    file = file_of(kind)
+    q, output = (torch.zeros(tokens, heads, 512, dtype=torch.bfloat16) for _ in range(2))
+    recorder.at(f"{file} {class_name}._forward_decode", name)
+    arguments = {"q": q[:decodes], "kv_cache": own, "swa_metadata": batch, "swa_only": alone}
+    arguments |= {"attn_metadata": None if alone else attn, "output": output[:decodes]}
+    known = inspect.signature(kind._forward_decode).parameters
+    kind._forward_decode(layer, **{key: value for key, value in arguments.items() if key in known})
+    recorder.at(f"{file} {class_name}._forward_prefill", name)
+    kind._forward_prefill(
+        layer, q=q[decodes:], positions=None, compressed_k_cache=own, swa_k_cache=swa,
+        output=output[decodes:], attn_metadata=None if alone else attn, swa_metadata=batch,
+    )  # fmt: skip
+
+
+# ---- SGLang
+
+
+def sglang_decode(
+    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
+    num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = None,
+    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
+    enable_batch_invariant: Any = False,
+    use_legacy: Any = False, kv_format: Any = None, descale_q: Any = None, descale_k: Any = None,
+) -> None:  # fmt: skip
+    """The parameters of sgl-flash-mla's flash_mla_with_kvcache."""
+
+
+def sglang_prefill(
+    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None,
+    topk_length: Any = None, use_legacy: Any = False, return_log2_lse: Any = None,
+) -> None:  # fmt: skip
+    """The parameters of sgl-flash-mla's flash_mla_sparse_fwd."""
+
+
+def sglang_plan(
+    seqlens_k: Any, num_q_tokens_per_head_k: Any, h_k: Any, h_q: Any = None, is_fp8_kvcache: Any = False,
+    topk: Any = None, use_legacy: Any = False,
+) -> None:  # fmt: skip
+    """The parameters of sgl-flash-mla's get_mla_decoding_metadata."""
+
+
+class Source:
+    """Single functions and methods of a package's files, compiled without the modules around them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def function(self, file: str, name: str, **names: Any) -> Callable[..., Any]:
+        """`name` is "function" or "Class.method"; `names` is all that it finds as globals, besides torch."""
+        body = ast.parse((self.root / file).read_text()).body
+        *classes, last = name.split(".")
+        for one in classes:
+            body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one)
+        found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
+        future = ast.parse("from __future__ import annotations").body
+        scope: dict[str, Any] = {"torch": torch, **names}
+        exec(compile(ast.Module([*future, found], []), str(self.root / file), "exec"), scope)
+        made: Callable[..., Any] = scope[last]
+        return made
+
+
+def record_sglang(root: Path) -> Recorder:
+    """Drive SGLang's attention backends as far as they go without a GPU build."""
+    recorder = Recorder()
+    plan = recorder.function(
+        "get_mla_decoding_metadata",
+        sglang_plan,
+        lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1)),
+    )
+    names = {
+        "get_mla_metadata": lambda *args, **kwargs: (Plan(), None),
+        "get_mla_decoding_metadata": plan,
+        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", sglang_decode, decode_results),
+        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", sglang_prefill, prefill_results),
+        "fused_norm_rope_attn_rope_cast": None,
+    }
+    stub_module("flash_mla", **names)
+    stub_module("flash_mla.flash_mla_interface", FlashMLASchedMeta=Plan)
+    name = "sglang.kernels.ops.attention.flash_mla_interface"
+    spec = importlib.util.spec_from_file_location(name, root / (name.replace(".", "/") + ".py"))
+    assert spec is not None and spec.loader is not None
+    interface = importlib.util.module_from_spec(spec)
+    sys.modules[name] = interface  # methods import it by this name; its packages are not needed for that
+    spec.loader.exec_module(interface)
+    for package in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention"):
+        stub_module(package, __path__=[])
+    source = Source(root)
+    sglang_dense(recorder, source, interface)
+    sglang_dsa(recorder, source)
+    sglang_v4(recorder, interface)
+    return recorder
+
+
+def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
+    """FlashMLABackend.forward_decode, and forward_extend where it verifies drafts."""
+    file = "sglang/srt/layers/attention/flashmla_backend.py"
+    pages = source.function("sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
+    names = {
+        "PAGE_SIZE": PAGE, "paged_view": pages, "flash_mla_with_kvcache": interface.flash_mla_with_kvcache,
+        "get_parallel": lambda: SimpleNamespace(dcp_enabled=False),
+        "ForwardMode": SimpleNamespace(EXTEND="extend"),
+    }  # fmt: skip
+    cases = {  # name: (requests, tokens of each, heads)
+        "decode, 16 heads": (3, 1, 16),
+        "decode, 128 heads": (5, 1, 128),
+        "verify 4 draft tokens, 16 heads": (3, 4, 16),
+    }
+    for name, (b, s_q, heads) in cases.items():
+        # What the backend keeps for graphs: tables wider than the batch needs, plans of the largest batch.
+        recorder.at(f"{file} FlashMLABackend._apply_decode_target_verify_metadata", name, "read")
+        rows, splits = interface.get_mla_metadata(int32(b), s_q * heads, 1, is_fp8_kvcache=False)
+        kept_rows, kept_splits = int32(132, 8), int32(64 + 1)
+        metadata = SimpleNamespace(
+            flashmla_metadata=kept_rows[: rows.shape[0]], num_splits=kept_splits[: len(splits)],
+            block_kv_indices=int32(64, 64)[:b, :16],
+        )  # fmt: skip
+        cache = torch.zeros(40 * PAGE, 1, 576, dtype=torch.bfloat16)
+        backend = SimpleNamespace(
+            is_fp8_kvcache=False, forward_metadata=metadata, kv_lora_rank=512, num_draft_tokens=s_q,
+            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer, cache=cache: cache),
+        )  # fmt: skip
+        layer = SimpleNamespace(tp_q_head_num=heads, head_dim=576, v_head_dim=512, scaling=0.1147, layer_id=0)
+        mode = SimpleNamespace(is_draft_extend_v2=lambda: False)
+        batch = SimpleNamespace(batch_size=b, seq_lens=torch.zeros(b, dtype=torch.int64), forward_mode=mode)
+        method = "forward_decode" if s_q == 1 else "forward_extend"
+        recorder.at(f"{file} FlashMLABackend.{method}", name)
+        q = torch.zeros(b * s_q, heads * 576, dtype=torch.bfloat16)
+        source.function(file, f"FlashMLABackend.{method}", **names)(backend, q, None, None, layer, batch)
+
+
+def sglang_dsa(recorder: Recorder, source: Source) -> None:
+    """DeepseekSparseAttnBackend: its plan, decoding over an FP8 cache, sparse prefill."""
+    file, kind = "sglang/srt/layers/attention/dsa_backend.py", "DeepseekSparseAttnBackend"
+    make_plan = source.function(
+        file,
+        f"{kind}._compute_flashmla_metadata",
+        DSAFlashMLAMetadata=lambda **fields: SimpleNamespace(**fields),
+    )
+    decode = source.function(file, f"{kind}._forward_flashmla_kv")
+    prefill = source.function(file, f"{kind}._forward_flashmla_sparse")
+    for heads in (16, 128):
+        b, padded = 4, 64 if heads <= 64 else 128
+        backend = SimpleNamespace(
+            flashmla_kv_num_q_heads=padded, dsa_index_topk=2048, physical_page_size=PAGE, kv_cache_dim=656,
+            dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9, _sink_pad_cache={},
+        )  # fmt: skip
+        name = f"FP8 cache, {heads} heads"
+        recorder.at(f"{file} {kind}._compute_flashmla_metadata", name)
+        lengths = int32(b)
+        plan = make_plan(backend, lengths, 1)
+        recorder.at(f"{file} {kind}._forward_flashmla_kv", name)
+        q = torch.zeros(b, heads * 576, dtype=torch.bfloat16).view(b, heads, 576)
+        cache = torch.zeros(40 * PAGE, 1, 656, dtype=torch.float8_e4m3fn)
+        layer = SimpleNamespace(tp_q_head_num=heads, head_dim=576)
+        metadata = SimpleNamespace(dsa_cache_seqlens_int32=lengths, flashmla_metadata=plan)
+        decode(backend, q, cache, 512, 0.1147, layer, metadata, int32(b, 2048))
+        recorder.at(f"{file} {kind}._forward_flashmla_sparse", f"bf16 rows, {heads} heads")
+        rows = torch.zeros(600, 1, 576, dtype=torch.bfloat16)
+        sink = torch.zeros(heads) if heads == 16 else None
+        prefill(backend, q, rows, 512, int32(b, 2048), 0.1147, int32(b), sink)
+
+
+def sglang_v4(recorder: Recorder, interface: Any) -> None:
+    """DeepseekV4Backend.forward and _forward_prefill_sparse: the lines around their calls, written again."""
+    file = "sglang/srt/layers/attention/deepseek_v4_backend.py"
+    b, heads = 4, 64
+    window_rows = torch.zeros(
+        8, 37440, dtype=torch.uint8
+    )  # a page of 128 tokens or fewer, padded to 576 bytes
+    for name, page in {"window alone": 0, "ratio 4": 64, "ratio 128": 2}.items():
+        recorder.at(f"{file} DeepseekV4Backend.forward", f"V4, {name}", "read")
+        q = torch.zeros(b, heads, 512, dtype=torch.bfloat16).unsqueeze(1)
+        window = window_rows[:, : 64 * 584].view(8, 64, 1, 584)
+        extra = None
+        if page:
+            stride = -(-page * 584 // 576) * 576
+            extra = torch.zeros(640 // page, stride, dtype=torch.uint8)[:, : page * 584]
+            extra = extra.view(640 // page, page, 1, 584)
+        interface.flash_mla_with_kvcache(
+            q=q, k_cache=window, head_dim_v=512, block_table=None, cache_seqlens=None,
+            tile_scheduler_metadata=Plan(), softmax_scale=0.0442, is_fp8_kvcache=True,
+            indices=int32(b, 128).unsqueeze(1), topk_length=int32(b), attn_sink=torch.zeros(heads),
+            extra_k_cache=extra, extra_indices_in_kvcache=int32(b, 1, 512) if page else None,
+            extra_topk_length=int32(b) if page else None,
+        )  # fmt: skip
+    recorder.at(f"{file} DeepseekV4Backend._forward_prefill_sparse", "V4", "read")
+    interface.flash_mla_sparse_fwd(
+        q=torch.zeros(9, 1, heads, 512, dtype=torch.bfloat16).squeeze(1),
+        kv=torch.zeros(700, 1, 512, dtype=torch.bfloat16), indices=int32(9, 640).unsqueeze(1),
+        sm_scale=0.0442, d_v=512, attn_sink=torch.zeros(heads), topk_length=int32(9),
+    )  # fmt: skip
+
+
+def main() -> int:
+    """Record one engine."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("engine", choices=("vllm", "vllm-backend", "sglang"))
+    parser.add_argument("--sources", type=Path, help="folder of SGLang's unpacked wheel")
+    parser.add_argument("--out", type=Path, default=CONTRACTS, help="folder of the file; %(default)s")
+    options = parser.parse_args()
+    name = options.engine.partition("-")[0]
+    path = sys.path if options.sources is None else [str(options.sources)]
+    found = [one for one in metadata.distributions(path=path) if one.name == name]
+    if not found:
+        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
+    if options.engine == "vllm":
+        recorder = record_vllm()
+    elif options.engine == "vllm-backend":
+        recorder = record_vllm_backend()
+    else:
+        recorder = record_sglang(Path(str(found[0].locate_file(""))))
+    version = found[0].version
+    file = options.out / f"{options.engine}-{version}.json"
+    header = {"engine": options.engine, "version": version, "torch": torch.__version__}
+    lines = ",\n".join(json.dumps(call) for call in recorder.calls)
+    fields = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{{{fields}, "calls": [\n{lines}\n]}}\n')
+    print(f"{len(recorder.calls)} calls written to {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What engines pass to FlashMLA, repeated with exactly their views (tests/contracts)."""
+
+from __future__ import annotations
+
+import pytest
+from contract_calls import Call, Recorded, attention_calls, functions_of
+from gpu_support import torch
+
+CALLS = attention_calls()
+
+
+@pytest.mark.parametrize("record", CALLS, ids=[record.id for record in CALLS])
+def test_recorded_calls(record: Recorded) -> None:
+    """Eager, then captured once and replayed with all values changed in place."""
+    call = Call(record, functions_of(record), "cuda")
+    call.check(call.run())
+    plan = None if call.is_prefill else call.plan()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call.run(plan)
+    for seed in (1, 2, 3):
+        call.fill(seed)
+        if plan is not None:
+            call.replan(plan)
+        graph.replay()
+        call.check(got)
+
+
+PLANNED = [record for record in CALLS if record.function == "flash_mla_with_kvcache"]
+
+
+@pytest.mark.parametrize("record", PLANNED, ids=[record.id for record in PLANNED])
+def test_one_plan_for_several_layers(record: Recorded) -> None:
+    """Engines share a plan between layers; it has no more rows than there are multiprocessors."""
+    call = Call(record, functions_of(record), "cuda")
+    plan = call.plan()
+    for _ in range(2):
+        call.check(call.run(plan))
+        if call.arguments.get("out") is not None:
+            call.arguments["out"].fill_(float("nan"))
+    rows = plan.tile_scheduler_metadata
+    if rows is not None:
+        assert rows.shape[0] <= torch.cuda.get_device_properties(0).multi_processor_count

@@ -1,0 +1,178 @@
+"""python -m rawmla doctor: what it says and its exit status, in environments made of metadata alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_engines import set_version, write
+from test_vllm import install_entry_points
+
+from rawmla import cli, report
+from rawmla.compat import SITE
+from rawmla.engines import doctor, sglang, vllm
+
+WORKING = {
+    "packages": [("numpy", "2.0")],
+    "GPU": [("driver", "13.0")],
+    "what works": [("run kernels", "yes"), ("torch tensors", "yes")],
+}
+Environment = Callable[..., doctor.Diagnosis]
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """Diagnoses an environment with these distributions, variables, and rawmla's entry points or not."""
+    works = dict(WORKING)
+    monkeypatch.setattr(report, "collect", lambda: works)
+    names = [vllm.VARIABLE, sglang.VARIABLE, "VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    def examine(
+        *,
+        entry_points: bool = True,
+        variables: dict[str, str] | None = None,
+        files: dict[str, str] | None = None,
+        **versions: str,
+    ) -> doctor.Diagnosis:
+        folder = tmp_path / "site"
+        folder.mkdir()
+        write(folder, files or {})
+        for name, version in versions.items():
+            set_version(folder, name, version)
+        if entry_points:
+            install_entry_points(folder)
+        for name, value in (variables or {}).items():
+            monkeypatch.setenv(name, value)
+        # This environment's own packages would be found too.
+        monkeypatch.setattr("sys.path", [str(folder)])
+        return doctor.examine()
+
+    return examine
+
+
+def rows(found: doctor.Diagnosis, section: str) -> dict[str, str]:
+    return dict(found.sections[section])
+
+
+def test_without_engines(environment: Environment) -> None:
+    found = environment()
+    assert set(rows(found, "engines").values()) == {"not installed"}
+    assert rows(found, "flash_mla") == {"import flash_mla gives": "none", "distributions": "none"}
+    assert found.problems == [] and found.hints == []
+    assert {"packages", "GPU", "what works"} <= set(found.sections)
+
+
+def test_engines_that_are_not_switched_on(environment: Environment) -> None:
+    found = environment(vllm="0.33.0", sglang="0.5.23", lmdeploy="0.12.0")
+    engines = rows(found, "engines")
+    assert engines["vLLM"] == "0.33.0, recognised" and engines["SGLang"] == "0.5.23, recognised"
+    assert engines["LMDeploy"] == "0.12.0, imports flash_mla"
+    plug_ins = rows(found, "plug-ins")
+    assert plug_ins["vLLM would replace"] == "nothing: RAWMLA_VLLM is not set"
+    assert plug_ins["vLLM entry point"] == "rawmla.engines.vllm:register (vllm.general_plugins)"
+    assert plug_ins["SGLang entry point"] == "rawmla.engines.sglang:register (sglang.srt.plugins)"
+    assert found.problems == []
+    assert [hint.partition(":")[0] for hint in found.hints] == [
+        f"To use rawmla in {name}" for name in ("vLLM", "SGLang", "LMDeploy")
+    ]
+
+
+def test_engines_that_are_switched_on(environment: Environment) -> None:
+    found = environment(
+        vllm="0.33.0+cu129",
+        sglang="0.5.23",
+        variables={"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"},
+    )
+    plug_ins = rows(found, "plug-ins")
+    assert plug_ins["vLLM would replace"] == f"{', '.join(vllm.REPLACED)} of {vllm.MODULE}"
+    assert plug_ins["vLLM backends"] == "FLASHMLA, FLASHMLA_SPARSE, CUSTOM would be rawmla's"
+    assert plug_ins["SGLang would replace"] == f"{', '.join(sglang.REPLACED)} of {sglang.MODULE}"
+    assert found.problems == [] and found.hints == []
+    variables = rows(found, "environment variables")
+    assert variables["RAWMLA_VLLM"] == "backend" and variables["VLLM_PLUGINS"] == "other, rawmla"
+
+
+def test_a_version_that_is_not_known(environment: Environment) -> None:
+    found = environment(vllm="0.40.0", variables={"RAWMLA_VLLM": "patch"})
+    assert rows(found, "engines")["vLLM"] == "0.40.0, not recognised: rawmla knows 0.33.0"
+    assert found.problems == [] and found.hints[0].startswith("vLLM 0.40.0 was not tested")
+
+
+@pytest.mark.parametrize(
+    ("versions", "variables", "entry_points", "problem"),
+    [
+        ({}, {"RAWMLA_VLLM": "patch"}, True, "vLLM is not installed"),
+        (
+            {"vllm": "0.33.0"},
+            {"RAWMLA_VLLM": "on"},
+            True,
+            "RAWMLA_VLLM: expected one of patch, backend, got 'on'",
+        ),
+        ({"vllm": "0.33.0"}, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
+        ({"vllm": "0.33.0"}, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
+        ({"vllm": "0.32.0"}, {"RAWMLA_VLLM": "backend"}, True, "RAWMLA_VLLM=backend needs vLLM 0.33.0"),
+        (
+            {"sglang": "0.5.23"},
+            {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"},
+            True,
+            "SGLANG_PLUGINS leaves",
+        ),
+        ({"sglang": "0.5.23"}, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
+        ({"sgl_flash_mla": "1.0.0", "rawmla_flash_mla": "0.1.0"}, {}, True, "own the same files"),
+    ],
+)
+def test_problems(
+    environment: Environment,
+    versions: dict[str, str],
+    variables: dict[str, str],
+    entry_points: bool,
+    problem: str,
+) -> None:
+    found = environment(entry_points=entry_points, variables=variables, **versions)
+    assert len(found.problems) == 1 and problem in found.problems[0]
+    replaced = [text for label, text in found.sections["plug-ins"] if label.endswith("would replace")]
+    assert any("see below" in text for text in replaced) == bool(variables)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_whose_flash_mla_it_is(environment: Environment, ours: bool) -> None:
+    text = (SITE / "flash_mla" / "__init__.py").read_text() if ours else "__version__ = '1.0.0'\n"
+    found = environment(files={"flash_mla/__init__.py": text}, lmdeploy="0.12.0")
+    whose = rows(found, "flash_mla")["import flash_mla gives"]
+    assert whose.startswith("rawmla: " if ours else "another one: ")
+    assert bool(found.hints) == (not ours)  # of LMDeploy, which imports it
+
+
+def test_exit_status(
+    environment: Environment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = environment(vllm="0.33.0")
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "vLLM" in out and "  hint: To use rawmla in vLLM: RAWMLA_VLLM=patch" in out
+    monkeypatch.setattr(doctor, "examine", lambda: found._replace(problems=["Something."], hints=[]))
+    assert cli.main(["doctor"]) == 1
+    assert "  problem: Something." in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "examine", lambda: found._replace(hints=[]))
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.endswith("what to do\n  nothing\n")
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_what_does_not_work_is_a_problem(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, engine: bool
+) -> None:
+    """torch matters where there is an engine, which works on its tensors."""
+    works = {
+        **WORKING,
+        "what works": [("run kernels", "no: no driver"), ("torch tensors", "no: a CPU build")],
+    }
+    monkeypatch.setattr(report, "collect", lambda: works)
+    found = environment(**({"vllm": "0.33.0"} if engine else {}))
+    assert (
+        found.problems == ["Kernels cannot run: no driver", "torch cannot be used: a CPU build"][: 1 + engine]
+    )

@@ -1,0 +1,367 @@
+"""The plug-ins for vLLM and SGLang in small packages of those names; tests/test_vllm.py has the real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rawmla.engines import sglang, vllm
+
+ROOT = Path(__file__).resolve().parents[1]
+DECODE = str(vllm.REPLACED["flash_mla_with_kvcache"]).replace(", num_splits", ", num_splits=None, *", 1)
+INTERFACE = """\
+from vllm.platforms import current_platform
+def _is_flashmla_available(): return False, "not compiled"
+def is_flashmla_dense_supported(): return _is_flashmla_available()
+def is_flashmla_sparse_supported(): return _is_flashmla_available()
+class FlashMLASchedMeta: pass
+def get_mla_metadata(*args, **kwargs): raise RuntimeError("vLLM's")
+def flash_mla_with_kvcache({decode}): raise RuntimeError("vLLM's")
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None, out=None):
+    raise RuntimeError("vLLM's")
+def get_mla_metadata_dense_fp8(): pass
+def flash_mla_with_kvcache_fp8(): pass
+"""
+PLATFORM = """\
+import os
+class current_platform:
+    is_cuda = staticmethod(lambda: True)
+    is_device_capability_family = staticmethod(lambda family: family == int(os.environ.get("FAMILY", "90")))
+"""
+REGISTRY = """\
+import enum
+AttentionBackendEnum = enum.Enum("AttentionBackendEnum", "FLASHMLA FLASHMLA_SPARSE CUSTOM TRITON_MLA")
+overrides = {}
+def register_backend(backend, class_path=None):
+    overrides[backend.name] = class_path
+"""
+NAMES = """\
+from vllm.v1.attention.ops.flashmla import *
+from vllm.v1.attention.ops.flashmla import _is_flashmla_available
+"""
+PROBE = """\
+import json, logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
+def state():
+    import vllm.v1.attention.ops.flashmla as interface, vllm.v1.attention.backends.mla.flashmla as importer
+    from rawmla.engines.vllm import REPLACED
+    names = [*REPLACED, "get_mla_metadata_dense_fp8", "flash_mla_with_kvcache_fp8", "_is_flashmla_available"]
+    same = all(getattr(interface, name) is getattr(importer, name) for name in names)
+    ours = [name for name in names if getattr(interface, name).__module__.startswith("rawmla.")]
+    answers = [interface.is_flashmla_dense_supported(), interface.is_flashmla_sparse_supported()]
+    watchers = sum(type(finder).__name__ == "_Watcher" for finder in sys.meta_path)
+    cuda = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+    return {"ours": ours, "same": same, "answers": answers, "watchers": watchers, "cuda": cuda}
+"""
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    """A tree of files, packages included."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        for folder in path.relative_to(root).parents:
+            if path.suffix == ".py" and folder != Path("."):
+                (root / folder / "__init__.py").touch()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A vLLM 0.33.0 of six modules."""
+    write(
+        tmp_path,
+        {
+            "vllm/platforms/__init__.py": PLATFORM,
+            "vllm/v1/attention/ops/flashmla.py": INTERFACE.format(decode=DECODE),
+            "vllm/v1/attention/backends/mla/flashmla.py": NAMES,
+            "vllm/v1/attention/backends/registry.py": REGISTRY,
+        },
+    )
+    set_version(tmp_path, "vllm", "0.33.0")
+    return tmp_path
+
+
+def set_version(root: Path, name: str, version: str) -> None:
+    """Metadata as of an installed distribution."""
+    for old in root.glob(f"{name}-*.dist-info"):
+        (old / "METADATA").unlink()
+        old.rmdir()
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    write(root, {f"{name}-{version}.dist-info/METADATA": text})
+
+
+def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> tuple[Any, str]:
+    """What a fresh interpreter prints as JSON, and its log."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]), **variables}
+    environment.pop(vllm.VARIABLE, None)
+    if mode is not None:
+        environment[vllm.VARIABLE] = mode
+    script = root / "probe.py"
+    script.write_text(
+        PROBE + "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines())
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=root, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+BEFORE = "from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
+AFTER = "state(); from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
+PATCHED = {
+    "ours": list(vllm.REPLACED),
+    "same": True,
+    "answers": [[True, None], [True, None]],
+    "cuda": False,
+}
+UNPATCHED = {"ours": [], "same": True, "answers": [[False, "not compiled"]] * 2, "cuda": False}
+
+
+@pytest.mark.parametrize("mode", [None, ""])
+def test_nothing_happens_unless_asked_for(tree: Path, mode: str | None) -> None:
+    got, log = run(tree, BEFORE, mode)
+    assert got == {**UNPATCHED, "watchers": 0} and log == ""
+
+
+@pytest.mark.parametrize(("code", "watchers"), [(BEFORE, 1), (AFTER, 0)], ids=["before", "after"])
+def test_patch(tree: Path, code: str, watchers: int) -> None:
+    """Whether the plug-in runs before vLLM's module is imported, or after it and what imports its names."""
+    got, log = run(tree, code)
+    assert got == {**PATCHED, "watchers": watchers} and log == ""
+
+
+def test_the_log_says_what_was_replaced(tree: Path) -> None:
+    _, log = run(tree, "logging.getLogger('vllm').setLevel('INFO'); " + BEFORE)
+    assert (
+        log.startswith("INFO rawmla: FlashMLASchedMeta, ") and "(vLLM 0.33.0)" in log and log.count("\n") == 1
+    )
+
+
+def test_register_may_be_called_again(tree: Path) -> None:
+    code = (
+        "from rawmla.engines import vllm\nvllm.register(); vllm.register(); first = state()\n"
+        "vllm.register(); second = state()\n"
+        "originals = sys.modules[vllm.MODULE].__rawmla_originals__\n"
+        "print(json.dumps([first, second, [f.__module__ for f in originals.values()]]))"
+    )
+    (first, second, originals), log = run(tree, code)
+    assert first == second == {**PATCHED, "watchers": 1} and log == ""
+    assert set(originals) == {vllm.MODULE}
+
+
+def test_register_is_cheap(tree: Path) -> None:
+    """vLLM calls it in every process: nothing of vLLM, of torch or of the kernels is imported for it."""
+    code = (
+        "import time; before = set(sys.modules); start = time.perf_counter()\n"
+        "from rawmla.engines.vllm import register; register(); seconds = time.perf_counter() - start\n"
+        "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))"
+    )
+    (seconds, loaded), _ = run(tree, code)
+    heavy = ("torch", "cupy", "cuda", "vllm", "numpy", "rawmla.mla", "rawmla.compat", "rawmla.jit")
+    assert not [name for name in loaded if name.startswith(heavy)]
+    assert seconds < 0.5
+
+
+def test_an_unknown_version_with_the_same_names_is_patched(tree: Path) -> None:
+    set_version(tree, "vllm", "0.34.1")
+    got, log = run(tree, BEFORE)
+    assert got == {**PATCHED, "watchers": 1} and log == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("topk_length=None, out=None):", "topk_length=None, out=None, more=1):", "flash_mla_sparse_fwd"),
+        ("def get_mla_metadata(*args", "def get_metadata(*args", "get_mla_metadata"),
+        ("class FlashMLASchedMeta: pass", "FlashMLASchedMeta = None", "FlashMLASchedMeta"),
+    ],
+    ids=["parameter", "function", "class"],
+)
+def test_an_unknown_version_with_other_names_is_left_alone(tree: Path, old: str, new: str, name: str) -> None:
+    set_version(tree, "vllm", "0.34.1")
+    text = INTERFACE.format(decode=DECODE)
+    assert old in text
+    write(tree, {"vllm/v1/attention/ops/flashmla.py": text.replace(old, new)})
+    code = (
+        "from rawmla.engines.vllm import register; register(); import vllm.v1.attention.ops.flashmla as m\n"
+    )
+    code += "register(); print(json.dumps([getattr(v, '__module__', '') for v in vars(m).values()]))"
+    modules, log = run(tree, code)
+    assert not [module for module in modules if str(module).startswith("rawmla")]
+    assert log.count("WARNING") == 1 and "vLLM 0.34.1" in log and f": {name}. Unset RAWMLA_VLLM" in log
+
+
+def test_a_build_without_metadata_is_an_unknown_version(tree: Path) -> None:
+    (tree / "vllm-0.33.0.dist-info" / "METADATA").unlink()
+    got, _ = run(tree, BEFORE)
+    assert got == {**PATCHED, "watchers": 1}
+
+
+def test_another_gpu_is_left_alone(tree: Path) -> None:
+    got, log = run(tree, BEFORE, FAMILY="100")
+    assert got == {**UNPATCHED, "watchers": 1}
+    assert log.count("WARNING rawmla: vLLM is left as it is. rawmla's kernels are for Hopper") == 1
+
+
+def test_a_wrong_mode_is_named(tree: Path) -> None:
+    got, log = run(tree, BEFORE, "pach")
+    assert got == {**UNPATCHED, "watchers": 0}
+    assert "RAWMLA_VLLM: expected one of patch, backend, got 'pach'" in log
+
+
+SPAWN = """\
+import multiprocessing
+from rawmla.engines.vllm import register
+register()
+def child(queue):
+    register()
+    queue.put(state())
+if __name__ == "__main__":
+    context = multiprocessing.get_context("{method}")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    got = queue.get(timeout=60)
+    process.join()
+    print(json.dumps(got))
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_children_are_patched(tree: Path, method: str) -> None:
+    (tree / "children.py").write_text(PROBE + SPAWN.format(method=method))
+    code = "import subprocess; print(subprocess.check_output([sys.executable, 'children.py'], text=True))"
+    got, _ = run(tree, code)
+    assert got == {**PATCHED, "watchers": 1}
+
+
+BACKEND = """\
+from rawmla.engines.vllm import register; register(); register()
+from vllm.v1.attention.backends.registry import overrides
+print(json.dumps([state()["ours"], overrides]))
+"""
+
+
+def test_backend(tree: Path) -> None:
+    (ours, overrides), log = run(tree, BACKEND, "backend")
+    assert ours == list(vllm.REPLACED) and overrides == vllm.BACKENDS and log == ""
+
+
+def test_backend_needs_a_tested_version(tree: Path) -> None:
+    set_version(tree, "vllm", "0.34.1")
+    (ours, overrides), log = run(tree, BACKEND, "backend")
+    assert ours == list(vllm.REPLACED) and overrides == {}
+    assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == 1
+    assert log.count("WARNING") == 1 and "use RAWMLA_VLLM=patch" in log
+
+
+@pytest.mark.parametrize("plug_in", [vllm, sglang])
+def test_versions(plug_in: Any) -> None:
+    (version, *_) = plug_in.TESTED
+    assert plug_in.is_tested(version) and plug_in.is_tested(version + "+cu129")
+    assert not plug_in.is_tested(None) and not plug_in.is_tested(version + ".post1")
+
+
+# ---- SGLang
+
+HOOKS = """\
+import enum, importlib
+class HookType(enum.Enum):
+    AROUND = "around"
+class HookRegistry:
+    hooks = []
+    @classmethod
+    def register(cls, target, hook, kind):
+        cls.hooks.append((target, hook.__module__, kind.value))
+"""
+SGLANG = """\
+import flash_mla
+from flash_mla.flash_mla_interface import FlashMLASchedMeta
+def get_mla_metadata({}): pass
+def flash_mla_with_kvcache({}): pass
+def flash_mla_sparse_fwd({}): pass
+""".format(*(text.replace(", use_legacy", ", *, use_legacy") for text in sglang.REPLACED.values()))
+SGLANG_CODE = """\
+from rawmla.engines.sglang import register; register(); register()
+from sglang.srt.plugins.hook_registry import HookRegistry
+print(json.dumps([HookRegistry.hooks, "flash_mla" in sys.modules]))
+"""
+HOOKED = [[f"{sglang.MODULE}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.REPLACED]
+
+
+@pytest.fixture
+def sglang_tree(tmp_path: Path) -> Path:
+    """An SGLang 0.5.23 of two modules, and no flash_mla."""
+    write(
+        tmp_path,
+        {"sglang/srt/plugins/hook_registry.py": HOOKS, sglang.MODULE.replace(".", "/") + ".py": SGLANG},
+    )
+    set_version(tmp_path, "sglang", "0.5.23")
+    return tmp_path
+
+
+def test_sglang_is_hooked_once(sglang_tree: Path) -> None:
+    """Where no flash_mla is installed, rawmla's takes its place: SGLang's module imports it."""
+    pytest.importorskip("torch")
+    (hooks, imported), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
+    assert hooks == HOOKED and imported and log == ""
+
+
+@pytest.mark.parametrize("mode", ["", "backend"])
+def test_sglang_is_left_alone(sglang_tree: Path, mode: str) -> None:
+    (hooks, imported), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG=mode)
+    assert hooks == [] and not imported
+    assert ("RAWMLA_SGLANG: expected patch, got 'backend'" in log) == bool(mode)
+
+
+def test_an_unknown_sglang_with_other_parameters_is_left_alone(sglang_tree: Path) -> None:
+    pytest.importorskip("torch")
+    set_version(sglang_tree, "sglang", "0.6.0")
+    path = sglang_tree / (sglang.MODULE.replace(".", "/") + ".py")
+    path.write_text(SGLANG.replace("kv_format", "layout"))
+    (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
+    assert hooks == [] and "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG" in log
+
+
+def test_an_sglang_that_cannot_be_imported_is_left_alone(sglang_tree: Path) -> None:
+    pytest.importorskip("torch")
+    path = sglang_tree / (sglang.MODULE.replace(".", "/") + ".py")
+    path.write_text("import no_such_module\n")
+    (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
+    assert hooks == [] and "cannot be imported: No module named 'no_such_module'" in log
+
+
+def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rawmla.compat import sgl_kernel
+
+    calls: list[Any] = []
+    for name in sglang.REPLACED:
+        monkeypatch.setattr(sgl_kernel, name, lambda *a, _name=name, **k: calls.append((_name, a, k)))
+
+    def original(*args: Any, **kwargs: Any) -> str:
+        return "original"
+
+    fp8, bf16 = SimpleNamespace(element_size=lambda: 1), SimpleNamespace(element_size=lambda: 2)
+    assert sglang._get_mla_metadata(original, "lengths", 16, 1, is_fp8_kvcache=True) == "original"
+    assert sglang._flash_mla_with_kvcache(original, fp8, "cache", descale_q=1) == "original"
+    assert sglang._flash_mla_with_kvcache(original, q=fp8, k_cache="cache") == "original"
+    assert calls == []
+    sglang._get_mla_metadata(original)
+    sglang._get_mla_metadata(original, cache_seqlens="lengths", num_q_tokens_per_head_k=16, topk=2048)
+    sglang._flash_mla_with_kvcache(original, q=bf16, k_cache="cache", kv_format=None)
+    sglang._flash_mla_sparse_fwd(original, bf16, "kv", use_legacy=True)
+    assert calls == [
+        ("get_mla_metadata", (None, None, None, None, False, None), {}),
+        ("get_mla_metadata", ("lengths", 16, None, None, False, 2048), {}),
+        ("flash_mla_with_kvcache", (bf16,), {"k_cache": "cache", "kv_format": None}),
+        ("flash_mla_sparse_fwd", (bf16, "kv"), {"use_legacy": True}),
+    ]

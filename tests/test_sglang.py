@@ -1,0 +1,54 @@
+"""The plug-in in the real SGLang, imported on the CPU; skipped where SGLang is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from test_vllm import install_entry_points
+
+from rawmla.engines import sglang
+
+ROOT = Path(__file__).resolve().parents[1]
+LOAD = """\
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins(), load_plugins()
+import sglang.kernels.ops.attention.flash_mla_interface as interface, torch
+from rawmla.compat import sgl_kernel
+seen = []
+for name in ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+    setattr(sgl_kernel, name, lambda *args, _name=name, **kwargs: seen.append(_name))
+interface.get_mla_metadata()
+interface.flash_mla_with_kvcache(torch.zeros(1).bfloat16(), None, None, None, 512, None)
+interface.flash_mla_sparse_fwd(None, None, None, 1.0)
+print(json.dumps([seen, torch.cuda.is_initialized()]))
+"""
+
+
+def is_installed() -> bool:
+    """Whether a version of SGLang is that the plug-in knows."""
+    try:
+        return sglang.is_tested(metadata.version("sglang"))
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(
+    not is_installed(), reason=f"needs SGLang {' or '.join(sglang.TESTED)}, which is not installed"
+)
+def test_plug_in_is_found_and_hooks(tmp_path: Path) -> None:
+    """Through SGLang's own loader and HookRegistry."""
+    install_entry_points(tmp_path)
+    folders = [str(ROOT), str(tmp_path), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), sglang.VARIABLE: "patch"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [list(sglang.REPLACED), False]

@@ -1,0 +1,118 @@
+"""The plug-in in the real vLLM, imported on the CPU (tests/vllm_probe.py); skipped where vLLM is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rawmla.engines import vllm
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def installed_version() -> str:
+    """Of vLLM; "" without one."""
+    try:
+        return metadata.version("vllm").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def install_entry_points(folder: Path) -> None:
+    """Those of pyproject.toml, as an installed rawmla has them."""
+    text = (ROOT / "pyproject.toml").read_text()
+    sections = re.findall(r'\[project\.entry-points\."([\w.]+)"\]\n(.*\n)', text)
+    assert len(sections) == 2
+    write = (folder / "rawmla-0.dist-info").joinpath
+    write().mkdir()
+    write("METADATA").write_text("Metadata-Version: 2.1\nName: rawmla\nVersion: 0\n")
+    write("entry_points.txt").write_text(
+        "".join(f"[{group}]\n{line}".replace('"', "") for group, line in sections)
+    )
+
+
+VERSION = installed_version()
+pytestmark = pytest.mark.skipif(
+    VERSION not in vllm.TESTED, reason=f"needs vLLM {' or '.join(vllm.TESTED)}, which is not installed"
+)
+
+
+def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None = None) -> Any:
+    """What a function of tests/vllm_probe.py finds, in a process of its own."""
+    folders = [str(ROOT), *([] if path is None else [str(path)])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.VARIABLE: mode}
+    command = [sys.executable, str(ROOT / "tests" / "vllm_probe.py"), function, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_names(found: dict[str, list[str]]) -> None:
+    """Every replaced name is in vLLM's module, and every importer has rawmla's."""
+    assert set(found.pop(vllm.MODULE)) == set(vllm.REPLACED)
+    assert len(found) == 7 and all(found.values())
+
+
+def test_plug_in_is_found_and_patches_what_is_imported_later(tmp_path: Path) -> None:
+    """Through vLLM's own loader, by the entry point of pyproject.toml."""
+    install_entry_points(tmp_path)
+    check_names(probe("before", path=tmp_path))
+
+
+def test_names_that_were_imported_before_are_rebound() -> None:
+    check_names(probe("after"))
+
+
+def test_fp8_dense_decoding_stays_with_vllm() -> None:
+    assert "vllm._flashmla_C is not available" in probe("fp8")
+
+
+def test_backends_are_selected_on_hopper_and_in_workers() -> None:
+    for name, backend in probe("backends", mode="backend").items():
+        assert backend["class"] == backend["in a worker"] == vllm.BACKENDS[name]
+        kind = "Sparse" if name == "FLASHMLA_SPARSE" else ""
+        assert backend["name"] == ("FLASHMLA_SPARSE" if kind else "FLASHMLA")
+        assert (backend["builder"], backend["impl"]) == (f"RawMLA{kind}MetadataBuilder", f"RawMLA{kind}Impl")
+        for which, reasons in backend["reasons"].items():
+            assert reasons == ([] if which.startswith("9 ") else ["compute capability not supported"])
+
+
+def test_backends_compute_what_their_parents_do() -> None:
+    """Without padding and with the query in two parts; all calls are computed by the reference."""
+    differences = probe("same_results", mode="")
+    assert len(differences) == 24
+    for name, values in differences.items():
+        assert values and max(values) == 0.0, name
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_backends_load_kernels_and_reserve_memory(monkeypatch: pytest.MonkeyPatch, invariant: bool) -> None:
+    """In the builders, as the operations allow; and the order of magnitude of what calls allocate."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+    found = probe("preparation", mode="")
+    prefill = [["sparse_prefill"], {"prefill_formats": ["bf16"]}]
+    assert [call[:2] for call in found["loaded"]] == [
+        [["dense_decode", "metadata"], {"dtypes": ["bfloat16"], "d_qk": [576]}],
+        prefill,  # over a bf16 cache
+        [["sparse_decode", "metadata"], {"sparse_formats": ["v32"]}],
+        prefill,
+    ]
+    assert all(count > 0 for *_, count in found["loaded"])
+    dense, sparse, sparse_fp8 = found["reserved"]  # nothing for a dense FP8 cache, which vLLM's kernel reads
+    results = 256 * 16 * (2 * 512 + 4), 8192 * 16 * (2 * 512 + 4)
+    assert sparse == sparse_fp8 and results[0] < dense < 2**28 and results[1] < sparse < 2**30
+    assert found["thresholds"] == ([1] * 4 if invariant else [128, 128, None, None])
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm-backend"])
+def test_contracts_are_what_this_version_does(engine: str) -> None:
+    stored = json.loads((ROOT / "tests" / "contracts" / f"{engine}-{VERSION}.json").read_text())
+    assert probe("recorded", engine, mode="") == stored["calls"]
