@@ -304,9 +304,7 @@ def test_compiled_plan_of_an_empty_object() -> None:
 
     def step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
         filled, _ = rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=rawmla.FlashMLASchedMeta())
-        return rawmla.flash_mla_with_kvcache(
-            q, k_cache, block_table, cache_seqlens, 512, filled, causal=True
-        )
+        return rawmla.flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, filled, causal=True)
 
     want = reference.flash_mla_with_kvcache(**made, causal=True)
     assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**made), want)

@@ -77,9 +77,7 @@ def _decode(device: str, b: int = 3, pair: bool = False, **sizes: int) -> list[A
     return [*queries, *others, *plan(device, b), None, True, False, False]
 
 
-def _decode_sparse(
-    device: str, layout: str, full: bool = False, b: int = 3, pair: bool = False
-) -> list[Any]:
+def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3, pair: bool = False) -> list[Any]:
     made = sparse(device, layout, b)
     optional = [None] * 5
     if full:

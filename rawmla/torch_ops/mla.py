@@ -206,7 +206,8 @@ def _empty_out(q: torch.Tensor) -> torch.Tensor:
 
 
 _DENSE = (
-    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, Tensor tile_scheduler_metadata, "
+    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor block_table, Tensor cache_seqlens, "
+    "Tensor tile_scheduler_metadata, "
     "Tensor num_splits, float? softmax_scale, bool causal, bool enable_batch_invariant, bool object_layout"
 )
 
@@ -252,7 +253,8 @@ register(
 )
 
 _SPARSE = (
-    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor indices, Tensor tile_scheduler_metadata, Tensor num_splits, "
+    "Tensor q, Tensor? q_rope, Tensor k_cache, Tensor indices, Tensor tile_scheduler_metadata, "
+    "Tensor num_splits, "
     "float? softmax_scale, bool is_fp8_kvcache, Tensor? attn_sink, Tensor? extra_k_cache, "
     "Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length, "
     "bool enable_batch_invariant, bool object_layout"
@@ -314,7 +316,8 @@ register(
 # ---- sparse prefill
 
 _PREFILL = (
-    "Tensor q, Tensor? q_rope, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, Tensor? topk_length, "
+    "Tensor q, Tensor? q_rope, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, "
+    "Tensor? topk_length, "
     "str log_base, bool is_fp8_kvcache, bool enable_batch_invariant"
 )
 
