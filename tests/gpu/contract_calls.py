@@ -111,7 +111,7 @@ class Call:
         """New values everywhere, at the same addresses; what no request names in a cache is NaN."""
         self.random.manual_seed(seed)
         for part in self.q_parts:
-            part.copy_(self._normal(part.shape))
+            part.copy_(self._normal(part.shape).clamp_(-1, 1))
         if self.arguments.get("attn_sink") is not None:
             sink = self.arguments["attn_sink"]
             sink.copy_(self._normal(sink.shape))
@@ -133,6 +133,10 @@ class Call:
         import torch
 
         return torch.randn(tuple(shape), generator=self.random, device=self.device)
+
+    def _keys(self, shape: Any) -> Any:
+        """Values of a cache: as those for which the tolerances are meant."""
+        return self._normal(shape).mul_(0.1)
 
     def _integers(self, low: int, high: int, shape: Any) -> Any:
         import torch
@@ -156,7 +160,7 @@ class Call:
         for request, length in enumerate(lengths.tolist()):
             token = torch.arange(length, device=self.device)
             place = table[request, token // page].long(), token % page
-            self.cache[place] = self._normal((length, *self.cache.shape[2:])).to(self.cache.dtype)
+            self.cache[place] = self._keys((length, *self.cache.shape[2:])).to(self.cache.dtype)
             table[request, -(-length // page) :] = 2147480000
 
     def _fill_selected(self, cache: Any, indices: Any, lengths: Any) -> None:
@@ -177,9 +181,9 @@ class Call:
         unnamed = ~named.view(num_blocks, page)
         layout, form = layout_of(paged)
         if layout == "bf16":
-            paged.copy_(self._normal(paged.shape).masked_fill_(unnamed[..., None, None], float("nan")))
+            paged.copy_(self._keys(paged.shape).masked_fill_(unnamed[..., None, None], float("nan")))
             return
-        values = self._normal((num_blocks, page, 1, form.d_qk)).bfloat16()
+        values = self._keys((num_blocks, page, 1, form.d_qk)).bfloat16()
         quantize = quantize_k_cache if paged.is_cuda else reference.quantize_k_cache
         quantize(values, layout, out=paged.view(torch.uint8))
         for fields in block_fields(paged.view(torch.uint8), form):
