@@ -25,8 +25,15 @@ __all__ = [
     "PlanConfigs",
     "ResolvedPlan",
     "SchedConfig",
+    "batch_invariant_of",
+    "check_config",
+    "check_topk_of",
     "compute_plan",
+    "fields_of",
     "get_mla_metadata",
+    "given_arrays",
+    "is_empty",
+    "is_plan_object",
     "mark_plan",
     "plan_object",
     "resolve_plan",
@@ -59,7 +66,7 @@ _CONFIG_FIELDS = tuple([field.name for field in fields(SchedConfig)])
 _CONFIG_DEFAULTS = tuple([None if f.default is MISSING else f.default for f in fields(SchedConfig)])
 
 
-def _fields_of(config: SchedConfig) -> tuple[Any, ...]:
+def fields_of(config: SchedConfig) -> tuple[Any, ...]:
     """The values of `_CONFIG_FIELDS`. Written out, which takes half the time of a loop or `attrgetter`."""
     return (
         config.b,
@@ -235,18 +242,18 @@ def get_mla_metadata(
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
 
-    plan: FlashMLASchedMeta | None = out if _is_plan_object(out) else None
+    plan: FlashMLASchedMeta | None = out if is_plan_object(out) else None
     if plan is not None:
-        batch_invariant = _batch_invariant_of(plan, batch_invariant)
-        _check_topk_of(plan, topk)
-    is_new = out is None or plan is not None and _is_empty(plan)
+        batch_invariant = batch_invariant_of(plan, batch_invariant)
+        check_topk_of(plan, topk)
+    is_new = out is None or plan is not None and is_empty(plan)
     if is_new:
         num_parts = _num_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
         rows, splits = _empty_arrays(framework, num_parts, b, device)
         rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
         splits_length = b + 1
     else:
-        rows, splits = _given_arrays(out)
+        rows, splits = given_arrays(out)
         splits_view = inspect(splits, "out[1]")
         rows_ptr, splits_ptr, num_parts, _ = _check_arrays(
             inspect(rows, "out[0]"),
@@ -322,7 +329,7 @@ class PlanConfigs(NamedTuple):
     def of(cls, plain: SchedConfig) -> PlanConfigs:
         """``plain`` and its like."""
         invariant = replace(plain, enable_batch_invariant=True)
-        return cls(plain, invariant, _fields_of(plain), _fields_of(invariant))
+        return cls(plain, invariant, fields_of(plain), fields_of(invariant))
 
 
 _PLAN_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
@@ -344,7 +351,7 @@ def resolve_plan(
     """
     unmarked = None
     is_object = isinstance(tile_scheduler_metadata, FlashMLASchedMeta) or (
-        num_splits is None and _is_plan_object(tile_scheduler_metadata)
+        num_splits is None and is_plan_object(tile_scheduler_metadata)
     )
     if is_object:
         if num_splits is not None:
@@ -357,7 +364,7 @@ def resolve_plan(
         if getattr(plan, "enable_batch_invariant", False):  # objects of other libraries lack it
             enable_batch_invariant = True
         if plan.have_initialized:
-            _check_config(plan.config, configs, enable_batch_invariant)
+            check_config(plan.config, configs, enable_batch_invariant)
         else:
             unmarked = plan
         if rows is None:
@@ -392,20 +399,20 @@ def resolve_plan(
     return found if unmarked is None else found._replace(unmarked=unmarked)
 
 
-def _is_plan_object(given: Any) -> TypeGuard[FlashMLASchedMeta]:
+def is_plan_object(given: Any) -> TypeGuard[FlashMLASchedMeta]:
     """Whether this is a `FlashMLASchedMeta` or another library's object with the same fields."""
     if isinstance(given, FlashMLASchedMeta):
         return True
     return not isinstance(given, type) and all(hasattr(given, name) for name in _PLAN_FIELDS)
 
 
-def _is_empty(plan: FlashMLASchedMeta) -> bool:
+def is_empty(plan: FlashMLASchedMeta) -> bool:
     return plan.tile_scheduler_metadata is None and plan.num_splits is None
 
 
 def _refuse_what_is_no_plan(given: Any) -> None:
     """Raise for what callers pass by mistake in place of a plan; arrays are checked elsewhere."""
-    if _is_plan_object(given):
+    if is_plan_object(given):
         raise ValueError(
             f"num_splits: expected None with a {type(given).__name__}, which holds its own, got an array"
         )
@@ -538,10 +545,10 @@ def _config_for(plan: FlashMLASchedMeta, config: SchedConfig) -> Any:
     return wanted(**{name: getattr(made, name) for name in names})
 
 
-def _check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> None:
+def check_config(planned: Any, configs: PlanConfigs, batch_invariant: bool) -> None:
     """The call must be the one that an object was filled for; the config may be of the caller's class."""
     wanted = configs.invariant_fields if batch_invariant else configs.plain_fields
-    if planned.__class__ is SchedConfig and _fields_of(planned) == wanted:
+    if planned.__class__ is SchedConfig and fields_of(planned) == wanted:
         return
     if planned is None:
         raise ValueError(
@@ -610,9 +617,9 @@ def _empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> 
     )
 
 
-def _given_arrays(out: Any) -> tuple[Any, Any]:
+def given_arrays(out: Any) -> tuple[Any, Any]:
     """The two arrays of a plan to recompute in place."""
-    if _is_plan_object(out):
+    if is_plan_object(out):
         if out.tile_scheduler_metadata is None or out.num_splits is None:
             raise ValueError("out: expected a FlashMLASchedMeta with both arrays or none, got one array")
         return out.tile_scheduler_metadata, out.num_splits
@@ -624,7 +631,7 @@ def _given_arrays(out: Any) -> tuple[Any, Any]:
     )
 
 
-def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
+def batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
     """Whether to recompute `plan` batch-invariant: as the decode calls that use it expect it."""
     if plan.config is None:
         return asked or plan.enable_batch_invariant
@@ -636,7 +643,7 @@ def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
     return planned
 
 
-def _check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
+def check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
     """A plan recomputed in place must cover the blocks of the decode calls that use it."""
     if plan.config is None:
         return

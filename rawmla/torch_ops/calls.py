@@ -41,14 +41,14 @@ def get_mla_metadata(
     """`rawmla.get_mla_metadata` with arguments."""
     is_object = _is_object(out)
     if is_object:
-        enable_batch_invariant = plans._batch_invariant_of(out, enable_batch_invariant)
-        plans._check_topk_of(out, topk)
+        enable_batch_invariant = plans.batch_invariant_of(out, enable_batch_invariant)
+        plans.check_topk_of(out, topk)
     sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, enable_batch_invariant)
     if out is None:
         return _ops.plan.default(cache_seqlens, *sizes)
-    if is_object and plans._is_empty(out):  # arrays of the right size, in the order of bare tensors so far
+    if is_object and plans.is_empty(out):  # arrays of the right size, in the order of bare tensors so far
         out.tile_scheduler_metadata, out.num_splits = _ops.plan.default(cache_seqlens, *sizes)
-    rows, num_splits = plans._given_arrays(out)
+    rows, num_splits = plans.given_arrays(out)
     _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
     return (out, None) if is_object else (rows, num_splits)
 
@@ -189,7 +189,7 @@ def _parts(q: Any) -> tuple[Any, Any]:
 
 def _is_object(plan: Any) -> bool:
     # Tensors first: torch 2.4 cannot trace what the other question asks of one.
-    return not isinstance(plan, torch.Tensor) and plans._is_plan_object(plan)
+    return not isinstance(plan, torch.Tensor) and plans.is_plan_object(plan)
 
 
 def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bool, bool]:
@@ -211,8 +211,8 @@ def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bo
 def _arrays_of(plan: FlashMLASchedMeta, config: SchedConfig) -> tuple[Any, Any]:
     """The arrays of an object, which must be one for this configuration; None if it is empty."""
     if plan.have_initialized:
-        values = plans._fields_of(config)
-        plans._check_config(
+        values = plans.fields_of(config)
+        plans.check_config(
             plan.config, PlanConfigs(config, config, values, values), config.enable_batch_invariant
         )
     if plan.tile_scheduler_metadata is None and plan.num_splits is not None:

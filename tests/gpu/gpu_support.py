@@ -247,6 +247,11 @@ def in_batch(inputs: DenseInputs, requests: list[int]) -> DenseInputs:
     )
 
 
+def as_pair(q: Any) -> tuple[Any, Any]:
+    """q in two arrays, each with an allocation of its own."""
+    return q[..., :-64].contiguous(), q[..., -64:].contiguous()
+
+
 def call_arguments(inputs: DenseInputs) -> tuple[Any, ...]:
     """The first five arguments of `flash_mla_with_kvcache`."""
     return inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512

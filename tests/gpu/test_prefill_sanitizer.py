@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_support import prefill_kv, small_plans, united_selections
+from gpu_support import as_pair, prefill_kv, small_plans, united_selections
 from test_sparse_sanitizer import on_gpu
 
 import rawmla
@@ -71,9 +71,12 @@ def keywords(inputs: SparseInputs) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_small_prefill_call(case: SparseCase) -> None:
+@pytest.mark.parametrize("pair", (False, True), ids=("one q", "pair"))
+def test_small_prefill_call(case: SparseCase, pair: bool) -> None:
     host, device = on_gpu(case)
-    check_prefill_on_host(host, rawmla.flash_mla_sparse_fwd(*arguments(device), **keywords(device)))
+    q, *others = arguments(device)
+    got = rawmla.flash_mla_sparse_fwd(as_pair(q) if pair else q, *others, **keywords(device))
+    check_prefill_on_host(host, got)
 
 
 def test_prefill_in_chunks() -> None:

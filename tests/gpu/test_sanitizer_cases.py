@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gpu_support import call_arguments, torch
+from gpu_support import as_pair, call_arguments, torch
 
 import rawmla
 from rawmla import reference
@@ -73,6 +73,7 @@ def check_on_host(host: DenseInputs, got: tuple["torch.Tensor", "torch.Tensor"])
 @pytest.mark.parametrize("form", ("object", "tensors", "batch_invariant"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_small_call(case: DenseCase, form: str) -> None:
+    """With a plan of tensors, q is a pair."""
     host, device = on_gpu(case)
     invariant = form == "batch_invariant"
     if form == "object":
@@ -84,8 +85,14 @@ def test_small_call(case: DenseCase, form: str) -> None:
             case.h_kv,
             enable_batch_invariant=invariant,
         )
+    q, *others = call_arguments(device)
     got = rawmla.flash_mla_with_kvcache(
-        *call_arguments(device), metadata, num_splits, causal=case.causal, enable_batch_invariant=invariant
+        as_pair(q) if form == "tensors" else q,
+        *others,
+        metadata,
+        num_splits,
+        causal=case.causal,
+        enable_batch_invariant=invariant,
     )
     check_on_host(host, got)
 

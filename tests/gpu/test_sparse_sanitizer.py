@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gpu_support import (
+    as_pair,
     sparse_arguments,
     sparse_lse_tolerance,
     sparse_plan,
@@ -83,13 +84,16 @@ def check_on_host(host: SparseInputs, got: tuple["torch.Tensor", "torch.Tensor"]
 @pytest.mark.parametrize("form", ("object", "tensors", "batch_invariant"))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_small_sparse_call(case: SparseCase, form: str) -> None:
+    """With a plan of tensors, q is a pair."""
     host, device = on_gpu(case)
     invariant = form == "batch_invariant"
     metadata, num_splits = sparse_plan(
         device, "object" if form == "object" else "tensors", enable_batch_invariant=invariant
     )
+    q, *others = sparse_arguments(device)
     got = rawmla.flash_mla_with_kvcache(
-        *sparse_arguments(device),
+        as_pair(q) if form == "tensors" else q,
+        *others,
         metadata,
         num_splits,
         **device.keywords(),
