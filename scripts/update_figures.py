@@ -174,7 +174,8 @@ def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
         rows = families.named(record["bench"][version]["rows"])
         parts += [
             f"A few cases, kernels compiled by NVRTC {version}; every case is in "
-            "[docs/performance.md](docs/performance.md):",
+            "[docs/performance.md](docs/performance.md). In their names b counts requests, q query tokens of "
+            "each, k or kv tokens of context, h heads, top selected tokens:",
             report.markdown(readme_cells(rows, stored_peers(record, peers))),
             f"{LEGEND} {against.NOTE}",
             "![Roofline of the benchmark](docs/roofline.png)",
