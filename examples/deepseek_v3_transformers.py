@@ -86,7 +86,7 @@ class RawMLAAttention(torch.nn.Module):
         q_pe, k_pe = rotate(q_pe, k_pe[:, :, None], *position_embeddings, unsqueeze_dim=2)
 
         mla.write_kv_cache(kv_c.reshape(-1, LATENT), k_pe.reshape(-1, ROPE), cache, batch.slots)
-        q = torch.cat([torch.einsum("bshn,hnc->bshc", q_nope, self.w_uk), q_pe], dim=-1)
+        q = torch.einsum("bshn,hnc->bshc", q_nope, self.w_uk), q_pe  # a pair: nothing is joined
         # The model's own scale: 192**-0.5, as its heads have 192 columns, times YaRN's factor; not 576**-0.5.
         plan, scale, slots = batch.plan, module.scaling, batch.indices
         if slots is not None:

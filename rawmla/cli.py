@@ -81,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _doctor()
         if arguments.command == "flash-mla":
             if arguments.path == bool(program):
-                running.error("expected --path, or -- and a program")
+                running.error("expected --path, or -- before a program")
+            if arguments.path and arguments.api:
+                running.error("--api goes with a program; beside --path set RAWMLA_FLASH_MLA_API")
             return _flash_mla(program, arguments.api)
         return _compile(every=arguments.all, out=arguments.out)
     except (RawMLAError, OSError, ValueError) as error:

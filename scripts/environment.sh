@@ -21,7 +21,18 @@ install() {
     shift
     local size="about 300 MB, a minute or two"
     [[ $extras == *torch* ]] && size="with PyTorch about 4 GB, some minutes"
-    [[ -d .venv ]] || python3 -m venv .venv
+    if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+        python3 -m venv --clear .venv || {
+            echo "error: python3 cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2
+            return 1
+        }
+    fi
+    local other=cupy-cuda13x
+    [[ $extras == cu13* ]] && other=cupy-cuda12x
+    if .venv/bin/python -m pip show --quiet "$other" 2>/dev/null; then
+        echo "error: .venv has $other, which is for another driver than this machine's: rm -rf .venv, then again" >&2
+        return 1
+    fi
     echo "Installing rawmla[$extras] $* into .venv. The first time it downloads $size; later it takes seconds." >&2
     .venv/bin/python -m pip install --disable-pip-version-check --editable ".[$extras]" "$@" >&2
 }

@@ -66,7 +66,11 @@ def resolve(python: str, extras: tuple[str, ...]) -> dict[str, str]:
 def fault(extras: tuple[str, ...], found: dict[str, str]) -> str:
     """What is wrong with a solution; empty if nothing is."""
     cuda = CUDA_OF[extras[0]]
-    other = 25 - cuda
+    needed = (f"cupy-cuda{cuda}x", "cuda-bindings", NVRTC_OF[cuda], "ml-dtypes")
+    missing = [name for name in needed if name not in found]
+    if missing:
+        return f"missing: {', '.join(missing)}"
+    (other,) = {12, 13} - {cuda}
     strangers = [name for name in found if name.endswith((f"-cu{other}", f"cuda{other}x"))]
     strangers += [NVRTC_OF[other]] if NVRTC_OF[other] in found else []
     if strangers:

@@ -206,6 +206,37 @@ def test_a_build_without_metadata_is_an_unknown_version(tree: Path) -> None:
     assert got == {**PATCHED, "watchers": 1}
 
 
+def test_plans_of_vllm_are_objects_whatever_other_callers_get(tree: Path) -> None:
+    code = (
+        "from rawmla.engines.vllm import register; register(); import vllm.v1.attention.ops.flashmla as m\n"
+        "print(json.dumps([type(x).__name__ for x in m.get_mla_metadata(1, 2, 1, is_fp8_kvcache=True)]))"
+    )
+    got, _ = run(tree, code, RAWMLA_FLASH_MLA_API="tensors")
+    assert got == ["FlashMLASchedMeta", "NoneType"]
+
+
+def test_a_wrong_variable_is_a_warning(tree: Path) -> None:
+    got, log = run(tree, BEFORE, RAWMLA_FLASH_MLA_API="nonsense")
+    assert got == {**UNPATCHED, "watchers": 1}
+    assert log.count("WARNING") == 1 and "RAWMLA_FLASH_MLA_API" in log
+
+
+def test_what_fails_in_an_unknown_version_is_a_warning(tree: Path) -> None:
+    set_version(tree, "vllm", "0.34.1")
+    text = INTERFACE.format(decode=DECODE).replace("from vllm.platforms import current_platform\n", "")
+    write(tree, {"vllm/v1/attention/ops/flashmla.py": text})
+    got, log = run(tree, BEFORE)
+    assert got == {**UNPATCHED, "watchers": 1}
+    assert log.count("WARNING rawmla: vLLM is left as it is. AttributeError: ") == 1
+
+
+def test_backends_that_cannot_be_registered_are_a_warning(tree: Path) -> None:
+    write(tree, {"vllm/v1/attention/backends/registry.py": "raise OSError('no library')\n"})
+    got, log = run(tree, BEFORE, "backend")
+    assert got == {**PATCHED, "watchers": 1}
+    assert "vLLM's attention backends are left as they are. OSError: no library" in log
+
+
 def test_another_gpu_is_left_alone(tree: Path) -> None:
     got, log = run(tree, BEFORE, FAMILY="100")
     assert got == {**UNPATCHED, "watchers": 1}
@@ -338,6 +369,22 @@ def test_an_sglang_that_cannot_be_imported_is_left_alone(sglang_tree: Path) -> N
     path.write_text("import no_such_module\n")
     (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
     assert hooks == [] and "cannot be imported: No module named 'no_such_module'" in log
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (sglang.MODULE.replace(".", "/") + ".py", "raise OSError('no library')\n"),
+        ("sglang/srt/plugins/hook_registry.py", "HookRegistry = None\n"),
+    ],
+    ids=["module", "registry"],
+)
+def test_what_fails_in_sglang_is_a_warning(sglang_tree: Path, name: str, text: str) -> None:
+    pytest.importorskip("torch")
+    write(sglang_tree, {name: text})
+    code = "from rawmla.engines.sglang import register; register(); print(json.dumps(1))"
+    _, log = run(sglang_tree, code, RAWMLA_SGLANG="patch")
+    assert log.count("rawmla: SGLang is left as it is. ") == 1
 
 
 def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,3 +77,31 @@ def test_both_commands_choose_extras_by_the_driver(tmp_path: Path, answer: str, 
     for name in ("bench.sh", "test.sh"):
         text = (ROOT / "scripts" / name).read_text()
         assert "environment.sh" in text and "cu1" not in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({}, ""),
+        ({"cupy-cuda12x": None}, "missing: cupy-cuda12x"),
+        ({"ml-dtypes": None, "cuda-bindings": None}, "missing: cuda-bindings, ml-dtypes"),
+        (
+            {"nvidia-cublas": "13.0.0", "nvidia-cuda-nvrtc": "13.0.88"},
+            "libraries of CUDA 13: nvidia-cuda-nvrtc",
+        ),
+        ({"nvidia-cudnn-cu13": "9.0"}, "libraries of CUDA 13: nvidia-cudnn-cu13"),
+        ({"cuda-bindings": "13.0.3"}, "cuda-bindings 13.0.3 is not for CUDA 12"),
+        ({"nvidia-cuda-nvrtc-cu12": "12.4.127"}, "kernels are not known to compile by NVRTC 12.4.127"),
+        ({"torch": None}, "torch is missing"),
+        ({"nvidia-cudnn-cu12": None}, "torch 2.10.0 is not a CUDA build"),
+    ],
+)
+def test_installations_that_would_not_do(
+    change: dict[str, str | None], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import resolve_installs
+
+    found = {**CUDA12, "ml-dtypes": "0.6", "torch": "2.10.0", "nvidia-cudnn-cu12": "9.10", **change}
+    found = {name: version for name, version in found.items() if version is not None}
+    assert resolve_installs.fault(("cu12", "torch", "test"), found) == text

@@ -282,12 +282,13 @@ class TestNoPlan:
             (VllmPlan, ("got the class VllmPlan", "VllmPlan()")),
             ((rawmla.FlashMLASchedMeta(), None), ("got tuple of 2", "give its first item")),
             ([FakeArray((5, 8))], ("got list of 1", "give its first item")),
+            ("a plan", ("got str", "take a plan from get_mla_metadata()")),
             (
                 SimpleNamespace(tile_scheduler_metadata=None, num_splits=None),
                 ("got a SimpleNamespace without have_initialized, config", "all four fields"),
             ),
         ),
-        ids=("None", "class", "foreign class", "tuple", "list", "half a plan"),
+        ids=("None", "class", "foreign class", "tuple", "list", "str", "half a plan"),
     )
     @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
     def test_refused(
@@ -383,6 +384,29 @@ class TestMetadata:
         rawmla.flash_mla_with_kvcache(**arguments)
         assert len(world.plans) == 1 and world.decodes[0].sched_meta == launched["sched_meta"]
         assert world.decodes[0].batch_invariant is True and plan.config.enable_batch_invariant is True
+
+    @pytest.mark.parametrize("make", (rawmla.FlashMLASchedMeta, VllmPlan))
+    def test_an_object_without_a_call_says_what_it_holds(self, world: World, make: Any) -> None:
+        """Computed again in the other way: calls size their scratch by what the object says."""
+        plan = make()
+        for batch_invariant in (False, True):
+            rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=plan, enable_batch_invariant=batch_invariant)
+            assert world.plans[-1]["batch_invariant"] is batch_invariant
+            assert getattr(plan, "enable_batch_invariant", False) is batch_invariant
+
+    def test_an_object_with_no_place_for_batch_invariance(self, world: World) -> None:
+        class Slots:
+            __slots__ = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
+
+            def __init__(self) -> None:
+                self.have_initialized, self.config = False, None
+                self.tile_scheduler_metadata = self.num_splits = None
+
+        assert rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=Slots())[0].num_splits is not None
+        world.plans.clear()
+        with pytest.raises(ValueError, match=r"^enable_batch_invariant: .* Slots as out, which has no place"):
+            rawmla.get_mla_metadata(self.LENGTHS, 16, 2, out=Slots(), enable_batch_invariant=True)
+        assert not world.plans
 
     def test_no_requests(self, world: World) -> None:
         rows, splits = rawmla.get_mla_metadata(FakeArray((0,), ptr=0), 128, 1)

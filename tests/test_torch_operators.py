@@ -299,15 +299,27 @@ def test_compiled_decode_of_a_pair() -> None:
     assert_equal(torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**pair), decode_wanted(made))
 
 
-def test_compiled_plan_of_an_empty_object() -> None:
+@pytest.mark.parametrize("batch_invariant", (False, True))
+def test_compiled_plan_of_an_empty_object(batch_invariant: bool) -> None:
     made = dense("cpu")
+    filled = rawmla.FlashMLASchedMeta()
 
     def step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
-        filled, _ = rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=rawmla.FlashMLASchedMeta())
+        rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=filled, enable_batch_invariant=batch_invariant)
         return rawmla.flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, filled, causal=True)
 
     want = reference.flash_mla_with_kvcache(**made, causal=True)
     assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**made), want)
+    assert filled.config is not None and filled.config.enable_batch_invariant is batch_invariant
+
+
+def test_what_is_no_plan_is_named() -> None:
+    made = dense("cpu")
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in made.values()]
+        for given in (None, rawmla.FlashMLASchedMeta, (None, None)):
+            with pytest.raises(TypeError, match="^tile_scheduler_metadata: expected a FlashMLASchedMeta or "):
+                rawmla.flash_mla_with_kvcache(*fakes, 512, given)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

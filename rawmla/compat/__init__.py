@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["SITE", "install_flash_mla", "status", "uninstall_flash_mla"]
+__all__ = ["SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
 
 SITE = Path(__file__).parent / "site"
 """A folder for PYTHONPATH: it holds a package `flash_mla` that re-exports `rawmla.compat.flash_mla`."""
@@ -73,23 +73,30 @@ def install_flash_mla(*, replace: bool = False, ops: Iterable[str] = (), api: st
     namespaces = (ops,) if isinstance(ops, str) else tuple(ops)
     flash_mla_interface.check_api(api)
     _refuse_foreign(replace)
-    for namespace in namespaces:
-        if namespace not in _op_patches:
-            from .ops import patch
+    made: dict[str, Any] = {}
+    try:
+        for namespace in namespaces:
+            if namespace not in _op_patches and namespace not in made:
+                from .ops import patch
 
-            _op_patches[namespace] = patch(namespace)
+                made[namespace] = patch(namespace)
+        module = sys.modules.get("flash_mla")
+        if module is None or not _is_ours(module):
+            displaced = _remove_modules()
+            try:
+                module = _load()
+            except BaseException:
+                _remove_modules()
+                sys.modules.update(displaced)
+                raise
+            _displaced = displaced
+            log(f"flash_mla is rawmla in this process (api={api!r})")
+    except BaseException:
+        for handle in made.values():
+            handle.close()
+        raise
+    _op_patches.update(made)
     flash_mla_interface.set_api(api)
-    module = sys.modules.get("flash_mla")
-    if module is None or not _is_ours(module):
-        displaced = _remove_modules()
-        try:
-            module = _load()
-        except BaseException:
-            _remove_modules()
-            sys.modules.update(displaced)
-            raise
-        _displaced = displaced
-        log(f"flash_mla is rawmla in this process (api={api!r})")
     return module
 
 
@@ -101,14 +108,13 @@ def uninstall_flash_mla() -> None:
     global _displaced
     while _op_patches:
         _op_patches.popitem()[1].close()
-    if _displaced is None:
-        return
-    _remove_modules()
-    sys.modules.update(_displaced)
-    _displaced = None
-    from .flash_mla import flash_mla_interface
-
-    flash_mla_interface.set_api(flash_mla_interface.DEFAULT_API)
+    interface = sys.modules.get("rawmla.compat.flash_mla.flash_mla_interface")
+    if interface is not None:
+        interface.set_api(interface.DEFAULT_API)
+    if _displaced is not None:
+        _remove_modules()
+        sys.modules.update(_displaced)
+        _displaced = None
 
 
 def status() -> dict[str, Any]:
@@ -168,7 +174,7 @@ def _refuse_foreign(replace: bool) -> None:
         where = f"imported from {getattr(module, '__file__', 'an unknown place')}"
     else:
         spec = importlib.util.find_spec("flash_mla")
-        if spec is None or spec.origin is None or _is_our_file(Path(spec.origin)):
+        if spec is None or spec.origin is None or is_our_file(Path(spec.origin)):
             return
         where = f"installed at {spec.origin}"
     raise RuntimeError(
@@ -177,7 +183,7 @@ def _refuse_foreign(replace: bool) -> None:
     )
 
 
-def _is_our_file(file: Path) -> bool:
+def is_our_file(file: Path) -> bool:
     """Whether this file is the re-exporting `flash_mla/__init__.py`, here or of rawmla-flash-mla."""
     return file.is_file() and file.read_bytes() == (SITE / "flash_mla" / "__init__.py").read_bytes()
 

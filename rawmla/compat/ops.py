@@ -173,7 +173,8 @@ def patch(namespace: str) -> OpPatch:
     Arguments and results are the operators', except that the `lse` of sparse decoding is contiguous, where
     the original returns a transposed view. Plan arrays that are given are the ones returned. torch may warn
     once in a process that a kernel was overridden. Operators of other purposes stay as they are: FP8 dense
-    decoding, dense prefill, fused norm and rotation.
+    decoding in vLLM, dense prefill, fused norm and rotation. The planner of sgl-flash-mla is replaced, and
+    refuses plans of FP8 dense decoding.
     """
     return patch_key(namespace, "CUDA")
 

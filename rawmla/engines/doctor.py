@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from rawmla import report
-from rawmla.compat import SITE
+from rawmla.compat import is_our_file
 
 from . import sglang, vllm
 
@@ -128,8 +128,8 @@ def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> 
         problems.append(f"{ours.VARIABLE} is set, but {engine.title} is not installed in this environment")
     if mode and not seen:
         problems.append(
-            f"{engine.title} does not see the plug-in: rawmla has to be installed with pip in the engine's "
-            "environment, a checkout on PYTHONPATH has no entry points"
+            f"{engine.title} does not see the plug-in: install rawmla into the engine's environment with "
+            '`pip install -e "PATH_OF_RAWMLA[cu13]"`, since a checkout on PYTHONPATH has no entry points'
         )
     if mode and not chosen:
         problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
@@ -168,7 +168,7 @@ def _examine_flash_mla(versions: dict[str, str | None], found: Diagnosis) -> Non
     if spec is None or spec.origin is None:
         text = "none"
     else:
-        ours = Path(spec.origin).read_bytes() == (SITE / "flash_mla" / "__init__.py").read_bytes()
+        ours = is_our_file(Path(spec.origin))
         text = f"{'rawmla' if ours else 'another one'}: {spec.origin}"
     found.sections["flash_mla"] = [
         ("import flash_mla gives", text),

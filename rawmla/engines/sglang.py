@@ -49,17 +49,25 @@ def register() -> None:
     mode = os.environ.get(VARIABLE, "")
     if not mode or _registered:
         return
-    reason = f"{VARIABLE}: expected {MODES[0]}, got {mode!r}" if mode not in MODES else _refusal()
+    try:
+        reason = f"{VARIABLE}: expected {MODES[0]}, got {mode!r}" if mode not in MODES else _refusal()
+        if reason is None:
+            _hook()
+    except Exception as error:  # an engine must start all the same
+        reason = f"{type(error).__name__}: {error}"
     if reason is not None:
         _log.warning("rawmla: SGLang is left as it is. %s", reason)
         return
+    _registered = True
+    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", ", ".join(REPLACED), MODULE, _version() or "?")
+
+
+def _hook() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
     for name, hook in zip(REPLACED, hooks, strict=True):
         HookRegistry.register(f"{MODULE}.{name}", hook, HookType.AROUND)
-    _registered = True
-    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", ", ".join(REPLACED), MODULE, _version() or "?")
 
 
 def is_tested(version: str | None) -> bool:

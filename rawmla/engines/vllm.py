@@ -6,8 +6,8 @@ in vLLM uses them, with the arguments of before. "backend" does the same and put
 rawmla in the place of FLASHMLA and FLASHMLA_SPARSE (`rawmla.engines.vllm_backend`).
 
 vLLM calls the entry point in every process, more than once and before CUDA may be touched. So nothing here
-imports a module of vLLM ahead of vLLM itself, compiles, or looks at a GPU: names are replaced when vLLM has
-imported the module that holds them.
+compiles or looks at a GPU, and of vLLM nothing but its registry of backends is imported: names are replaced
+when vLLM itself has imported the module that holds them.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ def register() -> None:
         return
     module = sys.modules.get(MODULE)
     if module is None:
-        _after_import(MODULE, _patch)
+        _after_import(MODULE, _try_patch)
     else:
-        _patch(module)
+        _try_patch(module)
     if mode == "backend":
-        _register_backends()
+        try:
+            _register_backends()
+        except Exception as error:  # an engine must start all the same
+            _warn(f"{type(error).__name__}: {error}", "vLLM's attention backends are left as they are")
 
 
 def is_tested(version: str | None) -> bool:
@@ -139,6 +142,13 @@ def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 # ---- patch
 
 
+def _try_patch(module: ModuleType) -> None:
+    try:
+        _patch(module)
+    except Exception as error:  # an engine must start all the same
+        _warn(f"{type(error).__name__}: {error}")
+
+
 def _patch(module: ModuleType) -> None:
     """Replace the names of `MODULE`, also where other modules of vLLM have imported them already."""
     if hasattr(module, _ORIGINALS):
@@ -149,7 +159,7 @@ def _patch(module: ModuleType) -> None:
         return
     values = _replacements()
     originals = {name: getattr(module, name) for name in values}
-    setattr(module, _ORIGINALS, originals)
+    setattr(module, _ORIGINALS, originals)  # all that can fail has been done
     for loaded_as, loaded in list(sys.modules.items()):
         if loaded_as.partition(".")[0] == "vllm" and isinstance(loaded, ModuleType):
             names = vars(loaded)
@@ -192,10 +202,19 @@ def _is_known(module: ModuleType, name: str, parameters: str | None) -> bool:
 def _replacements() -> dict[str, Any]:
     from rawmla.compat.flash_mla import flash_mla_interface
 
-    supported = ("is_flashmla_dense_supported", "is_flashmla_sparse_supported")
-    return {
-        name: _is_supported if name in supported else getattr(flash_mla_interface, name) for name in REPLACED
+    own = {
+        "get_mla_metadata": _get_mla_metadata,
+        "is_flashmla_dense_supported": _is_supported,
+        "is_flashmla_sparse_supported": _is_supported,
     }
+    return {name: own.get(name) or getattr(flash_mla_interface, name) for name in REPLACED}
+
+
+def _get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, None]:
+    """An empty plan object and None: vLLM relies on it, whatever `flash_mla` gives other callers."""
+    from rawmla import FlashMLASchedMeta
+
+    return FlashMLASchedMeta(), None
 
 
 def _is_supported() -> tuple[bool, str | None]:

@@ -37,6 +37,7 @@ import rawmla
 from rawmla.jit import device_info
 from rawmla.kernels.common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div, max_splits
 from rawmla.kernels.mla_combine import split_row_bytes
+from rawmla.kernels.mla_metadata import MAX_BATCH
 
 __all__ = ["RawMLABackend", "RawMLASparseBackend"]
 
@@ -165,6 +166,13 @@ class RawMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _decode_only_what_is_decoding(self, vllm_config)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        if envs.VLLM_BATCH_INVARIANT and self.use_fp8_kv_cache and tokens > MAX_BATCH:
+            raise ValueError(
+                f"max_num_batched_tokens: expected at most {MAX_BATCH} with VLLM_BATCH_INVARIANT and an FP8 "
+                f"cache, whose query tokens are requests of their own, got {tokens}; set "
+                f"--max-num-batched-tokens {MAX_BATCH}"
+            )
         if self.use_fp8_kv_cache:
             rawmla.warmup("sparse_decode", "metadata", sparse_formats=["v32"], device=device.index)
         rawmla.warmup("sparse_prefill", prefill_formats=["bf16"], device=device.index)

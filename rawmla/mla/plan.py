@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from .. import jit
 from ..call import checks, tracing
-from ..call.arrays import READERS, Fields, Framework, address_of, inspect, read_given
+from ..call.arrays import READERS, Fields, Framework, address_of, inspect, is_array, read_given
 from ..call.memo import BatchPlace, LatestPair
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ, MAX_TOPK, ceil_div
@@ -29,13 +29,16 @@ __all__ = [
     "check_config",
     "check_topk_of",
     "compute_plan",
+    "config_for",
     "fields_of",
     "get_mla_metadata",
     "given_arrays",
     "is_empty",
     "is_plan_object",
     "mark_plan",
+    "note_batch_invariant",
     "plan_object",
+    "refuse_what_is_no_plan",
     "resolve_plan",
 ]
 
@@ -290,7 +293,7 @@ def get_mla_metadata(
         return rows, splits
     if is_new:
         plan.tile_scheduler_metadata, plan.num_splits = rows, splits
-        plan.enable_batch_invariant = batch_invariant
+    note_batch_invariant(plan, batch_invariant)
     return plan, None
 
 
@@ -372,9 +375,10 @@ def resolve_plan(
     else:
         rows = tile_scheduler_metadata
         if num_splits is None:
-            _refuse_what_is_no_plan(rows)
+            refuse_what_is_no_plan(rows)
             raise ValueError(
-                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None; "
+                "pass both items of what get_mla_metadata returned"
             )
     found: ResolvedPlan | None = _latest_plan.find(rows, num_splits, place)
     if (
@@ -387,7 +391,7 @@ def resolve_plan(
             raise ValueError(
                 f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {b}"
             )
-        _refuse_what_is_no_plan(rows)
+        refuse_what_is_no_plan(rows)
         views = (
             READERS[type(rows)](rows, "tile_scheduler_metadata"),
             READERS[type(num_splits)](num_splits, "num_splits"),
@@ -410,7 +414,7 @@ def is_empty(plan: FlashMLASchedMeta) -> bool:
     return plan.tile_scheduler_metadata is None and plan.num_splits is None
 
 
-def _refuse_what_is_no_plan(given: Any) -> None:
+def refuse_what_is_no_plan(given: Any) -> None:
     """Raise for what callers pass by mistake in place of a plan; arrays are checked elsewhere."""
     if is_plan_object(given):
         raise ValueError(
@@ -430,6 +434,8 @@ def _refuse_what_is_no_plan(given: Any) -> None:
         missing = [name for name in _PLAN_FIELDS if not hasattr(given, name)]
         got = f"a {type(given).__name__} without {', '.join(missing)}"
         remedy = "a plan object of another library needs all four fields; take one from get_mla_metadata()"
+    elif not is_array(given):
+        got, remedy = type(given).__name__, "take a plan from get_mla_metadata()"
     else:
         return
     raise TypeError(
@@ -529,11 +535,11 @@ def mark_plan(plan: ResolvedPlan, configs: PlanConfigs, arrays: PlanArrays) -> N
     assert unmarked is not None
     if plan.arrays is None:
         unmarked.tile_scheduler_metadata, unmarked.num_splits = arrays.owners
-    unmarked.config = _config_for(unmarked, configs.invariant if plan.batch_invariant else configs.plain)
+    unmarked.config = config_for(unmarked, configs.invariant if plan.batch_invariant else configs.plain)
     unmarked.have_initialized = True
 
 
-def _config_for(plan: FlashMLASchedMeta, config: SchedConfig) -> Any:
+def config_for(plan: FlashMLASchedMeta, config: SchedConfig) -> Any:
     """A copy of `config`; in the class that an object of another library has for it, if it has our fields."""
     made = replace(config)
     wanted = getattr(type(plan), "Config", SchedConfig)
@@ -634,13 +640,24 @@ def given_arrays(out: Any) -> tuple[Any, Any]:
 def batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
     """Whether to recompute `plan` batch-invariant: as the decode calls that use it expect it."""
     if plan.config is None:
-        return asked or plan.enable_batch_invariant
+        if asked and not (hasattr(plan, "enable_batch_invariant") or hasattr(plan, "__dict__")):
+            raise ValueError(
+                f"enable_batch_invariant: expected False with a {type(plan).__name__} as out, which has no "
+                "place for it, got True; take a rawmla.FlashMLASchedMeta"
+            )
+        return asked or getattr(plan, "enable_batch_invariant", False)
     planned = getattr(plan.config, "enable_batch_invariant", False)
     if asked and not planned:
         raise ValueError(
             "enable_batch_invariant: expected False, that of the decode call which filled out, got True"
         )
     return planned
+
+
+def note_batch_invariant(plan: FlashMLASchedMeta, batch_invariant: bool) -> None:
+    """Say in an object that no call has used what its arrays are now: calls size their scratch by it."""
+    if plan.config is None and getattr(plan, "enable_batch_invariant", False) != batch_invariant:
+        plan.enable_batch_invariant = batch_invariant
 
 
 def check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:

@@ -50,7 +50,10 @@ def get_mla_metadata(
         out.tile_scheduler_metadata, out.num_splits = _ops.plan.default(cache_seqlens, *sizes)
     rows, num_splits = plans.given_arrays(out)
     _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
-    return (out, None) if is_object else (rows, num_splits)
+    if not is_object:
+        return rows, num_splits
+    plans.note_batch_invariant(out, enable_batch_invariant)
+    return out, None
 
 
 def decode(
@@ -201,9 +204,12 @@ def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bo
                 f"{type(num_splits).__name__}"
             )
         return True, batch_invariant or getattr(plan, "enable_batch_invariant", False)
+    if not isinstance(plan, torch.Tensor):
+        plans.refuse_what_is_no_plan(plan)
     if num_splits is None:
         raise ValueError(
-            "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
+            "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None; pass "
+            "both items of what get_mla_metadata returned"
         )
     return False, batch_invariant
 
@@ -227,7 +233,7 @@ def _mark(plan: FlashMLASchedMeta, config: SchedConfig, rows: Any, num_splits: A
     if plan.have_initialized or config.b == 0 or config.s_q == 0:  # `not config.b` would fix b in torch 2.4
         return
     plan.tile_scheduler_metadata, plan.num_splits = rows, num_splits
-    plan.config = config
+    plan.config = config if isinstance(plan, FlashMLASchedMeta) else plans.config_for(plan, config)
     plan.have_initialized = True
 
 

@@ -13,11 +13,15 @@ __all__ = [
     "refuse_varlen",
 ]
 
-# Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`.
+# Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`; what helps.
 _OTHER_RECORDS = {
-    528: "DeepSeek-V4.1, or V3.2 without RoPE columns",
-    352: "NVFP4 of DeepSeek-V3.2",
-    288: "FP4 of DeepSeek-V4.1",
+    528: (
+        "DeepSeek-V4.1, or V3.2 without RoPE columns",
+        "for V4.1 write 584-byte records, as vLLM and SGLang do on Hopper; for a model without RoPE columns "
+        "keep the engine's own kernel (unset RAWMLA_SGLANG, or take rawmla off PYTHONPATH)",
+    ),
+    352: ("NVFP4 of DeepSeek-V3.2", "take the FP8 cache of 656-byte records"),
+    288: ("FP4 of DeepSeek-V4.1", "take the FP8 cache of 584-byte records"),
 }
 _BYTES_OF_FORMAT = {"V32": 656, "V4": 584, "V32_NO_ROPE": 528, "V41": 528}
 _BYTE_DTYPES = ("uint8", "int8", "float8_e4m3fn")
@@ -29,10 +33,10 @@ def refuse_other_records(name: str, cache: Any) -> None:
     if shape is None or len(shape) != 4 or shape[3] not in _OTHER_RECORDS:
         return
     if str(cache.dtype).removeprefix("torch.") in _BYTE_DTYPES:
+        owner, remedy = _OTHER_RECORDS[shape[3]]
         raise NotImplementedError(
-            f"{name}: expected records of 656 bytes (V32) or 584 bytes (V4), got {shape[3]} bytes "
-            f"({_OTHER_RECORDS[shape[3]]}), for which rawmla has no kernel; write the cache in 584-byte "
-            "records, as vLLM and SGLang do on Hopper"
+            f"{name}: expected records of 656 bytes (V32) or 584 bytes (V4), got {shape[3]} bytes ({owner}), "
+            f"for which rawmla has no kernel; {remedy}"
         ) from None
 
 
@@ -41,7 +45,10 @@ def check_kv_format(kv_format: Any, k_cache: Any) -> None:
     if kv_format not in _BYTES_OF_FORMAT:
         names = ", ".join(map(repr, _BYTES_OF_FORMAT))
         raise ValueError(f"kv_format: expected None or one of {names}, got {kv_format!r}")
-    width = k_cache.shape[-1]
+    shape = getattr(k_cache, "shape", None)
+    if shape is None:
+        return  # the call says what is wrong with it
+    width = shape[-1]
     if width != _BYTES_OF_FORMAT[kv_format]:
         raise ValueError(
             f"kv_format: expected None or the name of records of {width} bytes, those of k_cache, got "
