@@ -39,9 +39,9 @@ def dense(
     }
 
 
-def plan(device: str, b: int, rows: int = 5) -> tuple[Any, Any]:
-    """A plan that leaves all to its first row, as tensors."""
-    made = reference.plan_blocks([1] * b, rows)
+def plan(device: str, b: int, rows: int = 5, blocks: int = 1) -> tuple[Any, Any]:
+    """A plan for so many blocks of every request, as tensors."""
+    made = reference.plan_blocks([blocks] * b, rows)
     return torch.from_numpy(made.tensor_rows).contiguous().to(device), torch.from_numpy(made.num_splits).to(
         device
     )
@@ -90,7 +90,8 @@ def _decode_sparse(device: str, layout: str, full: bool = False, b: int = 3, pai
         ]
     q, *others = made.values()
     queries = parts(q) if pair else (q, None)
-    return [*queries, *others, *plan(device, b), SCALE, layout != "bf16", *optional, False, False]
+    made_plan = plan(device, b, blocks=1 + full)  # with an extra cache there is a block of it too
+    return [*queries, *others, *made_plan, SCALE, layout != "bf16", *optional, False, False]
 
 
 def _sparse_fwd(
@@ -139,7 +140,8 @@ def _positions(device: str) -> list[Any]:
 
 def _states(device: str, parts: int = 2) -> list[Any]:
     make = tensors(device)
-    lse = [torch.randn(2, 4, 3, device=device) for _ in range(parts)]
+    generator = torch.Generator().manual_seed(3)
+    lse = [torch.randn(2, 4, 3, generator=generator).to(device) for _ in range(parts)]
     return [[make(2, 3, 4, 512) for _ in range(parts)], lse]
 
 
