@@ -120,8 +120,9 @@ def test_defines_name_options_and_nvrtc_version_are_in_the_key(
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_BASE_OPTIONS", (*nvrtc._BASE_OPTIONS, "-lineinfo"))
         assert project.build(1).meta["origin"] == "compiled"
+    other = f"{nvrtc.version()}.1"
     with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "version", lambda: "99.0.1")
+        patch.setattr(nvrtc, "version", lambda: other)
         assert project.build(1).meta["origin"] == "compiled"
     assert project.build(1).meta["origin"] == "cache"
 

@@ -181,13 +181,13 @@ def patch(namespace: str) -> OpPatch:
 
 def patch_key(namespace: str, dispatch_key: str) -> OpPatch:
     """`patch` for the kernels of another dispatch key, which tests without a GPU have."""
-    import torch
-    from torch.library import Library
-
     recorded = NAMESPACES.get(namespace)
     if recorded is None:
         names = ", ".join(map(repr, NAMESPACES))
         raise ValueError(f"namespace: expected one of {names}, got {namespace!r}")
+    import torch
+    from torch.library import Library
+
     packets = getattr(torch.ops, namespace)
     found = {name: getattr(packets, name) for name in recorded if hasattr(packets, name)}
     if not found:
