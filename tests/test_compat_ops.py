@@ -20,7 +20,7 @@ OTHER = "permute_q_b_proj(Tensor q_b_proj, Tensor scale_factors, int h_q, int d_
 
 
 FALLBACK = "CompositeExplicitAutograd"
-"""Stands for the CPU kernels of C++, which Python may replace: one of Python it may not, before torch 2.13."""
+"""For CPU kernels of C++, which Python may replace: one of Python it may not, before torch 2.13."""
 
 
 def theirs(*args: Any) -> Any:
