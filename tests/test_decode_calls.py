@@ -237,6 +237,18 @@ class TestStrides:
         assert (args.q, args.q_rope) == (0xC0000, 0xC0000 + 2 * 512)
         assert args.q_strides == args.q_rope_strides == Q_STRIDES[:3]
 
+    def test_rows_of_q_that_32_bits_cannot_count(self, world: World) -> None:
+        """Offsets are counted in 16 bytes: 64 GiB."""
+        arguments = dense_arguments()
+        step = 2**35 // (B - 1) // 8 * 8 + 8
+        change("q", strides=(step, H_Q * D_QK, D_QK, 1))(arguments)
+        with pytest.raises(ValueError, match="^q: expected rows within 64 GiB of each other, got shape "):
+            rawmla.flash_mla_with_kvcache(**arguments)
+        assert world.untouched
+        change("q", strides=(step - 10**6 * 8, H_Q * D_QK, D_QK, 1))(arguments)
+        rawmla.flash_mla_with_kvcache(**arguments)
+        assert len(world.decodes) == 1 and not world.framework.copied
+
     def test_q_is_not_copied_for_dimensions_of_size_one(self, world: World) -> None:
         arguments = dense_arguments()
         change("q", shape=(B, 1, H_Q, D_QK), strides=(H_Q * D_QK, 3, D_QK, 1))(arguments)

@@ -465,9 +465,15 @@ def test_metadata_launch(
 
 
 def strides_of_q(call: Any) -> dict[str, int]:
-    """By the names of the parameters."""
+    """By the names of the parameters, in units of 16 bytes."""
     pairs = (("q", call.q_strides), ("q_rope", call.q_rope_strides))
-    return {f"{name}_stride_{axis}": n for name, ns in pairs for axis, n in zip("bsh", ns, strict=True)}
+    return {f"{name}_stride_{axis}": n // 8 for name, ns in pairs for axis, n in zip("bsh", ns, strict=True)}
+
+
+def test_a_stride_that_is_not_used_may_be_of_any_size() -> None:
+    """That of a single request with many tokens; 32 bits hold all others."""
+    strides = common.q_stride_params((8 * (2**32 + 5), 576, 576), (64, 64, 64))
+    assert strides["q_stride_b"] == 5 and strides["q_stride_s"] == 72 and strides["q_rope_stride_h"] == 8
 
 
 def dense_call(**changes: Any) -> mla_dense_decode.DenseDecodeCall:

@@ -67,6 +67,7 @@
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
+#include "mla/queries.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"
@@ -288,15 +289,13 @@ __device__ __forceinline__ void refill_rope(const Params& params, SharedMemoryPl
 // less power, and power limits the clock.
 __device__ alignas(16) const u16 kZeroRow[D_QK] = {};
 
-__device__ __forceinline__ const u16* q_address(const Params& params, int req, const RowIndex& row) {
-    if (!row.valid) return kZeroRow;
-    return params.q + req * params.q_stride_b + row.token * params.q_stride_s + row.head * params.q_stride_h;
+__device__ __forceinline__ const u16* q_of(const Params& params, int req, const RowIndex& row, int unit) {
+    return row.valid ? q_address(params, req, row.token, row.head, unit) : kZeroRow + unit * 8;
 }
 // Of the last chunk.
-__device__ __forceinline__ const u16* q_rope_address(const Params& params, int req, const RowIndex& row) {
-    if (!row.valid) return kZeroRow;
-    return params.q_rope + req * params.q_rope_stride_b + row.token * params.q_rope_stride_s +
-           row.head * params.q_rope_stride_h;
+__device__ __forceinline__ const u16* q_rope_of(const Params& params, int req, const RowIndex& row,
+                                                int unit) {
+    return row.valid ? q_rope_address(params, req, row.token, row.head, unit) : kZeroRow + unit * 8;
 }
 
 // Starts loading the Q of a work tile. The first chunks go to registers, 16 bytes at a time, because A
@@ -309,19 +308,18 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
         const RowIndex row(params, tile_row);
-        const u16* src = q_address(params, req, row) + kQRegisterChunks * Chunk::kCols + thread % 8 * 8;
+        const u16* src = q_of(params, req, row, kQRegisterChunks * 8 + thread % 8);
         const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kQSharedChunks - 1; ++chunk) {
             cp_async_16(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols);
         }
-        cp_async_16(dst + (kQSharedChunks - 1) * Chunk::kBytes,
-                    q_rope_address(params, req, row) + thread % 8 * 8);
+        cp_async_16(dst + (kQSharedChunks - 1) * Chunk::kBytes, q_rope_of(params, req, row, thread % 8));
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const RowIndex row(params, warp_idx * 16 + lane_index() / 4 + 8 * r);
-        const uint4* src = reinterpret_cast<const uint4*>(q_address(params, req, row)) + lane_index() % 4;
+        const uint4* src = reinterpret_cast<const uint4*>(q_of(params, req, row, lane_index() % 4));
 #pragma unroll
         for (int i = 0; i < kQRegisterChunks * 2; ++i) {
             const uint4 value = src[4 * i];

@@ -32,6 +32,7 @@
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
+#include "mla/queries.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
@@ -76,12 +77,8 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
     const int unit = threadIdx.x % 8;
     const int tile_row = threadIdx.x / 8;
     const RowIndex row(params, tile_row);
-    const u16* src = params.q + req * params.q_stride_b;
-    const u16* rope = params.q_rope + req * params.q_rope_stride_b;
-    if (row.valid) {
-        src += row.token * params.q_stride_s + row.head * params.q_stride_h + unit * 8;
-        rope += row.token * params.q_rope_stride_s + row.head * params.q_rope_stride_h + unit * 8;
-    }
+    const u16* src = row.valid ? q_address(params, req, row.token, row.head, unit) : params.q;
+    const u16* rope = row.valid ? q_rope_address(params, req, row.token, row.head, unit) : params.q_rope;
     const u32 dst = smem_address(smem.q[0]) + Chunk::offset(tile_row, unit);
 #pragma unroll
     for (int chunk = 0; chunk < kQChunks - 1; ++chunk) {

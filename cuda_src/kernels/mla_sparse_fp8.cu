@@ -65,6 +65,7 @@
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
+#include "mla/queries.cuh"
 #include "mla/selection.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
@@ -123,15 +124,12 @@ using RowIndex = TileRow<kBlockM>;
 // Starts copying Q of a work tile to shared memory. Rows past the last are zeros.
 __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryPlan& smem, int req) {
     const int thread = threadIdx.x % 128;
-    const u16* base = params.q + req * params.q_stride_b;
-    const u16* rope_base = params.q_rope + req * params.q_rope_stride_b;
 #pragma unroll 1
     for (int tile_row = thread / 8; tile_row < kBlockM; tile_row += 16) {
         const RowIndex row(params, tile_row);
         const int head = row.valid ? row.head : 0;
-        const u16* src = base + row.token * params.q_stride_s + head * params.q_stride_h + thread % 8 * 8;
-        const u16* rope =
-            rope_base + row.token * params.q_rope_stride_s + head * params.q_rope_stride_h + thread % 8 * 8;
+        const u16* src = q_address(params, req, row.token, head, thread % 8);
+        const u16* rope = q_rope_address(params, req, row.token, head, thread % 8);
         const u32 dst = smem_address(smem.q) + Chunk::offset(tile_row, thread % 8);
 #pragma unroll
         for (int chunk = 0; chunk < kRopeChunk; ++chunk) {

@@ -65,6 +65,7 @@
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
+#include "mla/queries.cuh"
 #include "mla/selection.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
@@ -162,32 +163,18 @@ __device__ __forceinline__ void start_load_q(const Params& params, SharedMemoryP
         const PairRow row(params, tile * kBlockM + tile_row);
         const int head = row.valid ? row.head : 0;
         const u32 dst = smem_address(smem.q[tile]) + Chunk::offset(tile_row, unit);
-        if (!kV32 && rank == 1) {
-            const u16* rope = params.q_rope + req * params.q_rope_stride_b +
-                              row.token * params.q_rope_stride_s + head * params.q_rope_stride_h + unit * 8;
-            cp_async_16_or_zeros(dst + (kChunks - 1) * Chunk::kBytes, rope, row.valid);
+        // RoPE: of V3.2 half of it for each CTA, of MODEL1 the last chunk of the second one.
+        if (kV32 ? unit < 4 : rank == 1) {
+            const int first = kV32 ? rank * (HalfChunk::kCols / 8) : 0;
+            cp_async_16_or_zeros(kV32 ? smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, unit)
+                                      : dst + (kChunks - 1) * Chunk::kBytes,
+                                 q_rope_address(params, req, row.token, head, first + unit), row.valid);
         }
-        const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
-                         head * params.q_stride_h + rank * kColumns + unit * 8;
+        const u16* src = q_address(params, req, row.token, head, rank * (kColumns / 8) + unit);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             if (kV32 || chunk < kChunks - 1 || rank == 0)
                 cp_async_16_or_zeros(dst + chunk * Chunk::kBytes, src + chunk * Chunk::kCols, row.valid);
-        }
-    }
-    if constexpr (kV32) {
-        // Half of RoPE. A loop of its own, whose addresses the compiler may not prepare before the one above:
-        // there is no register left.
-        asm volatile("" : "+r"(req));
-#pragma unroll 1
-        for (int tile_row = thread / 4; tile_row < kBlockM; tile_row += 32) {
-            const PairRow row(params, tile * kBlockM + tile_row);
-            const u16* src = params.q_rope + req * params.q_rope_stride_b +
-                             row.token * params.q_rope_stride_s +
-                             (row.valid ? row.head : 0) * params.q_rope_stride_h + rank * HalfChunk::kCols +
-                             thread % 4 * 8;
-            cp_async_16_or_zeros(smem_address(smem.q_rope[tile]) + HalfChunk::offset(tile_row, thread % 4),
-                                 src, row.valid);
         }
     }
 }

@@ -69,6 +69,7 @@
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
+#include "mla/queries.cuh"
 #include "mla/selection.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
@@ -155,10 +156,8 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
     const int eighth = thread % 8, tile_row = thread / 8;
     const RowIndex row(params, tile_row);
     const int head = row.valid ? row.head : 0;
-    const u16* src = params.q + req * params.q_stride_b + row.token * params.q_stride_s +
-                     head * params.q_stride_h + eighth * 8;
-    const u16* rope = params.q_rope + req * params.q_rope_stride_b + row.token * params.q_rope_stride_s +
-                      head * params.q_rope_stride_h + eighth * 8;
+    const u16* src = q_address(params, req, row.token, head, eighth);
+    const u16* rope = q_rope_address(params, req, row.token, head, eighth);
     uint4 v[9];  // eight columns of each 64
     u32 top = 0;
 #pragma unroll

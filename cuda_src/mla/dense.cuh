@@ -35,8 +35,8 @@ struct Params {
     void* o_accum;  // splits: mla/splits.cuh
     float* lse_accum_log2;
     float* o_scale_log2;
-    i64 q_stride_b, q_stride_s, q_stride_h;  // elements, as all strides
-    i64 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
+    u32 q_stride_b, q_stride_s, q_stride_h;  // units of 16 bytes: mla/queries.cuh; other strides in elements
+    u32 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
     i64 block_table_stride;
     i64 out_stride_b, out_stride_s, out_stride_h;
     int b, s_q, h_q, heads_per_kv;

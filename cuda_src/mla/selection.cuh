@@ -34,8 +34,8 @@ struct Params {
 #endif
     i64 block_stride[2], token_stride[2];      // bytes
     i64 index_stride_b[2], index_stride_s[2];  // elements
-    i64 q_stride_b, q_stride_s, q_stride_h;    // elements
-    i64 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
+    u32 q_stride_b, q_stride_s, q_stride_h;    // units of 16 bytes: mla/queries.cuh
+    u32 q_rope_stride_b, q_rope_stride_s, q_rope_stride_h;
     i64 out_stride_b, out_stride_s, out_stride_h;  // elements
     int topk[2];
     u32 cache_slots[2];  // at most 2^31

@@ -19,6 +19,8 @@ BLOCK_TOKENS = 64
 """KV tokens of a block, the unit of a plan."""
 TILE_ROWS = 64
 """Query rows of a tile, which one CTA attends."""
+Q_UNIT = 8
+"""Kernels count strides and offsets of q in so many elements, 16 bytes, and in 32 bits."""
 LOG2_E = log2(e)
 INT32_MAX = 2**31 - 1
 MAX_TOPK = 2**30 - 1
@@ -45,10 +47,13 @@ def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -
 
 
 def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> dict[str, int]:
-    """Members of the parameter structs: strides of q and of its RoPE columns."""
+    """Members of the parameter structs: strides of q and of its RoPE columns, in units of `Q_UNIT` elements.
+
+    Only that of a dimension of one element, which is never stepped over, can exceed 32 bits.
+    """
     names = ("stride_b", "stride_s", "stride_h")
     return {
-        f"{part}_{name}": stride
+        f"{part}_{name}": stride // Q_UNIT % 2**32
         for part, given in (("q", strides), ("q_rope", rope_strides))
         for name, stride in zip(names, given, strict=True)
     }

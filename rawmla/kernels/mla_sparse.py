@@ -77,8 +77,8 @@ _ARRAYS = (
 )
 _SIZES = (
     *I64("block_stride", "token_stride", "index_stride_b", "index_stride_s", length=2),
-    *I64("q_stride_b", "q_stride_s", "q_stride_h"),
-    *I64("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h"),
+    *U32("q_stride_b", "q_stride_s", "q_stride_h"),
+    *U32("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h"),
     *I64("out_stride_b", "out_stride_s", "out_stride_h"),
     *I32("topk", length=2),
     *U32("cache_slots", length=2),

@@ -14,7 +14,7 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
-from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK
+from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK, Q_UNIT
 from ..kernels.mla_cache_rows import FORMATS, MODEL1
 from ..kernels.mla_sparse import Cache
 from .paged_cache import check_paged_cache
@@ -103,11 +103,12 @@ def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
     rope_bytes = 2 * (d_qk - D_ROPE)
     usable = _walked(q)
     if q_rope is None:
+        copied = usable is None
         if usable is None:
             _, shape, *_ = q
-            copied = usable_strides(shape, contiguous_strides(shape))[:-1]
-            return QStrides(copied, copied, True, rope_bytes)
-        return QStrides(usable, usable, False, rope_bytes)
+            usable = usable_strides(shape, contiguous_strides(shape))[:-1]
+        _check_reach("q", q, usable)
+        return QStrides(usable, usable, copied, rope_bytes)
     rope = _walked(q_rope)
     if usable is None or rope is None:
         name, (ptr, _, strides, *_) = ("q", q) if usable is None else ("q_rope", q_rope)
@@ -116,7 +117,20 @@ def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
             f"strides that are positive multiples of 8, got address {ptr:#x}, strides {list(strides)} "
             "(elements)"
         )
+    _check_reach("q", q, usable)
+    _check_reach("q_rope", q_rope, rope)
     return QStrides(usable, rope, False, rope_bytes)
+
+
+def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
+    """Check that kernels can count from the first to the last row in 32 bits."""
+    _, shape, *_ = q
+    reach = sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=False)])
+    if reach >= Q_UNIT * 2**32:
+        raise ValueError(
+            f"{name}: expected rows within 64 GiB of each other, got shape {list(shape)} with strides "
+            f"{list(strides)} (elements)"
+        )
 
 
 def _walked(q: Fields) -> tuple[int, ...] | None:
