@@ -1,7 +1,8 @@
 // Where Q lies. It may be two arrays: the columns before RoPE, and the 64 columns of RoPE.
 //
-// Strides are in units of 16 bytes, and so are offsets, which fit 32 bits. `unit` counts them in a row. One sum before
-// the address is formed takes the fewest registers, and mla_sparse_fp8_cluster.cu has none to spare.
+// Strides are in units of 16 bytes, and so are offsets, which fit 32 bits. `unit` counts them in a row. One
+// sum before the address is formed takes the fewest registers, and mla_sparse_fp8_cluster.cu has none to
+// spare.
 #pragma once
 #include "common/types.cuh"
 
