@@ -1,0 +1,193 @@
+"""Host side of cuda_src/kernels/mha_forward.cu: dense multi-head attention, forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
+from ..jit.spec import MAX_SMEM_BYTES
+from .common import DTYPES, LOG2_E, ceil_div
+
+__all__ = [
+    "NO_BOUND",
+    "PARAMS",
+    "MhaForwardAddresses",
+    "MhaForwardCall",
+    "PreparedMhaForward",
+    "Tile",
+    "spec",
+    "specs",
+    "tile_of",
+]
+
+NO_BOUND = 2**30
+"""A window without a bound on that side, and more tokens than a request may have."""
+SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+_WARPGROUP_ROWS = 64
+_STAGES = 2
+_CHUNK = 64
+"""Columns of a tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
+_DIM_STEP = 32
+_BARRIER_BYTES = 512
+_SECTION_BYTES = 32 * 2**20
+"""K and V of the heads that are processed together, so that they stay in L2."""
+_MAX_MAPS = 1024
+
+
+class MhaForwardAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    cu_seqlens_q: int
+    cu_seqlens_k: int
+    seqused_q: int
+    seqused_k: int
+    attn_sink: int
+    alibi_slopes: int
+
+
+class MhaForwardCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
+
+    Strides are of the dimensions (batch, token, head), multiples of 8 but where a dimension has one element; 0
+    for a broadcast dimension. With `varlen` the requests are segments of one array, and the strides of the
+    batch are not used. Lengths are the largest of a request. `total_q` and `total_k` are the tokens of the
+    arrays, along one request without `varlen`.
+    """
+
+    device: int
+    dtype: str
+    b: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    varlen: bool
+    max_seqlen_q: int
+    max_seqlen_k: int
+    total_q: int
+    total_k: int
+    q_strides: tuple[int, int, int]
+    k_strides: tuple[int, int, int]
+    v_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+    lse_strides: tuple[int, int]  # of the dimensions (batch, head); tokens are contiguous
+    softmax_scale: float
+    window_left: int  # NO_BOUND: none
+    window_right: int  # 0: causal
+    softcap: float  # 0: none
+    has_sink: bool
+    sink_dtype: str
+    alibi_stride_b: int  # of the slopes; 0 where all requests have the same
+    has_alibi: bool
+
+
+class Tile(NamedTuple):
+    """How the kernel cuts a call of some head dimensions."""
+
+    consumers: int  # warpgroups with 64 query rows each
+    keys: int
+
+
+PARAMS = ParamStruct(
+    TENSOR_MAP("q_map", "k_map", "v_map", "out_map"),
+    POINTER("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"),
+    POINTER("counter"),
+    I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    I64("lse_stride_b", "lse_stride_h"),
+    I32("b", "heads", "log2_group", "heads_per_kv", "d_v"),
+    I32("seqlen_q", "seqlen_k", "total_k"),
+    I32("window_left", "window_right"),
+    I32("tiles_per_head", "tiles", "section", "sink_dtype", "alibi_stride_b"),
+    F32("softmax_scale_log2", "score_scale", "score_factor"),
+    changing=(
+        *("q_map", "k_map", "v_map", "out_map"),
+        *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+        *("attn_sink", "alibi_slopes", "counter"),
+    ),
+)
+"""Params of cuda_src/mha/params.cuh."""
+
+
+@cache
+def tile_of(d_qk: int, d_v: int) -> Tile:
+    """The tile of a pair of head dimensions that `padded` returned.
+
+    The figures that chose it are in docs/kernels/mha_forward.md.
+    """
+    if d_qk <= 64 and d_v <= 64:
+        return Tile(3, 128)
+    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers of 240, less 44 for everything else.
+    keys = min(128, (196 - d_v // 2) * 4 // 3)
+    # Two stages of K and V beside Q.
+    q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
+    columns = (_chunks(d_qk) + _chunks(d_v)) * _CHUNK
+    room = MAX_SMEM_BYTES - _BARRIER_BYTES - 2 * _WARPGROUP_ROWS * q_columns * 2
+    return Tile(2, min(keys, room // (_STAGES * columns * 2)) // 16 * 16)
+
+
+def _chunks(d: int) -> int:
+    return ceil_div(d, _CHUNK)
+
+
+def padded(d: int) -> int:
+    """The columns that a kernel computes for a head dimension: the others are zeros."""
+    return ceil_div(d, _DIM_STEP) * _DIM_STEP
+
+
+@cache
+def spec(dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool) -> jit.KernelSpec:
+    """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    tile = tile_of(d_qk, d_v)
+    q_bytes = tile.consumers * _WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
+    stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
+    return jit.KernelSpec(
+        "mha_forward",
+        (
+            ("ALIBI", alibi),
+            ("CONSUMERS", tile.consumers),
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("D_V", d_v),
+            ("SOFTCAP", softcap),
+            ("TILE_KEYS", tile.keys),
+            ("WINDOW", window),
+        ),
+        threads=128 * (tile.consumers + 1),
+        smem_bytes=q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES,
+    )
+
+
+def specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
+    """The plain variants for pairs of head dimensions (d_qk, d_v)."""
+    return [spec(dtype, *pair, window=False, softcap=False, alibi=False) for pair in head_dims]
+
+
+class PreparedMhaForward:
+    """The launch of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes; 0: none.
+    """
+
+    def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        raise NotImplementedError
+
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
+        """Enqueue the kernel.
+
+        ``addresses`` has the order of `MhaForwardAddresses`. ``scratch`` is the address of 16-byte aligned
+        scratch, or 0.
+        """
+        raise NotImplementedError
