@@ -14,6 +14,13 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
+// Relative error 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // 1 / x. A correctly rounded division calls a subroutine in rare cases. If a loop has such a call, ptxas
 // keeps few values in uniform registers in the whole kernel.
 __device__ __forceinline__ float reciprocal_approx(float x) {

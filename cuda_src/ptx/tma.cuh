@@ -7,8 +7,10 @@
 #pragma once
 #include "common/types.cuh"
 
-// An L2 eviction priority as the createpolicy instruction would encode it.
+// L2 eviction priorities as the createpolicy instruction would encode them.
 constexpr u64 kL2EvictFirst = 0x12F0000000000000ull;
+constexpr u64 kL2EvictNormal = 0x1000000000000000ull;
+constexpr u64 kL2EvictLast = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -16,7 +18,8 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 
 // For N = 2 to 5 dimensions:
 //
-//   tma_load_Nd            a box to shared memory, its bytes counted on mbarrier `bar`; evict_first in L2
+//   tma_load_Nd<kPriority> a box to shared memory, its bytes counted on mbarrier `bar`; evict_first in L2
+//                          unless a priority is given
 //   tma_load_Nd_multicast  the same to the same place in every CTA of the cluster that `cta_mask` names,
 //                          counted on each one's own barrier; evict_first in L2
 //   tma_prefetch_Nd        brings a box to L2
@@ -34,12 +37,13 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 #define RAWMLA_COORDINATES_4 RAWMLA_COORDINATES_3, "r"(c3)
 #define RAWMLA_COORDINATES_5 RAWMLA_COORDINATES_4, "r"(c4)
 #define RAWMLA_TMA(DIMS, AFTER_1, AFTER_2, AFTER_4, AFTER_5)                                                 \
+    template <u64 kPriority = kL2EvictFirst>                                                                 \
     __device__ __forceinline__ void tma_load_##DIMS##d(u32 dst, const TensorMap* map, u32 bar,               \
                                              RAWMLA_PARAMETERS_##DIMS) {                                     \
         asm volatile(                                                                                        \
             "cp.async.bulk.tensor." #DIMS "d.shared::cluster.global.mbarrier::complete_tx::bytes"            \
             ".L2::cache_hint [%0], [%1, {" AFTER_4 "}], [%2], %3;" ::"r"(dst), "l"(map), "r"(bar),           \
-            "l"(kL2EvictFirst), RAWMLA_COORDINATES_##DIMS : "memory");                                       \
+            "l"(kPriority), RAWMLA_COORDINATES_##DIMS : "memory");                                           \
     }                                                                                                        \
     __device__ __forceinline__ void tma_load_##DIMS##d_multicast(u32 dst, const TensorMap* map, u32 bar,     \
                                                                  u16 cta_mask, RAWMLA_PARAMETERS_##DIMS) {   \

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder, export
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.driver import NO_DEVICE, DeviceInfo, DeviceNeeded, current_device, device_info
-from rawmla.jit.launch import NO_LAUNCH, Kernel, PreparedLaunch, get_kernel, require_supported
+from rawmla.jit.launch import NO_LAUNCH, Kernel, PreparedLaunch, clear, get_kernel, require_supported
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 
@@ -25,6 +25,7 @@ __all__ = [
     "KernelSpec",
     "PreparedLaunch",
     "build",
+    "clear",
     "current_device",
     "default_builder",
     "device_info",

@@ -25,7 +25,7 @@ from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "get_kernel", "loaded_labels", "require_supported"]
+__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "clear", "get_kernel", "loaded_labels", "require_supported"]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
@@ -329,6 +329,24 @@ def _current(driver: Driver, context: int) -> Iterator[None]:
         yield
     finally:
         driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+
+def clear(address: int, size: int, stream: int, device: int) -> None:
+    """Enqueue the clearing of ``size`` bytes of ``device``'s memory, both multiples of 4.
+
+    Legal inside a CUDA-graph capture. Raises `LaunchError` if the driver refuses.
+    """
+    if stream == NO_LAUNCH:
+        return
+    driver = get_driver()
+    with _current(driver, driver.primary_context(device)):
+        driver.call(
+            "cuMemsetD32Async",
+            ctypes.c_uint64(address),
+            ctypes.c_uint(0),
+            ctypes.c_size_t(size // 4),
+            ctypes.c_void_p(stream),
+        )
 
 
 # Our own variants are few, and stay: a captured graph needs their code and does not hold it. Variants with

@@ -34,6 +34,7 @@ _DIM_STEP = 32
 _BARRIER_BYTES = 512
 _SECTION_BYTES = 32 * 2**20
 """K and V of the heads that are processed together, so that they stay in L2."""
+_COUNTER_BYTES = 16
 _MAX_MAPS = 1024
 
 
@@ -149,6 +150,7 @@ def spec(dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bo
     tile = tile_of(d_qk, d_v)
     q_bytes = tile.consumers * _WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
     stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
+    smem_bytes = q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES
     return jit.KernelSpec(
         "mha_forward",
         (
@@ -157,12 +159,13 @@ def spec(dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bo
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
+            ("SMEM_BYTES", smem_bytes),
             ("SOFTCAP", softcap),
             ("TILE_KEYS", tile.keys),
             ("WINDOW", window),
         ),
         threads=128 * (tile.consumers + 1),
-        smem_bytes=q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES,
+        smem_bytes=smem_bytes,
     )
 
 
@@ -182,12 +185,123 @@ class PreparedMhaForward:
 
     def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        raise NotImplementedError
+        alibi, softcap = call.has_alibi, call.softcap > 0
+        chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, softcap, alibi)
+        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
+        tile = tile_of(padded(call.d_qk), padded(call.d_v))
+        tile_rows = tile.consumers * _WARPGROUP_ROWS
+        self._call = call
+        self._group = _heads_in_a_tile(call, tile_rows)
+        self._box_keys = tile.keys
+        heads = call.h_q // self._group
+        tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile_rows)
+        if call.varlen:
+            tiles = heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b)  # at most
+        else:
+            tiles = heads * tiles_per_head * call.b
+        sms = jit.device_info(call.device).sm_count
+        unequal = call.varlen or call.window_right < NO_BOUND or call.window_left < NO_BOUND
+        self.scratch_bytes = _COUNTER_BYTES if unequal and tiles > sms else 0
+        scale = call.softmax_scale
+        # softcap * tanh(scale / softcap * s), and everything behind it in base 2
+        factor = (call.softcap if softcap else scale) * LOG2_E
+        params = PARAMS.pack(
+            out_stride_b=call.out_strides[0],
+            out_stride_s=call.out_strides[1],
+            out_stride_h=call.out_strides[2],
+            lse_stride_b=call.lse_strides[0],
+            lse_stride_h=call.lse_strides[1],
+            b=call.b,
+            heads=heads,
+            log2_group=self._group.bit_length() - 1,
+            heads_per_kv=heads // call.h_kv,
+            d_v=call.d_v,
+            seqlen_q=call.max_seqlen_q,
+            seqlen_k=call.max_seqlen_k,
+            total_k=call.total_k,
+            window_left=call.window_left,
+            window_right=call.window_right,
+            tiles_per_head=tiles_per_head,
+            tiles=tiles,
+            section=_section(call, heads) if unequal else 1,
+            sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sink else 0,
+            alibi_stride_b=call.alibi_stride_b,
+            softmax_scale_log2=1.0 if alibi else factor,
+            score_scale=scale / call.softcap if softcap else 1.0,
+            score_factor=factor,
+        )
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
+        self._launch = kernel.prepare(
+            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self.scratch_bytes
+        ).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
-        """Enqueue the kernel.
+        """Enqueue the kernel, and before it the clearing of `scratch` if there is one.
 
         ``addresses`` has the order of `MhaForwardAddresses`. ``scratch`` is the address of 16-byte aligned
         scratch, or 0.
         """
-        raise NotImplementedError
+        arrays = addresses[:4]
+        maps = self._maps.get(arrays) or self._encode(arrays)
+        if scratch:
+            jit.clear(scratch, _COUNTER_BYTES, stream, self._call.device)
+        self._launch(stream, *maps, *addresses[3:], scratch)
+
+    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The tensor maps of q, k, v and out."""
+        call, group = self._call, self._group
+        batches = 1 if call.varlen else call.b
+        keys = min(self._box_keys, 256)
+
+        def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+            batch, token, head = strides
+            return jit.tensor_map(
+                address,
+                cast(Literal["bfloat16", "float16"], call.dtype),
+                (d, group, call.total_q, call.h_q // group, batches),
+                (2 * head, 2 * token, 2 * head * group, 2 * batch),
+                (_CHUNK, group, _WARPGROUP_ROWS // group, 1, 1),
+                "128b",
+                "256b",
+            )
+
+        def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+            batch, token, head = strides
+            return jit.tensor_map(
+                address,
+                cast(Literal["bfloat16", "float16"], call.dtype),
+                (d, call.total_k, call.h_kv, batches),
+                (2 * token, 2 * head, 2 * batch),
+                (_CHUNK, keys, 1, 1),
+                "128b",
+                "256b",
+            )
+
+        q, k, v, out = arrays
+        if len(self._maps) >= _MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[arrays] = (
+            of_queries(q, call.d_qk, call.q_strides),
+            of_keys(k, call.d_qk, call.k_strides),
+            of_keys(v, call.d_v, call.v_strides),
+            of_queries(out, call.d_v, call.out_strides),
+        )
+        return maps
+
+
+def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
+    """Query heads of a KV head that share a tile: all, where that fills tiles better, or one."""
+    group = call.h_q // call.h_kv
+    if group & (group - 1) or group > _WARPGROUP_ROWS:
+        return 1
+    together = ceil_div(call.max_seqlen_q * group, tile_rows)
+    apart = group * ceil_div(call.max_seqlen_q, tile_rows)
+    return group if together < 0.9 * apart else 1
+
+
+def _section(call: MhaForwardCall, heads: int) -> int:
+    """Heads whose K and V fit in a good part of L2: a power of two, and no more than there are."""
+    group = heads // call.h_kv
+    kv_bytes = 2 * call.max_seqlen_k * (call.d_qk + call.d_v)
+    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * group
+    return min(1 << (most.bit_length() - 1), heads * (1 if call.varlen else call.b))

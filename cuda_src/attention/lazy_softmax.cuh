@@ -1,0 +1,63 @@
+// Online softmax for kernels that keep P in the registers of S until the product before has ended: the
+// exponentials are taken in place and packed later. See attention/softmax.cuh for the references m and why a
+// row's follows its maximum only when that exceeds it by more than kLazyLog2.
+#pragma once
+#include "attention/fragment_rows.cuh"
+#include "attention/rescale.cuh"
+#include "common/math.cuh"
+#include "common/types.cuh"
+
+struct LazySoftmax {
+    float m[2] = {-kInfinity, -kInfinity};  // references, in units of the scores
+    float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
+    float factor[2] = {1.0f, 1.0f};         // for O before P V of the block
+    bool rescales = false;                  // whether a factor of the warp is not 1
+
+    // Replaces the scores of a block by their probabilities. `masked`: scores may be -inf. All lanes of a warp
+    // call.
+    template <int kCount>
+    __device__ __forceinline__ void block(float (&s)[kCount], float scale_log2, bool masked) {
+        float top[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
+#pragma unroll
+        for (int j = 4; j < kCount; j += 2) top[(j >> 1) & 1] = fmaxf(top[(j >> 1) & 1], fmaxf(s[j], s[j + 1]));
+        bool follows[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = quad_max(top[r]);
+            // Not for -inf against -inf; a row depends on itself alone.
+            follows[r] = (top[r] - m[r]) * scale_log2 > kLazyLog2;
+        }
+        rescales = __any_sync(0xffffffff, follows[0] || follows[1]);
+        if (rescales) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const float m_new = follows[r] ? top[r] : m[r];
+                factor[r] = follows[r] ? exp2_approx((m[r] - m_new) * scale_log2) : 1.0f;
+                l[r] *= factor[r];
+                m[r] = m_new;
+            }
+        }
+        float offset[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+            offset[r] = masked && m[r] == -kInfinity ? 0.0f : m[r] * scale_log2;
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+            const int r = (j >> 1) & 1;
+            s[j] = exp2_approx(fmaf(s[j], scale_log2, -offset[r]));
+            l[r] += s[j];
+        }
+    }
+    // O before P V of the block that `block` saw last.
+    template <int kCount>
+    __device__ __forceinline__ void rescale(float (&o)[kCount]) const {
+        if (rescales) multiply_rows(o, factor[0], factor[1]);
+    }
+};
+
+// Packs probabilities as A fragments of 16 columns each.
+template <Dtype kDtype, int kCount>
+__device__ __forceinline__ void pack_probabilities(const float (&s)[kCount], u32 (&p)[kCount / 8][4]) {
+#pragma unroll
+    for (int j = 0; j < kCount; j += 2) p[j / 8][j / 2 % 4] = pack_16bit<kDtype>(s[j], s[j + 1]);
+}
