@@ -30,7 +30,9 @@ constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI;
 
 constexpr int kThreads = 128 * (kConsumers + 1);
 constexpr int kTileRows = 64 * kConsumers;
-constexpr int kRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = 32;
+constexpr int kRegisters = kConsumers == 2 ? 232 : 160, kProducerRegisters = kConsumers == 2 ? 40 : 32;
+static_assert(kConsumers * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),
+              "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 constexpr int kStages = 2;
 constexpr int kTileStages = 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
