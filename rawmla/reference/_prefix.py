@@ -162,7 +162,7 @@ def context_attention_fwd(
     rules = Rules(scale, window - 1 if window > 0 else None, 0 if causal else None)
     for r in range(b):
         start, end = int(start_loc.values[r]), int(start_loc.values[r + 1])
-        query_len, seq_len = end - start, int(seq_lens.values[r])
+        query_len, seq_len = end - start, max(int(seq_lens.values[r]), 0)
         if query_len == 0 or skip_decode and query_len == 1:
             continue
         ctx_len = max(seq_len - query_len, 0)
