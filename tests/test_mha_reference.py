@@ -204,15 +204,34 @@ def test_what_no_query_sees_is_not_read() -> None:
             np.testing.assert_array_equal(one, same)
 
 
-def test_a_masked_key_of_nan_is_not_read() -> None:
-    """The last key is seen by the last query alone: K of NaN there stays in that row."""
-    q, k, v, dout, _ = make(4, 4, d_v=6)
-    clean = reference.flash_attn_func(q, k, v, causal=True)
-    k[:, 3] = np.nan
-    out, lse = reference.flash_attn_func(q, k, v, causal=True)
-    np.testing.assert_array_equal(out[:, :3], clean[0][:, :3])
-    np.testing.assert_array_equal(lse[..., :3], clean[1][..., :3])
+@pytest.mark.parametrize("poison", (np.nan, np.inf))
+def test_masked_pairs_are_selected_and_not_multiplied(poison: float) -> None:
+    """Causal: key 3 is seen by query 3 alone, and query 0 sees key 0 alone. What they hold stays there."""
+    q, k, v, dout, dlse = make(4, 4)
+    options: dict[str, Any] = {"causal": True, "softcap": 2.0}
+    clean = reference.flash_attn_func(q, k, v, **options)
+    gradients = reference.flash_attn_backward(dout, q, k, v, *clean, dlse=dlse, **options)
+    bad_k, bad_v, bad_q, bad_dout = k.copy(), v.copy(), q.copy(), dout.copy()
+    bad_k[:, 3], bad_v[:, 3] = np.nan, poison
+    bad_q[:, 0], bad_dout[:, 0] = np.nan, poison
+    with np.errstate(invalid="ignore"):
+        out, lse = reference.flash_attn_func(q, bad_k, bad_v, **options)
+        of_keys = reference.flash_attn_backward(dout, q, bad_k, bad_v, *clean, dlse=dlse, **options)
+        of_queries = reference.flash_attn_backward(bad_dout, bad_q, k, v, *clean, dlse=dlse, **options)
+    check((out[:, :3], lse[..., :3]), (clean[0][:, :3], clean[1][..., :3]))
     assert np.isnan(out[:, 3]).all() and np.isnan(lse[..., 3]).all()
+    np.testing.assert_allclose(of_keys[0][:, :3], gradients[0][:, :3], **TIGHT)
+    for one, other in zip(of_queries, gradients, strict=True):
+        np.testing.assert_allclose(one[:, 1:], other[:, 1:], **TIGHT)
+    assert np.isnan(of_keys[0][:, 3]).all() and np.isnan(of_queries[1][:, 0]).all()
+
+
+def test_lengths_below_zero_and_past_the_segment() -> None:
+    q, k, v = make_ragged()[:3]
+    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[-3])
+    assert not got[0].any() and np.isneginf(got[1]).all()
+    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[99])
+    check(got, reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7))
 
 
 @pytest.mark.parametrize("options", ({}, {"causal": True, "softcap": 1.0}, {"attn_sink": SINK}), ids=str)

@@ -125,7 +125,7 @@ def attend(
         top = scores.values.max(1)
         log_sum = top + np.log(np.exp(scores.values - top[:, None]).sum(1))
         p = np.exp(scores.values - _with_sink(log_sum, sink)[:, None])
-        out[scores.rows], lse[scores.rows] = p @ v[scores.keys], log_sum
+        out[scores.rows], lse[scores.rows] = _sum(p, scores.visible, v[scores.keys]), log_sum
     return out, lse
 
 
@@ -163,15 +163,28 @@ def _attend_backward(
         # p * c * dlse, which is the same number but for a sink of +inf, where p is 0 and c is infinite.
         ds = p * (dout @ v[keys].T - dots[:, None]) + np.exp(scores.values - lse[:, None]) * dlse[:, None]
         ds = np.where(scores.visible, ds * scores.slope, 0)
-    dq[rows] = rules.scale * (ds @ k[keys])
-    dk[keys] = rules.scale * (ds.T @ q[rows])
-    dv[keys] = p.T @ dout
+    dq[rows] = rules.scale * _sum(ds, scores.visible, k[keys])
+    dk[keys] = rules.scale * _sum(ds.T, scores.visible.T, q[rows])
+    dv[keys] = _sum(p.T, scores.visible.T, dout)
     dsink = 0.0
     if sink is not None:
         with np.errstate(over="ignore"):
             share = 1 / (1 + np.exp(lse - sink))  # exp(sink - logaddexp(lse, sink))
         dsink = -float((share * dots).sum())
     return _Gradients(dq, dk, dv, dsink)
+
+
+def _sum(
+    weights: NDArray[np.float64], visible: NDArray[np.bool_], terms: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """`weights @ terms` of the visible pairs alone: 0 times the infinity of a masked term is nothing."""
+    finite = np.isfinite(terms)
+    total = weights @ np.where(finite, terms, 0)
+    for j in np.flatnonzero(~finite.all(1)):
+        seen = visible[:, j]
+        with np.errstate(invalid="ignore"):
+            total[seen] += weights[seen, j, None] * np.where(finite[j], 0, terms[j])
+    return total
 
 
 def _with_sink(lse: NDArray[np.float64], sink: float | None) -> NDArray[np.float64]:
