@@ -408,6 +408,13 @@ def test_packed(d_v: int) -> None:
         check(reference.flash_attn_varlen_kvpacked_func(q, stacked[:, 1:], CU_K, CU_K, 6, 6, **options), want)
 
 
+def test_bounds_beyond_any_key() -> None:
+    q, k, v = make(4, 6)[:3]
+    want = reference.flash_attn_func(q, k, v)
+    for width in (6, 2**31, 2**63 - 1):
+        check(reference.flash_attn_func(q, k, v, window_size=(width, width), attention_chunk=width), want)
+
+
 def test_packed_with_groups_of_heads() -> None:
     q, k, v = make_ragged()[:3]
     want = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6)

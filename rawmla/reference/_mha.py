@@ -56,9 +56,9 @@ def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bo
     t, j = first + np.arange(s_q)[:, None], np.arange(s_kv)
     visible = np.ones((s_q, s_kv), bool)
     if rules.left is not None:
-        visible &= t - rules.left <= j
+        visible &= t - j <= rules.left
     if rules.right is not None:
-        visible &= j <= t + rules.right
+        visible &= j - t <= rules.right
     if rules.chunk:
         start = t // rules.chunk * rules.chunk  # rounds down, also where t is negative
         visible &= (start <= j) & (j < start + rules.chunk)

@@ -163,7 +163,7 @@ def context_attention_fwd(
     for r in range(b):
         start, end = int(start_loc.values[r]), int(start_loc.values[r + 1])
         query_len, seq_len = end - start, max(int(seq_lens.values[r]), 0)
-        if query_len == 0 or skip_decode and query_len == 1:
+        if query_len < 1 or skip_decode and query_len == 1:
             continue
         ctx_len = max(seq_len - query_len, 0)
         total, cached = (ctx_len + query_len, ctx_len) if own else (seq_len, seq_len)
