@@ -3,8 +3,8 @@
 The functions of rawmla have the same names and arguments here and follow their definitions line by line, with
 nothing tiled, split or rounded in between; `warmup` has no counterpart. They are the oracle of the tests, the
 place to look up what an argument means, and a stand-in for rawmla on a machine without a GPU. They need
-NumPy alone and are slow on purpose: one request and one query token at a time. `plan` is the scheduling plan
-that the GPU computes, equal in every number.
+NumPy alone and are slow on purpose: one request, and one query token or head of it, at a time. `plan` is the
+scheduling plan that the GPU computes, equal in every number.
 
 Results come in the kind of the first array:
 
@@ -13,7 +13,9 @@ Results come in the kind of the first array:
 - torch CPU tensors: dtypes are checked as on the GPU, and results are tensors of the dtypes that the GPU
   functions return, rounded at the end.
 
-Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions.
+Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions; dense attention
+(`flash_attn_*`) and prefix prefill (`context_attention_fwd`) check what their definition needs and no more:
+they take float32 and any head dimension.
 """
 
 from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
@@ -28,6 +30,7 @@ from ._cache import (
     convert_indices,
     decode_bf16,
     decode_e4m3,
+    decode_e5m2,
     decode_e8m0,
     dequantize_k_cache,
     encode_e4m3,
@@ -36,6 +39,14 @@ from ._cache import (
     quantize_k_cache,
     round_to_bf16,
     write_kv_cache,
+)
+from ._mha import (
+    flash_attn_backward,
+    flash_attn_func,
+    flash_attn_varlen_backward,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
 )
 from ._plan import (
     BATCH_INVARIANT_MARK,
@@ -57,6 +68,7 @@ from ._plan import (
     sparse_blocks,
     sparse_num_parts,
 )
+from ._prefix import context_attention_fwd
 
 __all__ = [
     "BATCH_INVARIANT_MARK",
@@ -79,12 +91,20 @@ __all__ = [
     "Plan",
     "SchedConfig",
     "bf16_bits",
+    "context_attention_fwd",
     "convert_indices",
     "decode_bf16",
     "decode_e4m3",
+    "decode_e5m2",
     "decode_e8m0",
     "dequantize_k_cache",
     "encode_e4m3",
+    "flash_attn_backward",
+    "flash_attn_func",
+    "flash_attn_varlen_backward",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "gather_kv_cache",

@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 
 BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 """What a quantised cache may be an array of."""
+E5M2_BYTE_DTYPES = ("float8_e5m2", "uint8", "int8")
+"""The same for a cache of e5m2."""
 
 INT_DTYPES = ("int32",)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_SEEN_AS_BYTES = {*BYTE_DTYPES, *E5M2_BYTE_DTYPES}
 
 
 class Array(NamedTuple):
@@ -41,7 +44,7 @@ def read(x: Any, name: str) -> Array:
     if not is_tensor(x):
         values = _as_numpy(x, name)
         dtype = values.dtype.name
-        return Array(values.view(np.uint8) if dtype in BYTE_DTYPES else values, dtype, False)
+        return Array(values.view(np.uint8) if dtype in _SEEN_AS_BYTES else values, dtype, False)
     if x.device.type != "cpu":
         raise ValueError(f"{name}: expected a tensor in CPU memory, got a torch tensor on device {x.device}")
     torch = sys.modules["torch"]
@@ -53,7 +56,7 @@ def read(x: Any, name: str) -> Array:
     dtype = str(x.dtype).removeprefix("torch.")
     try:
         plain = x.detach()
-        if dtype in BYTE_DTYPES:
+        if dtype in _SEEN_AS_BYTES:
             plain = plain.view(torch.uint8)
         elif dtype == "bfloat16":
             plain = plain.float()
@@ -100,7 +103,7 @@ def check_dtype(name: str, array: Array, wanted: tuple[str, ...], note: str = ""
     """
     if array.dtype in wanted:
         return
-    if not array.is_torch and wanted != BYTE_DTYPES:
+    if not array.is_torch and "uint8" not in wanted:
         is_float = array.dtype in FLOAT_DTYPES
         if "int32" not in wanted and is_float:
             return

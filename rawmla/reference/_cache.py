@@ -41,6 +41,7 @@ __all__ = [
     "convert_indices",
     "decode_bf16",
     "decode_e4m3",
+    "decode_e5m2",
     "decode_e8m0",
     "dequantize_k_cache",
     "encode_e4m3",
@@ -98,6 +99,11 @@ def decode_e4m3(codes: ArrayLike) -> NDArray[np.float32]:
     )
     magnitude = np.where((codes & 0x7F) == 0x7F, np.float32(np.nan), magnitude)
     return np.where(codes & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+def decode_e5m2(codes: ArrayLike) -> NDArray[np.float32]:
+    """float32 values of e5m2 given as uint8, any shape: the upper bytes of float16 numbers."""
+    return (np.asarray(codes, dtype=np.uint8).astype(np.uint16) << 8).view(np.float16).astype(np.float32)
 
 
 def encode_e4m3(values: ArrayLike) -> NDArray[np.uint8]:

@@ -1,0 +1,573 @@
+"""Dense attention of `rawmla.reference` against torch: its own attention, and formulas left to autograd."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rawmla import reference
+
+torch = pytest.importorskip("torch")
+
+TIGHT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def randn(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)
+
+
+def make(
+    s_q: int, s_kv: int, h_q: int = 4, h_kv: int = 2, d_qk: int = 6, d_v: int = 5, b: tuple[int, ...] = (2,)
+) -> list[np.ndarray]:
+    """q, k, v and gradients of out and of lse, this as `flash_attn_func` has it."""
+    shapes = ((s_q, h_q, d_qk), (s_kv, h_kv, d_qk), (s_kv, h_kv, d_v), (s_q, h_q, d_v), (h_q, s_q))
+    return [randn(*b, *shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def plain(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """Attention of tensors `[b, s, h, d]` in torch, differentiable: a mask, and a softmax with a column for
+    the sink. Rows that see nothing take no part in it.
+    """
+    b, s_q, h_q, d = q.shape
+    s_kv, h_kv = k.shape[1:3]
+    left, right = options.get("window_size", (-1, -1))
+    right = 0 if options.get("causal") else right
+    shift = s_kv - s_q
+    i, j = torch.arange(s_q)[:, None], torch.arange(s_kv)[None]
+    seen = torch.ones(s_q, s_kv, dtype=torch.bool)
+    if left not in (None, -1):
+        seen = seen & (j >= i + shift - left)
+    if right not in (None, -1):
+        seen = seen & (j <= i + shift + right)
+    if chunk := options.get("attention_chunk"):
+        same = torch.div(i + shift, chunk, rounding_mode="floor") == torch.div(
+            j, chunk, rounding_mode="floor"
+        )
+        seen = seen & same
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(h_q // h_kv, 2))
+    scores = scores * options.get("softmax_scale", d**-0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if (slopes := options.get("alibi_slopes")) is not None:
+        slopes = torch.as_tensor(slopes).expand(b, h_q)
+        scores = scores - slopes[:, :, None, None] * (i + shift - j).abs()
+    rows = seen.any(1)
+    scores = scores.masked_fill(~seen, -torch.inf)[:, :, rows]
+    lse = torch.full((b, h_q, s_q), -torch.inf, dtype=q.dtype)
+    lse[:, :, rows] = torch.logsumexp(scores, -1)
+    if (sink := options.get("attn_sink")) is not None:
+        column = torch.as_tensor(sink)[None, :, None, None].expand(b, h_q, scores.shape[2], 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    out = torch.zeros(b, s_q, h_q, v.shape[-1], dtype=q.dtype)
+    out[:, rows] = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(h_q // h_kv, 2))
+    return out, lse
+
+
+def by_autograd(arrays: list[np.ndarray], **options: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """out and lse of `plain`, and the gradients of q, k, v and of a sink."""
+    q, k, v, dout, dlse = (torch.from_numpy(x) for x in arrays)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    if options.get("attn_sink") is not None:
+        leaves.append(torch.from_numpy(options["attn_sink"]).requires_grad_())
+        options["attn_sink"] = leaves[-1]
+    out, lse = plain(*leaves[:3], **options)
+    some = torch.isfinite(lse)
+    ((out * dout).sum() + (lse[some] * dlse[some]).sum()).backward()
+    gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return [x.detach().numpy() for x in (out, lse)], [x.numpy() for x in gradients]
+
+
+def check(got: Any, want: Any) -> None:
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == np.float64
+        np.testing.assert_allclose(one, other, **TIGHT)
+
+
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize(("s_q", "s_kv"), ((7, 7), (5, 9), (1, 4), (1, 1)))
+def test_against_torchs_attention(s_q: int, s_kv: int, causal: bool) -> None:
+    arrays = make(s_q, s_kv)
+    q, k, v, dout, dlse = arrays
+    leaves = [torch.from_numpy(x).transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    seen = torch.ones(s_q, s_kv, dtype=torch.bool)
+    seen = seen.tril(s_kv - s_q) if causal else seen
+    want = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
+    want.backward(torch.from_numpy(dout).transpose(1, 2))
+    out, lse = reference.flash_attn_func(q, k, v, causal=causal)
+    assert lse.shape == (2, 4, s_q) and lse.flags.c_contiguous
+    np.testing.assert_allclose(out, want.detach().transpose(1, 2), **TIGHT)
+    gradients = reference.flash_attn_backward(dout, q, k, v, out, lse, causal=causal)
+    for one, leaf in zip(gradients, leaves, strict=True):
+        np.testing.assert_allclose(one, leaf.grad.transpose(1, 2), **TIGHT)
+
+
+SINK = np.array([0.3, -1.0, 2.0, 30.0])
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"softmax_scale": 0.7},
+    {"window_size": (2, 1)},
+    {"window_size": (None, 1)},
+    {"window_size": (0, -1)},
+    {"window_size": (3, 2), "causal": True},
+    {"softcap": 0.8, "softmax_scale": 1.0},
+    {"softcap": 0.8, "causal": True, "attn_sink": SINK},
+    {"alibi_slopes": np.array([0.5, 0.25, 1.0, 0.0])},
+    {"alibi_slopes": np.arange(8.0).reshape(2, 4) / 7, "softcap": 2.0, "window_size": (4, 4)},
+    {"attn_sink": SINK},
+    {"attn_sink": SINK, "window_size": (1, 0), "alibi_slopes": np.array([0.5, 0.25, 1.0, 0.0])},
+)
+SIZES = ((6, 6), (3, 8), (9, 4), (1, 5), (5, 1), (4, 0), (0, 4))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_against_autograd(options: dict[str, Any], sizes: tuple[int, int]) -> None:
+    """Forward, and backward from gradients of out and of lse; 9 queries of 4 keys leave rows with none."""
+    arrays = make(*sizes)
+    q, k, v, dout, dlse = arrays
+    want, gradients = by_autograd(arrays, **options)
+    out, lse = reference.flash_attn_func(q, k, v, **options)
+    check((out, lse), want)
+    check(reference.flash_attn_backward(dout, q, k, v, out, lse, dlse=dlse, **options), gradients)
+    alone = by_autograd([*arrays[:4], np.zeros_like(dlse)], **options)[1]
+    check(reference.flash_attn_backward(dout, q, k, v, out, lse, **options), alone)
+
+
+@pytest.mark.parametrize("h_kv", (1, 2, 3, 6))
+def test_groups_of_heads(h_kv: int) -> None:
+    arrays = make(4, 5, 6, h_kv)
+    q, k, v, dout, dlse = arrays
+    want, gradients = by_autograd(arrays, causal=True)
+    out, lse = reference.flash_attn_func(q, k, v, causal=True)
+    check((out, lse), want)
+    check(reference.flash_attn_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True), gradients)
+
+
+@pytest.mark.parametrize("chunk", (1, 3, 4, 100))
+@pytest.mark.parametrize("sizes", ((8, 8), (3, 10), (9, 4)), ids=str)
+def test_chunks(sizes: tuple[int, int], chunk: int) -> None:
+    q, k, v = make(*sizes)[:3]
+    for options in ({"causal": True}, {"window_size": (2, 2)}, {}):
+        options["attention_chunk"] = chunk
+        want = plain(*(torch.from_numpy(x) for x in (q, k, v)), **options)
+        check(reference.flash_attn_func(q, k, v, **options), [x.numpy() for x in want])
+
+
+def test_by_hand() -> None:
+    """One query of two keys with scores 0 and log 3, a sink of log 4: weights 1/8 and 3/8."""
+    q, k, v = np.ones((1, 1, 1, 1)), np.array([0.0, np.log(3.0)]).reshape(1, 2, 1, 1), [[[[8.0]], [[16.0]]]]
+    out, lse = reference.flash_attn_func(q, k, v, attn_sink=[np.log(4.0)])
+    np.testing.assert_allclose((out.item(), lse.item()), (7.0, np.log(4.0)), **TIGHT)
+    out, lse = reference.flash_attn_func(q, k, v, alibi_slopes=[np.log(3.0)])  # key 0 is one position away
+    np.testing.assert_allclose((out.item(), lse.item()), ((8 / 3 + 48) / (10 / 3), np.log(10 / 3)), **TIGHT)
+    out, lse = reference.flash_attn_func(q, k, v, softcap=1.0, window_size=(0, 0))
+    np.testing.assert_allclose((out.item(), lse.item()), (16.0, np.tanh(np.log(3.0))), **TIGHT)
+
+
+def test_rows_with_nothing_to_attend() -> None:
+    """5 of 9 queries lie before the first of 4 keys: nothing comes of them, not even of NaN."""
+    q, k, v, dout, dlse = make(9, 4)
+    out, lse = reference.flash_attn_func(q, k, v, causal=True, attn_sink=SINK)
+    assert not out[:, :5].any() and np.isneginf(lse[..., :5]).all()
+    assert out[:, 5:].all() and np.isfinite(lse[..., 5:]).all()
+    clean = reference.flash_attn_backward(
+        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
+    )
+    for array in (q, dout, out):
+        array[:, :5] = np.nan
+    dlse[..., :5] = np.nan
+    got = reference.flash_attn_backward(
+        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
+    )
+    assert not got[0][:, :5].any()
+    for one, other in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_no_query_sees_is_not_read() -> None:
+    """A window leaves the first 4 of 9 keys out."""
+    q, k, v, dout, dlse = make(3, 9)
+    options: dict[str, Any] = {"window_size": (2, 0), "softcap": 3.0, "alibi_slopes": np.ones(4)}
+    results = []
+    for poison in (0.0, np.nan, np.inf):
+        k[:, :4] = v[:, :4] = poison
+        out, lse = reference.flash_attn_func(q, k, v, **options)
+        gradients = reference.flash_attn_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+        assert not gradients[1][:, :4].any() and not gradients[2][:, :4].any()
+        results.append((out, lse, *gradients))
+    for other in results[1:]:
+        for one, same in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize("poison", (np.nan, np.inf))
+def test_masked_pairs_are_selected_and_not_multiplied(poison: float) -> None:
+    """Causal: key 3 is seen by query 3 alone, and query 0 sees key 0 alone. What they hold stays there."""
+    q, k, v, dout, dlse = make(4, 4)
+    options: dict[str, Any] = {"causal": True, "softcap": 2.0}
+    clean = reference.flash_attn_func(q, k, v, **options)
+    gradients = reference.flash_attn_backward(dout, q, k, v, *clean, dlse=dlse, **options)
+    bad_k, bad_v, bad_q, bad_dout = k.copy(), v.copy(), q.copy(), dout.copy()
+    bad_k[:, 3], bad_v[:, 3] = np.nan, poison
+    bad_q[:, 0], bad_dout[:, 0] = np.nan, poison
+    with np.errstate(invalid="ignore"):
+        out, lse = reference.flash_attn_func(q, bad_k, bad_v, **options)
+        of_keys = reference.flash_attn_backward(dout, q, bad_k, bad_v, *clean, dlse=dlse, **options)
+        of_queries = reference.flash_attn_backward(bad_dout, bad_q, k, v, *clean, dlse=dlse, **options)
+    check((out[:, :3], lse[..., :3]), (clean[0][:, :3], clean[1][..., :3]))
+    assert np.isnan(out[:, 3]).all() and np.isnan(lse[..., 3]).all()
+    np.testing.assert_allclose(of_keys[0][:, :3], gradients[0][:, :3], **TIGHT)
+    for one, other in zip(of_queries, gradients, strict=True):
+        np.testing.assert_allclose(one[:, 1:], other[:, 1:], **TIGHT)
+    assert np.isnan(of_keys[0][:, 3]).all() and np.isnan(of_queries[1][:, 0]).all()
+
+
+def test_lengths_below_zero_and_past_the_segment() -> None:
+    q, k, v = make_ragged()[:3]
+    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[-3])
+    assert not got[0].any() and np.isneginf(got[1]).all()
+    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[99])
+    check(got, reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7))
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True, "softcap": 1.0}, {"attn_sink": SINK}), ids=str)
+def test_lse_alone_leaves_v_alone(options: dict[str, Any]) -> None:
+    q, k, v, dout, dlse = make(5, 7)
+    out, lse = reference.flash_attn_func(q, k, v, **options)
+    dq, dk, dv, *_ = reference.flash_attn_backward(
+        np.zeros_like(dout), q, k, v, out, lse, dlse=dlse, **options
+    )
+    assert dq.any() and dk.any() and not dv.any()
+    want = by_autograd([q, k, v, np.zeros_like(dout), dlse], **options)[1]
+    check((dq, dk, dv), want[:3])
+
+
+@pytest.mark.parametrize("sign", (-1, 1))
+def test_infinite_sinks(sign: int) -> None:
+    """-inf: no sink. +inf: out 0, nothing of dout comes back, and lse and its gradient are what they were."""
+    q, k, v, dout, dlse = make(5, 7)
+    sink = np.full(4, sign * np.inf)
+    plain_out, plain_lse = reference.flash_attn_func(q, k, v)
+    out, lse = reference.flash_attn_func(q, k, v, attn_sink=sink)
+    np.testing.assert_array_equal(lse, plain_lse)
+    np.testing.assert_array_equal(out, plain_out if sign < 0 else np.zeros_like(out))
+    got = reference.flash_attn_backward(dout, q, k, v, out, lse, dlse=dlse, attn_sink=sink)
+    taken = dout if sign < 0 else np.zeros_like(dout)
+    want = reference.flash_attn_backward(taken, q, k, v, plain_out, lse, dlse=dlse)
+    check(got[:3], want)
+    np.testing.assert_array_equal(got[3], np.zeros(4))
+
+
+def test_parts_merge_by_their_lse() -> None:
+    """A sink is not in lse, so parts without one can be merged, and the sink applied to the whole."""
+    q, k, v = make(3, 10)[:3]
+    parts = [reference.flash_attn_func(q, k[:, part], v[:, part]) for part in (slice(4), slice(4, None))]
+    lses = np.stack([lse for _, lse in parts])
+    total = np.logaddexp.reduce(lses)
+    weights = np.exp(lses - total).swapaxes(2, 3)[..., None]
+    merged = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
+    check((merged, total), reference.flash_attn_func(q, k, v))
+    kept = np.exp(total) / (np.exp(total) + np.exp(SINK)[:, None])
+    merged = merged * kept.swapaxes(1, 2)[..., None]
+    check((merged, total), reference.flash_attn_func(q, k, v, attn_sink=SINK))
+
+
+Q_LENGTHS, K_LENGTHS = (3, 0, 4, 1, 5, 2), (4, 3, 0, 1, 2, 6)
+Q_USED, K_USED = (2, 0, 4, 1, 0, 9), (4, 3, 0, -1, 1, 5)
+CU_Q, CU_K = (np.cumsum((first, *lengths)) for first, lengths in ((2, Q_LENGTHS), (1, K_LENGTHS)))
+TOTAL_Q, TOTAL_K = int(CU_Q[-1]) + 3, int(CU_K[-1]) + 1
+SLOPES = np.abs(randn(6, 4, seed=9))
+
+
+def segments(used: bool) -> list[tuple[slice, slice]]:
+    """The tokens of the requests, in q and in k."""
+    found = []
+    for r in range(6):
+        q_len = max(min(Q_LENGTHS[r], Q_USED[r]), 0) if used else Q_LENGTHS[r]
+        k_len = max(min(K_LENGTHS[r], K_USED[r]), 0) if used else K_LENGTHS[r]
+        found.append((slice(CU_Q[r], CU_Q[r] + q_len), slice(CU_K[r], CU_K[r] + k_len)))
+    return found
+
+
+def make_ragged() -> list[np.ndarray]:
+    """q, k, v, and gradients of out and of lse as the functions of segments have it."""
+    arrays = make(TOTAL_Q, 0, b=())
+    keys = make(0, TOTAL_K, b=())
+    return [arrays[0], keys[1], keys[2], arrays[3], arrays[4].T]
+
+
+@pytest.mark.parametrize("used", (False, True), ids=("whole", "seqused"))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"causal": True, "attn_sink": SINK},
+        {"window_size": (2, 1), "softcap": 2.0, "alibi_slopes": SLOPES},
+    ),
+    ids=("plain", "causal", "everything"),
+)
+def test_segments_are_requests(options: dict[str, Any], used: bool) -> None:
+    """Each as a call of its own; NaN stands wherever there is no token."""
+    q, k, v, dout, dlse = make_ragged()
+    places = segments(used)
+    for arrays, side in (((q, dout, dlse), 0), ((k, v), 1)):
+        rest = np.ones(len(arrays[0]), bool)
+        for place in places:
+            rest[place[side]] = False
+        for array in arrays:
+            array[rest] = np.nan
+    lengths: dict[str, Any] = {"seqused_q": Q_USED, "seqused_k": K_USED} if used else {}
+    cu = (CU_Q, CU_K, 5, 6)
+    given = np.full((TOTAL_Q, 4, 5), 7.0)
+    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu, out=given, **options, **lengths)
+    gradients = reference.flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *cu, dlse=dlse, **options, **lengths
+    )
+    want = [np.zeros_like(out), np.full_like(lse, -np.inf), *(np.zeros_like(x) for x in gradients)]
+    for r, (i, j) in enumerate(places):
+        own = {**options, "alibi_slopes": SLOPES[r]} if "alibi_slopes" in options else options
+        arrays = [
+            array[place][None]
+            for array, place in ((q, i), (k, j), (v, j), (dout, i), (dlse.T, (slice(None), i)))
+        ]
+        one = reference.flash_attn_func(*arrays[:3], **own)
+        back = reference.flash_attn_backward(arrays[3], *arrays[:3], *one, dlse=arrays[4], **own)
+        want[0][i], want[1][i] = one[0][0], one[1][0].T
+        want[2][i], want[3][j], want[4][j] = (x[0] for x in back[:3])
+        if len(back) == 4:
+            want[5] += back[3]
+    check((out, lse, *gradients), want)
+    assert lse.shape == (TOTAL_Q, 4) and lse.T.flags.c_contiguous
+    covered = slice(CU_Q[0], CU_Q[-1])
+    np.testing.assert_array_equal(given[covered], out[covered])
+    assert (given[:2] == 7).all() and (given[-3:] == 7).all()
+
+
+def test_segments_against_autograd() -> None:
+    q, k, v, dout, dlse = make_ragged()
+    out, lse = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, causal=True)
+    got = reference.flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, CU_Q, CU_K, 5, 6, dlse=dlse, causal=True
+    )
+    want = [np.zeros_like(x) for x in (q, k, v)]
+    for i, j in segments(False):
+        arrays = [q[i][None], k[j][None], v[j][None], dout[i][None], dlse[i].T[None]]
+        gradients = by_autograd(arrays, causal=True)[1]
+        want[0][i], want[1][j], want[2][j] = (x[0] for x in gradients)
+    check(got, want)
+
+
+def test_given_gradients_are_overwritten() -> None:
+    q, k, v, dout, _ = make_ragged()
+    cu = (CU_Q, CU_K, 5, 6)
+    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu)
+    want = reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu)
+    given = [np.full_like(x, np.nan) for x in (q, k, v)]
+    check(reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu, *given), want)
+    check(given, want)
+    assert not given[0][:2].any() and not given[1][-1:].any()
+
+
+@pytest.mark.parametrize("is_varlen", (False, True))
+def test_equal_segments_are_a_batch(is_varlen: bool) -> None:
+    q, k, v, dout, dlse = make(4, 6)
+    want = reference.flash_attn_func(q, k, v, causal=True)
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, dout)]
+    cu = ([0, 4, 8], [0, 6, 12], 4, 6)
+    out, lse = reference.flash_attn_varlen_func(*flat[:3], *cu, causal=True, is_varlen=is_varlen)
+    check((out.reshape(want[0].shape), lse.reshape(2, 4, 4).swapaxes(1, 2)), want)
+    got = reference.flash_attn_varlen_backward(
+        flat[3], *flat[:3], out, lse, *cu, causal=True, is_varlen=is_varlen
+    )
+    back = reference.flash_attn_backward(dout, q, k, v, *want, causal=True)
+    check([x.reshape(y.shape) for x, y in zip(got, back, strict=True)], back)
+
+
+@pytest.mark.parametrize("d_v", (5, 6))
+def test_packed(d_v: int) -> None:
+    """Parts side by side in the last dimension, or with d_v = d_qk in an axis of their own."""
+    q, k, v = make(TOTAL_K, TOTAL_K, 4, 4, d_v=d_v, b=())[:3]
+    options: dict[str, Any] = {
+        "causal": True,
+        "softcap": 2.0,
+        "seqused_q": (2, 3, 0, 1, 1, 4),
+        "seqused_k": K_USED,
+    }
+    want = reference.flash_attn_varlen_func(q, k, v, CU_K, CU_K, 6, 6, **options)
+    packed = np.concatenate([q, k, v], -1)
+    check(reference.flash_attn_varlen_qkvpacked_func(packed, CU_K, 6, 6, **options), want)
+    kv = packed[..., 6:]
+    check(reference.flash_attn_varlen_kvpacked_func(q, kv, CU_K, CU_K, 6, 6, 6, **options), want)
+    if d_v == 6:
+        stacked = np.stack([q, k, v], 1)
+        check(reference.flash_attn_varlen_qkvpacked_func(stacked, CU_K, 6, **options), want)
+        check(reference.flash_attn_varlen_kvpacked_func(q, stacked[:, 1:], CU_K, CU_K, 6, 6, **options), want)
+
+
+def test_bounds_beyond_any_key() -> None:
+    q, k, v = make(4, 6)[:3]
+    want = reference.flash_attn_func(q, k, v)
+    for width in (6, 2**31, 2**63 - 1):
+        check(reference.flash_attn_func(q, k, v, window_size=(width, width), attention_chunk=width), want)
+
+
+def test_packed_with_groups_of_heads() -> None:
+    q, k, v = make_ragged()[:3]
+    want = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6)
+    kv = np.concatenate([k, v], -1)
+    check(reference.flash_attn_varlen_kvpacked_func(q, kv, CU_Q, CU_K, 5, 6, head_dim_qk=6), want)
+
+
+def test_other_names_of_arguments() -> None:
+    q, k, v, dout, _ = make_ragged()
+    want = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, attn_sink=SINK)
+    other: dict[str, Any] = {
+        "cu_seqlens_qo": CU_Q,
+        "cu_seqlens_kv": CU_K,
+        "max_seqlen_qo": 5,
+        "max_seqlen_kv": 6,
+        "learnable_sink": SINK,
+    }
+    check(reference.flash_attn_varlen_func(q, k, v, **other), want)
+    kv = np.concatenate([k, v], -1)
+    check(reference.flash_attn_varlen_kvpacked_func(q, kv, head_dim_qk=6, **other), want)
+    back = reference.flash_attn_varlen_backward(dout, q, k, v, *want, CU_Q, CU_K, 5, 6, attn_sink=SINK)
+    check(reference.flash_attn_varlen_backward(dout, q, k, v, *want, **other), back)
+    for alias, name in (("cu_seqlens_qo", "cu_seqlens_q"), ("learnable_sink", "attn_sink")):
+        with pytest.raises(TypeError, match=f"^{alias}: expected one of {alias} and {name}, got both"):
+            reference.flash_attn_varlen_func(q, k, v, **{**other, name: other[alias]})
+    with pytest.raises(TypeError, match="multiple values"):
+        reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, cu_seqlens_kv=CU_K)
+    for function, arguments in (
+        (reference.flash_attn_func, make(2, 3)[:3]),
+        (reference.flash_attn_varlen_qkvpacked_func, (np.zeros((4, 3, 1, 2)), [0, 4], 4)),
+    ):
+        h_q = 4 if function is reference.flash_attn_func else 1
+        check(function(*arguments, learnable_sink=SINK[:h_q]), function(*arguments, attn_sink=SINK[:h_q]))
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_torch_tensors(dtype: str) -> None:
+    """Results are those of NumPy, rounded to the dtypes that the GPU functions return."""
+    kind = getattr(torch, dtype)
+    tensors = [torch.from_numpy(x).to(kind) for x in make_ragged()[:4]]
+    dlse = torch.from_numpy(make_ragged()[4]).float()
+    sink = torch.from_numpy(SINK).to(torch.bfloat16)
+    cu = [torch.from_numpy(x).int() for x in (CU_Q, CU_K)]
+    arrays, exact = (
+        [x.double().numpy() for x in tensors],
+        {"attn_sink": sink.double().numpy(), "causal": True},
+    )
+    q, k, v, dout = tensors
+    want = reference.flash_attn_varlen_func(*arrays[:3], CU_Q, CU_K, 5, 6, **exact)
+    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu, 5, 6, attn_sink=sink, causal=True)
+    assert out.dtype == kind and lse.dtype == torch.float32 and lse.T.is_contiguous()
+    assert torch.equal(out, torch.from_numpy(want[0]).to(kind))
+    assert torch.equal(lse, torch.from_numpy(want[1].copy()).float())
+    given = torch.zeros_like(out)
+    assert (
+        reference.flash_attn_varlen_func(q, k, v, *cu, 5, 6, attn_sink=sink, causal=True, out=given)[0]
+        is given
+    )
+    assert torch.equal(given, out)
+
+    exact = {**exact, "dlse": dlse.double().numpy()}
+    want = reference.flash_attn_varlen_backward(
+        arrays[3], *arrays[:3], out.double().numpy(), lse.double().numpy(), CU_Q, CU_K, 5, 6, **exact
+    )
+    options: dict[str, Any] = {"attn_sink": sink, "causal": True, "dlse": dlse}
+    got = reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu, 5, 6, **options)
+    for one, other, wanted in zip(got, want, (kind, kind, kind, torch.bfloat16), strict=True):
+        assert one.dtype == wanted and torch.equal(one, torch.from_numpy(other).to(wanted))
+    targets = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    got_given = reference.flash_attn_varlen_backward(
+        dout, q, k, v, out, lse.contiguous(), *cu, 5, 6, *targets, **options
+    )
+    for one, target, other in zip(got_given[:3], targets, got[:3], strict=True):
+        assert one is target and torch.equal(target, other)
+
+
+def test_torch_batches() -> None:
+    q, k, v = (torch.from_numpy(x).half() for x in make(4, 6)[:3])
+    want = reference.flash_attn_func(*(x.double().numpy() for x in (q, k, v)), causal=True)
+    given = torch.zeros(2, 4, 4, 5, dtype=torch.float16)
+    out, lse = reference.flash_attn_func(q, k, v, causal=True, out=given)
+    assert out is given and torch.equal(out, torch.from_numpy(want[0]).half())
+    assert lse.is_contiguous() and torch.equal(lse, torch.from_numpy(want[1]).float())
+    with pytest.raises(ValueError, match="^q: expected a tensor that does not require grad"):
+        reference.flash_attn_func(q.requires_grad_(), k, v, attention_chunk=4)
+
+
+def test_nothing_at_all() -> None:
+    for shape in ((0, 3), (2, 0)):
+        q, k = np.zeros((*shape, 4, 6)), np.zeros((shape[0], 5, 2, 6))
+        out, lse = reference.flash_attn_func(q, k, k)
+        assert out.shape == q.shape and lse.shape == (shape[0], 4, shape[1])
+        assert all(not x.any() for x in reference.flash_attn_backward(out, q, k, k, out, lse))
+    q, k = np.zeros((3, 4, 6)), np.zeros((2, 2, 6))
+    out, lse = reference.flash_attn_varlen_func(q, k, k, [0], [0], 0, 0)
+    assert out.shape == q.shape and lse.shape == (3, 4)
+
+
+def test_bad_arguments() -> None:
+    q, k, v = make_ragged()[:3]
+    good = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "cu_seqlens_q": CU_Q,
+        "cu_seqlens_k": CU_K,
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 6,
+    }
+    bad: list[tuple[str, Any, type[Exception], str]] = [
+        ("dropout_p", 0.1, ValueError, "dropout_p: expected 0, got 0.1"),
+        ("dropout_p", np.zeros(()), TypeError, "dropout_p: expected a number, got ndarray"),
+        ("window_size", (-2, 0), ValueError, "window_size: expected None, -1 or at least 0, got -2"),
+        ("window_size", (0, -5), ValueError, "window_size: expected None, -1 or at least 0, got -5"),
+        ("window_size", (1.5, 0), TypeError, "window_size: expected an int, got float 1.5"),
+        ("window_size", 3, TypeError, "window_size: expected a pair"),
+        ("softcap", -1.0, ValueError, "softcap: expected a finite number of at least 0, got -1.0"),
+        ("softcap", np.inf, ValueError, "softcap: expected a finite number"),
+        ("attention_chunk", -1, ValueError, "attention_chunk: expected at least 0, got -1"),
+        ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
+        ("causal", 1, TypeError, "causal: expected a bool"),
+        ("max_seqlen_q", np.zeros(1), TypeError, "max_seqlen_q: expected an int, got ndarray"),
+        ("q", q.astype(np.int32), TypeError, "q: expected dtype"),
+        ("q", q[:, :3], ValueError, "q: expected h_q to be a positive multiple of the h_kv of k"),
+        ("k", k[..., :5], ValueError, "k: expected a last dimension of 6, that of q"),
+        ("v", v[1:], ValueError, "v: expected shape .* as k has"),
+        ("cu_seqlens_q", CU_Q[None], ValueError, r"cu_seqlens_q: expected shape \[b \+ 1\]"),
+        ("cu_seqlens_q", CU_Q[::-1], ValueError, "cu_seqlens_q: expected numbers .* that do not decrease"),
+        ("cu_seqlens_k", CU_K + 2, ValueError, f"cu_seqlens_k: expected numbers from 0 to {TOTAL_K}"),
+        ("cu_seqlens_k", CU_K[1:], ValueError, r"cu_seqlens_k: expected shape \[7\]"),
+        ("seqused_k", K_USED[1:], ValueError, r"seqused_k: expected shape \[6\]"),
+        ("attn_sink", SINK[1:], ValueError, r"attn_sink: expected shape \[4\]"),
+        ("alibi_slopes", SLOPES[1:], ValueError, r"alibi_slopes: expected shape \[4\] or \[6, 4\]"),
+        ("out", np.zeros((1, 4, 5)), ValueError, "out: expected shape"),
+        ("page_table", None, TypeError, "flash_attn_varlen_func.* unexpected keyword argument 'page_table'"),
+    ]
+    for name, value, error, text in bad:
+        with pytest.raises(error, match=text):
+            reference.flash_attn_varlen_func(**{**good, name: value})
+    qkv = np.zeros((4, 1, 6))
+    for packed, head_dim_qk, text in (
+        (qkv, None, "head_dim_qk: expected an int"),
+        (qkv, 3, "qkv: expected more than 6 columns"),
+        (np.zeros((4, 3, 1, 2)), 2, "head_dim_qk: expected None"),
+        (np.zeros((4, 2, 1, 2)), None, r"qkv: expected shape \[total, 3, h, d\]"),
+    ):
+        with pytest.raises(ValueError, match="^" + text):
+            reference.flash_attn_varlen_qkvpacked_func(packed, [0, 4], 4, head_dim_qk)
+    q, k, v, dout, dlse = make(2, 3)
+    out, lse = reference.flash_attn_func(q, k, v)
+    with pytest.raises(ValueError, match=r"^lse: expected shape \[2, 4, 2\]"):
+        reference.flash_attn_backward(dout, q, k, v, out, lse[:1])
+    with pytest.raises(ValueError, match="^dout: expected shape"):
+        reference.flash_attn_backward(dout[:, :1], q, k, v, out, lse)
+    with pytest.raises(TypeError, match="attention_chunk"):
+        reference.flash_attn_backward(dout, q, k, v, out, lse, attention_chunk=2)
