@@ -336,8 +336,10 @@ __device__ __forceinline__ void attend_tiles(const Params& params, SharedMemoryP
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const float l = quad_sum(softmax.l[r]);
             const int token = token_of(r), head = head_of(r);
+            // Tokens past q_len have results, which are those of a row without keys.
+            const float sum = quad_sum(softmax.l[r]);
+            const float l = token < tile.q_len ? sum : 0.0f;
             const float m = softmax.m[r] * params.softmax_scale_log2;
             factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(sum_with_sink(params, head, m, l));
             if (leads_quad() && token < tile.q_rows) {
