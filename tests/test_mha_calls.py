@@ -1,4 +1,4 @@
-"""Calls of dense attention: what is refused, and what accepted ones allocate and launch; arrays are stand-ins."""
+"""Calls of dense attention: what is refused, what accepted ones allocate and launch; arrays are stand-ins."""
 
 from __future__ import annotations
 
