@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..call.arrays import Fields, aligned_strides
-from ..call.checks import as_bool, as_int, as_softmax_scale, check_no_overlap, show
+from ..call.checks import as_bool, as_int, as_softmax_scale, check_no_overlap, show, usable_strides
 from ..kernels.mha_forward import NO_BOUND
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "check_out_layout",
     "either",
     "fresh_out_strides",
+    "order_of",
     "walked",
 ]
 
@@ -136,17 +137,24 @@ def walked(view: Fields) -> tuple[int, ...] | None:
     return tuple(steps)
 
 
-def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
-    """Strides of a fresh out: the dimensions but the last in the order of strides of q, rows padded to a
-    multiple of 8 elements. A q that is broadcast along one tells no order, and that of the dimensions holds.
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """The dimensions of q but the last in the order of their strides, which is that of a fresh out.
+
+    An array that is broadcast along one tells no order, and that of the dimensions holds.
     """
-    _, shape, strides, *_ = q
     axes = list(range(len(shape) - 1))
     if all(strides[axis] > 0 or shape[axis] <= 1 for axis in axes):
-        usable = walked(q) or strides
+        usable = usable_strides(shape, strides)
         axes.sort(key=lambda axis: -usable[axis])
-    steps = aligned_strides((*[shape[axis] for axis in axes], d_v))
-    return (*[steps[axes.index(axis)] for axis in range(len(axes))], 1)
+    return axes
+
+
+def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
+    """Strides of a fresh out: in the order of those of q, rows padded to a multiple of 8 elements."""
+    _, shape, strides, *_ = q
+    order = order_of(shape, strides)
+    steps = aligned_strides((*[shape[axis] for axis in order], d_v))
+    return (*[steps[order.index(axis)] for axis in range(len(order))], 1)
 
 
 def check_out_layout(out: Fields) -> tuple[int, ...]:
