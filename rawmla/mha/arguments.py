@@ -22,6 +22,7 @@ __all__ = [
     "either",
     "fresh_out_strides",
     "order_of",
+    "packed_parts",
     "walked",
 ]
 
@@ -169,3 +170,33 @@ def check_out_layout(out: Fields) -> tuple[int, ...]:
     if 0 not in shape:
         check_no_overlap("out", shape, (*steps, 1))
     return steps
+
+
+def packed_parts(name: str, shape: tuple[int, ...], head_dim_qk: Any, count: int) -> list[tuple[Any, Any]]:
+    """The parts of a packed array of this shape, of which v is the last of ``count``, as its indices."""
+    if len(shape) == 4:
+        if head_dim_qk is not None:
+            raise ValueError(
+                f"head_dim_qk: expected None with a {name} of four dimensions, got {show(head_dim_qk)}"
+            )
+        if shape[1] != count:
+            raise ValueError(f"{name}: expected shape [total, {count}, h, d], got {list(shape)}")
+        return [(slice(None), i) for i in range(count)]
+    columns = "2 * d_qk + d_v" if count == 3 else "d_qk + d_v"
+    if len(shape) != 3:
+        raise ValueError(
+            f"{name}: expected shape [total, h, {columns}] or [total, {count}, h, d], got {list(shape)}"
+        )
+    if head_dim_qk is None:
+        raise ValueError(f"head_dim_qk: expected an int with a {name} of three dimensions, got None")
+    d_qk = as_int("head_dim_qk", head_dim_qk)
+    if not 1 <= d_qk <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim_qk: expected 1 to {MAX_HEAD_DIM}, got {d_qk}")
+    first_of_v = (count - 1) * d_qk
+    if not 1 <= shape[2] - first_of_v <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name}: expected a last dimension of {columns}, d_qk {d_qk} and d_v 1 to {MAX_HEAD_DIM}, "
+            f"got shape {list(shape)}"
+        )
+    ends = [*range(0, first_of_v + 1, d_qk), shape[2]]
+    return [(..., slice(start, end)) for start, end in zip(ends[:-1], ends[1:], strict=True)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import READERS, Fields
-from ..call.checks import as_int, show
-from .arguments import MAX_HEAD_DIM, either
+from .arguments import either, packed_parts
 from .forward import SEPARATE, Parts, attend
+from .traced import operators
 
 __all__ = [
     "flash_attn_func",
@@ -166,6 +167,12 @@ def flash_attn_varlen_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    if tracing.is_traced(q):
+        return operators().flash_attn_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            deterministic, is_varlen, window_size, softcap, attn_sink, alibi_slopes, attention_chunk,
+            seqused_q, seqused_k, out,
+        )  # fmt: skip
     return attend(
         SEPARATE,
         READERS[type(q)](q, "q"),
@@ -247,6 +254,12 @@ def flash_attn_varlen_qkvpacked_func(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    if tracing.is_traced(qkv):
+        return operators().flash_attn_varlen(
+            *operators().unpacked("qkv", qkv, head_dim_qk, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+            dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
+            attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
+        )  # fmt: skip
     (part_q, part_k, part_v), (q, k, v) = _unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
     lengths = READERS[type(cu_seqlens)](cu_seqlens, "cu_seqlens")
     return attend(
@@ -341,6 +354,12 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    if tracing.is_traced(q):
+        return operators().flash_attn_varlen(
+            q, *operators().unpacked("kv", kv, head_dim_qk, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
+            attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
+        )  # fmt: skip
     (part_k, part_v), (k, v) = _unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
     return attend(
         Parts(("q", None), part_k, part_v),
@@ -422,6 +441,11 @@ def flash_attn_func(
     --------
     >>> out, lse = rawmla.flash_attn_func(q, k, v, causal=True)
     """
+    if tracing.is_traced(q):
+        return operators().flash_attn(
+            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+            attn_sink, attention_chunk, out,
+        )  # fmt: skip
     return attend(
         SEPARATE,
         READERS[type(q)](q, "q"),
@@ -455,48 +479,14 @@ def _unpacked(
     itemsize = 2  # of the dtypes that pass the checks
     parts: list[tuple[str, Any]] = []
     views: list[Fields] = []
-    if len(shape) == 4:
-        if head_dim_qk is not None:
-            raise ValueError(
-                f"head_dim_qk: expected None with a {name} of four dimensions, got {show(head_dim_qk)}"
-            )
-        total, given, heads, width = shape
-        if given != count:
-            raise ValueError(f"{name}: expected shape [total, {count}, h, d], got {list(shape)}")
-        step, step_part, step_head, step_column = strides
-        for i in range(count):
-            parts.append((name, (slice(None), i)))
-            views.append(
-                (
-                    ptr + itemsize * i * step_part, (total, heads, width), (step, step_head, step_column),
-                    dtype, device, framework, array,
-                )
-            )  # fmt: skip
-        return parts, views
-    columns = "2 * d_qk + d_v" if count == 3 else "d_qk + d_v"
-    if len(shape) != 3:
-        raise ValueError(
-            f"{name}: expected shape [total, h, {columns}] or [total, {count}, h, d], got {list(shape)}"
-        )
-    if head_dim_qk is None:
-        raise ValueError(f"head_dim_qk: expected an int with a {name} of three dimensions, got None")
-    d_qk = as_int("head_dim_qk", head_dim_qk)
-    if not 1 <= d_qk <= MAX_HEAD_DIM:
-        raise ValueError(f"head_dim_qk: expected 1 to {MAX_HEAD_DIM}, got {d_qk}")
-    total, heads, width = shape
-    d_v = width - (count - 1) * d_qk
-    if not 1 <= d_v <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"{name}: expected a last dimension of {columns}, d_qk {d_qk} and d_v 1 to {MAX_HEAD_DIM}, "
-            f"got shape {list(shape)}"
-        )
-    for i in range(count):
-        start, columns_of_part = i * d_qk, d_v if i == count - 1 else d_qk
-        parts.append((name, (..., slice(start, start + columns_of_part))))
-        views.append(
-            (
-                ptr + itemsize * start * strides[2], (total, heads, columns_of_part), strides,
-                dtype, device, framework, array,
-            )
-        )  # fmt: skip
+    for index in packed_parts(name, shape, head_dim_qk, count):
+        first, second = index
+        if first is ...:
+            sizes, steps = (*shape[:2], second.stop - second.start), strides
+            offset = second.start * strides[2]
+        else:
+            sizes, steps = (shape[0], *shape[2:]), (strides[0], *strides[2:])
+            offset = second * strides[1]
+        parts.append((name, index))
+        views.append((ptr + itemsize * offset, sizes, steps, dtype, device, framework, array))
     return parts, views
