@@ -170,7 +170,7 @@ def varlen(device: str, tokens: tuple[int, int] = (9, 13), full: bool = False) -
         "k": make(total_k, 2, 40),
         "v": make(total_k, 2, 24),
         "cu_seqlens_q": int32([0, total_q // 3, total_q // 3, total_q], device),
-        "cu_seqlens_k": int32([0, total_k // 2, total_k - 1, total_k], device),
+        "cu_seqlens_k": int32([0, total_k // 2, total_k - total_k % 3, total_k], device),
         "max_seqlen_q": total_q,
         "max_seqlen_k": total_k,
     }
