@@ -138,10 +138,11 @@ def flash_attn_varlen_func(
 
     Notes
     -----
-    Allocates the results, a few bytes of scratch and the copies that are named above with the framework of
-    `q`, and enqueues the copies and one kernel on its current stream. Never synchronises, never reads a
-    length on the host. Nothing is launched without requests or query tokens, and results are filled without
-    keys. There is no backward yet, so a tensor that requires grad is refused while grad is enabled.
+    Allocates the results, at most 16 bytes of scratch and the copies that are named above with the framework
+    of `q`, and enqueues the copies, the clearing of the scratch and one kernel on its current stream. Never
+    synchronises, never reads a length on the host. Nothing is launched without requests or query tokens, and
+    results are filled without keys. There is no backward yet, so a tensor that requires grad is refused
+    while grad is enabled.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
