@@ -23,6 +23,10 @@ _MODULE_OF = {
     "compat": "",
     "convert_indices": "mla.indices",
     "dequantize_k_cache": "mla.cache",
+    "flash_attn_func": "mha.attention",
+    "flash_attn_varlen_func": "mha.attention",
+    "flash_attn_varlen_kvpacked_func": "mha.attention",
+    "flash_attn_varlen_qkvpacked_func": "mha.attention",
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
     "gather_kv_cache": "mla.cache",
@@ -52,6 +56,10 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .errors import NVRTCNotFoundError as NVRTCNotFoundError
     from .errors import RawMLAError as RawMLAError
     from .errors import UnsupportedGPUError as UnsupportedGPUError
+    from .mha.attention import flash_attn_func as flash_attn_func
+    from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
+    from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+    from .mha.attention import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache
     from .mla.cache import quantize_k_cache as quantize_k_cache

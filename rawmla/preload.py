@@ -12,6 +12,7 @@ import rawmla
 from . import jit
 from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
+from .mha import attention
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
 from .stand_ins import NoFramework, StandIn
@@ -26,6 +27,7 @@ def warmup(
     page_block_sizes: Iterable[int] | None = None,
     sparse_formats: Iterable[str] | None = None,
     prefill_formats: Iterable[str] | None = None,
+    mha_head_dims: Iterable[tuple[int, int]] | None = None,
     device: int | None = None,
 ) -> None:
     """Compile kernels ahead of time, or take them from the disk cache, and load them.
@@ -38,10 +40,11 @@ def warmup(
     *operations : str
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
         reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
-        (`get_mla_metadata`). None named: all of them, as far as the options below select any.
+        (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms). None named: all of them, as far
+        as the options below select any.
     dtypes : iterable of str, optional
-        dtypes of q and the cache in dense decoding, and of what is merged: "bfloat16", "float16". None:
-        "bfloat16".
+        dtypes of q and the cache in dense decoding, of what is merged, and of the arrays of MHA: "bfloat16",
+        "float16". None: "bfloat16".
     d_qk : iterable of int, optional
         576, 512, for dense decoding. None: 576.
     page_block_sizes : iterable of int, optional
@@ -53,6 +56,10 @@ def warmup(
     prefill_formats : iterable of str, optional
         Formats of what `flash_mla_sparse_fwd` will read, the same names ("bf16" is a plain kv). None: as for
         `sparse_formats`.
+    mha_head_dims : iterable of pairs of int, optional
+        Head dimensions (d_qk, d_v) of MHA, each 1 to 256: for calls with or without `causal`, lengths and a
+        sink; `warmup_call` loads what a window on the left, a softcap or slopes need. None: (64, 64), (96,
+        96), (128, 128), (192, 128) and (256, 256) if "mha" is named, else none.
     device : int, optional
         Device ordinal; None is the current device.
 
@@ -61,7 +68,8 @@ def warmup(
     TypeError
         An option is no iterable, or a value in it is of the wrong kind.
     ValueError
-        An unknown operation, dtype, d_qk, page size or format, or an option that no operation named has.
+        An unknown operation, dtype, d_qk, page size, format or head dimension, or an option that no operation
+        named has.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, CuPy.
 
@@ -74,6 +82,7 @@ def warmup(
     --------
     >>> rawmla.warmup(sparse_formats=["v32"])
     >>> rawmla.warmup("sparse_prefill", prefill_formats=["bf16"])
+    >>> rawmla.warmup("mha", mha_head_dims=[(128, 128)])
     """
     specs = specs_of(
         operations,
@@ -82,6 +91,7 @@ def warmup(
         page_block_sizes=page_block_sizes,
         sparse_formats=sparse_formats,
         prefill_formats=prefill_formats,
+        mha_head_dims=mha_head_dims,
     )
     if device is None:
         device = jit.current_device()
@@ -122,7 +132,7 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules = (cache, decode, indices, merge, plan, sparse_prefill)
+    modules = (attention, cache, decode, indices, merge, plan, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
     return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import jit
+from .call.arrays import NewArray
 
 __all__ = ["NoFramework", "StandIn"]
 
@@ -50,7 +51,7 @@ class NoFramework:
         return StandIn()
 
     def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+        self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """As of `Framework`."""
         return lambda: [StandIn() for _ in range(len(arrays) + 1)]
@@ -59,7 +60,11 @@ class NoFramework:
         """As of `Framework`."""
         return StandIn()
 
-    def fill(self, array: Any, value: int) -> None:
+    def aligned_copy(self, array: Any, name: str) -> Any:
+        """As of `Framework`."""
+        return StandIn()
+
+    def fill(self, array: Any, value: float) -> None:
         """As of `Framework`."""
 
     def pointer(self, array: Any) -> int:

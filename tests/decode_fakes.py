@@ -13,7 +13,7 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common, mla_sparse_prefill
+from rawmla.kernels import common, mha_forward, mla_sparse_prefill
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -33,6 +33,10 @@ class FakeArray:
     device: int = 0
     ptr: int = 0x10000
     framework: FakeFramework | None = None
+    index: Any = None  # what was taken of the array
+
+    def __getitem__(self, index: Any) -> FakeArray:
+        return dataclasses.replace(self, index=index)
 
     def but(self, **changes: Any) -> FakeArray:
         """A copy with other fields; a new shape is contiguous again."""
@@ -49,7 +53,7 @@ class FakeFramework:
         self.stream = stream
         self.allocated: list[FakeArray] = []
         self.copied: list[FakeArray] = []
-        self.filled: list[tuple[FakeArray, int]] = []
+        self.filled: list[tuple[FakeArray, float]] = []
         self.asked_capturing = 0
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> FakeArray:
@@ -58,10 +62,12 @@ class FakeFramework:
         return array
 
     def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+        self, given: Sequence[arrays.NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         def allocate() -> list[Any]:
-            made = [self.empty(shape, dtype, device) for shape, dtype in arrays]
+            made = [self.empty(shape, dtype, device) for shape, dtype, *_ in given]
+            for array, (_, _, *strides) in zip(made, given, strict=True):
+                array.strides = strides[0] if strides else None
             return [*made, self.empty((scratch_bytes,), "uint8", device) if scratch_bytes else None]
 
         return allocate
@@ -71,7 +77,12 @@ class FakeFramework:
         self.copied.append(array)
         return array.but(strides=None, ptr=0xC0000)
 
-    def fill(self, array: FakeArray, value: int) -> None:
+    def aligned_copy(self, array: FakeArray, name: str) -> FakeArray:
+        assert name in ("q", "k", "v", "kv", "qkv")
+        self.copied.append(array)
+        return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied))
+
+    def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
 
     def pointer(self, array: FakeArray) -> int:
@@ -103,6 +114,7 @@ class World:
     framework: FakeFramework
     decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
     sparse: list[SimpleNamespace]  # the same of sparse calls
+    mha: list[SimpleNamespace]  # and of dense attention
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
 
@@ -110,7 +122,7 @@ class World:
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.plans
+        launched = self.decodes or self.sparse or self.mha or self.plans
         return not (made.allocated or made.copied or made.filled or launched)
 
 
@@ -160,9 +172,31 @@ class PreparedSparseDecode(PreparedDecode):
     )
 
 
+class PreparedMha:
+    """Stands in for the launch of dense attention."""
+
+    scratch_bytes = 48
+
+    def __init__(self, launches: list[SimpleNamespace], call: Any, capturing: Callable[[], bool]) -> None:
+        self.launches = launches
+        self.call = call
+        self.capturing = capturing
+
+    def launch(self, stream: int, addresses: Any, scratch: int) -> None:
+        self.launches.append(
+            SimpleNamespace(
+                call=self.call,
+                addresses=mha_forward.MhaForwardAddresses(*addresses),
+                stream=stream,
+                scratch=scratch,
+                prepared=self,
+            )
+        )
+
+
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), [], [], [], [])
+    made = World(FakeFramework(), [], [], [], [], [])
 
     def read(x: FakeArray, name: str) -> arrays.Fields:
         made.reads.append(name)
@@ -173,6 +207,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     memo.clear_all()
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
+    monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
     monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rawmla.call import arrays
-from rawmla.call.arrays import CupyFramework, TorchFramework, inspect
+from rawmla.call.arrays import CupyFramework, NewArray, TorchFramework, inspect
 from rawmla.errors import MissingDependencyError
 
 cupy = pytest.importorskip("cupy")
@@ -187,10 +187,27 @@ class TestCupyMemory:
         assert array.data.ptr == allocated[1].data.ptr
         assert (scratch.data.ptr - array.data.ptr, scratch.nbytes) == (2048, 1000)
 
+    @pytest.mark.parametrize("capturing", (False, True))
+    @pytest.mark.parametrize("scratch_bytes", (0, 1000))
+    def test_strides(self, monkeypatch: pytest.MonkeyPatch, capturing: bool, scratch_bytes: int) -> None:
+        framework, allocated = cupy_framework(monkeypatch, capturing)
+        # 5 rows of 24 elements but for the end of the last: 113 of 2 bytes; and a transposed array.
+        wanted: list[NewArray] = [((5, 17), "float16", (24, 1)), ((6, 100), "float32", (1, 6))]
+        first, last, scratch = framework.allocator(wanted, scratch_bytes, 0)()
+        assert (first.shape, first.dtype, first.strides) == ((5, 17), np.float16, (48, 2))
+        assert (last.shape, last.dtype, last.strides) == ((6, 100), np.float32, (4, 24))
+        assert first.data.ptr == allocated[0].data.ptr and allocated[0].nbytes >= 2 * 113
+        assert last.data.ptr == allocated[1].data.ptr and allocated[1].nbytes >= 2400
+        if scratch_bytes:
+            assert scratch.nbytes == 1000
+            in_one = last.data.mem is scratch.data.mem
+            assert in_one == capturing and (not in_one or scratch.data.ptr - last.data.ptr == 2560)
+
     def test_no_copy_in_a_capture(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, _ = cupy_framework(monkeypatch, capturing=True)
-        with pytest.raises(ValueError, match=r"^q: expected, inside a CUDA-graph capture"):
-            framework.contiguous_copy(cupy_array((2, 3)), "q")
+        for copy in (framework.contiguous_copy, framework.aligned_copy):
+            with pytest.raises(ValueError, match=r"^q: expected, inside a CUDA-graph capture"):
+                copy(cupy_array((2, 3)), "q")
 
     def test_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for capturing in (False, True):
@@ -282,6 +299,13 @@ class TestTorch:
                 self.allocated.append(("plain", *device))
                 return torch.empty(shape, dtype=dtype)
 
+            @staticmethod
+            def empty_strided(
+                shape: tuple[int, ...], strides: tuple[int, ...], *, dtype: Any, device: tuple[str, int]
+            ) -> Any:
+                self.allocated.append(("plain", *device))
+                return torch.empty_strided(shape, strides, dtype=dtype)
+
         def empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
             self.allocated.append(("fast", "cuda", 0))
             return torch.empty_strided(shape, strides, dtype=dtype)
@@ -319,6 +343,23 @@ class TestTorch:
                 if scratch is not None:
                     assert (scratch.nbytes, scratch.dtype) == (1001, torch.uint8)
                     assert scratch.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
+
+    def test_strides_of_allocated_arrays(self, torch: Any, framework: TorchFramework) -> None:
+        for device in (0, 1):
+            wanted: list[NewArray] = [((5, 2, 3), "float16", (8, 40, 1)), ((4, 0), "float32", (1, 4))]
+            first, last, scratch = framework.allocator(wanted, 0, device)()
+            assert (first.shape, first.dtype, first.stride()) == ((5, 2, 3), torch.float16, (8, 40, 1))
+            assert (last.shape, last.stride(), scratch) == ((4, 0), (1, 4), None)
+
+    @pytest.mark.parametrize("columns", (1, 8, 17))
+    def test_aligned_copy(self, torch: Any, columns: int) -> None:
+        framework = TorchFramework(torch)
+        source = torch.arange(6.0 * columns, requires_grad=True).reshape(2, 3, columns)
+        for array in (source, source.transpose(0, 1), source[:1].expand(5, 3, columns)):
+            copy = framework.aligned_copy(array, "q")
+            assert torch.equal(copy, array) and not copy.requires_grad and copy.dtype == array.dtype
+            assert copy.stride() == arrays.aligned_strides(tuple(array.shape))
+            assert copy.data_ptr() != array.data_ptr()
 
     def test_contiguous_copy(self, torch: Any) -> None:
         framework = TorchFramework(torch)

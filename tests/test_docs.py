@@ -20,8 +20,9 @@ NEED_TORCH = {"--sources"}  # of scripts/record_contracts.py, which does not sta
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/architecture.md
 FILES_OF_READERS = {"script.py"}
 PYTHON_FOLDERS = {
+    "mha": {"call", "kernels", "jit", "errors", "torch_ops"},
     "mla": {"call", "kernels", "jit", "errors", "torch_ops"},
-    "torch_ops": {"mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
+    "torch_ops": {"mha", "mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
     "kernels": {"jit", "errors"},
     "call": {"errors"},
     "jit": {"environment", "errors"},

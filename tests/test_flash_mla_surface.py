@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+import rawmla
 from rawmla.compat import flash_mla, sgl_kernel
 from rawmla.compat.flash_mla import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast
+from rawmla.mha import attention
 from rawmla.mla.plan import FlashMLASchedMeta
 
 TABLE = json.loads((Path(__file__).parent / "data" / "flash_mla_surface.json").read_text())
@@ -29,6 +31,7 @@ MODULES = {
 }
 FUNCTIONS = [(version, one) for version, all in TABLE["versions"].items() for one in all]
 SGL, VLLM, TENSORS = "sgl-flash-mla 1.0.0", "vLLM 0.33.0", "FlashMLA with plans of tensors (2025-09)"
+ADDRESS = 0x1000
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -50,7 +53,7 @@ def array(name: str, *shape: int) -> Any:
     return SimpleNamespace(name=name, shape=shape, dtype="bfloat16")
 
 
-def values(version: str) -> dict[str, Any]:
+def values(version: str, function_name: str = "") -> dict[str, Any]:
     """A value for every argument that is anything but its default, so that a swap of two shows."""
     names = ("q", "kv", "indices", "block_table", "cache_seqlens", "attn_sink", "extra_k_cache", "seqlens_k")
     made: dict[str, Any] = {name: array(name, 3, 2, 16, 576) for name in names}
@@ -78,7 +81,22 @@ def values(version: str) -> dict[str, Any]:
         h_k=1,
         h_q=8,
         topk=128,
+        k=array("k", 7, 2, 128),
+        v=array("v", 7, 2, 64),
+        qkv=array("qkv", 3, 2, 320),
+        cu_seqlens=array("cu_seqlens", 4),
+        cu_seqlens_qo=array("cu_seqlens_qo", 4),
+        cu_seqlens_kv=array("cu_seqlens_kv", 4),
+        max_seqlen=9,
+        max_seqlen_qo=10,
+        max_seqlen_kv=11,
+        head_dim_qk=128,
+        dropout_p=0.5,
+        deterministic=True,
+        is_varlen=False,
     )
+    if function_name.endswith("_kvpacked_func"):
+        made["kv"] = array("kv", 7, 2, 192)
     if version == TENSORS:
         made.update(tile_scheduler_metadata=array("rows", 5, 8), num_splits=array("num_splits", 4))
     return made
@@ -88,7 +106,7 @@ def generated(version: str, function: dict[str, Any]) -> list[Call]:
     """Every number of positional arguments, the rest left out or by keyword, in turn."""
     if any(p["kind"].startswith("variadic") for p in function["parameters"]):
         return [((), {}), ((1, 2, 3), {}), ((1,), {"num_heads_k": 1, "anything": None})]
-    given = values(version)
+    given = values(version, function["name"])
     names = [p["name"] for p in function["parameters"] if p["kind"] == "positional or keyword"]
     only = [p["name"] for p in function["parameters"] if p["kind"] == "keyword-only"]
     required = [p["name"] for p in function["parameters"] if "default" not in p]
@@ -115,6 +133,14 @@ def recorded() -> list[tuple[str, dict[str, Any], Call]]:
     return calls
 
 
+DENSE = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
+"""Functions that are rawmla's own, with FlashMLA's names of arguments beside FlashAttention's."""
+SECOND_NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+}
 CORE = ("get_mla_metadata", "get_mla_decoding_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 CALLS: list[tuple[str, dict[str, Any], Call]] = [
     *[(v, f, call) for v, f in FUNCTIONS if f["name"] in CORE for call in generated(v, f)],
@@ -177,7 +203,7 @@ def test_names_and_parameters(version: str, function: dict[str, Any]) -> None:
             assert default == parameter.default, f"{name} of {version}"
     common = [n for n in theirs.parameters if n not in ("enable_batch_invariant", "use_legacy", "kv_format")]
     places = list(form.parameters)
-    assert common == sorted(common, key=places.index)
+    assert common == sorted(common, key=lambda n: places.index(SECOND_NAMES.get(n, n)))
 
 
 @pytest.mark.parametrize("version, function, call", CALLS)
@@ -224,6 +250,48 @@ def test_same_meaning(
     assert {k: got[k] for k in wanted} == wanted
     assert got["out"] is wanted.get("out")
     assert got["enable_batch_invariant"] is wanted.get("enable_batch_invariant", False)
+
+
+@pytest.mark.parametrize(
+    "version, function, call",
+    [(v, f, call) for v, f in FUNCTIONS if f["name"] in DENSE for call in generated(v, f)],
+)
+def test_same_meaning_of_dense_attention(
+    version: str, function: dict[str, Any], call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reaches `attend` is what the version's own signature says that the call means."""
+    assert ours(function) is getattr(rawmla, function["name"])
+    names = [*inspect.signature(attention.attend).parameters][1:]
+    reached: dict[str, Any] = {}
+    monkeypatch.setattr(
+        attention, "attend", lambda parts, *given: reached.update(zip(names, given, strict=True))
+    )
+    monkeypatch.setattr(attention, "READERS", _Names())
+    ours(function)(*call[0], **call[1])
+    meant = {SECOND_NAMES.get(name, name): value for name, value in meaning(version, function, call).items()}
+    for packed in ("qkv", "kv"):
+        if packed in meant:  # its parts
+            columns = {"q": 0, "k": meant["head_dim_qk"], "v": 2 * meant["head_dim_qk"]}
+            start = columns[packed[0]]
+            for part in packed:
+                assert reached.pop(part)[0] == ADDRESS + 2 * (columns[part] - start)
+            del meant[packed], meant["head_dim_qk"]
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in meant:
+            meant[f"{name}_q"] = meant[f"{name}_k"] = meant.pop(name)
+    for name, value in meant.items():
+        of_array = isinstance(reached[name], tuple) and name != "window_size"
+        assert (reached[name][-1] if of_array else reached[name]) == value, name
+    assert reached["window_size"] == (-1, -1) and reached["softcap"] == reached["attention_chunk"] == 0
+    others = ("attn_sink", "alibi_slopes", "seqused_q", "seqused_k", "out")
+    assert all(reached[name] is None for name in others)
+
+
+class _Names(dict[type, Callable[..., Any]]):
+    """Readers that make fields of any array."""
+
+    def __missing__(self, kind: type) -> Callable[..., Any]:
+        return lambda x, name: (ADDRESS, x.shape, (960, 320, 1), x.dtype, 0, None, x)
 
 
 def test_positions_17_and_18(reached: list[tuple[str, dict[str, Any]]]) -> None:
@@ -280,7 +348,7 @@ def test_names_of_the_module() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [f for _, f in FUNCTIONS if f["name"] not in (*CORE, "has_legacy")],
+    [f for _, f in FUNCTIONS if f["name"] not in (*CORE, *DENSE, "has_legacy")],
     ids=lambda function: function["name"],
 )
 def test_what_is_not_computed(function: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from rawmla.kernels import (
     all_specs,
     common,
     default_specs,
+    mha_forward,
     mla_cache_gather,
     mla_cache_rows,
     mla_combine,
@@ -50,7 +51,7 @@ def test_variants() -> None:
     decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
-    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting} | {
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | {"mha_forward"}} | {
         (name, True) for name in prefill
     }
     assert not any(prefill for _, prefill in map(family, default_specs()))
@@ -142,6 +143,7 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("indices", {"mla_convert_indices"}),
         ("merge", {"mla_merge_states"}),
         ("metadata", {"mla_metadata"}),
+        ("mha", {"mha_forward"}),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
@@ -172,6 +174,12 @@ def test_every_operation_is_tested() -> None:
         ((), {"page_block_sizes": [48]}, ValueError, "page_block_sizes: expected 16, 32 or a multiple of 64"),
         ((), {"sparse_formats": ["fp8"]}, ValueError, "sparse_formats: expected 'v32' or 'model1' or 'bf16'"),
         ((), {"prefill_formats": ["fp8"]}, ValueError, "prefill_formats: expected 'v32' or 'model1'"),
+        ((), {"mha_head_dims": 128}, TypeError, "mha_head_dims: expected an iterable of tuple, got 128"),
+        ((), {"mha_head_dims": [64, 64]}, TypeError, "mha_head_dims: .* of tuple, got 64 in it"),
+        ((), {"mha_head_dims": [(64, 257)]}, ValueError, r"mha_head_dims: .* 1 to 256, got \(64, 257\)"),
+        ((), {"mha_head_dims": [(0, 64)]}, ValueError, r"mha_head_dims: .* 1 to 256, got \(0, 64\)"),
+        ((), {"mha_head_dims": [(64, 64, 64)]}, ValueError, "mha_head_dims: expected pairs"),
+        ((), {"mha_head_dims": [(64, 64.0)]}, ValueError, "mha_head_dims: .* of ints"),
         (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
         ((["bfloat16"],), {}, TypeError, r"operations: expected names, got \['bfloat16'\]"),
         (
@@ -192,6 +200,14 @@ def test_warmup_checks_before_it_looks_for_a_device(
     monkeypatch.setattr(jit, "current_device", lambda: pytest.fail("a device was looked for"))
     with pytest.raises(error, match=f"^{text}"):
         rawmla.warmup(*operations, **options)
+
+
+def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of MHA; none by default."""
+    wanted = mha_forward.specs("float16", [(128, 128), (192, 128)])
+    dims: dict[str, Any] = {"mha_head_dims": [(128, 128), (192, 128)], "dtypes": ["float16"]}
+    assert loaded_by(monkeypatch, "mha", **dims) == wanted
+    assert set(loaded_by(monkeypatch, **dims)) - set(loaded_by(monkeypatch, dtypes=["float16"])) == {*wanted}
 
 
 def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from torch_op_cases import (  # noqa: E402
     plan,
     sparse,
     tensors,
+    varlen,
 )
 
 import rawmla  # noqa: E402
@@ -138,6 +139,32 @@ class TestNumbers:
         want = reference.flash_mla_sparse_fwd(q, kv, indices, scale, 512, sink, lengths, log_base=base)
         assert_equal(OPS.sparse_fwd(*args[:7], base, False, True), want)
 
+    @pytest.mark.parametrize("full", (False, True))
+    def test_flash_attn_varlen(self, full: bool) -> None:
+        made = varlen("cpu", full=full)
+        want = reference.flash_attn_varlen_func(**made)
+        op, args = arguments(f"flash_attn_varlen{' full' * full}")
+        got = op(*args)
+        assert_equal(got, want)
+        assert got[1].stride() == (1, 9)
+        out = torch.ones(9, 8, 24, dtype=torch.bfloat16)
+        assert_equal((out[:, 4:], OPS.flash_attn_varlen_out(*args, out[:, 4:])), want)
+        assert (out[:, :4] == 1).all()
+
+    @pytest.mark.parametrize("case", ("flash_attn", "flash_attn transposed", "flash_attn padded"))
+    def test_flash_attn(self, case: str) -> None:
+        op, args = arguments(case)
+        q, k, v, *_ = args
+        want = reference.flash_attn_func(q, k, v, causal=True, window_size=(3, -1))
+        got = op(*args)
+        assert_equal(got, want)
+        order = sorted(range(4), key=lambda axis: -q.stride(axis))
+        assert sorted(range(4), key=lambda axis: -got[0].stride(axis)) == order
+        assert got[0].stride(3) == 1 and all(stride % 8 == 0 for stride in got[0].stride()[:3])
+        out = torch.zeros(want[0].shape, dtype=torch.bfloat16)[..., :24]
+        if v.shape[-1] == 24:
+            assert_equal((out, OPS.flash_attn_out(*args, out)), want)
+
     @pytest.mark.parametrize("batch_invariant", (False, True))
     def test_plans(self, batch_invariant: bool) -> None:
         """Equal to what the functions of the reference compute, for objects too."""
@@ -228,6 +255,13 @@ WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("plan", 2, lambda h_kv: 0, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
     ("plan_object dense", 3, lambda x: x.long(), TypeError, "cache_seqlens: expected dtype int32"),
     ("plan_object sparse", 5, lambda x: x[1:], ValueError, r"topk_length: expected shape \[3\]"),
+    ("flash_attn_varlen", 1, lambda k: k.half(), TypeError, "k: expected dtype bfloat16, that of q"),
+    ("flash_attn_varlen", 4, lambda x: x[1:], ValueError, r"cu_seqlens_k: expected shape \[4\]"),
+    ("flash_attn_varlen", 5, lambda length: -1, ValueError, "max_seqlen_q: expected an int of at least 0"),
+    ("flash_attn_varlen", 10, lambda left: -2, ValueError, "window_size: expected at least 0"),
+    ("flash_attn_varlen full", 13, lambda x: x.int(), TypeError, "attn_sink: expected dtype float32 or"),
+    ("flash_attn_varlen_out", 17, lambda out: out[..., :8], ValueError, r"out: expected shape \[9, 4, 24\]"),
+    ("flash_attn", 2, lambda v: v[:, 1:], ValueError, r"v: expected shape \[2, 5, 2, 'd_v'\]"),
     ("write_kv v32", 1, lambda rope: rope[:, 1:], ValueError, r"k_pe: expected shape \[3, 64\]"),
     ("gather_kv v32", 3, lambda out: out[:, 1:], ValueError, r"out: expected shape \[rows, 576\]"),
     ("quantize v32", 1, lambda layout: "v33", ValueError, "layout: expected 'v32' or 'model1', got 'v33'"),
@@ -417,6 +451,71 @@ def test_tokens_and_topk() -> None:
         given = tensors("cpu")(tokens, 2, 576), tensors("cpu", 1)(rows, 1, 576), indices
         assert_equal(compiled(*given), reference.flash_mla_sparse_fwd(*given, 0.05))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_dense_attention(backend: str) -> None:
+    """All forms, with and without an out."""
+
+    def step(api: Any, qkv: Any, kv: Any, packed: Any, lengths: Any, made: dict[str, Any], out: Any) -> Any:
+        results = [
+            *api.flash_attn_varlen_func(**made, out=out[:, 4:]),
+            *api.flash_attn_varlen_func(**{**made, "window_size": (None, 2)}),
+            *api.flash_attn_varlen_qkvpacked_func(qkv, lengths, 9, 40, causal=True),
+            *api.flash_attn_varlen_qkvpacked_func(packed, lengths, max_seqlen=9),
+            *api.flash_attn_varlen_kvpacked_func(
+                made["q"], kv, lengths, cu_seqlens_kv=lengths, max_seqlen_q=9, max_seqlen_kv=9, head_dim_qk=40
+            ),
+        ]
+        q, k, v = (x.unsqueeze(0) for x in (made["q"], made["k"], made["v"]))
+        return [*results, *api.flash_attn_func(q, k, v, 0.0, 0.5, window_size=(2, 2))]
+
+    make = tensors("cpu")
+    lengths, made = int32([0, 2, 9], "cpu"), varlen("cpu", full=True)
+    given = (make(9, 2, 104), make(9, 2, 64), make(9, 3, 2, 32), lengths, made)
+    outs = [torch.ones(9, 8, 24, dtype=torch.bfloat16) for _ in range(2)]
+    got = torch.compile(step, fullgraph=True, backend=backend)(rawmla, *given, outs[0])
+    want = step(reference, *given, outs[1])
+    assert_equal(got, want)
+    assert_equal(outs[:1], outs[1:])
+
+
+def test_lengths_of_dense_attention() -> None:
+    """Tokens and their largest number per request: one graph for all."""
+
+    def step(made: dict[str, Any]) -> Any:
+        return rawmla.flash_attn_varlen_func(**made, causal=True)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for tokens in ((9, 13), (20, 7), (5, 64)):
+        made = varlen("cpu", tokens)
+        assert_equal(compiled(made), reference.flash_attn_varlen_func(**made, causal=True))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[2]  # the first call may compile twice: torch tries its floats as inputs
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    (
+        ({"dropout_p": 0.5}, ValueError, "dropout_p: expected 0.0"),
+        ({"attention_chunk": 3}, ValueError, "attention_chunk: expected 0"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected at least 0"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q: expected an int of at least 0"),
+        ({"softcap": -1.0}, ValueError, "softcap: expected a finite float32"),
+    ),
+)
+def test_wrong_number_of_traced_dense_attention(
+    changed: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with FakeTensorMode() as mode:
+        made = {
+            name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for name, value in varlen("cpu").items()
+        }
+        with pytest.raises(error, match=rf"^{text}"):
+            rawmla.flash_attn_varlen_func(**{**made, **changed})
 
 
 def test_scale_that_changes() -> None:

@@ -162,6 +162,62 @@ def _write(device: str, layout: str) -> list[Any]:
     return [make(3, 448 if layout == "model1" else 512), make(3, 64), cache(device, layout), slots]
 
 
+def varlen(device: str, tokens: tuple[int, int] = (9, 13), full: bool = False) -> dict[str, Any]:
+    """The arguments of `flash_attn_varlen_func`, of three requests, the second without a query."""
+    make, (total_q, total_k) = tensors(device), tokens
+    made: dict[str, Any] = {
+        "q": make(total_q, 4, 40),
+        "k": make(total_k, 2, 40),
+        "v": make(total_k, 2, 24),
+        "cu_seqlens_q": int32([0, total_q // 3, total_q // 3, total_q], device),
+        "cu_seqlens_k": int32([0, total_k // 2, total_k - total_k % 3, total_k], device),
+        "max_seqlen_q": total_q,
+        "max_seqlen_k": total_k,
+    }
+    if full:
+        made.update(
+            softmax_scale=0.3,
+            causal=True,
+            is_varlen=False,
+            window_size=(4, 1),
+            softcap=5.0,
+            attn_sink=torch.linspace(-1, 1, 4, device=device).half(),
+            alibi_slopes=torch.linspace(0, 1, 4, device=device),
+            seqused_q=int32([1, 0, 2], device),
+            seqused_k=int32([2, 2, 0], device),
+        )
+    return made
+
+
+def _varlen(device: str, tokens: tuple[int, int] = (9, 13), full: bool = False) -> list[Any]:
+    made = varlen(device, tokens, full)
+    left, right = made.get("window_size", (-1, -1))
+    arrays = ("attn_sink", "alibi_slopes", "seqused_q", "seqused_k")
+    return [
+        *list(made.values())[:7],
+        made.get("softmax_scale"),
+        made.get("causal", False),
+        made.get("is_varlen", True),
+        left,
+        right,
+        made.get("softcap", 0.0),
+        *[made.get(name) for name in arrays],
+    ]
+
+
+def _fixed(device: str, d_qk: int = 40, d_v: int = 24, b: int = 2, transposed: bool = False) -> list[Any]:
+    make = tensors(device)
+    shapes = ((b, 3, 4, d_qk), (b, 5, 2, d_qk), (b, 5, 2, d_v))
+    made = [make(*shape) for shape in shapes]
+    if transposed:
+        made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
+    return [*made, None, True, 3, -1, 0.0, None, None]
+
+
+def _empty_for(q: Any, v: Any) -> Any:
+    return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+
+
 Case = tuple[str, Callable[[str], list[Any]]]
 
 CASES: dict[str, Case] = {
@@ -195,6 +251,19 @@ CASES: dict[str, Case] = {
     "sparse_fwd": ("sparse_fwd", _sparse_fwd),
     "sparse_fwd natural": ("sparse_fwd", lambda d: _sparse_fwd(d, full=True, base="e")),
     "sparse_fwd_out": ("sparse_fwd_out", lambda d: _with_out(_sparse_fwd(d, "v32", full=True))),
+    "flash_attn_varlen": ("flash_attn_varlen", _varlen),
+    "flash_attn_varlen full": ("flash_attn_varlen", lambda d: _varlen(d, full=True)),
+    "flash_attn_varlen no keys": ("flash_attn_varlen", lambda d: _varlen(d, (4, 0))),
+    "flash_attn_varlen empty": ("flash_attn_varlen", lambda d: _varlen(d, (0, 5))),
+    "flash_attn_varlen_out": (
+        "flash_attn_varlen_out",
+        lambda d: (args := _varlen(d, full=True)) + [_empty_for(args[0], args[2])],
+    ),
+    "flash_attn": ("flash_attn", _fixed),
+    "flash_attn transposed": ("flash_attn", lambda d: _fixed(d, transposed=True)),
+    "flash_attn padded": ("flash_attn", lambda d: _fixed(d, 17, 33)),
+    "flash_attn empty": ("flash_attn", lambda d: _fixed(d, b=0)),
+    "flash_attn_out": ("flash_attn_out", lambda d: (args := _fixed(d)) + [_empty_for(args[0], args[2])]),
     "write_kv v32": ("write_kv", lambda d: _write(d, "v32")),
     "write_kv model1": ("write_kv", lambda d: _write(d, "model1")),
     "write_kv bf16": ("write_kv", lambda d: _write(d, "bf16")),

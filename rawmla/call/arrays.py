@@ -26,6 +26,10 @@ _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _ALLOCATION_ALIGNMENT = 256  # bytes; what every CUDA allocator gives
 
 
+NewArray = tuple[tuple[int, ...], str] | tuple[tuple[int, ...], str, tuple[int, ...]]
+"""Shape and dtype of an array to be made, and its strides in elements unless it is contiguous."""
+
+
 class Framework(Protocol):
     """What a call needs of the framework of its arrays.
 
@@ -38,9 +42,9 @@ class Framework(Protocol):
         """A new contiguous array from the framework's allocator on its current stream, not filled."""
 
     def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+        self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
-        """A function that makes `empty` arrays of these shapes and dtypes, and scratch after the last.
+        """A function that makes these arrays as `empty` does, and scratch after the last.
 
         The scratch, an array of `scratch_bytes` bytes, stays valid for as long as a graph captured then may
         run. It is None when there are none. Calls that repeat keep the function: it is faster than `empty`.
@@ -49,7 +53,10 @@ class Framework(Protocol):
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """A contiguous copy of the argument `name`, made on the framework's current stream."""
 
-    def fill(self, array: Any, value: int) -> None:
+    def aligned_copy(self, array: Any, name: str) -> Any:
+        """A copy of the argument `name` with `aligned_strides`, made on the framework's current stream."""
+
+    def fill(self, array: Any, value: float) -> None:
         """Set every element, on the framework's current stream."""
 
     def pointer(self, array: Any) -> int:
@@ -87,6 +94,20 @@ Reader = Callable[[Any, str], Fields]
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements."""
     return tuple(prod(max(1, size) for size in shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+@lru_cache
+def aligned_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """In elements: those of an array whose rows are padded to a multiple of 8 elements, else contiguous."""
+    return (*contiguous_strides((*shape[:-1], _aligned(shape[-1])))[:-1], 1)
+
+
+def _aligned(columns: int) -> int:
+    return -(-columns // 8) * 8
+
+
+def _with_strides(array: NewArray) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
+    return array if len(array) == 3 else (*array, contiguous_strides(array[0]))
 
 
 class TorchFramework:
@@ -146,18 +167,25 @@ class TorchFramework:
         return self._torch.empty(shape, dtype=torch_dtype, device=self._torch.device("cuda", device))
 
     def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+        self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; torch keeps what a capture allocates in a pool of the graph."""
-        wanted = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
-        fast = [(shape, contiguous_strides(shape), self._dtype_of_name[dtype]) for shape, dtype in wanted]
+        given: list[NewArray] = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
+        wanted = [
+            (shape, strides, self._dtype_of_name[dtype])
+            for shape, dtype, strides in map(_with_strides, given)
+        ]
         empty_strided, current_device = self._empty_strided, self._current_device
 
         def allocate() -> list[Any]:
             if empty_strided is not None and current_device() == device:
-                made = [empty_strided(*array) for array in fast]
+                made = [empty_strided(*array) for array in wanted]
             else:
-                made = [self.empty(shape, dtype, device) for shape, dtype in wanted]
+                place = self._torch.device("cuda", device)
+                made = [
+                    self._torch.empty_strided(shape, strides, dtype=dtype, device=place)
+                    for shape, strides, dtype in wanted
+                ]
             return made if scratch_bytes else [*made, None]
 
         return allocate
@@ -166,7 +194,13 @@ class TorchFramework:
         """See `Framework.contiguous_copy`; not part of any autograd graph."""
         return array.detach().clone(memory_format=self._torch.contiguous_format)
 
-    def fill(self, array: Any, value: int) -> None:
+    def aligned_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.aligned_copy`; not part of any autograd graph."""
+        *sizes, columns = array.shape
+        copy = array.new_empty((*sizes, _aligned(columns)))[..., :columns]
+        return copy.copy_(array.detach())
+
+    def fill(self, array: Any, value: float) -> None:
         """See `Framework.fill`."""
         array.fill_(value)
 
@@ -234,37 +268,60 @@ class CupyFramework:
             return self._cupy.empty(shape, self._dtype(dtype))
 
     def allocator(
-        self, arrays: Sequence[tuple[tuple[int, ...], str]], scratch_bytes: int, device: int
+        self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
+
         *others, last = arrays
 
+        def make(array: NewArray, more_bytes: int = 0) -> tuple[Any, Any]:
+            """The array, and so many bytes more of its allocation."""
+            if len(array) == 2 and not more_bytes:
+                return self.empty(*array, device), None
+            shape, dtype_name, strides = _with_strides(array)
+            dtype = self._dtype(dtype_name)
+            reach = sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)])
+            size = (reach + 1) * dtype.itemsize if prod(shape) else 0
+            start = -(-size // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
+            buffer = self.empty((start + more_bytes,), "uint8", device)
+            steps = [stride * dtype.itemsize for stride in strides]
+            return self._cupy.ndarray(shape, dtype, memptr=buffer.data, strides=steps), buffer[start:]
+
         def allocate() -> list[Any]:
-            made = [self.empty(shape, dtype, device) for shape, dtype in others]
+            made = [make(array)[0] for array in others]
             if not scratch_bytes:
-                return [*made, self.empty(*last, device), None]
+                return [*made, make(last)[0], None]
             if not self.is_capturing(device):
-                return [*made, self.empty(*last, device), self.empty((scratch_bytes,), "uint8", device)]
-            shape, dtype = last[0], self._dtype(last[1])
-            start = -(-prod(shape) * dtype.itemsize // _ALLOCATION_ALIGNMENT) * _ALLOCATION_ALIGNMENT
-            buffer = self.empty((start + scratch_bytes,), "uint8", device)
-            return [*made, self._cupy.ndarray(shape, dtype, memptr=buffer.data), buffer[start:]]
+                return [*made, make(last)[0], self.empty((scratch_bytes,), "uint8", device)]
+            return [*made, *make(last, scratch_bytes)]
 
         return allocate
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """See `Framework.contiguous_copy`."""
-        device = array.data.device_id
+        with self._on(self._copying_device(array, name)):
+            return array.copy(order="C")
+
+    def aligned_copy(self, array: Any, name: str) -> Any:
+        """See `Framework.aligned_copy`."""
+        *sizes, columns = array.shape
+        with self._on(self._copying_device(array, name)):
+            copy = self._cupy.empty((*sizes, _aligned(columns)), array.dtype)[..., :columns]
+            copy[...] = array
+        return copy
+
+    def _copying_device(self, array: Any, name: str) -> int:
+        """The device of an argument that is to be copied there."""
+        device: int = array.data.device_id
         if self.is_capturing(device):
             raise ValueError(
                 f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, a 16-byte aligned array with "
                 "strides that are positive multiples of 8 elements (a copy made now would not outlive the "
                 f"capture), got address {array.data.ptr:#x}, strides {array.strides} bytes"
             )
-        with self._on(device):
-            return array.copy(order="C")
+        return device
 
-    def fill(self, array: Any, value: int) -> None:
+    def fill(self, array: Any, value: float) -> None:
         """See `Framework.fill`."""
         with self._on(array.data.device_id):
             array.fill(value)

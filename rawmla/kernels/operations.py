@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..jit import KernelSpec
 from . import (
+    mha_forward,
     mla_cache_gather,
     mla_cache_write,
     mla_combine,
@@ -57,6 +58,12 @@ OPTIONS = {
     ),
     "sparse_formats": _one_of((), FORMATS),
     "prefill_formats": _one_of((), FORMATS),
+    "mha_head_dims": Option(
+        (),
+        ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+        "pairs (d_qk, d_v) of ints from 1 to 256",
+        lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
+    ),
 }
 
 
@@ -100,6 +107,11 @@ def _merge(dtypes: Iterable[str]) -> list[KernelSpec]:
     return [spec for dtype in dtypes for spec in mla_merge_states.specs(dtype)]
 
 
+def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
+    head_dims = list(mha_head_dims)
+    return [spec for dtype in dtypes for spec in mha_forward.specs(dtype, head_dims)]
+
+
 def _metadata() -> list[KernelSpec]:
     return mla_metadata.specs()
 
@@ -112,6 +124,7 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "indices": _indices,
     "merge": _merge,
     "metadata": _metadata,
+    "mha": _mha,
 }
 
 

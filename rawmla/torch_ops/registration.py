@@ -26,7 +26,7 @@ from .. import jit, reference
 from ..call.arrays import READERS, Fields
 from ..stand_ins import NoFramework, StandIn
 
-__all__ = ["LIBRARY", "register"]
+__all__ = ["LIBRARY", "NoExample", "example", "register"]
 
 LIBRARY = torch.library.Library("rawmla", "DEF")
 
@@ -142,7 +142,7 @@ _NO_FRAMEWORK = NoFramework("torch")
 READERS[_Described] = _read
 
 
-class _NoExample(Exception):
+class NoExample(Exception):
     """A symbolic number has no example value."""
 
 
@@ -158,7 +158,7 @@ def _check(
             )
     try:
         stand_ins = [_stand_in(value, address) for value in args]
-    except _NoExample:
+    except NoExample:
         return  # left to the kernel
     try:
         call(rawmla, *stand_ins)
@@ -171,17 +171,17 @@ def _stand_in(value: Any, address: Callable[[Any], int]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_stand_in(one, address) for one in value]
     if isinstance(value, torch.Tensor):
-        shape, strides = (tuple([_example(n) for n in sizes]) for sizes in (value.shape, value.stride()))
+        shape, strides = (tuple([example(n) for n in sizes]) for sizes in (value.shape, value.stride()))
         return _Described((address(value), shape, strides, str(value.dtype).removeprefix("torch.")))
-    return _example(value)
+    return example(value)
 
 
-def _example(value: Any) -> Any:
+def example(value: Any) -> Any:
     """The example value of a symbolic number; any other value as it is."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value
     if not value.node.has_hint():
-        raise _NoExample
+        raise NoExample
     return value.node.hint
 
 

@@ -139,11 +139,14 @@ def _fill_with_poison(fresh: list[Any]) -> None:
         return
     for array in fresh:
         if isinstance(array, torch.Tensor):
-            if array.numel():
-                array.view(torch.uint8).fill_(POISON_BYTE)
+            if array.numel():  # the array may be strided, the bytes between its rows are fresh too
+                memory = torch.empty(0, dtype=torch.uint8, device=array.device)
+                memory.set_(array.untyped_storage()).fill_(POISON_BYTE)
         elif array.nbytes:  # of CuPy, whose `fill` may have to load a kernel: illegal in a capture
+            steps = zip(array.shape, array.strides, strict=True)
+            reach = array.itemsize + sum((extent - 1) * stride for extent, stride in steps)
             with cupy.cuda.Device(array.data.device_id):
-                array.data.memset_async(POISON_BYTE, array.nbytes)
+                array.data.memset_async(POISON_BYTE, reach)
 
 
 def assert_poison(name: str, array: Any) -> None:

@@ -8,9 +8,13 @@ import pytest
 from gpu_support import assert_poison, assert_same_bits, cupy, poison, replaced_launches, torch
 from operations import Call, Operation, for_first
 
-from rawmla.call.arrays import inspect
+from rawmla.call.arrays import NewArray, inspect
 
-KINDS = ((((3, 5), "bfloat16"), ((2, 7), "float32")), (((4, 8), "int32"),))
+KINDS: tuple[tuple[NewArray, ...], ...] = (
+    (((3, 5), "bfloat16"), ((2, 7), "float32")),
+    (((4, 8), "int32"),),
+    (((3, 5), "float16", (8, 1)), ((4, 6), "float32", (1, 4))),
+)
 
 
 def example(framework: str, device: int) -> Any:
@@ -30,14 +34,14 @@ def test_arrays_of_a_framework(name: str, place: str) -> None:
         pytest.skip("needs two GPUs")
     framework = inspect(example(name, device), "x").framework
     for kinds in KINDS:
-        for shape, dtype in kinds:
+        for shape, dtype, *_ in kinds:
             assert_poison(f"empty {dtype}", framework.empty(shape, dtype, device))
         for scratch_bytes in (0, 4096):
             allocate = framework.allocator(kinds, scratch_bytes, device)
             for _ in range(2):
                 *arrays, scratch = allocate()
-                assert [tuple(x.shape) for x in arrays] == [shape for shape, _ in kinds]
-                for array, (_, dtype) in zip(arrays, kinds, strict=True):
+                assert [tuple(x.shape) for x in arrays] == [shape for shape, *_ in kinds]
+                for array, (_, dtype, *_) in zip(arrays, kinds, strict=True):
                     assert_poison(f"allocated {dtype}", array)
                 assert (scratch is None) == (not scratch_bytes)
                 if scratch is not None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from ...mla import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
-from .refusals import check_kv_format, refuse_mega_attention, refuse_other_records, refuse_varlen
+from .refusals import check_kv_format, refuse_dense_prefill, refuse_mega_attention, refuse_other_records
 
 __all__ = [
     "dense_decode_fwd",
@@ -138,12 +138,15 @@ def get_mla_decoding_metadata(
 
 def dense_prefill_fwd(*args: Any, **kwargs: Any) -> NoReturn:
     """NotImplementedError."""
-    refuse_varlen("dense_prefill_fwd")
+    refuse_dense_prefill("dense_prefill_fwd", "call flash_mla.flash_attn_varlen_func")
 
 
 def dense_prefill_bwd(*args: Any, **kwargs: Any) -> NoReturn:
     """NotImplementedError."""
-    refuse_varlen("dense_prefill_bwd")
+    refuse_dense_prefill(
+        "dense_prefill_bwd",
+        "on Hopper use the backward of FlashAttention-3 (flash_attn_interface.flash_attn_varlen_func)",
+    )
 
 
 def fused_norm_rope_attn_rope_cast_fwd(*args: Any, **kwargs: Any) -> NoReturn:

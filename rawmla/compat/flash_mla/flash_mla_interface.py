@@ -3,14 +3,20 @@
 The surface is the union of three: FlashMLA 9241ae3 (github.com/deepseek-ai/FlashMLA), the copy in vLLM 0.33
 (github.com/vllm-project/FlashMLA) and sgl-flash-mla 1.0.0 (github.com/sgl-project/FlashMLA). Where their
 positional arguments differ, the type of the argument tells them apart. docs/flash_mla.md has the differences.
+Dense attention, `flash_attn_varlen_*`, is rawmla's own functions, which take FlashMLA's names too.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import Any
 
 from ...call.checks import as_bool
+from ...mha.attention import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from ...mla import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
@@ -20,7 +26,6 @@ from .refusals import (
     refuse_descales,
     refuse_fp8_q,
     refuse_other_records,
-    refuse_varlen,
 )
 
 __all__ = [
@@ -248,57 +253,6 @@ def flash_mla_sparse_fwd(
     )
     _prefill_usage.note(form, q, kv)
     return (result[0], None, None) if return_log2_lse is False else result
-
-
-def flash_attn_varlen_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_qo: Any,
-    cu_seqlens_kv: Any,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """NotImplementedError: FlashMLA has this for SM100 alone."""
-    refuse_varlen("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Any,
-    cu_seqlens: Any,
-    max_seqlen: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """NotImplementedError: FlashMLA has this for SM100 alone."""
-    refuse_varlen("flash_attn_varlen_qkvpacked_func")
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Any,
-    kv: Any,
-    cu_seqlens_qo: Any,
-    cu_seqlens_kv: Any,
-    max_seqlen_qo: int,
-    max_seqlen_kv: int,
-    head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-) -> NoReturn:
-    """NotImplementedError: FlashMLA has this for SM100 alone."""
-    refuse_varlen("flash_attn_varlen_kvpacked_func")
 
 
 def _refuse_tensors(given: Any) -> None:

@@ -8,9 +8,9 @@ __all__ = [
     "check_kv_format",
     "refuse_descales",
     "refuse_fp8_q",
+    "refuse_dense_prefill",
     "refuse_mega_attention",
     "refuse_other_records",
-    "refuse_varlen",
 ]
 
 # Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`; what helps.
@@ -74,12 +74,9 @@ def refuse_descales(q: Any, descale_q: Any, descale_k: Any) -> None:
             raise ValueError(f"{name}: expected None without an FP8 q, got an array with a q of {q.dtype}")
 
 
-def refuse_varlen(name: str) -> NoReturn:
-    """Raise for a function of dense attention with a K and a V of their own."""
-    raise NotImplementedError(
-        f"{name}: FlashMLA has it for SM100, rawmla does not have it; on Hopper use FlashAttention-3 "
-        "(flash_attn_interface.flash_attn_varlen_func)"
-    )
+def refuse_dense_prefill(name: str, remedy: str) -> NoReturn:
+    """Raise for a C++ function of dense attention, whose workspace and output are SM100's."""
+    raise NotImplementedError(f"{name}: FlashMLA has it for SM100, rawmla does not have it; {remedy}")
 
 
 def refuse_mega_attention(name: str) -> NoReturn:

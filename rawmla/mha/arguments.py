@@ -1,0 +1,202 @@
+"""Checks of arguments that several MHA operations share: numbers, and layouts of q, k, v and out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..call.arrays import Fields, aligned_strides
+from ..call.checks import as_bool, as_int, as_softmax_scale, check_no_overlap, show, usable_strides
+from ..kernels.mha_forward import NO_BOUND
+
+__all__ = [
+    "MAX_HEAD_DIM",
+    "as_length",
+    "as_softcap",
+    "as_window",
+    "check_head_dim",
+    "check_options",
+    "check_out_layout",
+    "either",
+    "fresh_out_strides",
+    "order_of",
+    "packed_parts",
+    "walked",
+]
+
+MAX_HEAD_DIM = 256
+_STRIDE_LIMIT = 2**40 // 2  # elements of two bytes: strides of a tensor map are below 2**40 bytes
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
+def either(name: str, value: Any, alias: str, alias_value: Any) -> Any:
+    """The value of an argument that has a second name."""
+    if alias_value is None:
+        return value
+    if value is not None:
+        raise TypeError(f"{alias}: expected it or {name}, which is the same argument, got both")
+    return alias_value
+
+
+def as_length(name: str, value: Any) -> int:
+    """`value` as a number of tokens. Arrays are refused: reading one synchronises."""
+    length = value if value.__class__ is int else as_int(name, value)
+    if length < 0:
+        raise ValueError(f"{name}: expected an int of at least 0, got {length}")
+    return length
+
+
+def check_options(dropout_p: Any, deterministic: Any, attention_chunk: Any) -> None:
+    """Check the arguments that change no result: there is no dropout and no chunk, and order is fixed."""
+    if dropout_p.__class__ is not float or dropout_p != 0.0:
+        _check_number("dropout_p", "0.0", dropout_p)
+        if dropout_p != 0:
+            raise ValueError(f"dropout_p: expected 0.0, as there is no dropout, got {dropout_p}")
+    if deterministic.__class__ is not bool:
+        as_bool("deterministic", deterministic)
+    if attention_chunk.__class__ is not int or attention_chunk:
+        chunk = as_int("attention_chunk", attention_chunk)
+        if chunk < 0:
+            raise ValueError(f"attention_chunk: expected 0 (no chunks), got {chunk}")
+        if chunk:
+            raise ValueError(
+                f"attention_chunk: expected 0, as attention in chunks is not supported yet, got {chunk}"
+            )
+
+
+def _check_number(name: str, expected: str, value: Any) -> None:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, _NUMBERS):
+        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
+
+
+def as_softcap(softcap: Any) -> float:
+    """`softcap` as a float: 0 for none, or positive and one in float32."""
+    if softcap.__class__ is float and softcap == 0.0:
+        return 0.0
+    _check_number("softcap", "a float", softcap)
+    if softcap == 0:
+        return 0.0
+    return as_softmax_scale(softcap, "softcap", "a float")
+
+
+def as_window(window_size: Any, causal: bool) -> tuple[int, int]:
+    """Keys to the left and to the right of the diagonal; `NO_BOUND` where all are visible."""
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(f"window_size: expected a pair of ints, got {show(window_size)}")
+    if len(window_size) != 2:
+        raise ValueError(f"window_size: expected a pair (left, right), got {len(window_size)} items")
+    left, right = window_size
+    left, right = _as_bound(left, "left"), _as_bound(right, "right")
+    return left, 0 if causal else right
+
+
+def _as_bound(value: Any, side: str) -> int:
+    if value is None:
+        return NO_BOUND
+    if value.__class__ is not int:
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, np.integer):
+            raise TypeError(f"window_size: expected an int or None on the {side}, got {show(value)}")
+        value = int(value)
+    if value < -1:
+        raise ValueError(
+            f"window_size: expected at least 0, or -1 or None for no bound, on the {side}, got {value}"
+        )
+    return NO_BOUND if value == -1 else min(value, NO_BOUND)
+
+
+def check_head_dim(name: str, dimension: str, size: int, shape: Sequence[int]) -> None:
+    """Check a head dimension; `dimension` is its name in the documented shape."""
+    if not 1 <= size <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name}: expected {dimension} of 1 to {MAX_HEAD_DIM}, got {size} in shape {list(shape)}"
+        )
+
+
+def walked(view: Fields) -> tuple[int, ...] | None:
+    """Strides of all dimensions but the last in which kernels walk an array; None where they cannot.
+
+    They take a contiguous last dimension, an address that is a multiple of 16 bytes, and other strides that
+    are multiples of 16 bytes, not negative. Dimensions of one element get a stride as in `aligned_strides`.
+    """
+    ptr, shape, strides, *_ = view
+    shape = tuple(shape)
+    aligned = aligned_strides(shape)
+    if 0 in shape:
+        return aligned[:-1]  # there is nothing to step over
+    if ptr & 15 or strides[-1] != 1 and shape[-1] > 1:
+        return None
+    steps = []
+    for extent, stride, fitting in zip(shape[:-1], strides[:-1], aligned[:-1], strict=True):
+        if extent == 1:
+            steps.append(fitting)
+        elif stride & 7 or not 0 <= stride < _STRIDE_LIMIT:
+            return None
+        else:
+            steps.append(stride)
+    return tuple(steps)
+
+
+def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
+    """The dimensions of q but the last in the order of their strides, which is that of a fresh out.
+
+    An array that is broadcast along one tells no order, and that of the dimensions holds.
+    """
+    axes = list(range(len(shape) - 1))
+    if all(strides[axis] > 0 or shape[axis] <= 1 for axis in axes):
+        usable = usable_strides(shape, strides)
+        axes.sort(key=lambda axis: -usable[axis])
+    return axes
+
+
+def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
+    """Strides of a fresh out: in the order of those of q, rows padded to a multiple of 8 elements."""
+    _, shape, strides, *_ = q
+    order = order_of(shape, strides)
+    steps = aligned_strides((*[shape[axis] for axis in order], d_v))
+    return (*[steps[order.index(axis)] for axis in range(len(order))], 1)
+
+
+def check_out_layout(out: Fields) -> tuple[int, ...]:
+    """Check that kernels can write an `out`, each element once; returns its strides but the last."""
+    ptr, shape, strides, *_ = out
+    steps = walked(out)
+    if steps is None or any(extent > 1 and not step for extent, step in zip(shape, steps, strict=False)):
+        raise ValueError(
+            "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
+            f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
+        )
+    if 0 not in shape:
+        check_no_overlap("out", shape, (*steps, 1))
+    return steps
+
+
+def packed_parts(name: str, shape: tuple[int, ...], head_dim_qk: Any, count: int) -> list[tuple[Any, Any]]:
+    """The parts of a packed array of this shape, of which v is the last of ``count``, as its indices."""
+    if len(shape) == 4:
+        if head_dim_qk is not None:
+            raise ValueError(
+                f"head_dim_qk: expected None with a {name} of four dimensions, got {show(head_dim_qk)}"
+            )
+        if shape[1] != count:
+            raise ValueError(f"{name}: expected shape [total, {count}, h, d], got {list(shape)}")
+        return [(slice(None), i) for i in range(count)]
+    columns = "2 * d_qk + d_v" if count == 3 else "d_qk + d_v"
+    if len(shape) != 3:
+        raise ValueError(
+            f"{name}: expected shape [total, h, {columns}] or [total, {count}, h, d], got {list(shape)}"
+        )
+    if head_dim_qk is None:
+        raise ValueError(f"head_dim_qk: expected an int with a {name} of three dimensions, got None")
+    d_qk = as_int("head_dim_qk", head_dim_qk)
+    if not 1 <= d_qk <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim_qk: expected 1 to {MAX_HEAD_DIM}, got {d_qk}")
+    first_of_v = (count - 1) * d_qk
+    if not 1 <= shape[2] - first_of_v <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name}: expected a last dimension of {columns}, d_qk {d_qk} and d_v 1 to {MAX_HEAD_DIM}, "
+            f"got shape {list(shape)}"
+        )
+    ends = [*range(0, first_of_v + 1, d_qk), shape[2]]
+    return [(..., slice(start, end)) for start, end in zip(ends[:-1], ends[1:], strict=True)]

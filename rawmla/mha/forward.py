@@ -1,0 +1,413 @@
+"""One forward call of dense attention, from the arrays to the launch, laid out as `rawmla.mla.dense_decode`.
+
+What depends on the kinds of the arrays alone is in a `_Checked`, and what depends on the numbers of the call
+too in a `_Prepared`; both are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, prod
+from typing import Any, NamedTuple
+
+from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
+from ..call.checks import INT32_MAX, as_bool, as_softmax_scale, check_place, check_vector
+from ..call.memo import Memo, kind_of
+from ..kernels import mha_forward
+from ..kernels.mha_forward import NO_BOUND, SINK_DTYPES, MhaForwardCall
+from .arguments import (
+    as_length,
+    as_softcap,
+    as_window,
+    check_head_dim,
+    check_options,
+    check_out_layout,
+    fresh_out_strides,
+    walked,
+)
+
+__all__ = ["SEPARATE", "Parts", "attend"]
+
+
+Strides = tuple[int, int, int]
+
+
+class Parts(NamedTuple):
+    """What q, k and v are in the arguments of a function: the argument's name and, of a packed array, which
+    part of it, as an index. And the names of the arguments with lengths of queries and of keys.
+    """
+
+    q: tuple[str, Any]
+    k: tuple[str, Any]
+    v: tuple[str, Any]
+    cu_seqlens: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
+    max_seqlens: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k")
+
+
+SEPARATE = Parts(("q", None), ("k", None), ("v", None))
+"""Arrays of their own."""
+
+
+class _Arrays(NamedTuple):
+    """The arrays of a call by the names of the arguments; None: not given."""
+
+    q: Fields
+    k: Fields
+    v: Fields
+    cu_seqlens_q: Fields | None
+    cu_seqlens_k: Fields | None
+    seqused_q: Fields | None
+    seqused_k: Fields | None
+    attn_sink: Fields | None
+    alibi_slopes: Fields | None
+    out: Fields | None
+
+
+class _Sizes(NamedTuple):
+    """Sizes of the arrays, and their strides in elements for the dimensions (request, token, head)."""
+
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    tokens_q: int  # of the whole array with cu_seqlens, else of a request
+    tokens_k: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    alibi_stride_b: int
+
+
+class _Prepared(NamedTuple):
+    """What a call does."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes out, unless it is given, lse and the scratch, or None."""
+    launch: Callable[..., None] | None
+    """Enqueues the kernel, as `PreparedMhaForward.launch`; None where there is nothing to attend."""
+    fills: bool
+    """There are queries and no keys: results are filled instead."""
+    varlen: bool
+    """Requests lie where cu_seqlens says."""
+
+
+class _Checked(NamedTuple):
+    """What follows from the kinds of the arrays, which passed the checks."""
+
+    b: int
+    copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
+    has_strangers: bool  # some arrays are of another framework than q
+    default_scale: float
+    sizes: _Sizes
+    calls: Memo[_Prepared]
+
+
+_checked: Memo[_Checked] = Memo(shared=True)
+
+
+def attend(
+    parts: Parts,
+    q: Fields,
+    k: Fields,
+    v: Fields,
+    cu_seqlens_q: Fields | None,
+    cu_seqlens_k: Fields | None,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    deterministic: Any,
+    is_varlen: Any,
+    window_size: Any,
+    softcap: Any,
+    attn_sink: Any,
+    alibi_slopes: Any,
+    attention_chunk: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    out: Any,
+) -> tuple[Any, Any]:
+    """`flash_attn_varlen_func`, or `flash_attn_func` without cu_seqlens. Arguments up to there are read."""
+    check_options(dropout_p, deterministic, attention_chunk)
+    if causal.__class__ is not bool:
+        causal = as_bool("causal", causal)
+    if is_varlen.__class__ is not bool:
+        is_varlen = as_bool("is_varlen", is_varlen)
+    left, right = as_window(window_size, causal)
+    softcap = as_softcap(softcap)
+    if softmax_scale is not None:
+        softmax_scale = as_softmax_scale(softmax_scale)
+    if cu_seqlens_q is not None:
+        max_name_q, max_name_k = parts.max_seqlens
+        max_seqlen_q, max_seqlen_k = as_length(max_name_q, max_seqlen_q), as_length(max_name_k, max_seqlen_k)
+    used_q, used_k = read_given(seqused_q, "seqused_q"), read_given(seqused_k, "seqused_k")
+    sink, slopes = read_given(attn_sink, "attn_sink"), read_given(alibi_slopes, "alibi_slopes")
+    out_view = read_given(out, "out")
+    # In the order of _Arrays, which only checks need.
+    views = q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, sink, slopes, out_view
+    kind = tuple([kind_of(view) for view in views])
+    latest_kind, checked = _checked.latest
+    if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
+        checked = _checked.get(kind) or _checked.keep(kind, _check(parts, _Arrays(*views)))
+        _checked.latest = kind, checked
+    _, copied, has_strangers, default_scale, _, calls = checked
+    if has_strangers:
+        _check_places(parts, _Arrays(*views))
+    if softmax_scale is None:
+        softmax_scale = default_scale
+
+    key = (max_seqlen_q, max_seqlen_k, is_varlen, softmax_scale, left, right, softcap)
+    call = calls.get(key) or calls.keep(key, _prepare(checked, key, _Arrays(*views)))
+    allocate, launch, fills, varlen = call
+    q_ptr, _, _, _, device, framework, _ = q
+    k_ptr, v_ptr = k[0], v[0]
+    if copied is not None and launch is not None:
+        copies = _copy(parts, copied, (q, k, v))  # alive until the launch
+        q_ptr, k_ptr, v_ptr = [
+            view[0] if copy is None else framework.pointer(copy)
+            for view, copy in zip((q, k, v), copies, strict=True)
+        ]
+    if out_view is None:
+        out, lse, scratch = allocate()
+        out_ptr = framework.pointer(out)
+    else:
+        lse, scratch = allocate()
+        out_ptr = out_view[0]
+    if launch is not None:
+        # In the order of MhaForwardAddresses.
+        addresses = (
+            q_ptr, k_ptr, v_ptr, out_ptr, framework.pointer(lse),
+            cu_seqlens_q[0] if varlen else 0, cu_seqlens_k[0] if varlen else 0,  # type: ignore[index]
+            address_of(used_q), address_of(used_k), address_of(sink), address_of(slopes),
+        )  # fmt: skip
+        scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
+        launch(framework.current_stream(device), addresses, scratch_ptr)
+    elif fills:
+        if out_view is None:
+            framework.fill(out, 0)
+        else:
+            _, _, _, _, _, out_framework, out_array = out_view
+            out_framework.fill(out_array, 0)
+        framework.fill(lse, -inf)
+    return out, lse
+
+
+def _check(parts: Parts, arrays: _Arrays) -> _Checked:
+    """Check the arrays of a call against each other."""
+    q, k, v, cu_seqlens_q, *_ = arrays
+    has_segments = cu_seqlens_q is not None
+    first, (k_name, _), (v_name, _) = parts.q[0], parts.k, parts.v
+    _, q_shape, _, dtype, _, framework, _ = q
+    if dtype != "bfloat16" and dtype != "float16":
+        more = "; float32 is not supported yet" if dtype == "float32" else ""
+        raise TypeError(f"{first}: expected dtype bfloat16 or float16, got {dtype}{more}")
+    for name, (_, _, _, other, _, _, _) in ((k_name, k), (v_name, v)):
+        if other != dtype:
+            raise TypeError(f"{name}: expected dtype {dtype}, that of {first}, got {other}")
+    ndim = 3 if has_segments else 4
+    _, k_shape, *_ = k
+    _, v_shape, *_ = v
+    for name, tokens, sizes, shape in (
+        (first, "q", "h_q, d_qk", q_shape),
+        (k_name, "k", "h_kv, d_qk", k_shape),
+        (v_name, "k", "h_kv, d_v", v_shape),
+    ):
+        if len(shape) != ndim:
+            tokens = f"total_{tokens}" if has_segments else f"b, s_{tokens}"
+            raise ValueError(f"{name}: expected shape [{tokens}, {sizes}], got {list(shape)}")
+    *sizes_q, h_q, d_qk = q_shape
+    *sizes_k, h_kv, k_dim = k_shape
+    d_v = v_shape[-1]
+    check_head_dim(first, "a last dimension (d_qk)", d_qk, q_shape)
+    if k_dim != d_qk:
+        raise ValueError(
+            f"{k_name}: expected a last dimension of {d_qk}, that of {first}, got shape {list(k_shape)}"
+        )
+    check_head_dim(v_name, "a last dimension (d_v)", d_v, v_shape)
+    if not has_segments and sizes_k[0] != sizes_q[0]:
+        raise ValueError(
+            f"{k_name}: expected {sizes_q[0]} requests (b is that of {first}), got shape {list(k_shape)}"
+        )
+    if tuple(v_shape[:-1]) != tuple(k_shape[:-1]):
+        raise ValueError(
+            f"{v_name}: expected shape {[*k_shape[:-1], 'd_v']}, but for d_v that of {k_name}, got "
+            f"{list(v_shape)}"
+        )
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"{first}: expected h_q to be a positive multiple of the h_kv of {k_name}, got h_q {h_q} and "
+            f"h_kv {h_kv}"
+        )
+    for name, counts, shape in ((first, sizes_q, q_shape), (k_name, sizes_k, k_shape)):
+        if prod(counts) >= NO_BOUND:
+            raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
+    b = sizes_q[0] if cu_seqlens_q is None else _check_requests(parts, arrays, cu_seqlens_q)
+    alibi_stride_b = _check_head_terms(arrays, b, h_q)
+    if arrays.out is None:
+        out_steps = fresh_out_strides(q, d_v)[:-1]
+    else:
+        out_steps = _check_out(arrays.out, first, q, d_v)
+    _check_places(parts, arrays)
+    steps = [walked(view) for view in (q, k, v)]
+    copied = [step is None for step in steps]
+    q_strides, k_strides, v_strides = [
+        aligned_strides(tuple(view[1]))[:-1] if step is None else step
+        for view, step in zip((q, k, v), steps, strict=True)
+    ]
+    return _Checked(
+        b=b,
+        copied=(copied[0], copied[1], copied[2]) if any(copied) else None,
+        has_strangers=any(view is not None and view[5] is not framework for view in arrays),
+        default_scale=d_qk**-0.5,
+        sizes=_Sizes(
+            h_q, h_kv, d_qk, d_v, sizes_q[-1], sizes_k[-1], _of_three(q_strides), _of_three(k_strides),
+            _of_three(v_strides), _of_three(out_steps), alibi_stride_b,
+        ),
+        calls=Memo(),
+    )  # fmt: skip
+
+
+def _of_three(strides: tuple[int, ...]) -> Strides:
+    """With 0 for the requests where an array has no dimension for them."""
+    request, token, head = (0, *strides)[-3:]
+    return request, token, head
+
+
+def _check_requests(parts: Parts, arrays: _Arrays, cu_seqlens_q: Fields) -> int:
+    """Check where the requests are said to lie; returns their number."""
+    name_q, name_k = parts.cu_seqlens
+    _, shape, *_ = cu_seqlens_q
+    if len(shape) != 1 or not shape[0]:
+        raise ValueError(f"{name_q}: expected shape [b + 1], got {list(shape)}")
+    b = shape[0] - 1
+    for name, view, length, meaning in (
+        (name_q, cu_seqlens_q, b + 1, "b + 1"),
+        (name_k, arrays.cu_seqlens_k, b + 1, f"b + 1, as {name_q} has"),
+        ("seqused_q", arrays.seqused_q, b, f"b, one less than {name_q} has"),
+        ("seqused_k", arrays.seqused_k, b, f"b, one less than {name_q} has"),
+    ):
+        if view is not None:
+            check_vector(name, view, ("int32",), length, meaning)
+    return b
+
+
+def _check_head_terms(arrays: _Arrays, b: int, h_q: int) -> int:
+    """Check the sink and the slopes; returns the stride of the requests of the latter."""
+    if arrays.attn_sink is not None:
+        check_vector("attn_sink", arrays.attn_sink, tuple(SINK_DTYPES), h_q, "h_q is that of q")
+    if arrays.alibi_slopes is None:
+        return 0
+    _, shape, strides, dtype, *_ = arrays.alibi_slopes
+    if dtype != "float32":
+        raise TypeError(f"alibi_slopes: expected dtype float32, got {dtype}")
+    if tuple(shape) not in ((h_q,), (b, h_q)):
+        raise ValueError(f"alibi_slopes: expected shape [{h_q}] or [{b}, {h_q}] (h_q, b), got {list(shape)}")
+    stride_b = strides[0] if len(shape) == 2 and b > 1 else 0
+    if h_q > 1 and strides[-1] != 1 or not 0 <= stride_b <= INT32_MAX:
+        raise ValueError(
+            "alibi_slopes: expected a contiguous last dimension and a stride of 0 to 2**31 - 1 between "
+            f"requests, got strides {list(strides)} (elements)"
+        )
+    return stride_b
+
+
+def _check_out(out: Fields, first: str, q: Fields, d_v: int) -> tuple[int, ...]:
+    """Check `out` against q; returns its strides but the last."""
+    _, shape, _, dtype, *_ = out
+    _, q_shape, _, q_dtype, *_ = q
+    if dtype != q_dtype:
+        raise TypeError(f"out: expected dtype {q_dtype}, that of {first}, got {dtype}")
+    if tuple(shape) != (*q_shape[:-1], d_v):
+        raise ValueError(f"out: expected shape {[*q_shape[:-1], d_v]}, got {list(shape)}")
+    return check_out_layout(out)
+
+
+def _check_places(parts: Parts, arrays: _Arrays) -> None:
+    """Check that all arrays are on the device of q and, if they are of another framework, on its stream."""
+    _, _, _, _, device, framework, _ = arrays.q
+    names = (*[name for name, _ in parts[:3]], *parts.cu_seqlens, *_Arrays._fields[5:])
+    for name, view in zip(names, arrays, strict=True):
+        if view is not None:
+            check_place(name, view, device, framework, parts.q[0])
+
+
+def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> _Prepared:
+    """Load the kernel of a call and work out its parameters."""
+    max_q, max_k, is_varlen, softmax_scale, left, right, softcap = key
+    b = checked.b
+    (
+        h_q, h_kv, d_qk, d_v, tokens_q, tokens_k, q_strides, k_strides, v_strides, out_steps,
+        alibi_stride_b,
+    ) = checked.sizes  # fmt: skip
+    _, q_shape, _, dtype, device, framework, _ = arrays.q
+    has_segments = arrays.cu_seqlens_q is not None
+    varlen = has_segments
+    if has_segments:
+        lse_strides = (0, tokens_q)
+        lse: NewArray = ((tokens_q, h_q), "float32", (1, max(tokens_q, 1)))
+        used = arrays.seqused_q or arrays.seqused_k
+        if not is_varlen and used is None and (b * max_q, b * max_k) == (tokens_q, tokens_k):
+            # Requests of one length, one after the other: a dimension of the same memory.
+            varlen = False
+            lse_strides = (max_q, tokens_q)
+            tokens_q, tokens_k = max_q, max_k
+            q_strides, out_steps = [(max_q * token, token, head) for _, token, head in (q_strides, out_steps)]
+            k_strides, v_strides = [(max_k * token, token, head) for _, token, head in (k_strides, v_strides)]
+        max_q, max_k = min(max_q, tokens_q), min(max_k, tokens_k)
+    else:
+        max_q, max_k = tokens_q, tokens_k
+        lse_strides = (h_q * tokens_q, tokens_q)
+        lse = ((b, h_q, tokens_q), "float32")
+    results: list[NewArray] = [lse]
+    if arrays.out is None:
+        results.insert(0, ((*q_shape[:-1], d_v), dtype, fresh_out_strides(arrays.q, d_v)))
+    if not b or not max_q or not tokens_k:
+        fills = bool(b and max_q)
+        return _Prepared(framework.allocator(results, 0, device), None, fills, varlen)
+    prepared = mha_forward.PreparedMhaForward(
+        MhaForwardCall(
+            device=device,
+            dtype=dtype,
+            b=b,
+            h_q=h_q,
+            h_kv=h_kv,
+            d_qk=d_qk,
+            d_v=d_v,
+            varlen=varlen,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            total_q=tokens_q,
+            total_k=tokens_k,
+            q_strides=q_strides,
+            k_strides=k_strides,
+            v_strides=v_strides,
+            out_strides=out_steps,
+            lse_strides=lse_strides,
+            softmax_scale=softmax_scale,
+            window_left=left,
+            window_right=right,
+            softcap=softcap,
+            has_sink=arrays.attn_sink is not None,
+            sink_dtype="float32" if arrays.attn_sink is None else arrays.attn_sink[3],
+            alibi_stride_b=alibi_stride_b,
+            has_alibi=arrays.alibi_slopes is not None,
+        ),
+        framework.capture_query(device),
+    )
+    return _Prepared(
+        framework.allocator(results, prepared.scratch_bytes, device), prepared.launch, False, varlen
+    )
+
+
+def _copy(parts: Parts, copied: tuple[bool, ...], views: tuple[Fields, ...]) -> list[Any]:
+    """Copies of the arrays that kernels cannot walk, and None for the others."""
+    made: list[Any] = []
+    for (name, index), is_copied, view in zip(parts[:3], copied, views, strict=True):
+        _, _, _, _, _, framework, array = view
+        if not is_copied:
+            made.append(None)
+        else:
+            made.append(framework.aligned_copy(array if index is None else array[index], name))
+    return made

@@ -1,0 +1,95 @@
+"""The operations of `rawmla.mha` as calls of operators: what public functions do while torch traces them.
+
+torch.compile traces these functions themselves, so they are Python that it can follow. Checks of arrays are
+the operators'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..mha.arguments import as_window, check_options, packed_parts
+
+__all__ = ["flash_attn", "flash_attn_varlen", "unpacked"]
+
+_ops = torch.ops.rawmla
+
+
+def unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> list[Any]:
+    """The parts of a packed tensor: views."""
+    return [packed[index] for index in packed_parts(name, tuple(packed.shape), head_dim_qk, count)]
+
+
+def flash_attn_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    deterministic: Any,
+    is_varlen: Any,
+    window_size: Any,
+    softcap: Any,
+    attn_sink: Any,
+    alibi_slopes: Any,
+    attention_chunk: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    out: Any,
+) -> tuple[Any, Any]:
+    """`rawmla.flash_attn_varlen_func`."""
+    check_options(dropout_p, deterministic, attention_chunk)
+    left, right = as_window(window_size, False)
+    call = (
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        is_varlen,
+        left,
+        right,
+        softcap,
+        attn_sink,
+        alibi_slopes,
+        seqused_q,
+        seqused_k,
+    )
+    if out is None:
+        return _ops.flash_attn_varlen.default(*call)
+    return out, _ops.flash_attn_varlen_out.default(*call, out)
+
+
+def flash_attn(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    deterministic: Any,
+    attn_sink: Any,
+    attention_chunk: Any,
+    out: Any,
+) -> tuple[Any, Any]:
+    """`rawmla.flash_attn_func`."""
+    check_options(dropout_p, deterministic, attention_chunk)
+    left, right = as_window(window_size, False)
+    call = (q, k, v, softmax_scale, causal, left, right, softcap, attn_sink, alibi_slopes)
+    if out is None:
+        return _ops.flash_attn.default(*call)
+    return out, _ops.flash_attn_out.default(*call, out)
