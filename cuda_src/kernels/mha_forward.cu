@@ -180,7 +180,8 @@ struct Consumer {
     const Params& params;
     SharedMemoryPlan& smem;
     const int wg, warp_idx;
-    u32 number = 0;  // of the next block of K
+    const bool leads;  // the first thread of the warpgroup
+    u32 number = 0;    // of the next block of K
 
     // What follows from the tile is read again where it is needed: it would take registers meanwhile.
     __device__ __forceinline__ int row_of(int r) const { return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r; }
@@ -190,7 +191,6 @@ struct Consumer {
     __device__ __forceinline__ int head_of(const Tile& tile, int r) const {
         return (tile.head << params.log2_group) + (row_of(r) & ((1 << params.log2_group) - 1));
     }
-    __device__ __forceinline__ bool leads() const { return threadIdx.x % 128 == 0; }
 
     __device__ __forceinline__ void run() {
         if (wg == 0) named_barrier_arrive(NB_TURN, 256);
@@ -229,18 +229,18 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void issue_qk(Scores& s) const {
+    __device__ __forceinline__ void issue_qk(Scores& s, u64 desc_q, u64 desc_k) const {
         wgmma_pin(s);
         wgmma_fence();
-        Keys::issue_qk(s, Rows::k_major(smem_address(smem.q[wg])), smem_address(smem.k[number % kStages]));
+        Keys::issue_qk(s, desc_q, desc_k + number % kStages * (sizeof(smem.k[0]) >> 4));
         wgmma_commit_group();
     }
     // Of the block before `number`
     template <class Keys>
-    __device__ __forceinline__ void issue_pv(Output& o, const Probabilities& p) const {
+    __device__ __forceinline__ void issue_pv(Output& o, const Probabilities& p, u64 desc_v) const {
         wgmma_pin(o);
         wgmma_fence();
-        Keys::issue_pv(o, p, smem_address(smem.v[(number - 1) % kStages]));
+        Keys::issue_pv(o, p, desc_v + (number - 1) % kStages * (sizeof(smem.v[0]) >> 4));
         wgmma_commit_group();
     }
     __device__ __forceinline__ void wait_k() const {
@@ -251,10 +251,10 @@ struct Consumer {
                              (number - 1) / kStages & 1);
     }
     __device__ __forceinline__ void free_k() const {
-        if (leads()) mbarrier_arrive(smem_address(&smem.bar_k_free[number % kStages]));
+        if (leads) mbarrier_arrive(smem_address(&smem.bar_k_free[number % kStages]));
     }
     __device__ __forceinline__ void free_v() const {
-        if (leads()) mbarrier_arrive(smem_address(&smem.bar_v_free[(number - 1) % kStages]));
+        if (leads) mbarrier_arrive(smem_address(&smem.bar_v_free[(number - 1) % kStages]));
     }
     __device__ __forceinline__ void take_turn() const { named_barrier_sync(NB_TURN + wg, 256); }
     __device__ __forceinline__ void pass_turn() const {
@@ -283,14 +283,14 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, Scores& s, Output& o,
-                                         Probabilities& p, LazySoftmax& softmax,
+    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
+                                         Scores& s, Output& o, Probabilities& p, LazySoftmax& softmax,
                                          const ScoreStep<kSoftcap, kAlibi>& score_step) {
         wait_k();
         take_turn();
-        issue_qk<Keys>(s);
+        issue_qk<Keys>(s, desc[0], desc[1]);
         wait_v();
-        issue_pv<Keys>(o, p);
+        issue_pv<Keys>(o, p, desc[2]);
         pass_turn();
         wgmma_wait_group<1>();
         wgmma_pin(s);
@@ -311,10 +311,14 @@ struct Consumer {
         int block = warp_uniform(span.end_block) - 1;
         const int first_block = warp_uniform(span.first_block);
         if (block < first_block) return;
+        number = warp_uniform(number);  // else ptxas computes descriptors lane by lane
         Scores s;
         Probabilities p;
+        const u64 desc[3] = {Rows::k_major(smem_address(smem.q) + wg * sizeof(smem.q[0])),
+                             Keys::k_descriptor(smem_address(smem.k)),
+                             Keys::v_descriptor(smem_address(smem.v))};
         wait_k();
-        issue_qk<Keys>(s);
+        issue_qk<Keys>(s, desc[0], desc[1]);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         free_k();
@@ -333,17 +337,17 @@ struct Consumer {
         --block;
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_end); --block)
-            step<Keys>(tile, block, true, s, o, p, softmax, score_step);
+            step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_begin); --block)
-            step<Keys>(tile, block, false, s, o, p, softmax, score_step);
+            step<Keys>(tile, block, false, desc, s, o, p, softmax, score_step);
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, true, s, o, p, softmax, score_step);
+                step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
         }
         wait_v();
-        issue_pv<Keys>(o, p);
+        issue_pv<Keys>(o, p, desc[2]);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -389,7 +393,7 @@ struct Consumer {
         const int tokens = 64 >> params.log2_group;
         const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
         named_barrier_sync(NB_OWN + wg, 128);
-        if (leads()) reader.release(smem);
+        if (leads) reader.release(smem);
         if (params.cu_seqlens_q == nullptr || first_token + tokens <= rows) {
             if (warp_idx == 0 && elect_one_sync()) {
 #pragma unroll
@@ -405,7 +409,7 @@ struct Consumer {
             store_rows(q_begin, first_token, rows, head);
             fence_proxy_async();
             named_barrier_sync(NB_OWN + wg, 128);
-            if (leads()) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+            if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
         }
     }
     // Tokens below `rows` of what `store` has put in shared memory, without TMA.
@@ -456,6 +460,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
         }
     } else {
         setmaxnreg_inc<kRegisters>();
-        Consumer{params, smem, wg_idx - 1, warp_idx}.run();
+        Consumer{params, smem, wg_idx - 1, warp_idx, threadIdx.x % 128 == 0}.run();
     }
 }

@@ -47,8 +47,9 @@ struct ArrayKeys {
         }
     };
 
-    __device__ __forceinline__ static void issue_qk(float (&s)[kTileKeys / 2], u64 desc_q, u32 k) {
-        const u64 desc_k = KeyRows::k_major(k);
+    __device__ __forceinline__ static u64 k_descriptor(u32 k) { return KeyRows::k_major(k); }
+    __device__ __forceinline__ static u64 v_descriptor(u32 v) { return KeyRows::mn_major(v); }
+    __device__ __forceinline__ static void issue_qk(float (&s)[kTileKeys / 2], u64 desc_q, u64 desc_k) {
 #pragma unroll
         for (int i = 0; i < kDimQK / 16; ++i) {
             const u64 a = desc_q + i / 4 * Rows::kStepTile + i % 4 * Rows::kStepK;
@@ -64,8 +65,7 @@ struct ArrayKeys {
         }
     }
     __device__ __forceinline__ static void issue_pv(float (&o)[kDimV / 2], const u32 (&p)[kTileKeys / 16][4],
-                                                    u32 v) {
-        const u64 desc_v = KeyRows::mn_major(v);
+                                                    u64 desc_v) {
 #pragma unroll
         for (int i = 0; i < kTileKeys / 16; ++i)
             wgmma_rs<kDtype, Major::kMn>(o, p[i], desc_v + i * KeyRows::kStepMn, true);

@@ -24,6 +24,7 @@ struct PagedKeys {
     static constexpr int kPieceTokens = 16;
     static constexpr int kPieces = kTileKeys / kPieceTokens;
     static constexpr int kPieceBytesK = kDimQK * kPieceTokens * 2, kPieceBytesV = kDimV * kPieceTokens * 2;
+    static constexpr int kUnits = kPieceTokens * 16;  // bytes of 8 columns of a piece of K
     static constexpr int kHalf = kTileKeys / 4;  // accumulators of one of the two products
 
     __device__ __forceinline__ static constexpr int column_of(int j) {
@@ -90,9 +91,9 @@ struct PagedKeys {
         }
     };
 
-    __device__ __forceinline__ static void issue_qk(float (&s)[kTileKeys / 2], u64 desc_q, u32 k) {
-        constexpr int kUnits = kPieceTokens * 16;  // bytes of 8 columns of a piece
-        const u64 desc_k = matrix_descriptor(k, kUnits, kPieceBytesK, 0);
+    __device__ __forceinline__ static u64 k_descriptor(u32 k) { return matrix_descriptor(k, kUnits, kPieceBytesK, 0); }
+    __device__ __forceinline__ static u64 v_descriptor(u32 v) { return matrix_descriptor(v, 0, kGroupRows * 2 * kPieceTokens, 3); }
+    __device__ __forceinline__ static void issue_qk(float (&s)[kTileKeys / 2], u64 desc_q, u64 desc_k) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -108,8 +109,7 @@ struct PagedKeys {
         }
     }
     __device__ __forceinline__ static void issue_pv(float (&o)[kDimV / 2], const u32 (&p)[kTileKeys / 16][4],
-                                                    u32 v) {
-        const u64 desc_v = matrix_descriptor(v, 0, kGroupRows * 2 * kPieceTokens, 3);
+                                                    u64 desc_v) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
             wgmma_rs<kDtype, Major::kK>(o, p[i], desc_v + i * (kPieceBytesV >> 4), true);
