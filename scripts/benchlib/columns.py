@@ -31,8 +31,8 @@ def _gathered(row: Row) -> str:
 
 
 def _stand_in(way: str, key: str) -> Column:
-    """What stands for FlashAttention-4 where only cuDNN ran beside: a share of cuDNN's time, which an earlier
-    run with both found.
+    """What stands for FlashAttention-4 where only cuDNN ran beside: a share of cuDNN's time, about what
+    earlier runs with both found.
     """
 
     def cell(row: Row) -> str:

@@ -124,8 +124,8 @@ PREFILL_METHOD = (
 MHA_METHOD = (
     "Dense attention: cuDNN (torch's scaled_dot_product_attention) and, where it can be imported, "
     "FlashAttention-4 run beside, in turns with rawmla: medians of three rounds, the load shared out over "
-    "them. The stand-in for FlashAttention-4 is 0.90 of cuDNN's time, 0.75 with d 96: their ratio in an "
-    "earlier run that had both. Fewer calls in a graph as for sparse prefill; FLOPs = 2 * h_q * pairs * "
+    "them. The stand-in for FlashAttention-4 is 0.90 of cuDNN's time, 0.75 with d 96: about their ratio "
+    "in earlier runs that had both. Fewer calls in a graph as for sparse prefill; FLOPs = 2 * h_q * pairs * "
     "(d_qk + d_v) over the pairs of query and key that are not masked, a causal mask counted as half of a "
     "square; bytes = q, k, v and out once."
 )
