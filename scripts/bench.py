@@ -73,7 +73,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="time flash_mla, FlashAttention-3 and torch where importable, in turns with rawmla",
+        help="time flash_mla, FlashAttention-3 and torch where importable, in turns with rawmla (cuDNN and"
+        " FlashAttention-4 beside dense attention: always)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline PNG to FILE")
     options = parser.parse_args(arguments)

@@ -683,7 +683,8 @@ def test_a_timed_run(
 
     def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
         seen.append((case.id, settings))
-        return good_row(case)
+        reason = "not for plans" if case.id.startswith("metadata") else "not here"
+        return {**good_row(case), "not_compared": {"A": reason}}
 
     done = without_measuring(monkeypatch, measured)
     path = tmp_path / "bench.json"
@@ -695,6 +696,8 @@ def test_a_timed_run(
     assert done[:3] == ["compile", "environment", "ceilings"] and done[-2:] == ["ceilings", "host"]
     printed = capsys.readouterr()
     assert all(case.id in printed.out and case.id in printed.err for case in chosen)
+    for reason in ("not for plans", "not here"):
+        assert printed.out.count(f"not compared with A: {reason}\n") == 1
     assert ("the better of the other libraries" in printed.out) == stored
     result = json.loads(path.read_text())
     assert result["timed"] is True and result["sustain_seconds"] == 2.0
