@@ -1,11 +1,13 @@
-"""The tools of the GPU tests of dense attention, without a GPU: inputs, the reference in torch, comparison."""
+"""The tools of the GPU tests of dense attention, without a GPU: inputs, reference, comparison."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
+import test_mha_matrix
 
 from rawmla import reference
 from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
@@ -88,9 +90,10 @@ def test_memory_of_no_token_holds_the_gap(case: MhaCase) -> None:
                     is_token[start : start + length] = True
             assert bool(array[is_token].isfinite().all())
             assert not bool(array[~is_token].isfinite().any())
-            whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
-            tokens = sum(int(x.isfinite().sum()) for x in ([whole] if inputs.parts is None else []))
-            assert inputs.parts is not None or tokens == int(is_token.sum()) * array.shape[-2] * array.shape[-1]
+            if inputs.parts is None:
+                whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
+                heads, columns = array.shape[-2:]
+                assert int(whole.isfinite().sum()) == int(is_token.sum()) * heads * columns
 
 
 def rounded(inputs: MhaInputs) -> tuple[Any, Any]:
@@ -120,3 +123,29 @@ def test_the_comparison_finds_what_is_wrong() -> None:
     fails("plain torch", lambda out, lse: out[0, 3, 1, 5].add_(0.1))
     fails("error of lse", lambda out, lse: lse[1, 1, 4].add_(0.001))
     fails("lse is infinite", lambda out, lse: lse[1, 1, 4].fill_(float("-inf")))
+
+
+def test_all_pairs_of_the_general_matrix() -> None:
+    """Every value of every dimension of the matrix meets every value of the others."""
+    rows = []
+    for variant in test_mha_matrix.VARIANTS:
+        for case, mask, deterministic, out_given in test_mha_matrix.general_cases(*variant):
+            rows.append(
+                {
+                    "sizes": (case.s_q, case.s_k),
+                    "dims": (case.d_qk, case.d_v),
+                    "heads": (case.h_q, case.h_kv),
+                    "dtype": case.dtype,
+                    "mask": mask,
+                    "softcap": case.softcap > 0,
+                    "sink": case.sink,
+                    "alibi": case.alibi is not None,
+                    "deterministic": deterministic,
+                    "layout": case.layout,
+                    "out": out_given,
+                }
+            )
+    counts = {"sizes": 30, "dims": 16, "heads": 4, "mask": 5, "sink": 5, "layout": 3}
+    for one, other in combinations(rows[0], 2):
+        pairs = {(row[one], row[other]) for row in rows}
+        assert len(pairs) == counts.get(one, 2) * counts.get(other, 2), (one, other)

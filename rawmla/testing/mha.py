@@ -1,8 +1,8 @@
 """Dense attention (MHA): cases, their inputs, and the reference on the device in torch.
 
 The reference computes what `rawmla.reference` computes (the tests hold one against the other), for several
-heads at a time, so that its memory stays bounded whatever the lengths. In the inputs' own dtype it is the plain
-torch that bounds of errors are measured by.
+heads at a time, so that its memory stays bounded whatever the lengths. In the inputs' own dtype it is the
+plain torch that bounds of errors are measured by.
 """
 
 from __future__ import annotations
@@ -273,7 +273,9 @@ def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
     lse = torch.full((total_q, h_q), float("nan"), dtype=torch.float64, device=inputs.q.device)
     bounds_q, bounds_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
     used_q, used_k = (
-        [end - start for start, end in zip(bounds, bounds[1:], strict=False)] if used is None else used.tolist()
+        [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        if used is None
+        else used.tolist()
         for bounds, used in ((bounds_q, inputs.seqused_q), (bounds_k, inputs.seqused_k))
     )
     slopes = options.pop("alibi_slopes")
@@ -302,12 +304,12 @@ def covered_rows(inputs: MhaInputs) -> Any:
 def check_mha(
     inputs: MhaInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None, *, plain: bool = False
 ) -> None:
-    """Raise AssertionError unless out and lse of a call are as exact as products in the inputs' dtype allow.
+    """Raise AssertionError unless a call's out and lse are as exact as products in the inputs' dtype allow.
 
-    Compared are the rows of requests. The L2 error of out, relative to its norm, is at most half a step of the
-    dtype, and that of each row of 64 columns or more 1.25 half-steps; the error of lse is at most 1e-4 and 2e-6
-    of its value. A softcap, whose tanh is approximate, makes that 4 times as much, and 1e-2 for lse. With
-    `plain` the largest error of out is also held against that of plain torch in the inputs' dtype.
+    Compared are the rows of requests. The L2 error of out, relative to its norm, is at most half a step of
+    the dtype, and that of each row of 64 columns or more 1.25 half-steps; the error of lse is at most 1e-4
+    and 2e-6 of its value. A softcap, whose tanh is approximate, makes that 4 times as much, and 1e-2 for lse.
+    With `plain` the largest error of out is also held against that of plain torch in the inputs' dtype.
     """
     import torch
 
