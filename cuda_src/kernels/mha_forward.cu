@@ -48,12 +48,14 @@ __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& s
 }
 
 struct KeyLoader {
+    Scheduler scheduler;
     Stage stage;
     u32 n = 0;  // number of the tile
     bool q_is_loaded;
 
+    __device__ __forceinline__ explicit KeyLoader(const Params& params) : scheduler(params) {}
+
     __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
-        Scheduler scheduler(params);
         for (;; ++n) {
             const u32 slot = n % kTileStages;
             mbarrier_wait_parity(smem_address(&smem.bar_tile_free[slot]), n / kTileStages & 1 ^ 1);
@@ -64,7 +66,10 @@ struct KeyLoader {
             q_is_loaded = false;
             load<ArrayKeys>(params, smem, tile);
             if constexpr (PAGED) load<PagedKeys>(params, smem, tile);
-            if (!q_is_loaded) load_q(params, smem, tile, n);
+            if (!q_is_loaded) {
+                load_q(params, smem, tile, n);
+                scheduler.ask(params);
+            }
             __syncwarp();
             scheduler.advance(params);
         }
@@ -82,7 +87,10 @@ struct KeyLoader {
             loader.load_k(params, smem_address(smem.k[stage.index]),
                           smem_address(&smem.bar_k_full[stage.index]));
             stage.advance();
-            if (!q_is_loaded) load_q(params, smem, tile, n);
+            if (!q_is_loaded) {
+                load_q(params, smem, tile, n);
+                scheduler.ask(params);
+            }
             q_is_loaded = true;
             __syncwarp();
         }
@@ -394,7 +402,8 @@ struct Consumer {
         const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
         named_barrier_sync(NB_OWN + wg, 128);
         if (leads) reader.release(smem);
-        if (params.cu_seqlens_q == nullptr || first_token + tokens <= rows) {
+        // TMA would write past the end of a segment, and beside columns that are no multiple of 16 bytes.
+        if (params.d_v % 8 == 0 && (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
             if (warp_idx == 0 && elect_one_sync()) {
 #pragma unroll
                 for (int chunk = 0; chunk < kChunksV; ++chunk)
@@ -405,23 +414,24 @@ struct Consumer {
                 mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
             }
         } else {
-            // The last tokens of a segment, behind which the next one begins
-            store_rows(q_begin, first_token, rows, head);
+            store_rows(request, q_begin, first_token, rows, head);
             fence_proxy_async();
             named_barrier_sync(NB_OWN + wg, 128);
             if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
         }
     }
     // Tokens below `rows` of what `store` has put in shared memory, without TMA.
-    __device__ __forceinline__ void store_rows(int q_begin, int first_token, int rows, int head) const {
+    __device__ __forceinline__ void store_rows(int request, int q_begin, int first_token, int rows,
+                                               int head) const {
         const int group = 1 << params.log2_group;
+        const i64 batch = params.cu_seqlens_q == nullptr ? request * params.out_stride_b : 0;
         for (int i = threadIdx.x % 128; i < 64 * 8 * kChunksV; i += 128) {
             const int row = i / (8 * kChunksV), unit = i % (8 * kChunksV);
             const int token = first_token + (row >> params.log2_group);
             if (token >= rows) break;
             const unsigned char* tile = smem.q[wg] + unit / 8 * Rows::kBytes;
             const u16* src = reinterpret_cast<const u16*>(tile + Rows::offset(row, unit % 8));
-            u16* out = static_cast<u16*>(params.out) + (q_begin + token) * params.out_stride_s +
+            u16* out = static_cast<u16*>(params.out) + batch + (q_begin + token) * params.out_stride_s +
                        (head * group + (row & (group - 1))) * params.out_stride_h + 8 * unit;
             if (8 * unit + 8 <= params.d_v) {
                 *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(src);
@@ -452,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (warp_idx == 0) {
-            KeyLoader{}.run(params, smem);
+            KeyLoader(params).run(params, smem);
         } else if (warp_idx == 1) {
             ValueLoader{}.run(params, smem);
         } else if (warp_idx == 2) {

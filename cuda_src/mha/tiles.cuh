@@ -68,6 +68,7 @@ template <int kTileRows, int kTileKeys>
 struct TileScheduler {
     int number;  // of the next tile
     int tokens;  // of a tile
+    int taken = 0;  // in lane 0, what `ask` was told
     // With cu_seqlens_q: requests 32 at a time, one for each lane.
     int first_request = 0;
     int tiles_before = 0;  // of the requests before these
@@ -93,15 +94,13 @@ struct TileScheduler {
         __syncwarp();
         return request >= 0;
     }
-    // After the lanes have used the tile.
+    // Asks for the number of the tile after this one; the answer passes while the tile is loaded.
+    __device__ __forceinline__ void ask(const Params& params) {
+        if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);
+    }
     __device__ __forceinline__ void advance(const Params& params) {
-        if (params.counter == nullptr) {
-            number += gridDim.x;
-        } else {
-            int taken = 0;
-            if (threadIdx.x % 32 == 0) taken = atomicAdd(params.counter, 1);
-            number = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
-        }
+        number = params.counter == nullptr ? number + gridDim.x
+                                           : gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
 
   private:

@@ -132,13 +132,15 @@ NO_PAGES = {
 
 
 @cache
-def tile_of(d_qk: int, d_v: int, paged: bool = False) -> Tile:
-    """The tile of a pair of head dimensions that `padded` returned; ``paged`` as in `spec`.
+def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, paged: bool = False) -> Tile:
+    """The tile of a pair of head dimensions that `padded` returned.
+
+    ``changes_scores``: there is a softcap or ALiBi; ``paged`` as in `spec`.
 
     The figures that chose it are in docs/kernels/mha_forward.md.
     """
     if d_qk <= 64 and d_v <= 64 and not paged:
-        return Tile(3, 128)
+        return Tile(3, 112 if changes_scores else 128)
     # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else.
     keys = min(128, ((180 if paged else 196) - d_v // 2) * 4 // 3)
     # Two stages of K and V beside Q.
@@ -166,7 +168,7 @@ def spec(
     ``window``: whether a mask can hide the first keys of a row; ``paged``: whether there are keys in pages.
     """
     d_qk, d_v = padded(d_qk), padded(d_v)
-    tile = tile_of(d_qk, d_v, paged)
+    tile = tile_of(d_qk, d_v, softcap or alibi, paged)
     q_bytes = tile.consumers * WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
     stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
     smem_bytes = q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES
@@ -208,7 +210,7 @@ class PreparedMhaForward:
         alibi, softcap = call.has_alibi, call.softcap > 0
         chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, softcap, alibi)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        tile = tile_of(padded(call.d_qk), padded(call.d_v))
+        tile = tile_of(padded(call.d_qk), padded(call.d_v), softcap or alibi)
         tile_rows = tile.consumers * WARPGROUP_ROWS
         self._call = call
         self._group = _heads_in_a_tile(call, tile_rows)

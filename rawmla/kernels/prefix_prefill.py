@@ -111,7 +111,7 @@ class PreparedPrefixPrefill:
         has_window = call.window < NO_BOUND
         chosen = spec(call.dtype, call.d, call.d, has_window, softcap=False, alibi=call.has_alibi, paged=True)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        tile = tile_of(padded(call.d), padded(call.d), paged=True)
+        tile = tile_of(padded(call.d), padded(call.d), call.has_alibi, paged=True)
         tile_rows = tile.consumers * WARPGROUP_ROWS
         group = call.h_q // call.h_kv
         if group & (group - 1) or group > WARPGROUP_ROWS:

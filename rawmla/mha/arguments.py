@@ -96,7 +96,8 @@ def _as_bound(value: Any, side: str) -> int:
     if value is None:
         return NO_BOUND
     if value.__class__ is not int:
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, np.integer):
+        # int too: under torch.compile the class of an int may be another.
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"window_size: expected an int or None on the {side}, got {show(value)}")
         value = int(value)
     if value < -1:
