@@ -1,0 +1,362 @@
+"""Dense attention (MHA): cases, their inputs, and the reference on the device in torch.
+
+The reference computes what `rawmla.reference` computes (the tests hold one against the other), for several
+heads at a time, so that its memory stays bounded whatever the lengths. In the inputs' own dtype it is the
+plain torch that bounds of errors are measured by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import inf
+from typing import Any
+
+from .compare import Tolerance, measure
+
+CHUNK_SCORES = 1 << 28
+"""Scores of one step of the reference (2 GiB in float64), unless those of a single head are more."""
+
+_HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+_ANY = Tolerance(absolute=inf, relative=inf)
+
+
+@dataclass(frozen=True)
+class MhaCase:
+    """One call.
+
+    Attributes:
+        b: requests, of `s_q` query tokens and `s_k` keys.
+        q_lengths, k_lengths: lengths of the requests instead, as segments of one array.
+        q_used, k_used: seqused of these.
+        rows_around: rows of the arrays before the first and behind the last segment.
+        causal, window, softcap, softmax_scale: as in the call.
+        sink: dtype of the sink, or "infinite": +inf, -inf and finite values, head after head.
+        alibi: slopes of the heads ("heads"), or of the heads of each request ("requests").
+        layout: of q, k and v: "plain" (contiguous), "slice" (of a larger array, all dimensions), "heads" (the
+            tokens of a head one after the other).
+        packed: "qkv", "kv": three dimensions and head_dim_qk; "qkv4", "kv4": four; "": arrays of their own.
+        spread: standard deviation of q, k and v.
+        gap: what memory that belongs to no token holds.
+    """
+
+    b: int = 2
+    s_q: int = 0
+    s_k: int = 0
+    q_lengths: tuple[int, ...] | None = None
+    k_lengths: tuple[int, ...] | None = None
+    q_used: tuple[int, ...] | None = None
+    k_used: tuple[int, ...] | None = None
+    rows_around: int = 0
+    h_q: int = 4
+    h_kv: int = 2
+    d_qk: int = 128
+    d_v: int = 128
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+    sink: str | None = None
+    alibi: str | None = None
+    layout: str = "plain"
+    packed: str = ""
+    spread: float = 1.0
+    gap: float = float("nan")
+    seed: int = 0
+
+    @property
+    def id(self) -> str:
+        """What differs from the defaults."""
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join(changed).replace(", ", ",") or "default"
+
+
+@dataclass
+class MhaInputs:
+    """The arrays of a call; `parts` is the packed array, of which k and v, and q too, are views."""
+
+    case: MhaCase
+    q: Any
+    k: Any
+    v: Any
+    parts: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    seqused_q: Any
+    seqused_k: Any
+    attn_sink: Any
+    alibi_slopes: Any
+
+    def options(self) -> dict[str, Any]:
+        """The keywords of the call that say how scores are made."""
+        case = self.case
+        return {
+            "softmax_scale": case.softmax_scale,
+            "causal": case.causal,
+            "window_size": case.window,
+            "softcap": case.softcap,
+            "attn_sink": self.attn_sink,
+            "alibi_slopes": self.alibi_slopes,
+        }
+
+
+def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
+    """Inputs of normal random numbers, those of q times softcap / 4 with a softcap."""
+    import torch
+
+    draw = torch.Generator(device).manual_seed(case.seed)
+    dtype = getattr(torch, case.dtype)
+
+    def integers(values: Sequence[int] | None) -> Any:
+        return None if values is None else torch.tensor(values, dtype=torch.int32, device=device)
+
+    def randn(*shape: int) -> Any:
+        return torch.randn(shape, generator=draw, device=device)
+
+    if case.q_lengths is None or case.k_lengths is None:
+        sizes_q, sizes_k = (case.b, case.s_q), (case.b, case.s_k)
+        cu_q = cu_k = None
+        used_rows: tuple[Any, Any] = ..., ...
+    else:
+        cu_q, cu_k = (_bounds(lengths, case.rows_around) for lengths in (case.q_lengths, case.k_lengths))
+        sizes_q, sizes_k = (cu_q[-1] + case.rows_around,), (cu_k[-1] + case.rows_around,)
+        used_rows = _used_rows(cu_q, case.q_used, device), _used_rows(cu_k, case.k_used, device)
+
+    def empty(sizes: tuple[int, ...], *columns: int) -> Any:
+        return _in_gaps((*sizes, *columns), case.layout, case.gap, dtype, device)
+
+    d_qk, d_v = case.d_qk, case.d_v
+    count = 3 if case.packed.startswith("qkv") else 2
+    parts = None
+    if case.packed.endswith("4"):
+        parts = torch.full((*sizes_k, count, case.h_kv, d_qk), case.gap, dtype=dtype, device=device)
+        views = list(parts.unbind(1))
+    elif case.packed:
+        widths = [d_qk] * (count - 1) + [d_v]
+        parts = empty(sizes_k, case.h_kv, sum(widths))
+        views = list(parts.split(widths, dim=-1))
+    else:
+        views = [empty(sizes_k, case.h_kv, d_qk), empty(sizes_k, case.h_kv, d_v)]
+    if len(views) == 2:
+        views.insert(0, empty(sizes_q, case.h_q, d_qk))
+    q, k, v = views
+    for array, rows in ((q, used_rows[0]), (k, used_rows[1]), (v, used_rows[1])):
+        spread = case.spread * (case.softcap / 4 if array is q and case.softcap else 1)
+        array[rows] = (randn(*array[rows].shape) * spread).to(dtype)
+
+    sink = slopes = None
+    if case.sink is not None:
+        sink = randn(case.h_q).to(torch.float32 if case.sink == "infinite" else getattr(torch, case.sink))
+        if case.sink == "infinite":
+            sink[::3], sink[1::3] = inf, -inf
+    if case.alibi is not None:
+        requests = case.b if case.q_lengths is None else len(case.q_lengths)
+        shape = (case.h_q,) if case.alibi == "heads" else (requests, case.h_q)
+        slopes = randn(*shape).abs() * 0.2
+    return MhaInputs(
+        case, q, k, v, parts, integers(cu_q), integers(cu_k), integers(case.q_used), integers(case.k_used),
+        sink, slopes,
+    )  # fmt: skip
+
+
+def _bounds(lengths: Sequence[int], first: int) -> list[int]:
+    bounds = [first]
+    for length in lengths:
+        bounds.append(bounds[-1] + length)
+    return bounds
+
+
+def _used_rows(bounds: list[int], used: Sequence[int] | None, device: str) -> Any:
+    """The rows that hold tokens."""
+    import torch
+
+    ends = bounds[1:] if used is None else [start + n for start, n in zip(bounds, used, strict=False)]
+    rows = [torch.arange(*pair) for pair in zip(bounds, ends, strict=False)]
+    return torch.cat(rows or [torch.arange(0)]).to(device)
+
+
+def _in_gaps(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
+    """An array `[..., tokens, heads, columns]` full of `gap`, and around its rows as the layout has it."""
+    import torch
+
+    *batch, tokens, heads, columns = shape
+    aligned = -(-columns // 8) * 8
+    if layout == "plain":
+        return torch.full(shape, gap, dtype=dtype, device=device)
+    if layout == "slice":
+        whole = torch.full((*batch, tokens + 3, heads + 1, aligned + 8), gap, dtype=dtype, device=device)
+    else:
+        whole = torch.full((*batch, heads, tokens + 3, aligned), gap, dtype=dtype, device=device)
+        whole = whole.transpose(-3, -2)
+    return whole[..., :tokens, :heads, :columns]
+
+
+# ---- reference
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    attn_sink: Any = None,
+    dtype: Any = None,
+) -> tuple[Any, Any]:
+    """out `[b, s_q, h_q, d_v]` and lse `[b, h_q, s_q]`, as `rawmla.reference` defines them.
+
+    torch tensors on any device, any strides. Every step has the type `dtype`, None: float64, which is not
+    subject to TF32. Keys that no query of any request sees may hold anything.
+    """
+    import torch
+
+    dtype = torch.float64 if dtype is None else dtype
+    b, s_q, h_q, d_qk = q.shape
+    s_k, h_kv = k.shape[1:3]
+    scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
+    out = torch.zeros((b, s_q, h_q, v.shape[-1]), dtype=dtype, device=q.device)
+    lse = torch.full((b, h_q, s_q), -inf, dtype=torch.float64, device=q.device)
+    if not s_q or not s_k:
+        return out, lse
+    left, right = (None if bound == -1 else bound for bound in window_size)
+    right = 0 if causal else right
+    behind = torch.arange(s_q, device=q.device)[:, None] + (s_k - s_q) - torch.arange(s_k, device=q.device)
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if left is not None:
+        hidden |= behind > left
+    if right is not None:
+        hidden |= behind < -right
+    empty = hidden.all(1)
+    unseen = hidden.all(0)[:, None]
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    slopes = None if alibi_slopes is None else alibi_slopes.to(exact).expand(b, h_q)
+    pairs = torch.arange(b * h_q, device=q.device)
+    for part in pairs.split(max(1, CHUNK_SCORES // (s_q * s_k))):
+        request, head = part // h_q, part % h_q
+        head_k = head // (h_q // h_kv)
+        scores = q[request, :, head].to(dtype) @ k[request, :, head_k].to(dtype).transpose(1, 2)
+        scores *= scale
+        if softcap:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if slopes is not None:
+            scores = scores - slopes[request, head, None, None] * behind.abs()
+        scores = scores.masked_fill_(hidden, -inf)
+        log_sum = torch.logsumexp(scores.to(exact), dim=-1)
+        weights = torch.softmax(scores, dim=-1).masked_fill_(empty[:, None], 0.0)
+        if attn_sink is not None:
+            kept = torch.sigmoid(log_sum - attn_sink.to(exact)[head, None])
+            weights *= kept.masked_fill(empty, 0.0)[..., None].to(weights.dtype)
+        values = v[request, :, head_k].masked_fill(unseen, 0.0)
+        out[request, :, head] = weights.to(dtype) @ values.to(dtype)
+        lse[request, head] = log_sum.double()
+    return out, lse
+
+
+def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
+    """out and lse of a call in `dtype`, None: float64. In rows of no request out and lse are NaN."""
+    import torch
+
+    options = inputs.options()
+    if inputs.cu_seqlens_q is None:
+        return flash_attn_func(inputs.q, inputs.k, inputs.v, **options, dtype=dtype)
+    total_q, h_q, _ = inputs.q.shape
+    kind = torch.float64 if dtype is None else dtype
+    out = torch.full((total_q, h_q, inputs.v.shape[-1]), float("nan"), dtype=kind, device=inputs.q.device)
+    lse = torch.full((total_q, h_q), float("nan"), dtype=torch.float64, device=inputs.q.device)
+    bounds_q, bounds_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
+    used_q, used_k = (
+        [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        if used is None
+        else used.tolist()
+        for bounds, used in ((bounds_q, inputs.seqused_q), (bounds_k, inputs.seqused_k))
+    )
+    slopes = options.pop("alibi_slopes")
+    for r, (first_q, first_k) in enumerate(zip(bounds_q[:-1], bounds_k[:-1], strict=True)):
+        rows = slice(first_q, bounds_q[r + 1])
+        out[rows], lse[rows] = 0, -inf
+        end_q = min(first_q + used_q[r], bounds_q[r + 1])
+        end_k = min(first_k + used_k[r], bounds_k[r + 1])
+        own = slopes[r : r + 1] if slopes is not None and slopes.ndim == 2 else slopes
+        arrays = (inputs.q[first_q:end_q], inputs.k[first_k:end_k], inputs.v[first_k:end_k])
+        one, one_lse = flash_attn_func(*(x[None] for x in arrays), **options, alibi_slopes=own, dtype=dtype)
+        out[first_q:end_q], lse[first_q:end_q] = one[0], one_lse[0].T
+    return out, lse
+
+
+def covered_rows(inputs: MhaInputs) -> Any:
+    """The rows of q that segments cover, as an index."""
+    if inputs.cu_seqlens_q is None:
+        return ...
+    return slice(int(inputs.cu_seqlens_q[0]), int(inputs.cu_seqlens_q[-1]))
+
+
+# ---- comparison
+
+
+def check_mha(
+    inputs: MhaInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None, *, plain: bool = False
+) -> None:
+    """Raise AssertionError unless a call's out and lse are as exact as products in the inputs' dtype allow.
+
+    Compared are the rows of requests. The L2 error of out, relative to its norm, is at most half a step of
+    the dtype, and that of each row of 64 columns or more 1.25 half-steps; the error of lse is at most 1e-4
+    and 2e-6 of its value. A softcap, whose tanh is approximate, makes that 4 times as much, and 1e-2 for lse.
+    With `plain` the largest error of out is also held against that of plain torch in the inputs' dtype.
+    """
+    import torch
+
+    case = inputs.case
+    name = case.id
+    out, lse = got
+    want_out, want_lse = reference(inputs) if want is None else want
+    if out.dtype != getattr(torch, case.dtype) or lse.dtype != torch.float32:
+        raise AssertionError(f"{name}: dtypes {out.dtype}, {lse.dtype}")
+    if out.shape != want_out.shape or lse.shape != want_lse.shape:
+        raise AssertionError(f"{name}: shapes {tuple(out.shape)}, {tuple(lse.shape)}")
+    rows = covered_rows(inputs)
+    out, want_out, lse, want_lse = out[rows], want_out[rows], lse[rows], want_lse[rows]
+    if not out.numel():
+        return
+    factor = _HALF_STEP[case.dtype] * (4 if case.softcap else 1)
+    difference = measure(out, want_out, _ANY)
+    problems = []
+    if difference.misplaced:
+        problems.append(f"{difference.misplaced} elements of out are infinite or NaN")
+    if not difference.rel_l2 <= factor:
+        problems.append(f"relative L2 error of out {difference.rel_l2:.3g}, allowed {factor:.3g}")
+    if case.d_v >= 64 and not difference.max_row_l2 <= 1.25 * factor:
+        problems.append(
+            f"relative L2 error of a row of out {difference.max_row_l2:.3g}, allowed {1.25 * factor:.3g}"
+        )
+    if plain:
+        error, allowed = difference.max_abs, _error_of_plain_torch(inputs, rows, want_out)
+        if not error <= allowed:
+            problems.append(f"largest error of out {error:.3g}, allowed by plain torch {allowed:.3g}")
+    finite = want_lse.isfinite()
+    if not torch.equal(lse[~finite].double(), want_lse[~finite]) or not bool(lse[finite].isfinite().all()):
+        problems.append("lse is infinite or NaN elsewhere than in the reference")
+    excess = (lse.double() - want_lse)[finite].abs()
+    if not case.softcap:
+        excess -= 2e-6 * want_lse[finite].abs()
+    most = float(excess.max()) if excess.numel() else 0.0
+    if not most <= (1e-2 if case.softcap else 1e-4):
+        problems.append(f"error of lse {most:.3g}")
+    if problems:
+        raise AssertionError(f"{name}: {'; '.join(problems)}")
+
+
+def _error_of_plain_torch(inputs: MhaInputs, rows: Any, want: Any) -> float:
+    """What FlashAttention's tests accept: a multiple of the error of torch, and of that of adding 0.3."""
+    plain = reference(inputs, inputs.q.dtype)[0][rows]
+    rounded = want.to(inputs.q.dtype)
+    step = (rounded + 0.3 - 0.3 - rounded).abs().max()
+    error = (plain.double() - want).abs().max()
+    return float((3 if inputs.case.softcap else 2) * error + 2 * step.double())
