@@ -294,6 +294,17 @@ BAD_CALLS: list[Case] = [
     ("b_loc 1-D", "b_loc", ValueError, ("[3, max_blocks]", "[3]"), change("b_loc", shape=(3,))),
     ("b_loc columns", "b_loc", ValueError, ("contiguous last", "[14, 2]"), change("b_loc", strides=(14, 2))),
     ("b_loc of addresses", "b_loc", TypeError, ("int64", "int32"), put("is_block_table_ptr", True)),
+    (
+        "blocks in one place by address",
+        "k_cache",
+        ValueError,
+        ("positive stride of blocks with is_block_table_ptr",),
+        both(
+            put("is_block_table_ptr", True),
+            change("b_loc", dtype="int64"),
+            change("k_cache", strides=(0, HEAD, PAGE * X, X, 1)),
+        ),
+    ),
     ("start int64", "b_start_loc", TypeError, ("int32", "int64"), change("b_start_loc", dtype="int64")),
     ("start short", "b_start_loc", ValueError, ("[4]", "[3]"), change("b_start_loc", shape=(B,))),
     ("start strided", "b_start_loc", ValueError, ("contiguous",), change("b_start_loc", strides=(2,))),
@@ -764,6 +775,15 @@ class TestLayouts:
         assert world.prefix[0].call == EXPECTED._replace(
             k_strides_cache=(2**35, HEAD + 8), v_strides_cache=(HEAD, BLOCKS * HEAD)
         )
+
+    def test_a_head_for_all(self, world: World) -> None:
+        """A cache may be broadcast, as other inputs may."""
+        arguments = plain()
+        change("k_cache", strides=(HEAD, 0, PAGE * X, X, 1))(arguments)
+        change("v_cache", strides=(0, 0, PAGE, 1))(arguments)
+        call(arguments)
+        launched = world.prefix[0].call
+        assert (launched.k_strides_cache, launched.v_strides_cache) == ((HEAD, 0), (0, 0))
 
     @pytest.mark.parametrize("block_size", (1, 3, 16, 544, 1056))
     @pytest.mark.parametrize("dtype", ("bfloat16", "uint8"))

@@ -135,9 +135,10 @@ def context_attention_fwd(
 
     Notes
     -----
-    Allocates the copies that are named above, and scratch, with the framework of `q`, and enqueues on its
-    current stream. Never synchronises, never reads a length, a table or a scale on the host. Nothing is
-    launched without requests or query tokens. There is no backward.
+    Allocates the copies that are named above and at most 16 bytes of scratch with the framework of `q`, and
+    enqueues the copies, the clearing of the scratch and one kernel on its current stream. Never synchronises,
+    never reads a length, a table or a scale on the host. Nothing is launched without requests or query
+    tokens. There is no backward.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that `rawmla.warmup_call` has not loaded is a `KernelNotReadyError`. Replays follow lengths, tables

@@ -126,6 +126,8 @@ def check_arrays(
         _check_cache_layout(name, view, itemsize)
         for name, view in (("k_cache", arrays.k_cache), ("v_cache", arrays.v_cache))
     ]
+    if is_block_table_ptr and not cache_strides[0][0]:
+        raise ValueError("k_cache: expected a positive stride of blocks with is_block_table_ptr, got 0")
     _, (_, columns), (row_stride, _), table_dtype, *_ = arrays.b_loc
     steps = [(0, 0) if view is None else walked(view) for view in (q, *own)]
     copied = [step is None for step in steps]
