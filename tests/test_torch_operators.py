@@ -39,9 +39,8 @@ from torch_op_cases import (  # noqa: E402
 
 import rawmla  # noqa: E402
 import rawmla.torch_ops  # noqa: E402
-from rawmla import jit, reference  # noqa: E402
+from rawmla import reference  # noqa: E402
 from rawmla.call import tracing  # noqa: E402
-from rawmla.kernels import prefix_prefill  # noqa: E402
 
 OPS = torch.ops.rawmla
 NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None
@@ -58,16 +57,6 @@ def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture(autouse=True)
-def _checks_of_prefix_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They end where the kernel is loaded."""
-
-    def prepare(call: Any, capturing: Any) -> None:
-        raise jit.DeviceNeeded
-
-    monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", prepare)
 
 
 def arguments(case: str) -> tuple[Any, list[Any]]:
