@@ -43,6 +43,18 @@ __device__ __forceinline__ void e4m3_to_f16(u32 codes, u32& low, u32& high) {
         : "r"(codes));
 }
 
+// The same of e5m2.
+__device__ __forceinline__ void e5m2_to_f16(u32 codes, u32& low, u32& high) {
+    asm("{\n"
+        ".reg .b16 lo, hi;\n"
+        "mov.b32 {lo, hi}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, lo;\n"
+        "cvt.rn.f16x2.e5m2x2 %1, hi;\n"
+        "}\n"
+        : "=r"(low), "=r"(high)
+        : "r"(codes));
+}
+
 // Four e4m3 times a scale, each product rounded to float and then to bf16. The lowest byte comes in the low
 // half of the first word.
 __device__ __forceinline__ uint2 dequantize_e4m3(u32 codes, float scale) {

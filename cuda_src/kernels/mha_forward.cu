@@ -6,7 +6,8 @@
 //   warpgroup 0, warp 0   schedules tiles and copies Q and K to shared memory with TMA
 //   warpgroup 0, warp 1   copies V
 //   warpgroup 0, warp 2   clears rows of V that no query of the tile sees
-//   warpgroups 1 and on   64 rows of the tile each: S = Q K^T, softmax, O += P V
+//   warpgroup 1           with PAGED 2, gathers K and V of pages
+//   the others            64 rows of the tile each: S = Q K^T, softmax, O += P V
 // A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under P V.
 // Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's products.
 #include "attention/lazy_softmax.cuh"
@@ -15,6 +16,7 @@
 #include "common/types.cuh"
 #include "mha/array_keys.cuh"
 #include "mha/cta.cuh"
+#include "mha/gathered_keys.cuh"
 #include "mha/masks.cuh"
 #include "mha/paged_keys.cuh"
 #include "mha/params.cuh"
@@ -26,9 +28,11 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kRegisters = kConsumers == 2 ? 232 : 160, kProducerRegisters = kConsumers == 2 ? 40 : 32;
-static_assert(kConsumers * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),
+constexpr int kThreads = 128 * (kConsumers + 1 + kPagesGathered);
+constexpr int kRegisters = kConsumers == 3 ? 160 : kConsumers == 2 && kPagesGathered ? 200 : 232;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kGathererRegisters = 72;
+static_assert(kConsumers * kRegisters + kProducerRegisters + kPagesGathered * kGathererRegisters <=
+                  65536 / kThreads / 8 * 8 * (kThreads / 128),
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
 __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, const Tile& tile, u32 n) {
@@ -65,7 +69,8 @@ struct KeyLoader {
             if (!found) break;
             q_is_loaded = false;
             load<ArrayKeys>(params, smem, tile);
-            if constexpr (PAGED) load<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesGathered) stage.number += tile.spans[kPages].blocks();
             if (!q_is_loaded) {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
@@ -83,10 +88,10 @@ struct KeyLoader {
 #pragma unroll 1
         for (int block = tile.spans[Keys::kSpan].end_block - 1; block >= first_block; --block) {
             loader.look_up(params, block);
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage.index]), stage.parity ^ 1);
-            loader.load_k(params, smem_address(smem.k[stage.index]),
-                          smem_address(&smem.bar_k_full[stage.index]));
-            stage.advance();
+            const u32 place = stage.index();
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[place]), stage.free_parity());
+            loader.load_k(params, smem_address(smem.k[place]), smem_address(&smem.bar_k_full[place]));
+            ++stage.number;
             if (!q_is_loaded) {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
@@ -105,7 +110,8 @@ struct ValueLoader {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
             load<ArrayKeys>(params, smem, tile);
-            if constexpr (PAGED) load<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesGathered) stage.number += tile.spans[kPages].blocks();
             __syncwarp();
             if (lane_index() == 0) reader.release(smem);
         }
@@ -120,9 +126,10 @@ struct ValueLoader {
         for (int block = span.end_block - 1; block >= span.first_block; --block) {
             loader.look_up(params, block);
             u64* full = span.trims(block) ? smem.bar_v_landed : smem.bar_v_full;
-            mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage.index]), stage.parity ^ 1);
-            loader.load_v(params, smem_address(smem.v[stage.index]), smem_address(full + stage.index));
-            stage.advance();
+            const u32 place = stage.index();
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[place]), stage.free_parity());
+            loader.load_v(params, smem_address(smem.v[place]), smem_address(full + place));
+            ++stage.number;
             __syncwarp();
         }
     }
@@ -138,7 +145,8 @@ struct ValueTrimmer {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
             trim<ArrayKeys>(params, smem, tile);
-            if constexpr (PAGED) trim<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesByTma) trim<PagedKeys>(params, smem, tile);
+            if constexpr (kPagesGathered) loads += tile.spans[kPages].blocks();
             __syncwarp();
             if (lane_index() == 0) reader.release(smem);
         }
@@ -231,9 +239,35 @@ struct Consumer {
         wgmma_pin(o);  // not to be zeroed in the middle of a pipeline of wgmma
 
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[wg]), reader.count & 1);
-        attend_span<ArrayKeys>(tile, o, softmax, score_step);
-        if constexpr (PAGED) attend_span<PagedKeys>(tile, o, softmax, score_step);
-        store(tile, reader, o, softmax);
+        Scales scales;
+        attend_span<ArrayKeys>(tile, o, softmax, score_step, scales);
+        if constexpr (kPagesByTma) attend_span<PagedKeys>(tile, o, softmax, score_step, scales);
+        if constexpr (kPagesGathered) {
+            if constexpr (kCacheIsFp8) enter_pages(o, softmax, scales);
+            attend_span<GatheredKeys>(tile, o, softmax, score_step, scales);
+        }
+        store(tile, reader, o, softmax, scales);
+    }
+
+    // Factors of scores and of V in the span: those of an FP8 cache.
+    struct Scales {
+        float k = 1.0f, v = 1.0f;
+    };
+    // Scores of FP8 keys are in other units than those of the request's own, and so is P V: references of the
+    // softmax and O are brought to them.
+    __device__ __forceinline__ void enter_pages(Output& o, LazySoftmax& softmax, Scales& scales) const {
+        scales.k = params.k_scale == nullptr ? params.k_scale_value : *params.k_scale;
+        scales.v = params.v_scale == nullptr ? params.v_scale_value : *params.v_scale;
+        if constexpr (!kAlibi) {
+            softmax.m[0] /= scales.k;
+            softmax.m[1] /= scales.k;
+        }
+        const float factor = 1.0f / scales.v;
+        multiply_rows(o, factor, factor);
+    }
+    // From scores as the score step leaves them to exponents of 2
+    __device__ __forceinline__ float softmax_scale_log2(const Scales& scales) const {
+        return kCacheIsFp8 && !kAlibi ? params.softmax_scale_log2 * scales.k : params.softmax_scale_log2;
     }
 
     template <class Keys>
@@ -273,11 +307,12 @@ struct Consumer {
     template <class Keys>
     __device__ __forceinline__ void probabilities(const Tile& tile, int block, bool masked, Scores& s,
                                                   LazySoftmax& softmax,
-                                                  const ScoreStep<kSoftcap, kAlibi>& score_step) const {
+                                                  const ScoreStep<kSoftcap, kAlibi>& score_step,
+                                                  const Scales& scales) const {
         const Span& span = tile.spans[Keys::kSpan];
         const int first_column = block * kTileKeys + 2 * (lane_index() % 4);
         if constexpr (kAlibi || kSoftcap)
-            score_step.template apply<Keys>(params, s, span.base + first_column);
+            score_step.template apply<Keys>(params, s, span.base + first_column, scales.k);
         if (masked) {
             IntervalMask<kWindow> mask;
 #pragma unroll
@@ -287,13 +322,13 @@ struct Consumer {
             for (int j = 0; j < kTileKeys / 2; ++j)
                 if (mask.hides((j >> 1) & 1, Keys::column_of(j))) s[j] = -kInfinity;
         }
-        softmax.block(s, params.softmax_scale_log2, masked);
+        softmax.block(s, softmax_scale_log2(scales), masked);
     }
 
     template <class Keys>
     __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
                                          Scores& s, Output& o, Probabilities& p, LazySoftmax& softmax,
-                                         const ScoreStep<kSoftcap, kAlibi>& score_step) {
+                                         const ScoreStep<kSoftcap, kAlibi>& score_step, const Scales& scales) {
         wait_k();
         take_turn();
         issue_qk<Keys>(s, desc[0], desc[1]);
@@ -303,7 +338,7 @@ struct Consumer {
         wgmma_wait_group<1>();
         wgmma_pin(s);
         free_k();
-        probabilities<Keys>(tile, block, masked, s, softmax, score_step);
+        probabilities<Keys>(tile, block, masked, s, softmax, score_step, scales);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -314,7 +349,8 @@ struct Consumer {
 
     template <class Keys>
     __device__ __forceinline__ void attend_span(const Tile& tile, Output& o, LazySoftmax& softmax,
-                                                const ScoreStep<kSoftcap, kAlibi>& score_step) {
+                                                const ScoreStep<kSoftcap, kAlibi>& score_step,
+                                                const Scales& scales) {
         const Span& span = tile.spans[Keys::kSpan];
         int block = warp_uniform(span.end_block) - 1;
         const int first_block = warp_uniform(span.first_block);
@@ -331,7 +367,7 @@ struct Consumer {
         wgmma_pin(s);
         free_k();
         ++number;
-        probabilities<Keys>(tile, block, true, s, softmax, score_step);
+        probabilities<Keys>(tile, block, true, s, softmax, score_step, scales);
         Keys::pack(s, p);
         if (Keys::kSpan > 0) softmax.rescale(o);
 
@@ -345,14 +381,14 @@ struct Consumer {
         --block;
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_end); --block)
-            step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
+            step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step, scales);
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_begin); --block)
-            step<Keys>(tile, block, false, desc, s, o, p, softmax, score_step);
+            step<Keys>(tile, block, false, desc, s, o, p, softmax, score_step, scales);
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
+                step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step, scales);
         }
         wait_v();
         issue_pv<Keys>(o, p, desc[2]);
@@ -363,7 +399,7 @@ struct Consumer {
 
     // Results of the tile; then it and Q are free.
     __device__ __forceinline__ void store(const Tile& tile, const TileReader& reader, Output& o,
-                                          LazySoftmax& softmax) const {
+                                          LazySoftmax& softmax, const Scales& scales) const {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -371,29 +407,47 @@ struct Consumer {
             // Tokens past q_len have results, which are those of a row without keys.
             const float sum = quad_sum(softmax.l[r]);
             const float l = token < tile.q_len ? sum : 0.0f;
-            const float m = softmax.m[r] * params.softmax_scale_log2;
+            const float m = softmax.m[r] * softmax_scale_log2(scales);
             factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(add_sink(params, head, m, l));
+            if constexpr (kCacheIsFp8) factor[r] *= scales.v;
             if (params.lse != nullptr && leads_quad() && token < tile.q_rows) {
                 float* lse = params.lse + head * params.lse_stride_h + tile.q_begin + token;
                 if (params.cu_seqlens_q == nullptr) lse += tile.request * params.lse_stride_b;
                 *lse = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
             }
         }
+        if constexpr (kOutIsFp8) {
+            const float scale = params.out_scale == nullptr ? params.out_scale_value : *params.out_scale;
+            factor[0] /= scale;
+            factor[1] /= scale;
+        }
+        // Where a row has no key, O may be 0 times Inf of keys that other rows see.
+        const bool empty[2] = {factor[0] == 0.0f, factor[1] == 0.0f};
+        auto result = [&](int j) {
+            const int r = (j >> 1) & 1;
+            return empty[r] ? 0.0f : o[j] * factor[r];
+        };
         const u32 smem_o = smem_address(smem.q[wg]);
-        const u32 dst = smem_o + Rows::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+        if constexpr (kOutIsFp8) {
+            // Rows of kDimV bytes
+            u16* dst = reinterpret_cast<u16*>(smem.q[wg]) + (warp_idx * 16 + lane_index() / 4) * (kDimV / 2) +
+                       lane_index() % 4;
 #pragma unroll
-        for (int k = 0; k < kDimV / 16; ++k) {
-            u32 packed[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = i % 2;
-                float lo = o[8 * k + 2 * i] * factor[r], hi = o[8 * k + 2 * i + 1] * factor[r];
-                // Where a row has no key, O may be 0 times Inf of keys that other rows see.
-                if (factor[r] == 0.0f) lo = hi = 0.0f;
-                packed[i] = pack_16bit<kDtype>(lo, hi);
+            for (int j = 0; j < kDimV / 2; j += 2) {
+                const u32 pair = pack_e4m3(result(j), result(j + 1), 0.0f, 0.0f);
+                dst[((j >> 1) & 1) * 8 * (kDimV / 2) + j / 4 * 4] = static_cast<u16>(pair);
             }
-            stmatrix_x4((dst ^ (32 * (k % 4))) + k / 4 * Rows::kBytes, packed[0], packed[1], packed[2],
-                        packed[3]);
+        } else {
+            const u32 dst = smem_o + Rows::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
+#pragma unroll
+            for (int k = 0; k < kDimV / 16; ++k) {
+                u32 packed[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    packed[i] = pack_16bit<kDtype>(result(8 * k + 2 * i), result(8 * k + 2 * i + 1));
+                stmatrix_x4((dst ^ (32 * (k % 4))) + k / 4 * Rows::kBytes, packed[0], packed[1], packed[2],
+                            packed[3]);
+            }
         }
         fence_proxy_async();
         named_barrier_sync(NB_OWN + wg, 128);
@@ -402,8 +456,9 @@ struct Consumer {
         const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
         named_barrier_sync(NB_OWN + wg, 128);
         if (leads) reader.release(smem);
-        // TMA would write past the end of a segment, and beside columns that are no multiple of 16 bytes.
-        if (params.d_v % 8 == 0 && (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
+        // TMA would write past the end of a segment.
+        if (!kOutIsFp8 && !params.out_by_rows &&
+            (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
             if (warp_idx == 0 && elect_one_sync()) {
 #pragma unroll
                 for (int chunk = 0; chunk < kChunksV; ++chunk)
@@ -423,20 +478,25 @@ struct Consumer {
     // Tokens below `rows` of what `store` has put in shared memory, without TMA.
     __device__ __forceinline__ void store_rows(int request, int q_begin, int first_token, int rows,
                                                int head) const {
+        constexpr int kBytes = kOutIsFp8 ? 1 : 2;  // of an element
+        constexpr int kUnit = 16 / kBytes, kRowUnits = ceil_div(kDimV, kUnit);
         const int group = 1 << params.log2_group;
         const i64 batch = params.cu_seqlens_q == nullptr ? request * params.out_stride_b : 0;
-        for (int i = threadIdx.x % 128; i < 64 * 8 * kChunksV; i += 128) {
-            const int row = i / (8 * kChunksV), unit = i % (8 * kChunksV);
+        for (int i = threadIdx.x % 128; i < 64 * kRowUnits; i += 128) {
+            const int row = i / kRowUnits, unit = i % kRowUnits;
             const int token = first_token + (row >> params.log2_group);
             if (token >= rows) break;
-            const unsigned char* tile = smem.q[wg] + unit / 8 * Rows::kBytes;
-            const u16* src = reinterpret_cast<const u16*>(tile + Rows::offset(row, unit % 8));
-            u16* out = static_cast<u16*>(params.out) + batch + (q_begin + token) * params.out_stride_s +
-                       (head * group + (row & (group - 1))) * params.out_stride_h + 8 * unit;
-            if (8 * unit + 8 <= params.d_v) {
+            const unsigned char* src =
+                smem.q[wg] + (kOutIsFp8 ? row * kDimV + 16 * unit
+                                        : unit / 8 * Rows::kBytes + Rows::offset(row, unit % 8));
+            const i64 element = batch + (q_begin + token) * params.out_stride_s +
+                                (head * group + (row & (group - 1))) * params.out_stride_h + kUnit * unit;
+            unsigned char* out = static_cast<unsigned char*>(params.out) + element * kBytes;
+            const int bytes = min_int(16, (params.d_v - kUnit * unit) * kBytes);
+            if (bytes == 16 && reinterpret_cast<u64>(out) % 16 == 0) {
                 *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(src);
             } else {
-                for (int column = 0; 8 * unit + column < params.d_v; ++column) out[column] = src[column];
+                for (int byte = 0; byte < bytes; ++byte) out[byte] = src[byte];
             }
         }
     }
@@ -468,8 +528,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
         } else if (warp_idx == 2) {
             ValueTrimmer{}.run(params, smem);
         }
+    } else if (kPagesGathered && wg_idx == 1) {
+        setmaxnreg_dec<kGathererRegisters>();
+        Gatherer{}.run(params, smem);
     } else {
         setmaxnreg_inc<kRegisters>();
-        Consumer{params, smem, wg_idx - 1, warp_idx, threadIdx.x % 128 == 0}.run();
+        Consumer{params, smem, wg_idx - 1 - kPagesGathered, warp_idx, threadIdx.x % 128 == 0}.run();
     }
 }

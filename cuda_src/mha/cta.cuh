@@ -10,7 +10,10 @@ constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kDimV = D_V;  // multiples of 32; columns past those of the arrays are zeros
 constexpr int kTileKeys = TILE_KEYS;
 constexpr int kConsumers = CONSUMERS;
-constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI;
+constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI, kOutIsFp8 = OUT_FP8;
+// How keys in pages come to shared memory: by TMA (mha/paged_keys.cuh), or by a warpgroup that reads them
+// (mha/gathered_keys.cuh).
+constexpr bool kPagesByTma = PAGED == 1, kPagesGathered = PAGED == 2;
 
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kStages = 2;
@@ -34,11 +37,11 @@ struct SharedMemoryPlan {
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
-// Threads that read tiles: one of each consumer, of the warp that loads V and of the one that trims it.
-constexpr int kTileReaders = kConsumers + 2;
+// Roles that read tiles: the consumers, the warp that loads V, the one that trims it, and who gathers.
+constexpr int kTileReaders = kConsumers + 2 + kPagesGathered;
 
 // Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i.
-constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers;
+constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers, NB_GATHER = NB_OWN + kConsumers;
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
@@ -77,14 +80,12 @@ struct TileReader {
     }
 };
 
-// A ring of kStages places.
+// The places of K or V, in the order of blocks.
 struct Stage {
-    u32 index = 0, parity = 0;
+    u32 number = 0;  // of the block
 
-    __device__ __forceinline__ void advance() {
-        if (++index == kStages) {
-            index = 0;
-            parity ^= 1;
-        }
-    }
+    __device__ __forceinline__ u32 index() const { return number % kStages; }
+    // Of the phase in which the place becomes free, and of that in which it is full.
+    __device__ __forceinline__ u32 free_parity() const { return number / kStages & 1 ^ 1; }
+    __device__ __forceinline__ u32 full_parity() const { return number / kStages & 1; }
 };

@@ -12,16 +12,20 @@ struct Params {
     const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
     const void* attn_sink;                   // [query heads]; null: none
     const float* alibi_slopes;               // [b, query heads] or [query heads]
-    const void *block_table, *k_cache;       // with pages; seqused_k then counts the context too
+    // With pages; seqused_k then counts the context too
+    const void *block_table, *k_cache, *v_cache;
+    const float *k_scale, *v_scale, *out_scale;  // null: the numbers at the end
     int* counter;                            // tiles given out; null: CTAs take tiles by turns
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 table_stride, block_bytes;
+    i64 k_stride_block, k_stride_head, v_stride_block, v_stride_head;  // of the cache
     int b;
     int heads;         // groups of query heads that share a tile
     int log2_group;    // query heads in such a group: 1, or those of a KV head
     int heads_per_kv;  // groups of a KV head
-    int d_v;
+    int d_v;           // columns of v; with pages of q and k too
+    int out_by_rows;   // TMA cannot write out
     int seqlen_q, seqlen_k;
     int total_k;                    // tokens of k; of one request, where all have the same number
     int window_left, window_right;  // kNoBound: none
@@ -34,10 +38,12 @@ struct Params {
     u32 block_magic;             // common/division.cuh
     int block_shift;
     int table_entry;       // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
+    int x, v_pack;         // mha/gathered_keys.cuh; 0: V is not interleaved
     int own_in_cache;      // the request's own tokens are in the cache as well
     int skip_decode;       // requests with one query token have no results
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2
     float score_scale, score_factor;  // mha/scores.cuh
+    float k_scale_value, v_scale_value, out_scale_value;
 };
 
 constexpr int kNoBound = 1 << 30;

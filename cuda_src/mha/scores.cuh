@@ -15,19 +15,21 @@ struct ScoreStep {
 
     // `first_key` is that of the lane's first column; Keys::column_of has the others.
     template <class Keys, int kCount>
-    __device__ __forceinline__ void apply(const Params& params, float (&s)[kCount], int first_key) const {
+    __device__ __forceinline__ void apply(const Params& params, float (&s)[kCount], int first_key,
+                                          float key_scale) const {
         if constexpr (kSoftcap) {
 #pragma unroll
             for (int j = 0; j < kCount; ++j) s[j] = tanh_approx(s[j] * params.score_scale);
         }
         if constexpr (kAlibi) {
+            const float factor = params.score_factor * key_scale;  // key_scale is 1 but for FP8 keys
             const float first[2] = {static_cast<float>(diagonal[0] - first_key),
                                     static_cast<float>(diagonal[1] - first_key)};
 #pragma unroll
             for (int j = 0; j < kCount; ++j) {
                 const int r = (j >> 1) & 1;
                 const float distance = fabsf(first[r] - static_cast<float>(Keys::column_of(j)));
-                s[j] = fmaf(-slope[r], distance, s[j] * params.score_factor);
+                s[j] = fmaf(-slope[r], distance, s[j] * factor);
             }
         }
     }

@@ -102,22 +102,25 @@ PARAMS = ParamStruct(
     POINTER(
         "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"
     ),
-    POINTER("block_table", "k_cache", "counter"),
+    POINTER("block_table", "k_cache", "v_cache", "k_scale", "v_scale", "out_scale", "counter"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("lse_stride_b", "lse_stride_h"),
     I64("table_stride", "block_bytes"),
-    I32("b", "heads", "log2_group", "heads_per_kv", "d_v"),
+    I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
+    I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
     I32("seqlen_q", "seqlen_k", "total_k"),
     I32("window_left", "window_right"),
     I32("tiles_per_head", "tiles", "section", "sink_dtype", "alibi_stride_b"),
     I32("num_blocks", "block_size"),
     U32("block_magic"),
-    I32("block_shift", "table_entry", "own_in_cache", "skip_decode"),
+    I32("block_shift", "table_entry", "x", "v_pack", "own_in_cache", "skip_decode"),
     F32("softmax_scale_log2", "score_scale", "score_factor"),
+    F32("k_scale_value", "v_scale_value", "out_scale_value"),
     changing=(
         *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
         *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-        *("attn_sink", "alibi_slopes", "block_table", "k_cache", "counter"),
+        *("attn_sink", "alibi_slopes", "block_table", "k_cache", "v_cache"),
+        *("k_scale", "v_scale", "out_scale", "counter"),
     ),
 )
 """Params of cuda_src/mha/params.cuh."""
@@ -126,28 +129,44 @@ NO_PAGES = {
     name: 0
     for name in (
         *("table_stride", "block_bytes", "num_blocks", "block_size", "block_magic", "block_shift"),
+        *("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head", "x", "v_pack"),
         *("table_entry", "own_in_cache", "skip_decode"),
+        *("k_scale_value", "v_scale_value", "out_scale_value"),
     )
 }
 
 
+class Pages(NamedTuple):
+    """How a kernel takes keys from a paged cache; the defaults: there is none."""
+
+    source: int = 0  # PAGED_BY_TMA or GATHERED
+    cache_type: int = 0  # 0: the dtype of q, 1: e4m3, 2: e5m2
+    out_fp8: bool = False
+
+
+PAGED_BY_TMA, GATHERED = 1, 2
+NO_CACHE = Pages()
+
+
 @cache
-def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, paged: bool = False) -> Tile:
+def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO_CACHE) -> Tile:
     """The tile of a pair of head dimensions that `padded` returned.
 
-    ``changes_scores``: there is a softcap or ALiBi; ``paged`` as in `spec`.
-
-    The figures that chose it are in docs/kernels/mha_forward.md.
+    ``changes_scores``: there is a softcap or ALiBi. The figures that chose it are in
+    docs/kernels/mha_forward.md.
     """
-    if d_qk <= 64 and d_v <= 64 and not paged:
+    if d_qk <= 64 and d_v <= 64 and not pages.source:
         return Tile(3, 112 if changes_scores else 128)
-    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else.
-    keys = min(128, ((180 if paged else 196) - d_v // 2) * 4 // 3)
+    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
+    # warpgroup that gathers leaves fewer of them for two consumers than a wide O needs.
+    consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
+    registers = 178 if consumers == 1 else (196, 178, 160)[pages.source]
+    keys = min(128, (registers - d_v // 2) * 4 // 3)
     # Two stages of K and V beside Q.
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
     columns = (_chunks(d_qk) + _chunks(d_v)) * _CHUNK
-    room = MAX_SMEM_BYTES - _BARRIER_BYTES - 2 * WARPGROUP_ROWS * q_columns * 2
-    return Tile(2, min(keys, room // (_STAGES * columns * 2)) // 16 * 16)
+    room = MAX_SMEM_BYTES - _BARRIER_BYTES - consumers * WARPGROUP_ROWS * q_columns * 2
+    return Tile(consumers, min(keys, room // (_STAGES * columns * 2)) // 16 * 16)
 
 
 def _chunks(d: int) -> int:
@@ -161,14 +180,11 @@ def padded(d: int) -> int:
 
 @cache
 def spec(
-    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, paged: bool = False
+    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, pages: Pages = NO_CACHE
 ) -> jit.KernelSpec:
-    """The variant for head dimensions.
-
-    ``window``: whether a mask can hide the first keys of a row; ``paged``: whether there are keys in pages.
-    """
+    """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
     d_qk, d_v = padded(d_qk), padded(d_v)
-    tile = tile_of(d_qk, d_v, softcap or alibi, paged)
+    tile = tile_of(d_qk, d_v, softcap or alibi, pages)
     q_bytes = tile.consumers * WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
     stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
     smem_bytes = q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES
@@ -176,17 +192,19 @@ def spec(
         "mha_forward",
         (
             ("ALIBI", alibi),
+            ("CACHE_TYPE", pages.cache_type),
             ("CONSUMERS", tile.consumers),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
-            ("PAGED", paged),
+            ("OUT_FP8", pages.out_fp8),
+            ("PAGED", pages.source),
             ("SMEM_BYTES", smem_bytes),
             ("SOFTCAP", softcap),
             ("TILE_KEYS", tile.keys),
             ("WINDOW", window),
         ),
-        threads=128 * (tile.consumers + 1),
+        threads=128 * (tile.consumers + 1 + (pages.source == GATHERED)),
         smem_bytes=smem_bytes,
     )
 
@@ -238,6 +256,7 @@ class PreparedMhaForward:
             log2_group=self._group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
             d_v=call.d_v,
+            out_by_rows=call.d_v % 8 != 0,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=call.max_seqlen_k,
             total_k=call.total_k,
@@ -268,7 +287,7 @@ class PreparedMhaForward:
         maps = self._maps.get(arrays) or self._encode(arrays)
         if scratch:
             jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
-        self._launch(stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, scratch)
+        self._launch(stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, 0, 0, 0, 0, scratch)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         """The tensor maps of q, k, v and out."""
