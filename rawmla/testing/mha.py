@@ -119,7 +119,8 @@ def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
         return torch.randn(shape, generator=draw, device=device)
 
     if case.q_lengths is None or case.k_lengths is None:
-        sizes_q, sizes_k = (case.b, case.s_q), (case.b, case.s_k)
+        sizes_q: tuple[int, ...] = (case.b, case.s_q)
+        sizes_k: tuple[int, ...] = (case.b, case.s_k)
         cu_q = cu_k = None
         used_rows: tuple[Any, Any] = ..., ...
     else:
@@ -286,7 +287,8 @@ def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
         end_k = min(first_k + used_k[r], bounds_k[r + 1])
         own = slopes[r : r + 1] if slopes is not None and slopes.ndim == 2 else slopes
         arrays = (inputs.q[first_q:end_q], inputs.k[first_k:end_k], inputs.v[first_k:end_k])
-        one, one_lse = flash_attn_func(*(x[None] for x in arrays), **options, alibi_slopes=own, dtype=dtype)
+        one_q, one_k, one_v = (x[None] for x in arrays)
+        one, one_lse = flash_attn_func(one_q, one_k, one_v, **options, alibi_slopes=own, dtype=dtype)
         out[first_q:end_q], lse[first_q:end_q] = one[0], one_lse[0].T
     return out, lse
 
