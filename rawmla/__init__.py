@@ -1,4 +1,4 @@
-"""rawmla: multi-head latent attention (MLA) for NVIDIA Hopper, compiled at run time by NVRTC.
+"""rawmla: attention for NVIDIA Hopper, multi-head latent (MLA) and dense, compiled at run time by NVRTC.
 
 The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA
 toolkit, torch or CuPy. What a function needs and does not find is named, with the remedy, when it is called.
@@ -21,6 +21,7 @@ _MODULE_OF = {
     "RawMLAError": "errors",
     "UnsupportedGPUError": "errors",
     "compat": "",
+    "context_attention_fwd": "mha.prefix",
     "convert_indices": "mla.indices",
     "dequantize_k_cache": "mla.cache",
     "flash_attn_func": "mha.attention",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
     from .mha.attention import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from .mha.prefix import context_attention_fwd as context_attention_fwd
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache
     from .mla.cache import quantize_k_cache as quantize_k_cache

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong usage exits with 2, Ctrl-C with 130.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m rawmla", description="MLA kernels for Hopper: decoding and sparse prefill."
+        prog="python -m rawmla", description="Attention kernels for Hopper: MLA and dense attention."
     )
     parser.add_argument("--version", action="version", version=f"rawmla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -12,7 +12,7 @@ import rawmla
 from . import jit
 from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
-from .mha import attention
+from .mha import attention, prefix
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
 from .stand_ins import NoFramework, StandIn
@@ -132,7 +132,7 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules = (attention, cache, decode, indices, merge, plan, sparse_prefill)
+    modules = (attention, cache, decode, indices, merge, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
     return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
 

@@ -45,11 +45,13 @@ README_CASES = (
 """Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
 
 LEGEND = (
-    "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; the "
-    "other libraries' times were taken so, and ratios are formed with this column alone. Sustained: mean of "
-    "the second half of 2 seconds of load, what a server sees at the power limit. A dash: not measured. "
-    "Better other library: the faster of FlashMLA and FlashAttention-3 (which is stored for dense decoding "
-    "with fixed lengths); of sparse attention with 8 to 32 heads, FlashMLA runs 64."
+    "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; stored "
+    "times of other libraries were taken so, and ratios to them are formed with this column alone. "
+    "Sustained: mean of the second half of 2 seconds of load, what a server sees at the power limit. A "
+    "library beside ran in the same process, in turns with rawmla and in all three ways. A dash: not "
+    "measured. Better other library: the faster of FlashMLA and FlashAttention-3 (which is stored for dense "
+    "decoding with fixed lengths); of sparse attention with 8 to 32 heads, FlashMLA runs 64; of dense "
+    "attention what ran beside."
 )
 
 

@@ -13,7 +13,7 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common, mha_forward, mla_sparse_prefill
+from rawmla.kernels import common, mha_forward, mla_sparse_prefill, prefix_prefill
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -115,6 +115,7 @@ class World:
     decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
     sparse: list[SimpleNamespace]  # the same of sparse calls
     mha: list[SimpleNamespace]  # and of dense attention
+    prefix: list[SimpleNamespace]  # and of prefix prefill
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
 
@@ -122,7 +123,7 @@ class World:
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.plans
+        launched = self.decodes or self.sparse or self.mha or self.prefix or self.plans
         return not (made.allocated or made.copied or made.filled or launched)
 
 
@@ -176,6 +177,7 @@ class PreparedMha:
     """Stands in for the launch of dense attention."""
 
     scratch_bytes = 48
+    addresses: type = mha_forward.MhaForwardAddresses
 
     def __init__(self, launches: list[SimpleNamespace], call: Any, capturing: Callable[[], bool]) -> None:
         self.launches = launches
@@ -186,7 +188,7 @@ class PreparedMha:
         self.launches.append(
             SimpleNamespace(
                 call=self.call,
-                addresses=mha_forward.MhaForwardAddresses(*addresses),
+                addresses=self.addresses(*addresses),
                 stream=stream,
                 scratch=scratch,
                 prepared=self,
@@ -194,9 +196,16 @@ class PreparedMha:
         )
 
 
+class PreparedPrefix(PreparedMha):
+    """Stands in for the launch of prefix prefill: with scratch in some calls, without in others."""
+
+    addresses = prefix_prefill.PrefixPrefillAddresses
+    scratch_bytes = property(lambda self: 0 if self.call.causal else 48)  # type: ignore[assignment]
+
+
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), [], [], [], [], [])
+    made = World(FakeFramework(), [], [], [], [], [], [])
 
     def read(x: FakeArray, name: str) -> arrays.Fields:
         made.reads.append(name)
@@ -208,6 +217,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
+    monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", partial(PreparedPrefix, made.prefix))
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
     monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)

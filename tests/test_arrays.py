@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,17 @@ class TestCupyMemory:
         assert (scratch.data.ptr - array.data.ptr, scratch.nbytes) == (2048, 1000)
 
     @pytest.mark.parametrize("capturing", (False, True))
+    def test_scratch_alone(self, monkeypatch: pytest.MonkeyPatch, capturing: bool) -> None:
+        """That of a capture stays alive, and no other."""
+        framework, allocated = cupy_framework(monkeypatch, capturing)
+        assert framework.allocator([], 0, 0)() == [None] and not allocated
+        (scratch,) = framework.allocator([], 1000, 0)()
+        assert scratch is allocated.pop() and (scratch.shape, scratch.dtype) == ((1000,), np.uint8)
+        alive = weakref.ref(scratch)
+        del scratch
+        assert (alive() is not None) == capturing
+
+    @pytest.mark.parametrize("capturing", (False, True))
     @pytest.mark.parametrize("scratch_bytes", (0, 1000))
     def test_strides(self, monkeypatch: pytest.MonkeyPatch, capturing: bool, scratch_bytes: int) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing)
@@ -343,6 +355,11 @@ class TestTorch:
                 if scratch is not None:
                     assert (scratch.nbytes, scratch.dtype) == (1001, torch.uint8)
                     assert scratch.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
+
+    def test_allocator_of_scratch_alone(self, framework: TorchFramework) -> None:
+        assert framework.allocator([], 0, 0)() == [None]
+        (scratch,) = framework.allocator([], 1001, 0)()
+        assert (scratch.nbytes, str(scratch.dtype)) == (1001, "torch.uint8")
 
     def test_strides_of_allocated_arrays(self, torch: Any, framework: TorchFramework) -> None:
         for device in (0, 1):

@@ -28,7 +28,7 @@ PYTHON_FOLDERS = {
     "jit": {"environment", "errors"},
 }
 """What docs/architecture.md says that a folder of rawmla may import, besides itself."""
-CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mla", "kernels")  # as in docs/architecture.md
+CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mha", "mla", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 200
 MAX_KERNEL_PAGE_WORDS = 1000

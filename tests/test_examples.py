@@ -25,8 +25,10 @@ LINES = {  # at most
     "cupy_only": 90,
     "decode_torch": 90,
     "deepseek_v3_transformers": 200,
+    "prefix_prefill": 120,
     "serve_step": 170,
     "sparse_decode_fp8": 90,
+    "varlen_prefill": 110,
 }
 
 examples = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -147,8 +149,15 @@ def on_the_reference(name: str, *changes: tuple[str, str]) -> dict[str, Any]:
     path = ROOT / "examples" / f"{name}.py"
     needs(path)
     reference = {function: getattr(rawmla.reference, function) for function in rawmla.reference.__all__}
+
+    def nothing(*arguments: Any, **options: Any) -> None: ...
+
     stand_in = SimpleNamespace(
-        **reference, reference=rawmla.reference, RawMLAError=rawmla.RawMLAError, warmup=lambda **options: None
+        **reference,
+        reference=rawmla.reference,
+        RawMLAError=rawmla.RawMLAError,
+        warmup=nothing,
+        warmup_call=nothing,
     )
     code = path.read_text()
     for old, new in changes:
@@ -165,6 +174,63 @@ def test_steps_on_the_reference(name: str, capsys: pytest.CaptureFixture[str]) -
     """Shapes, dtypes and the order of the steps, with the reference in place of the GPU."""
     on_the_reference(name)["main"]()
     assert capsys.readouterr().out.startswith(f"{name}: ")
+
+
+SHORT_PROMPTS = {"PROMPTS": [70, 33, 17], "FIRST_CHUNK": [40, 1, 17]}
+
+
+def test_prefix_prefill_on_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    names = on_the_reference("prefix_prefill")
+    names |= SHORT_PROMPTS
+    names["main"]()
+    out = capsys.readouterr().out
+    auto, fp8 = map(float, re.findall(r"cache: every row within ([\d.]+) of its norm", out))
+    assert auto < 0.005 < fp8 < 0.1
+    assert out.endswith("prefix_prefill: 3 prompts of [70, 33, 17] tokens in two chunks, as in one\n")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("positions % PAGE", "(positions + 1) % PAGE"),
+        ("torch.tensor(ends, dtype", "torch.tensor(lengths, dtype"),
+        ("zip((k, v), SCALES,", "zip((k, v), SCALES[::-1],"),
+        (".view(len(k), KV_HEADS, D // self.x, self.x)", ".view(len(k), KV_HEADS, self.x, D // self.x).mT"),
+    ],
+)
+def test_prefix_prefill_finds_mistakes(right: str, wrong: str) -> None:
+    names = on_the_reference("prefix_prefill", (right, wrong))
+    names |= SHORT_PROMPTS
+    with pytest.raises(SystemExit, match=r"differs by more than 0\."):
+        names["main"]()
+
+
+def small_varlen_prefill(monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> dict[str, Any]:
+    import torch
+
+    names = on_the_reference("varlen_prefill", *changes)
+    names |= {"LENGTHS": [40, 1, 0, 9], "CALLS": 1, "REPEATS": 1}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return names
+
+
+def test_varlen_prefill_on_the_reference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    small_varlen_prefill(monkeypatch)["main"]()
+    out = capsys.readouterr().out
+    assert out.startswith("4 requests of 0 to 40 tokens, 16 heads of 128\n")
+    assert len(re.findall(r"^(?:rawmla|torch SDPA), one .* +\d+\.\d{3} +\d+\.\d$", out, re.MULTILINE)) == 2
+    assert re.search(r"^varlen_prefill: every row within 0\.00\d\d of its norm", out, re.MULTILINE)
+
+
+def test_varlen_prefill_finds_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are not those of their request show."""
+    pytest.importorskip("torch")
+    names = small_varlen_prefill(monkeypatch, ("return torch.cat(outs)", "return torch.cat(outs[::-1])"))
+    with pytest.raises(SystemExit, match="a row differs from torch's"):
+        names["main"]()
 
 
 DEEPSEEK_ROWS = r"(?:(?:bf16|FP8 v32) +(?:transformers, bf16|with rawmla) +[\d.]+ +[\d.]+ +\d+ of 271\n){4}"

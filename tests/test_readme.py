@@ -29,7 +29,10 @@ def test_example_compiles_and_is_short() -> None:
     assert len([line for line in example().splitlines() if line.strip()]) <= 15
 
 
-@pytest.mark.parametrize("marker", ["sparse example", "prefill example"])
+FURTHER = ("sparse example", "prefill example", "dense attention example")
+
+
+@pytest.mark.parametrize("marker", FURTHER)
 def test_further_examples_compile_and_are_short(marker: str) -> None:
     text = block_after(marker)
     compile(text, "README.md", "exec")
@@ -38,7 +41,7 @@ def test_further_examples_compile_and_are_short(marker: str) -> None:
 
 def test_every_python_block_is_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert blocks == [example(), block_after("sparse example"), block_after("prefill example")]
+    assert blocks == [example(), *map(block_after, FURTHER)]
 
 
 def test_example_without_a_gpu() -> None:
@@ -71,6 +74,11 @@ def test_example_on_the_gpu() -> None:
     assert tuple(out.shape) == (256, 128, 512)  # type: ignore[attr-defined]
     assert tuple(max_logits.shape) == tuple(lse.shape) == (256, 128)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(out).all()) and bool((max_logits <= lse).all())  # type: ignore[operator]
+    exec(compile(block_after("dense attention example"), "README.md", "exec"), names)
+    out, lse = names["dense_out"], names["dense_lse"]
+    assert tuple(out.shape) == (2, 1000, 16, 128)  # type: ignore[attr-defined]
+    assert tuple(lse.shape) == (2, 16, 1000)  # type: ignore[attr-defined]
+    assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
 
 
 def test_commands_are_one_line_each() -> None:

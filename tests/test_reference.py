@@ -197,6 +197,7 @@ def test_strides_do_not_matter() -> None:
 
 
 FUNCTIONS = (
+    "context_attention_fwd",
     "convert_indices",
     "dequantize_k_cache",
     "flash_attn_func",

@@ -26,6 +26,7 @@ from benchlib import (  # noqa: E402
     columns,
     families,
     files,
+    mha_cases,
     nogpu,
     plot,
     power,
@@ -682,7 +683,8 @@ def test_a_timed_run(
 
     def measured(case: Any, settings: families.Settings) -> dict[str, Any]:
         seen.append((case.id, settings))
-        return good_row(case)
+        reason = "not for plans" if case.id.startswith("metadata") else "not here"
+        return {**good_row(case), "not_compared": {"A": reason}}
 
     done = without_measuring(monkeypatch, measured)
     path = tmp_path / "bench.json"
@@ -694,6 +696,8 @@ def test_a_timed_run(
     assert done[:3] == ["compile", "environment", "ceilings"] and done[-2:] == ["ceilings", "host"]
     printed = capsys.readouterr()
     assert all(case.id in printed.out and case.id in printed.err for case in chosen)
+    for reason in ("not for plans", "not here"):
+        assert printed.out.count(f"not compared with A: {reason}\n") == 1
     assert ("the better of the other libraries" in printed.out) == stored
     result = json.loads(path.read_text())
     assert result["timed"] is True and result["sustain_seconds"] == 2.0
@@ -1342,13 +1346,162 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
 
 def test_calls_per_graph() -> None:
     pytest.importorskip("torch")
-    from benchlib import prefill_measure
+    from benchlib import measure
 
-    for case in cases.prefill_cases():
-        calls = prefill_measure.calls_per_graph(case)
-        assert 4 <= calls <= 10 and calls * case.flops() <= prefill_measure.GRAPH_FLOPS
-        assert calls == 10 or (calls + 1) * case.flops() > prefill_measure.GRAPH_FLOPS
-    assert prefill_measure.calls_per_graph(cases.PrefillCase(1 << 20, 8192, 128, 576, 2048)) == 1
+    for case in (*cases.prefill_cases(), *mha_cases.mha_cases()):
+        calls = measure.calls_per_graph(case)
+        assert 4 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
+        assert calls == 10 or (calls + 1) * case.flops() > measure.GRAPH_FLOPS
+    assert measure.calls_per_graph(cases.PrefillCase(1 << 20, 8192, 128, 576, 2048)) == 1
+
+
+def test_dense_attention_counts() -> None:
+    """Rates that were published with times, and windows and lengths counted pair by pair."""
+    by_id = {case.id: case for case in mha_cases.mha_cases()}
+    for name, us, tflops in (
+        ("mha-b2-s8192-h16-d128-causal-bf16-fixed", 890, 618),
+        ("mha-b8-s2048-h16-d128-causal-bf16-fixed", 335.9, 409),
+        ("mha-b2-s8192-h16-d192v128-bf16-fixed", 1831, 751),
+        ("mha-b2-s8192-h16-d64-causal-bf16-fixed", 620, 443),
+    ):
+        assert by_id[name].flops() / us / 1e6 == pytest.approx(tflops, abs=0.51)
+    for causal in (False, True):
+        case = mha_cases.MhaCase(3, 40, causal, 1, 1, 1, 1, varlen=True, window=7)
+        seen = 0
+        for queries, keys in case.lengths():
+            own = keys - queries + np.arange(queries)[:, None]
+            key = np.arange(keys)
+            seen += int(((key >= own - 7) & ((key <= own) | (not causal))).sum())
+        assert case.flops() == 4 * seen
+    grouped = mha_cases.MhaCase(2, 10, h_q=4, h_kv=2, d_qk=5, d_v=3)
+    assert grouped.bytes_moved() == 2 * (20 * 4 + 20 * 2) * 8
+
+
+def test_varied_lengths_have_the_mean_of_the_fixed_ones() -> None:
+    for case in mha_cases.mha_cases():
+        queries, keys = zip(*case.lengths(), strict=True)
+        assert len(queries) == case.b and min(queries) >= 1
+        assert all(k >= q for q, k in case.lengths())
+        assert case.s - 1 <= sum(queries) / case.b <= case.s
+        assert (len(set(queries)) == case.b) == case.varlen or case.b in (1, 32)
+
+
+MHA_CASES = (
+    mha_cases.MhaCase(2, 20, h_q=6, h_kv=2, d_qk=24, d_v=16, sink=True),
+    mha_cases.MhaCase(2, 20, causal=False, h_q=2, h_kv=2, d_qk=16, d_v=16, softcap=1.0, dtype="fp16"),
+    mha_cases.MhaCase(3, 20, h_q=4, h_kv=2, d_qk=16, d_v=24, window=3, varlen=True),
+    mha_cases.MhaCase(3, 20, causal=False, h_q=2, h_kv=1, d_qk=16, d_v=24, window=5),
+)
+
+
+@pytest.mark.parametrize("case", MHA_CASES, ids=lambda case: case.id)
+def test_timed_dense_attention_and_its_check(
+    case: mha_cases.MhaCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from benchlib import mha_measure
+
+    inputs = mha_measure.make_inputs(case, "cpu")
+    keywords = mha_measure.options(case, inputs, "attn_sink")
+    on_host = {
+        name: value.double().numpy() if name == "attn_sink" and value is not None else value
+        for name, value in keywords.items()
+    }
+    if case.varlen:
+        on_host |= {name: keywords[name].numpy() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    name = "flash_attn_varlen_func" if case.varlen else "flash_attn_func"
+    arrays = [array.double().numpy() for array in (inputs.q, inputs.k, inputs.v)]
+    out, _ = getattr(mha_measure.rawmla.reference, name)(*arrays, **on_host)
+    out = torch.from_numpy(out)
+    begin = 0
+    for request, (queries, _) in enumerate(case.lengths()):
+        own = out[begin : begin + queries] if case.varlen else out[request]
+        begin += queries
+        for token in range(queries):
+            got = mha_measure.attention_of_token(case, inputs, request, token)
+            torch.testing.assert_close(got, own[token], rtol=1e-9, atol=1e-12)
+    assert mha_measure.check_output(case, inputs, out.to(inputs.q.dtype)) < 0.003
+    with pytest.raises(AssertionError, match="has an error"):
+        mha_measure.check_output(case, inputs, 1.02 * out)
+
+    called: list[Any] = []
+    monkeypatch.setattr(
+        mha_measure.rawmla, name, lambda *a, **k: (called.append((a, k)), (out.to(a[0].dtype), None))[1]
+    )
+    monkeypatch.setattr(mha_measure, "make_inputs", lambda _: inputs)
+    ready = mha_measure.prepare(case)
+    assert (ready.sets, ready.calls) == (1, 10) and ready.rel_l2 < 0.003
+    ready.call(0)
+    assert len(called) == 2 and called[0] == called[1]
+
+
+def test_peers_of_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN gets no case that torch would compute differently; FlashAttention-4 gets what ours gets."""
+    torch = pytest.importorskip("torch")
+    from benchlib import mha_measure, peers
+
+    cudnn, flash = peers.MHA
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def function(name: str) -> Callable[..., None]:
+        return lambda q, k, v, **keywords: seen.append((name, keywords))
+
+    names = ("flash_attn_func", "flash_attn_varlen_func")
+    module = types.SimpleNamespace(**{name: function(name) for name in names})
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function("torch"))
+    for case in MHA_CASES:
+        inputs = mha_measure.make_inputs(case, "cpu")
+        with pytest.raises(ValueError, match="neither varied lengths"):
+            cudnn.calls(case, inputs)
+        (call,) = flash.calls(case, inputs)
+        call(0)
+        name, keywords = seen[-1]
+        assert name == names[case.varlen] and keywords["causal"] == case.causal
+        assert keywords["window_size"] == (case.window, 0 if case.causal else None)
+        assert (keywords["learnable_sink"] is not None) == case.sink and keywords["softcap"] == case.softcap
+    case = mha_cases.MhaCase(1, 8, h_q=2, h_kv=1, d_qk=8, d_v=8)
+    (call,) = cudnn.calls(case, mha_measure.make_inputs(case, "cpu"))
+    call(0)
+    assert seen[-1] == ("torch", {"is_causal": True, "enable_gqa": True})
+
+
+def test_dense_attention_is_always_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import measure, mha_measure, peers
+
+    seen: list[Any] = []
+    monkeypatch.setattr(measure, "time_attention", lambda *arguments: seen.append(arguments))
+    case = mha_cases.mha_cases()[0]
+    FAMILY_BY_NAME[case.id].measure(case, families.Settings(5, 2.0, False))
+    assert seen == [(case, mha_measure.prepare, families.Settings(5, 2.0, True), peers.MHA)]
+
+
+@pytest.mark.parametrize(("d", "share"), ((128, 0.9), (96, 0.75)))
+def test_the_stand_in_for_a_library_that_is_not_there(d: int, share: float) -> None:
+    case = next(case for case in mha_cases.mha_cases() if case.d_qk == d)
+    row = made_up_row(case, 800.0)
+    ours = {"us": 800.0, "unrested_us": 810.0, "sustained_us": 900.0}
+    row["beside"] = {"rawmla": ours, "cuDNN": {"us": 1000.0, "unrested_us": 1010.0, "sustained_us": 900.0}}
+
+    def shown() -> dict[str, str]:
+        headings, cells = report.family_cells(families.family_of(case.id), [row], [])
+        return dict(zip(headings, cells, strict=True))
+
+    assert shown()["better / ours, rested"] == "1.250" and shown()["cuDNN beside sustained µs"] == "900.0"
+    assert shown()["stand-in for FlashAttention-4 / ours, rested"] == f"{share * 1.25:.3f}"
+    assert shown()["stand-in for FlashAttention-4 / ours, sustained"] == f"{share:.3f}"
+    row["beside"]["FlashAttention-4"] = {"us": 790.0}
+    assert shown()["stand-in for FlashAttention-4 / ours, rested"] == "-"
+    assert shown()["better / ours, rested"] == "0.988"
+
+
+def test_stored_rows_of_dense_attention_match_one_case_each(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    for case in mha_cases.mha_cases():
+        path.write_text(json.dumps({"Another@1": [{**case.fields(), "us": 10.0}]}))
+        assert against.load(path) == [against.Stored("Another", case.id, {"no rests": 10.0})]
 
 
 def test_rotated_sets() -> None:

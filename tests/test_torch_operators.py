@@ -31,6 +31,7 @@ from torch_op_cases import (  # noqa: E402
     out_of_buffer,
     parts,
     plan,
+    prefix,
     sparse,
     tensors,
     varlen,
@@ -165,6 +166,33 @@ class TestNumbers:
         if v.shape[-1] == 24:
             assert_equal((out, OPS.flash_attn_out(*args, out)), want)
 
+    @pytest.mark.parametrize(
+        "case", ("context_attention", "context_attention full", "context_attention cached")
+    )
+    def test_context_attention(self, case: str) -> None:
+        options = {name: True for name in case.split()[1:]}
+        want, given = prefix("cpu", **options), prefix("cpu", **options)
+        reference.context_attention_fwd(**want)
+        op, args = arguments(case)
+        assert op(*args) is None
+        assert torch.equal(args[3], want["o"]) and not torch.equal(args[3], given["o"])
+        assert (args[3][-1] == 7).all()
+        assert all(torch.equal(args[i], given[name]) for i, name in ((0, "q"), (5, "k_cache")))
+
+    @pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.uint8))
+    def test_context_attention_of_fp8(self, dtype: Any) -> None:
+        """Results, and caches of tensors of float8."""
+        want = prefix("cpu", full=True)
+        for name in ("k_cache", "v_cache"):
+            want[name] = want[name].view(torch.float8_e4m3fn)
+        memory = torch.zeros(2, 10, 4, 32, dtype=torch.uint8).view(dtype)[..., :24]
+        want |= {"o": memory[0], "fp8_out_scale": 0.5}
+        got = {**want, "o": memory[1]}
+        reference.context_attention_fwd(**want)
+        torch.compile(rawmla.context_attention_fwd, fullgraph=True, backend="eager")(**got)
+        assert torch.equal(got["o"].view(torch.uint8), want["o"].view(torch.uint8))
+        assert got["o"].view(torch.uint8).any()
+
     @pytest.mark.parametrize("batch_invariant", (False, True))
     def test_plans(self, batch_invariant: bool) -> None:
         """Equal to what the functions of the reference compute, for objects too."""
@@ -262,6 +290,16 @@ WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("flash_attn_varlen full", 13, lambda x: x.int(), TypeError, "attn_sink: expected dtype float32 or"),
     ("flash_attn_varlen_out", 17, lambda out: out[..., :8], ValueError, r"out: expected shape \[9, 4, 24\]"),
     ("flash_attn", 2, lambda v: v[:, 1:], ValueError, r"v: expected shape \[2, 5, 2, 'd_v'\]"),
+    ("context_attention", 1, lambda k: None, ValueError, "k: expected an array, as v is one"),
+    ("context_attention", 3, lambda o: o.half(), TypeError, "o: expected dtype bfloat16, that of q"),
+    ("context_attention", 4, lambda name: "fp4", ValueError, "kv_cache_dtype: expected one of auto"),
+    ("context_attention", 5, lambda k: k[..., ::2, :], ValueError, r"v_cache: expected shape"),
+    ("context_attention", 6, lambda v: v.mT.contiguous().mT, ValueError, "v_cache: expected a 16-byte"),
+    ("context_attention", 11, lambda length: -1, ValueError, "max_input_len: expected an int of at least 0"),
+    ("context_attention full", 12, lambda scale: scale.double(), TypeError, "k_scale: expected a number or"),
+    ("context_attention full", 15, lambda scale: -1.0, ValueError, "v_scale: expected a finite float32"),
+    ("context_attention full", 12, lambda scale: None, TypeError, "k_scale: expected a number or a float32"),
+    ("context_attention cached", 16, lambda x: torch.ones(4), ValueError, "alibi_slopes: expected None"),
     ("write_kv v32", 1, lambda rope: rope[:, 1:], ValueError, r"k_pe: expected shape \[3, 64\]"),
     ("gather_kv v32", 3, lambda out: out[:, 1:], ValueError, r"out: expected shape \[rows, 576\]"),
     ("quantize v32", 1, lambda layout: "v33", ValueError, "layout: expected 'v32' or 'model1', got 'v33'"),
@@ -494,6 +532,41 @@ def test_lengths_of_dense_attention() -> None:
         assert_equal(compiled(made), reference.flash_attn_varlen_func(**made, causal=True))
         counts.append(counter.frame_count)
     assert counts[0] == counts[2]  # the first call may compile twice: torch tries its floats as inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options", ({}, {"full": True}, {"cached": True}), ids=str)
+def test_compiled_prefix_prefill(backend: str, options: dict[str, Any]) -> None:
+    """Also into a slice of a larger buffer, and with a scale for the results."""
+
+    def step(api: Any, made: dict[str, Any], large: Any, fp8: Any) -> Any:
+        first = api.context_attention_fwd(**made)
+        second = api.context_attention_fwd(**{**made, "o": large[:, 4:]})
+        third = api.context_attention_fwd(**{**made, "o": fp8, "fp8_out_scale": 0.25})
+        return first, second + 1, third
+
+    results = []
+    for api in (rawmla, reference):
+        made, large = prefix("cpu", **options), torch.zeros(10, 8, 24, dtype=torch.bfloat16)
+        fp8 = torch.zeros(10, 4, 32, dtype=torch.uint8)[..., :24]
+        run = torch.compile(step, fullgraph=True, backend=backend) if api is rawmla else step
+        results.append((*run(api, made, large, fp8), made["o"], large, fp8))
+    assert_equal(*results)
+    o, large = results[0][3:5]
+    assert torch.equal(large[:9, 4:], o[:9] * (o[:9] != 7)) and not large[:, :4].any()
+
+
+def test_tokens_of_prefix_prefill() -> None:
+    """Tokens and their largest number per request: one graph for all."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(rawmla.context_attention_fwd, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for own in ((3, 1, 0, 5), (7, 2, 1, 1), (1, 20, 4, 2)):
+        made, want = prefix("cpu", own), prefix("cpu", own)
+        compiled(**made)
+        assert torch.equal(made["o"], reference.context_attention_fwd(**want))
+        counts.append(counter.frame_count)
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -218,6 +219,71 @@ def _empty_for(q: Any, v: Any) -> Any:
     return q.new_zeros((*q.shape[:-1], v.shape[-1]))
 
 
+def prefix(
+    device: str, own: tuple[int, ...] = (3, 1, 0, 5), *, full: bool = False, cached: bool = False
+) -> dict[str, Any]:
+    """The arguments of `context_attention_fwd`: requests with so many new tokens, over older ones."""
+    make, heads, d, pages = tensors(device), 2, 24, 3
+    b = len(own)
+    tokens = sum(own) + 1  # the last row is of no request
+    older = [(5, 20, 3, 0)[i % 4] for i in range(b)]
+    new = [None] * 2 if cached else [make(tokens, heads, d) for _ in range(2)]
+    table = torch.randperm(b * pages, generator=torch.Generator().manual_seed(4)).reshape(b, pages)
+    caches = [make(b * pages, heads, d // 8, PAGE, 8), make(b * pages, heads, d, PAGE)]
+    if full:  # bytes of e4m3 that are finite
+        caches = [(x.float() * 20).round().clamp(0, 100).to(torch.uint8) for x in caches]
+    made: dict[str, Any] = {
+        "q": make(tokens, 4, d),
+        "k": new[0],
+        "v": new[1],
+        "o": torch.full((tokens, 4, d), 7.0, dtype=torch.bfloat16, device=device),
+        "kv_cache_dtype": "fp8" if full else "auto",
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "b_loc": table.to(device) if full else table.int().to(device),
+        "b_start_loc": int32([sum(own[:i]) for i in range(b + 1)], device),
+        "b_seq_len": int32([x + y for x, y in zip(own, older, strict=True)], device),
+        "max_seq_len": None,
+        "max_input_len": tokens,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+    if full:
+        made.update(
+            max_seq_len=30,
+            k_scale=torch.tensor(0.5, device=device),
+            v_scale=0.25,
+            alibi_slopes=torch.linspace(0, 1, 4, device=device),
+            sliding_window=6,
+            sm_scale=0.3,
+            skip_decode=True,
+            sinks=torch.linspace(-1, 1, 4, device=device).half(),
+            interleaved_v_pack_factor=8,
+        )
+    if cached:
+        made["causal"] = False
+    return made
+
+
+def _prefix(device: str, *args: Any, **options: Any) -> list[Any]:
+    """In the order of the operator, where a scale is a tensor and a number."""
+    made = prefix(device, *args, **options)
+    call: list[Any] = []
+    defaults = {
+        "skip_decode": False,
+        "is_block_table_ptr": False,
+        "interleaved_v_pack_factor": 0,
+        "causal": True,
+    }
+    for name in inspect.signature(reference.context_attention_fwd).parameters:
+        value = made.get(name, defaults.get(name))
+        if name.endswith("out_scale") or name in ("k_scale", "v_scale"):
+            call += [value, None] if isinstance(value, torch.Tensor) else [None, value]
+        else:
+            call.append(value)
+    return call
+
+
 Case = tuple[str, Callable[[str], list[Any]]]
 
 CASES: dict[str, Case] = {
@@ -264,6 +330,10 @@ CASES: dict[str, Case] = {
     "flash_attn padded": ("flash_attn", lambda d: _fixed(d, 17, 33)),
     "flash_attn empty": ("flash_attn", lambda d: _fixed(d, b=0)),
     "flash_attn_out": ("flash_attn_out", lambda d: (args := _fixed(d)) + [_empty_for(args[0], args[2])]),
+    "context_attention": ("context_attention_out", _prefix),
+    "context_attention full": ("context_attention_out", lambda d: _prefix(d, full=True)),
+    "context_attention cached": ("context_attention_out", lambda d: _prefix(d, cached=True)),
+    "context_attention no queries": ("context_attention_out", lambda d: _prefix(d, (0, 0))),
     "write_kv v32": ("write_kv", lambda d: _write(d, "v32")),
     "write_kv model1": ("write_kv", lambda d: _write(d, "model1")),
     "write_kv bf16": ("write_kv", lambda d: _write(d, "bf16")),

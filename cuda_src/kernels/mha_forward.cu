@@ -1,9 +1,11 @@
-// Dense multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads.
-// docs/kernels/mha_forward.md has the schedule; rawmla/kernels/mha_forward.py chooses the tile.
+// Multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads, keys in arrays
+// and, with PAGED, in pages of a cache before them. docs/kernels/mha_forward.md has the schedule;
+// rawmla/kernels/mha_forward.py chooses the tile.
 //
 // Roles of a CTA, which takes one tile (mha/tiles.cuh) after another:
-//   warpgroup 0, warp 0   schedules tiles and copies Q, K and V to shared memory with TMA
-//   warpgroup 0, warp 1   clears rows of V that no query of the tile sees
+//   warpgroup 0, warp 0   schedules tiles and copies Q and K to shared memory with TMA
+//   warpgroup 0, warp 1   copies V
+//   warpgroup 0, warp 2   clears rows of V that no query of the tile sees
 //   warpgroups 1 and on   64 rows of the tile each: S = Q K^T, softmax, O += P V
 // A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under P V.
 // Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's products.
@@ -11,8 +13,10 @@
 #include "attention/masks.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/swizzled_tile.cuh"
+#include "mha/array_keys.cuh"
+#include "mha/cta.cuh"
 #include "mha/masks.cuh"
+#include "mha/paged_keys.cuh"
 #include "mha/params.cuh"
 #include "mha/scores.cuh"
 #include "mha/tiles.cuh"
@@ -22,169 +26,152 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
-constexpr int kDimQK = D_QK, kDimV = D_V;  // multiples of 32; columns past those of the arrays are zeros
-constexpr int kTileKeys = TILE_KEYS;
-constexpr int kConsumers = CONSUMERS;
-constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI;
-
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kTileRows = 64 * kConsumers;
 constexpr int kRegisters = kConsumers == 2 ? 232 : 160, kProducerRegisters = kConsumers == 2 ? 40 : 32;
 static_assert(kConsumers * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
-constexpr int kStages = 2;
-constexpr int kTileStages = 2;
-constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 
-using Rows = SwizzledTile<64>;         // of Q and O
-using Keys = SwizzledTile<kTileKeys>;  // of K and V
-using Scheduler = TileScheduler<kTileRows, kTileKeys>;
-
-struct SharedMemoryPlan {
-    unsigned char q[kConsumers][max_int(kChunksQK, kChunksV) * Rows::kBytes];  // later O
-    unsigned char k[kStages][kChunksQK * Keys::kBytes];
-    unsigned char v[kStages][kChunksV * Keys::kBytes];
-    u64 bar_q_full[kConsumers], bar_q_free[kConsumers];
-    u64 bar_k_full[kStages], bar_k_free[kStages];
-    u64 bar_v_full[kStages], bar_v_free[kStages];
-    u64 bar_v_landed[kStages];  // V that is to be trimmed
-    u64 bar_tile_full[kTileStages], bar_tile_free[kTileStages];
-    Tile tiles[kTileStages];
-};
-static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
-
-// Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i.
-constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers;
-
-// The copies of one tile, from the place where the consumers find it; one thread calls.
-struct Loader {
-    u32 stage_k = 0, free_k = 1, stage_v = 0, free_v = 1;  // parities of phases
-
-    __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, u32 n) {
-        const Tile& tile = smem.tiles[n % kTileStages];
-        const int kv_head = tile.head / params.heads_per_kv;
-        const int batch_k = params.cu_seqlens_k == nullptr ? tile.request : 0;
-        int blocks = tile.end_block - tile.first_block;
-        int token = tile.k_begin + (tile.end_block - 1) * kTileKeys;
-        bool trims = tile.trims_last || (blocks == 1 && tile.trims_first);
-
-        if (blocks > 0) load_k(params, smem, token, kv_head, batch_k);
-        const int tokens = 64 >> params.log2_group;
+__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, const Tile& tile, u32 n) {
+    if (!elect_one_sync()) return;
+    const int tokens = 64 >> params.log2_group;
+    const int batch = params.cu_seqlens_q == nullptr ? tile.request : 0;
 #pragma unroll
-        for (int i = 0; i < kConsumers; ++i) {
-            const u32 full = smem_address(&smem.bar_q_full[i]);
-            mbarrier_wait_parity(smem_address(&smem.bar_q_free[i]), n & 1 ^ 1);
-            mbarrier_arrive_expect_tx(full, kChunksQK * Rows::kBytes);
+    for (int i = 0; i < kConsumers; ++i) {
+        const u32 full = smem_address(&smem.bar_q_full[i]);
+        mbarrier_wait_parity(smem_address(&smem.bar_q_free[i]), n & 1 ^ 1);
+        mbarrier_arrive_expect_tx(full, kChunksQK * Rows::kBytes);
 #pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; ++chunk)
-                tma_load_5d(smem_address(smem.q[i] + chunk * Rows::kBytes), &params.q_map, full, 64 * chunk,
-                            0, tile.q_begin + tile.first_token + i * tokens, tile.head,
-                            params.cu_seqlens_q == nullptr ? tile.request : 0);
+        for (int chunk = 0; chunk < kChunksQK; ++chunk)
+            tma_load_5d(smem_address(smem.q[i] + chunk * Rows::kBytes), &params.q_map, full, 64 * chunk, 0,
+                        tile.q_begin + tile.first_token + i * tokens, tile.head, batch);
+    }
+}
+
+struct KeyLoader {
+    Scheduler scheduler;
+    Stage stage;
+    u32 n = 0;  // number of the tile
+    bool q_is_loaded;
+
+    __device__ __forceinline__ explicit KeyLoader(const Params& params) : scheduler(params) {}
+
+    __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
+        for (;; ++n) {
+            const u32 slot = n % kTileStages;
+            mbarrier_wait_parity(smem_address(&smem.bar_tile_free[slot]), n / kTileStages & 1 ^ 1);
+            const Tile& tile = smem.tiles[slot];
+            const bool found = scheduler.next(params, smem.tiles[slot]);
+            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_tile_full[slot]));
+            if (!found) break;
+            q_is_loaded = false;
+            load<ArrayKeys>(params, smem, tile);
+            if constexpr (PAGED) load<PagedKeys>(params, smem, tile);
+            if (!q_is_loaded) {
+                load_q(params, smem, tile, n);
+                scheduler.ask(params);
+            }
+            __syncwarp();
+            scheduler.advance(params);
         }
-#pragma unroll 1
-        for (; blocks > 1; --blocks) {
-            load_k(params, smem, token - kTileKeys, kv_head, batch_k);
-            load_v(params, smem, token, kv_head, batch_k, trims);
-            token -= kTileKeys;
-            trims = blocks == 2 && tile.trims_first;
-        }
-        if (blocks > 0) load_v(params, smem, token, kv_head, batch_k, trims);
     }
 
   private:
-    __device__ __forceinline__ void load_k(const Params& params, SharedMemoryPlan& smem, int token, int head,
-                                           int batch) {
-        const u32 full = smem_address(&smem.bar_k_full[stage_k]);
-        mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage_k]), free_k);
-        mbarrier_arrive_expect_tx(full, kChunksQK * Keys::kBytes);
-        const u32 dst = smem_address(smem.k[stage_k]);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunksQK; ++chunk)
-            tma_load_4d<kL2EvictNormal>(dst + chunk * Keys::kBytes, &params.k_map, full, 64 * chunk, token,
-                                        head, batch);
-        if (++stage_k == kStages) {
-            stage_k = 0;
-            free_k ^= 1;
-        }
-    }
-    __device__ __forceinline__ void load_v(const Params& params, SharedMemoryPlan& smem, int token, int head,
-                                           int batch, bool trims) {
-        const u32 full =
-            smem_address(trims ? &smem.bar_v_landed[stage_v] : &smem.bar_v_full[stage_v]);
-        mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage_v]), free_v);
-        mbarrier_arrive_expect_tx(full, kChunksV * Keys::kBytes);
-        const u32 dst = smem_address(smem.v[stage_v]);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunksV; ++chunk)
-            tma_load_4d<kL2EvictNormal>(dst + chunk * Keys::kBytes, &params.v_map, full, 64 * chunk, token,
-                                        head, batch);
-        if (++stage_v == kStages) {
-            stage_v = 0;
-            free_v ^= 1;
+    template <class Keys>
+    __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+        typename Keys::Loader loader(params, tile);
+        const int first_block = tile.spans[Keys::kSpan].first_block;
+#pragma unroll 1
+        for (int block = tile.spans[Keys::kSpan].end_block - 1; block >= first_block; --block) {
+            loader.look_up(params, block);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage.index]), stage.parity ^ 1);
+            loader.load_k(params, smem_address(smem.k[stage.index]),
+                          smem_address(&smem.bar_k_full[stage.index]));
+            stage.advance();
+            if (!q_is_loaded) {
+                load_q(params, smem, tile, n);
+                scheduler.ask(params);
+            }
+            q_is_loaded = true;
+            __syncwarp();
         }
     }
 };
 
-__device__ __forceinline__ void load_tiles(const Params& params, SharedMemoryPlan& smem) {
-    Scheduler scheduler(params);
-    Loader loader;
-    const bool elected = elect_one_sync();
-    for (u32 n = 0;; ++n) {
-        const Tile tile = scheduler.next(params);
-        const bool ends = tile.request < 0;
-        if (elected) {
-            const u32 slot = n % kTileStages;
-            mbarrier_wait_parity(smem_address(&smem.bar_tile_free[slot]), n / kTileStages & 1 ^ 1);
-            smem.tiles[slot] = tile;
-            mbarrier_arrive(smem_address(&smem.bar_tile_full[slot]));
-            if (!ends) loader.load(params, smem, n);
+struct ValueLoader {
+    Stage stage;
+
+    __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
+        for (TileReader reader;; ++reader.count) {
+            const Tile& tile = reader.next(smem);
+            if (tile.request < 0) break;
+            load<ArrayKeys>(params, smem, tile);
+            if constexpr (PAGED) load<PagedKeys>(params, smem, tile);
+            __syncwarp();
+            if (lane_index() == 0) reader.release(smem);
         }
-        __syncwarp();
-        if (ends) break;
-        scheduler.advance(params);
     }
-}
+
+  private:
+    template <class Keys>
+    __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+        typename Keys::Loader loader(params, tile);
+        const Span& span = tile.spans[Keys::kSpan];
+#pragma unroll 1
+        for (int block = span.end_block - 1; block >= span.first_block; --block) {
+            loader.look_up(params, block);
+            u64* full = span.trims(block) ? smem.bar_v_landed : smem.bar_v_full;
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage.index]), stage.parity ^ 1);
+            loader.load_v(params, smem_address(smem.v[stage.index]), smem_address(full + stage.index));
+            stage.advance();
+            __syncwarp();
+        }
+    }
+};
 
 // Clears rows of V that no query of the tile sees (mha/tiles.cuh), and hands V on to the consumers.
-__device__ __forceinline__ void trim_values(const Params& params, SharedMemoryPlan& smem) {
-    const int lane = lane_index();
-    u32 loads = 0;   // of V before this tile
+struct ValueTrimmer {
+    u32 loads = 0;   // of V so far
     u32 landed = 0;  // parities of the stages
-    for (u32 n = 0;; ++n) {
-        const u32 slot = n % kTileStages;
-        mbarrier_wait_parity(smem_address(&smem.bar_tile_full[slot]), n / kTileStages & 1);
-        const Tile tile = smem.tiles[slot];
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&smem.bar_tile_free[slot]));
-        if (tile.request < 0) break;
-        const int blocks = tile.end_block - tile.first_block;
-        const KeyInterval keys = keys_of_tokens(params, tile, tile.first_token,
-                                                tile.first_token + (kTileRows >> params.log2_group) - 1);
-        auto trim = [&](int block) {
-            const u32 stage = (loads + tile.end_block - 1 - block) % kStages;
-            const KeyInterval rows = rows_to_keep<kTileKeys>(params, tile, keys, block);
-            mbarrier_wait_parity(smem_address(&smem.bar_v_landed[stage]), landed >> stage & 1);
-            landed ^= 1 << stage;
-#pragma unroll 1
-            for (int chunk = 0; chunk < kChunksV; ++chunk) {
-                uint4* units = reinterpret_cast<uint4*>(smem.v[stage] + chunk * Keys::kBytes);
-                for (int i = lane; i < 8 * rows.begin; i += 32) units[i] = make_uint4(0, 0, 0, 0);
-                for (int i = 8 * rows.end + lane; i < 8 * kTileKeys; i += 32)
-                    units[i] = make_uint4(0, 0, 0, 0);
-            }
-            fence_proxy_async();
+
+    __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
+        for (TileReader reader;; ++reader.count) {
+            const Tile& tile = reader.next(smem);
+            if (tile.request < 0) break;
+            trim<ArrayKeys>(params, smem, tile);
+            if constexpr (PAGED) trim<PagedKeys>(params, smem, tile);
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(smem_address(&smem.bar_v_full[stage]));
-        };
-        if (blocks > 0 && (tile.trims_last || (blocks == 1 && tile.trims_first))) trim(tile.end_block - 1);
-        if (blocks > 1 && tile.trims_first) trim(tile.first_block);
+            if (lane_index() == 0) reader.release(smem);
+        }
+    }
+
+  private:
+    template <class Keys>
+    __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+        const Span& span = tile.spans[Keys::kSpan];
+        const int blocks = span.blocks();
+        if (blocks > 0 && span.trims(span.end_block - 1)) trim_block<Keys>(params, smem, tile, 0);
+        if (blocks > 1 && span.trims(span.first_block)) trim_block<Keys>(params, smem, tile, blocks - 1);
         loads += blocks;
     }
-}
+    // `index`: the block's place in the order of loads
+    template <class Keys>
+    __device__ __forceinline__ void trim_block(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
+                                               int index) {
+        const Span& span = tile.spans[Keys::kSpan];
+        const u32 stage = (loads + index) % kStages;
+        mbarrier_wait_parity(smem_address(&smem.bar_v_landed[stage]), landed >> stage & 1);
+        landed ^= 1 << stage;
+        const int block = span.end_block - 1 - index;
+        Keys::trim(smem.v[stage], rows_to_keep<kTileRows, kTileKeys>(params, tile, span, block),
+                   lane_index());
+        fence_proxy_async();
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_v_full[stage]));
+    }
+};
 
-// The factor of a sink on a row's result, where `l` is the row's sum and `m` its reference in base 2.
-__device__ __forceinline__ float sum_with_sink(const Params& params, int head, float m, float l) {
+// The row's sum with a sink in it, where `m` is its reference in base 2.
+__device__ __forceinline__ float add_sink(const Params& params, int head, float m, float l) {
     if (params.attn_sink == nullptr) return l;
     float sink;
     if (params.sink_dtype == 0) {
@@ -196,163 +183,204 @@ __device__ __forceinline__ float sum_with_sink(const Params& params, int head, f
     return l + exp2_approx(sink * kLog2E - m);
 }
 
-__device__ __forceinline__ void attend_tiles(const Params& params, SharedMemoryPlan& smem, int wg,
-                                             int warp_idx) {
-    const u64 desc_q = Rows::k_major(smem_address(smem.q[wg]));
-    const u64 desc_k = Keys::k_major(smem_address(smem.k));
-    const u64 desc_v = Keys::mn_major(smem_address(smem.v));
-    const bool leads = threadIdx.x % 128 == 0;
-    auto take_turn = [&]() { named_barrier_sync(NB_TURN + wg, 256); };
-    auto pass_turn = [&]() { named_barrier_arrive(NB_TURN + (wg + 1 == kConsumers ? 0 : wg + 1), 256); };
+// One consumer: 64 rows of each tile.
+struct Consumer {
+    const Params& params;
+    SharedMemoryPlan& smem;
+    const int wg, warp_idx;
+    const bool leads;  // the first thread of the warpgroup
+    u32 number = 0;    // of the next block of K
 
-    if (wg == 0) named_barrier_arrive(NB_TURN, 256);
-    u32 number = 0;  // of the next block of K
-    for (u32 n = 0;; ++n) {
-        const u32 slot = n % kTileStages;
-        mbarrier_wait_parity(smem_address(&smem.bar_tile_full[slot]), n / kTileStages & 1);
-        const Tile& tile = smem.tiles[slot];
-        if (warp_uniform(tile.request) < 0) break;
-        int block = warp_uniform(tile.end_block) - 1;
-        const int first_block = warp_uniform(tile.first_block);
+    // What follows from the tile is read again where it is needed: it would take registers meanwhile.
+    __device__ __forceinline__ int row_of(int r) const { return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r; }
+    __device__ __forceinline__ int token_of(const Tile& tile, int r) const {
+        return tile.first_token + (row_of(r) >> params.log2_group);
+    }
+    __device__ __forceinline__ int head_of(const Tile& tile, int r) const {
+        return (tile.head << params.log2_group) + (row_of(r) & ((1 << params.log2_group) - 1));
+    }
 
-        // What follows from the tile is read again where it is needed: it would take registers meanwhile.
-        auto row_of = [&](int r) { return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r; };
-        auto token_of = [&](int r) { return tile.first_token + (row_of(r) >> params.log2_group); };
-        auto head_of = [&](int r) {
-            const int in_group = row_of(r) & ((1 << params.log2_group) - 1);
-            return (tile.head << params.log2_group) + in_group;
-        };
+    __device__ __forceinline__ void run() {
+        if (wg == 0) named_barrier_arrive(NB_TURN, 256);
+        for (TileReader reader;; ++reader.count) {
+            const Tile& tile = reader.next(smem);
+            if (warp_uniform(tile.request) < 0) break;
+            attend(tile, reader);
+        }
+    }
 
-        float s[kTileKeys / 2], o[kDimV / 2];
-        u32 p[kTileKeys / 16][4];
+  private:
+    using Scores = float[kTileKeys / 2];
+    using Output = float[kDimV / 2];
+    using Probabilities = u32[kTileKeys / 16][4];
+
+    __device__ __forceinline__ void attend(const Tile& tile, const TileReader& reader) {
+        Output o;
         LazySoftmax softmax;
         ScoreStep<kSoftcap, kAlibi> score_step;
         if constexpr (kAlibi) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                score_step.diagonal[r] = token_of(r) + tile.k_len - tile.q_len - 2 * (lane_index() % 4);
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-                score_step.slope[r] = params.alibi_slopes[row + head_of(r)] * kLog2E;
+                score_step.diagonal[r] = token_of(tile, r) + tile.offset;
+                score_step.slope[r] = params.alibi_slopes[row + head_of(tile, r)] * kLog2E;
             }
         }
 #pragma unroll
         for (int j = 0; j < kDimV / 2; ++j) o[j] = 0.0f;
-        wgmma_pin(o);
+        wgmma_pin(o);  // not to be zeroed in the middle of a pipeline of wgmma
 
-        auto issue_qk = [&]() {
-            const u64 b = desc_k + number % kStages * (kChunksQK * Keys::kStepTile);
-            wgmma_pin(s);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kDimQK / 16; ++k)
-                wgmma_ss<kDtype>(s, desc_q + k / 4 * Rows::kStepTile + k % 4 * Rows::kStepK,
-                                 b + k / 4 * Keys::kStepTile + k % 4 * Keys::kStepK, k > 0);
-            wgmma_commit_group();
-        };
-        auto issue_pv = [&]() {  // of the block before `number`
-            const u64 b = desc_v + (number - 1) % kStages * (kChunksV * Keys::kStepTile);
-            wgmma_pin(o);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kTileKeys / 16; ++k)
-                wgmma_rs<kDtype, Major::kMn>(o, p[k], b + k * Keys::kStepMn, true);
-            wgmma_commit_group();
-        };
-        auto wait_k = [&]() {
-            mbarrier_wait_parity(smem_address(&smem.bar_k_full[number % kStages]), number / kStages & 1);
-        };
-        auto wait_v = [&]() {
-            mbarrier_wait_parity(smem_address(&smem.bar_v_full[(number - 1) % kStages]),
-                                 (number - 1) / kStages & 1);
-        };
-        auto free_k = [&]() {
-            if (leads) mbarrier_arrive(smem_address(&smem.bar_k_free[number % kStages]));
-        };
-        auto free_v = [&]() {
-            if (leads) mbarrier_arrive(smem_address(&smem.bar_v_free[(number - 1) % kStages]));
-        };
-        auto mask = [&](int block) {
-            IntervalMask<kWindow> interval;
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[wg]), reader.count & 1);
+        attend_span<ArrayKeys>(tile, o, softmax, score_step);
+        if constexpr (PAGED) attend_span<PagedKeys>(tile, o, softmax, score_step);
+        store(tile, reader, o, softmax);
+    }
+
+    template <class Keys>
+    __device__ __forceinline__ void issue_qk(Scores& s, u64 desc_q, u64 desc_k) const {
+        wgmma_pin(s);
+        wgmma_fence();
+        Keys::issue_qk(s, desc_q, desc_k + number % kStages * (sizeof(smem.k[0]) >> 4));
+        wgmma_commit_group();
+    }
+    // Of the block before `number`
+    template <class Keys>
+    __device__ __forceinline__ void issue_pv(Output& o, const Probabilities& p, u64 desc_v) const {
+        wgmma_pin(o);
+        wgmma_fence();
+        Keys::issue_pv(o, p, desc_v + (number - 1) % kStages * (sizeof(smem.v[0]) >> 4));
+        wgmma_commit_group();
+    }
+    __device__ __forceinline__ void wait_k() const {
+        mbarrier_wait_parity(smem_address(&smem.bar_k_full[number % kStages]), number / kStages & 1);
+    }
+    __device__ __forceinline__ void wait_v() const {
+        mbarrier_wait_parity(smem_address(&smem.bar_v_full[(number - 1) % kStages]),
+                             (number - 1) / kStages & 1);
+    }
+    __device__ __forceinline__ void free_k() const {
+        if (leads) mbarrier_arrive(smem_address(&smem.bar_k_free[number % kStages]));
+    }
+    __device__ __forceinline__ void free_v() const {
+        if (leads) mbarrier_arrive(smem_address(&smem.bar_v_free[(number - 1) % kStages]));
+    }
+    __device__ __forceinline__ void take_turn() const { named_barrier_sync(NB_TURN + wg, 256); }
+    __device__ __forceinline__ void pass_turn() const {
+        named_barrier_arrive(NB_TURN + (wg + 1 == kConsumers ? 0 : wg + 1), 256);
+    }
+
+    // From scores of a block to probabilities.
+    template <class Keys>
+    __device__ __forceinline__ void probabilities(const Tile& tile, int block, bool masked, Scores& s,
+                                                  LazySoftmax& softmax,
+                                                  const ScoreStep<kSoftcap, kAlibi>& score_step) const {
+        const Span& span = tile.spans[Keys::kSpan];
+        const int first_column = block * kTileKeys + 2 * (lane_index() % 4);
+        if constexpr (kAlibi || kSoftcap)
+            score_step.template apply<Keys>(params, s, span.base + first_column);
+        if (masked) {
+            IntervalMask<kWindow> mask;
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                interval.set(r, keys_of_token(params, tile, token_of(r)), block * kTileKeys, lane_index());
-            apply_mask(s, interval);
-        };
-        // One block: S of it, P V of the block before, and the softmax between.
-        auto step = [&](int block, bool masked) {
-            wait_k();
-            take_turn();
-            issue_qk();
-            wait_v();
-            issue_pv();
-            pass_turn();
-            wgmma_wait_group<1>();
-            wgmma_pin(s);
-            free_k();
-            score_step.apply(params, s, block * kTileKeys);
-            if (masked) mask(block);
-            softmax.block(s, params.softmax_scale_log2, masked);
-            wgmma_wait_group<0>();
-            wgmma_pin(o);
-            free_v();
-            ++number;
-            pack_probabilities<kDtype>(s, p);
-            softmax.rescale(o);
-        };
-
-        mbarrier_wait_parity(smem_address(&smem.bar_q_full[wg]), n & 1);
-        if (block >= first_block) {
-            wait_k();
-            issue_qk();
-            wgmma_wait_group<0>();
-            wgmma_pin(s);
-            free_k();
-            ++number;
-            score_step.apply(params, s, block * kTileKeys);
-            mask(block);
-            softmax.block(s, params.softmax_scale_log2, true);
-            pack_probabilities<kDtype>(s, p);
-
-            // Blocks [plain_begin, plain_end) are seen whole by all rows of the warpgroup that exist.
-            const int first_row = tile.first_token + (wg * 64 >> params.log2_group);
-            const int last_row = tile.first_token + (wg * 64 + 63 >> params.log2_group);
-            const int plain_end = warp_uniform(keys_of_token(params, tile, first_row).end) / kTileKeys;
-            const int plain_begin =
-                kWindow ? warp_uniform(ceil_div(keys_of_token(params, tile, last_row).begin, kTileKeys)) : 0;
-            --block;
-#pragma unroll 1
-            for (; block >= max_int(first_block, plain_end); --block) step(block, true);
-#pragma unroll 1
-            for (; block >= max_int(first_block, plain_begin); --block) step(block, false);
-            if constexpr (kWindow) {
-#pragma unroll 1
-                for (; block >= first_block; --block) step(block, true);
-            }
-            wait_v();
-            issue_pv();
+                mask.set(r, span.clip(keys_of_token(params, tile, token_of(tile, r))), first_column);
+#pragma unroll
+            for (int j = 0; j < kTileKeys / 2; ++j)
+                if (mask.hides((j >> 1) & 1, Keys::column_of(j))) s[j] = -kInfinity;
         }
+        softmax.block(s, params.softmax_scale_log2, masked);
+    }
 
-        // Results
+    template <class Keys>
+    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
+                                         Scores& s, Output& o, Probabilities& p, LazySoftmax& softmax,
+                                         const ScoreStep<kSoftcap, kAlibi>& score_step) {
+        wait_k();
+        take_turn();
+        issue_qk<Keys>(s, desc[0], desc[1]);
+        wait_v();
+        issue_pv<Keys>(o, p, desc[2]);
+        pass_turn();
+        wgmma_wait_group<1>();
+        wgmma_pin(s);
+        free_k();
+        probabilities<Keys>(tile, block, masked, s, softmax, score_step);
+        wgmma_wait_group<0>();
+        wgmma_pin(o);
+        free_v();
+        ++number;
+        Keys::pack(s, p);
+        softmax.rescale(o);
+    }
+
+    template <class Keys>
+    __device__ __forceinline__ void attend_span(const Tile& tile, Output& o, LazySoftmax& softmax,
+                                                const ScoreStep<kSoftcap, kAlibi>& score_step) {
+        const Span& span = tile.spans[Keys::kSpan];
+        int block = warp_uniform(span.end_block) - 1;
+        const int first_block = warp_uniform(span.first_block);
+        if (block < first_block) return;
+        number = warp_uniform(number);  // else ptxas computes descriptors lane by lane
+        Scores s;
+        Probabilities p;
+        const u64 desc[3] = {Rows::k_major(smem_address(smem.q) + wg * sizeof(smem.q[0])),
+                             Keys::k_descriptor(smem_address(smem.k)),
+                             Keys::v_descriptor(smem_address(smem.v))};
+        wait_k();
+        issue_qk<Keys>(s, desc[0], desc[1]);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+        free_k();
+        ++number;
+        probabilities<Keys>(tile, block, true, s, softmax, score_step);
+        Keys::pack(s, p);
+        if (Keys::kSpan > 0) softmax.rescale(o);
+
+        // Blocks [plain_begin, plain_end) are seen whole by all rows of the warpgroup that exist.
+        const int first_row = tile.first_token + (wg * 64 >> params.log2_group);
+        const int last_row = tile.first_token + (wg * 64 + 63 >> params.log2_group);
+        const int plain_end = warp_uniform(span.clip(keys_of_token(params, tile, first_row)).end) / kTileKeys;
+        const int plain_begin =
+            kWindow ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
+                    : 0;
+        --block;
+#pragma unroll 1
+        for (; block >= max_int(first_block, plain_end); --block)
+            step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
+#pragma unroll 1
+        for (; block >= max_int(first_block, plain_begin); --block)
+            step<Keys>(tile, block, false, desc, s, o, p, softmax, score_step);
+        if constexpr (kWindow) {
+#pragma unroll 1
+            for (; block >= first_block; --block)
+                step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step);
+        }
+        wait_v();
+        issue_pv<Keys>(o, p, desc[2]);
+        wgmma_wait_group<0>();
+        wgmma_pin(o);
+        free_v();
+    }
+
+    // Results of the tile; then it and Q are free.
+    __device__ __forceinline__ void store(const Tile& tile, const TileReader& reader, Output& o,
+                                          LazySoftmax& softmax) const {
         float factor[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int token = token_of(r), head = head_of(r);
+            const int token = token_of(tile, r), head = head_of(tile, r);
             // Tokens past q_len have results, which are those of a row without keys.
             const float sum = quad_sum(softmax.l[r]);
             const float l = token < tile.q_len ? sum : 0.0f;
             const float m = softmax.m[r] * params.softmax_scale_log2;
-            factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(sum_with_sink(params, head, m, l));
-            if (leads_quad() && token < tile.q_rows) {
-                float* lse = params.lse + (params.cu_seqlens_q == nullptr ? tile.request : 0) * params.lse_stride_b;
-                lse[head * params.lse_stride_h + tile.q_begin + token] =
-                    l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
+            factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(add_sink(params, head, m, l));
+            if (params.lse != nullptr && leads_quad() && token < tile.q_rows) {
+                float* lse = params.lse + head * params.lse_stride_h + tile.q_begin + token;
+                if (params.cu_seqlens_q == nullptr) lse += tile.request * params.lse_stride_b;
+                *lse = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
             }
         }
         const u32 smem_o = smem_address(smem.q[wg]);
         const u32 dst = smem_o + Rows::offset(warp_idx * 16 + lane_index() % 16, lane_index() / 16);
-        wgmma_wait_group<0>();
-        wgmma_pin(o);
-        if (warp_uniform(tile.end_block) > first_block) free_v();
 #pragma unroll
         for (int k = 0; k < kDimV / 16; ++k) {
             u32 packed[4];
@@ -371,11 +399,11 @@ __device__ __forceinline__ void attend_tiles(const Params& params, SharedMemoryP
         named_barrier_sync(NB_OWN + wg, 128);
         const int first_token = tile.first_token + (wg * 64 >> params.log2_group);
         const int tokens = 64 >> params.log2_group;
-        const int q_begin = tile.q_begin, head = tile.head, request = tile.request;
-        const int rows = tile.q_rows;
+        const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
         named_barrier_sync(NB_OWN + wg, 128);
-        if (leads) mbarrier_arrive(smem_address(&smem.bar_tile_free[slot]));
-        if (params.cu_seqlens_q == nullptr || first_token + tokens <= rows) {
+        if (leads) reader.release(smem);
+        // TMA would write past the end of a segment, and beside columns that are no multiple of 16 bytes.
+        if (params.d_v % 8 == 0 && (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
             if (warp_idx == 0 && elect_one_sync()) {
 #pragma unroll
                 for (int chunk = 0; chunk < kChunksV; ++chunk)
@@ -386,57 +414,33 @@ __device__ __forceinline__ void attend_tiles(const Params& params, SharedMemoryP
                 mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
             }
         } else {
-            // The last tokens of a segment, behind which the next one begins
-            for (int i = threadIdx.x % 128; i < 64 * 8 * kChunksV; i += 128) {
-                const int row = i / (8 * kChunksV), unit = i % (8 * kChunksV);
-                const int token = first_token + (row >> params.log2_group);
-                const int query_head = (head << params.log2_group) + (row & ((1 << params.log2_group) - 1));
-                const u16* src = reinterpret_cast<const u16*>(smem.q[wg] + unit / 8 * Rows::kBytes +
-                                                              Rows::offset(row, unit % 8));
-                u16* out = params.out + (q_begin + token) * params.out_stride_s +
-                           query_head * params.out_stride_h + 8 * unit;
-                if (token >= rows) break;
-                if (8 * unit + 8 <= params.d_v) {
-                    *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(src);
-                } else {
-                    for (int column = 0; 8 * unit + column < params.d_v; ++column) out[column] = src[column];
-                }
-            }
+            store_rows(request, q_begin, first_token, rows, head);
             fence_proxy_async();
             named_barrier_sync(NB_OWN + wg, 128);
             if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
         }
     }
-}
-
-__device__ __forceinline__ void init_barriers(const Params& params, SharedMemoryPlan& smem) {
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < kConsumers; ++i) {
-            mbarrier_init(smem_address(&smem.bar_q_full[i]), 1);
-            mbarrier_init(smem_address(&smem.bar_q_free[i]), 1);
+    // Tokens below `rows` of what `store` has put in shared memory, without TMA.
+    __device__ __forceinline__ void store_rows(int request, int q_begin, int first_token, int rows,
+                                               int head) const {
+        const int group = 1 << params.log2_group;
+        const i64 batch = params.cu_seqlens_q == nullptr ? request * params.out_stride_b : 0;
+        for (int i = threadIdx.x % 128; i < 64 * 8 * kChunksV; i += 128) {
+            const int row = i / (8 * kChunksV), unit = i % (8 * kChunksV);
+            const int token = first_token + (row >> params.log2_group);
+            if (token >= rows) break;
+            const unsigned char* tile = smem.q[wg] + unit / 8 * Rows::kBytes;
+            const u16* src = reinterpret_cast<const u16*>(tile + Rows::offset(row, unit % 8));
+            u16* out = static_cast<u16*>(params.out) + batch + (q_begin + token) * params.out_stride_s +
+                       (head * group + (row & (group - 1))) * params.out_stride_h + 8 * unit;
+            if (8 * unit + 8 <= params.d_v) {
+                *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(src);
+            } else {
+                for (int column = 0; 8 * unit + column < params.d_v; ++column) out[column] = src[column];
+            }
         }
-#pragma unroll
-        for (int i = 0; i < kStages; ++i) {
-            mbarrier_init(smem_address(&smem.bar_k_full[i]), 1);
-            mbarrier_init(smem_address(&smem.bar_v_full[i]), 1);
-            mbarrier_init(smem_address(&smem.bar_v_landed[i]), 1);
-            mbarrier_init(smem_address(&smem.bar_k_free[i]), kConsumers);
-            mbarrier_init(smem_address(&smem.bar_v_free[i]), kConsumers);
-        }
-#pragma unroll
-        for (int i = 0; i < kTileStages; ++i) {
-            mbarrier_init(smem_address(&smem.bar_tile_full[i]), 1);
-            mbarrier_init(smem_address(&smem.bar_tile_free[i]), kConsumers + 1);
-        }
-        mbarrier_init_fence();
-    } else if (threadIdx.x == 32) {
-        tma_prefetch_descriptor(&params.q_map);
-        tma_prefetch_descriptor(&params.k_map);
-        tma_prefetch_descriptor(&params.v_map);
-        tma_prefetch_descriptor(&params.out_map);
     }
-}
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
@@ -444,7 +448,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
     const int wg_idx = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
     const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
 
-    init_barriers(params, smem);
+    if (threadIdx.x == 0) init_barriers(smem);
+    if (threadIdx.x == 32) {
+        tma_prefetch_descriptor(&params.q_map);
+        tma_prefetch_descriptor(&params.k_map);
+        tma_prefetch_descriptor(&params.v_map);
+        tma_prefetch_descriptor(&params.out_map);
+    }
     __syncthreads();
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -452,12 +462,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (warp_idx == 0) {
-            load_tiles(params, smem);
+            KeyLoader(params).run(params, smem);
         } else if (warp_idx == 1) {
-            trim_values(params, smem);
+            ValueLoader{}.run(params, smem);
+        } else if (warp_idx == 2) {
+            ValueTrimmer{}.run(params, smem);
         }
     } else {
         setmaxnreg_inc<kRegisters>();
-        attend_tiles(params, smem, wg_idx - 1, warp_idx);
+        Consumer{params, smem, wg_idx - 1, warp_idx, threadIdx.x % 128 == 0}.run();
     }
 }

@@ -7,7 +7,7 @@
 //
 // Matrix descriptor (PTX ISA, "Matrix Descriptor Format"; addresses in units of 16 bytes):
 //   bits 0-13 start address, 16-29 leading byte offset (LBO), 32-45 stride byte offset (SBO),
-//   62-63 swizzle (0 none, 1 128 bytes, 2 64 bytes).
+//   62-63 swizzle (0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes).
 //   K-major (rows x k, k contiguous): SBO is the distance of groups of eight rows. LBO is not used.
 //   MN-major (k x columns, columns contiguous): LBO is the distance of tiles side by side, SBO that of groups
 //   of eight rows along k.

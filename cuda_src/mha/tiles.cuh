@@ -1,10 +1,37 @@
 // Tiles: which query rows a CTA attends next, and which keys they see.
 //
 // A tile has kTileRows rows: tokens of one request and head, or tokens times the query heads of one KV head,
-// the head fastest. Its keys come in blocks of kTileKeys, from the last to the first.
+// the head fastest. Its keys lie in spans, each with its own source; blocks of a span are attended from the
+// last to the first.
 #pragma once
+#include "common/division.cuh"
 #include "common/types.cuh"
 #include "mha/params.cuh"
+#include "ptx/sync.cuh"
+
+struct KeyInterval {
+    int begin, end;
+};
+
+// Keys base to base + length - 1 of a request.
+struct Span {
+    int base, length;
+    int first_block, end_block;    // that a row of the tile sees, counted from `base`
+    bool trims_first, trims_last;  // V of these two blocks has rows to be cleared: see `rows_to_keep`
+
+    __device__ __forceinline__ int blocks() const { return end_block - first_block; }
+    // Whether V of this block is to be trimmed.
+    __device__ __forceinline__ bool trims(int block) const {
+        return (block == first_block && trims_first) || (block == end_block - 1 && trims_last);
+    }
+    __device__ __forceinline__ KeyInterval clip(const KeyInterval& keys) const {
+        return {min_int(max_int(keys.begin - base, 0), length), min_int(max_int(keys.end - base, 0), length)};
+    }
+};
+
+// Spans: keys in arrays, then, with PAGED, those in pages of a cache.
+constexpr int kSpans = PAGED ? 2 : 1;
+constexpr int kArrays = 0, kPages = kSpans - 1;
 
 struct Tile {
     int request;      // negative: there is no tile left
@@ -13,23 +40,20 @@ struct Tile {
     int q_begin, k_begin;  // where the request's tokens begin in the arrays
     int q_rows;            // tokens of the request that have results
     int q_len, k_len;      // those that exist
-    int first_block, end_block;
-    bool trims_first, trims_last;  // V of these two blocks has rows that `rows_to_keep` leaves out
+    int offset;            // the key that the first query token is aligned to
+    Span spans[kSpans];
 };
 
-// The keys that a query token sees: those of an interval.
-struct KeyInterval {
-    int begin, end;
-};
+// The keys that a query token sees.
 __device__ __forceinline__ KeyInterval keys_of_token(const Params& params, const Tile& tile, int token) {
-    const int diagonal = token + tile.k_len - tile.q_len;  // the last query token is aligned to the last key
+    const int diagonal = token + tile.offset;
     KeyInterval keys;
     keys.begin = max_int(diagonal - params.window_left, 0);
     keys.end = token < tile.q_len ? min_int(diagonal + params.window_right + 1, tile.k_len) : 0;
     return keys;
 }
-// The union of the intervals of tokens first to last; empty if its end is not behind its beginning. Intervals
-// move with the token, so it has no gaps that any of the tokens sees.
+// The union over tokens first to last; empty if its end is not behind its beginning. Intervals move with the
+// token, so it has no gaps that any of the tokens sees.
 __device__ __forceinline__ KeyInterval keys_of_tokens(const Params& params, const Tile& tile, int first,
                                                       int last) {
     last = min_int(last, tile.q_len - 1);
@@ -39,24 +63,12 @@ __device__ __forceinline__ KeyInterval keys_of_tokens(const Params& params, cons
     return keys;
 }
 
-// The rows of V of a block that stay as they are. The others, which no query of the tile sees, may be another
-// request's, or hold NaN: their products with probabilities of 0 must be 0, so they are cleared. Past the end
-// of the array TMA gives zeros.
-template <int kTileKeys>
-__device__ __forceinline__ KeyInterval rows_to_keep(const Params& params, const Tile& tile,
-                                                    const KeyInterval& keys, int block) {
-    KeyInterval rows;
-    rows.begin = max_int(keys.begin - block * kTileKeys, 0);
-    rows.end = min_int(keys.end - block * kTileKeys, kTileKeys);
-    if (tile.k_begin + keys.end >= params.total_k) rows.end = kTileKeys;
-    return rows;
-}
-
 // Gives out the tiles of a call. All lanes of a warp call; they agree.
 template <int kTileRows, int kTileKeys>
 struct TileScheduler {
     int number;  // of the next tile
     int tokens;  // of a tile
+    int taken = 0;  // in lane 0, what `ask` was told
     // With cu_seqlens_q: requests 32 at a time, one for each lane.
     int first_request = 0;
     int tiles_before = 0;  // of the requests before these
@@ -67,58 +79,28 @@ struct TileScheduler {
         if (params.cu_seqlens_q != nullptr) count_tiles(params);
     }
 
-    __device__ __forceinline__ Tile next(const Params& params) {
-        Tile tile;
-        int index = number, tiles_per_head = params.tiles_per_head;
+    // Finds the next tile; lane 0 writes it.
+    __device__ __forceinline__ bool next(const Params& params, Tile& tile) {
+        int index = number, tiles_per_head = params.tiles_per_head, request = 0;
         if (params.cu_seqlens_q == nullptr) {
-            tile.request = index < params.tiles ? 0 : -1;
+            if (index >= params.tiles) request = -1;
         } else {
-            tile.request = find_request(params, index, tiles_per_head);
+            request = find_request(params, index, tiles_per_head);
         }
-        if (tile.request < 0) return tile;
-        // Sections of heads; in each, the last query tokens first, which see most keys under a causal mask.
-        const int section_tiles = params.section * tiles_per_head;
-        const int section = index / section_tiles;
-        index -= section * section_tiles;
-        const int all_heads = params.cu_seqlens_q == nullptr ? params.heads * params.b : params.heads;
-        const int width = min_int(params.section, all_heads - section * params.section);
-        const int turn = index / width;
-        tile.head = section * params.section + index - turn * width;
-        tile.first_token = (tiles_per_head - 1 - turn) * tokens;
-        tile.q_rows = params.seqlen_q;
-        tile.k_len = params.seqlen_k;
-        tile.q_begin = tile.k_begin = 0;
-        if (params.cu_seqlens_q == nullptr) {
-            tile.request = tile.head / params.heads;
-            tile.head -= tile.request * params.heads;
-        } else {
-            tile.q_begin = params.cu_seqlens_q[tile.request];
-            tile.q_rows = params.cu_seqlens_q[tile.request + 1] - tile.q_begin;
+        if (lane_index() == 0) {
+            tile.request = request;
+            if (request >= 0) find_rows(params, tile, index, tiles_per_head);
         }
-        if (params.cu_seqlens_k != nullptr) {
-            tile.k_begin = params.cu_seqlens_k[tile.request];
-            tile.k_len = params.cu_seqlens_k[tile.request + 1] - tile.k_begin;
-        }
-        tile.q_len = tile.q_rows;
-        if (params.seqused_q != nullptr) tile.q_len = min_int(tile.q_len, params.seqused_q[tile.request]);
-        if (params.seqused_k != nullptr) tile.k_len = min_int(tile.k_len, params.seqused_k[tile.request]);
-        const KeyInterval keys =
-            keys_of_tokens(params, tile, tile.first_token, tile.first_token + tokens - 1);
-        tile.first_block = keys.begin / kTileKeys;
-        tile.end_block = keys.end <= keys.begin ? tile.first_block : ceil_div(keys.end, kTileKeys);
-        tile.trims_first = rows_to_keep<kTileKeys>(params, tile, keys, tile.first_block).begin > 0;
-        tile.trims_last = rows_to_keep<kTileKeys>(params, tile, keys, tile.end_block - 1).end < kTileKeys;
-        return tile;
+        __syncwarp();
+        return request >= 0;
     }
-    // After the lanes have used the tile.
+    // Asks for the number of the tile after this one; the answer passes while the tile is loaded.
+    __device__ __forceinline__ void ask(const Params& params) {
+        if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);
+    }
     __device__ __forceinline__ void advance(const Params& params) {
-        if (params.counter == nullptr) {
-            number += gridDim.x;
-        } else {
-            int taken = 0;
-            if (threadIdx.x % 32 == 0) taken = atomicAdd(params.counter, 1);
-            number = gridDim.x + __shfl_sync(0xffffffff, taken, 0);
-        }
+        number = params.counter == nullptr ? number + gridDim.x
+                                           : gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
 
   private:
@@ -126,6 +108,7 @@ struct TileScheduler {
         const int lane = threadIdx.x % 32, request = first_request + lane;
         int rows = 0;
         if (request < params.b) rows = params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request];
+        if (params.skip_decode && rows == 1) rows = 0;
         tiles_upto = ceil_div(rows, tokens) * params.heads;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -152,4 +135,84 @@ struct TileScheduler {
             count_tiles(params);
         }
     }
+    // The tile's head and tokens, from its number in the request, or in the call without cu_seqlens_q.
+    __device__ __forceinline__ void find_rows(const Params& params, Tile& tile, int index,
+                                              int tiles_per_head) const {
+        // Sections of heads; in each, the last query tokens first, which see most keys under a causal mask.
+        const int section_tiles = params.section * tiles_per_head;
+        const int section = index / section_tiles;
+        index -= section * section_tiles;
+        const int all_heads = params.cu_seqlens_q == nullptr ? params.heads * params.b : params.heads;
+        const int width = min_int(params.section, all_heads - section * params.section);
+        const int turn = index / width;
+        tile.head = section * params.section + index - turn * width;
+        tile.first_token = (tiles_per_head - 1 - turn) * tokens;
+        if (params.cu_seqlens_q == nullptr) {
+            tile.request = tile.head / params.heads;
+            tile.head -= tile.request * params.heads;
+        }
+        find_tokens(params, tile);
+        find_spans(params, tile);
+    }
+    // Where the tile's request lies, and how many tokens it has.
+    __device__ __forceinline__ static void find_tokens(const Params& params, Tile& tile) {
+        const int request = tile.request;
+        tile.q_begin = tile.k_begin = 0;
+        tile.q_rows = params.seqlen_q;
+        tile.k_len = params.seqlen_k;
+        if (params.cu_seqlens_q != nullptr) {
+            tile.q_begin = params.cu_seqlens_q[request];
+            tile.q_rows = params.cu_seqlens_q[request + 1] - tile.q_begin;
+        }
+        if (params.cu_seqlens_k != nullptr) {
+            tile.k_begin = params.cu_seqlens_k[request];
+            tile.k_len = params.cu_seqlens_k[request + 1] - tile.k_begin;
+        }
+        tile.q_len = tile.q_rows;
+        if (params.seqused_q != nullptr) tile.q_len = min_int(tile.q_len, params.seqused_q[request]);
+        if constexpr (PAGED) {
+            tile.k_begin = tile.q_begin;
+            tile.k_len = params.seqused_k[request];
+            tile.offset = max_int(tile.k_len - tile.q_len, 0);
+            if (!params.own_in_cache) tile.k_len = tile.offset + tile.q_len;
+        } else {
+            if (params.seqused_k != nullptr) tile.k_len = min_int(tile.k_len, params.seqused_k[request]);
+            tile.offset = tile.k_len - tile.q_len;
+        }
+    }
+    __device__ __forceinline__ void find_spans(const Params& params, Tile& tile) const {
+        const int in_pages = !PAGED ? 0 : params.own_in_cache ? tile.k_len : tile.offset;
+        const KeyInterval seen =
+            keys_of_tokens(params, tile, tile.first_token, tile.first_token + tokens - 1);
+#pragma unroll
+        for (int i = 0; i < kSpans; ++i) {
+            Span& span = tile.spans[i];
+            const bool pages = PAGED && i == kPages;
+            span.base = pages ? 0 : in_pages;
+            span.length = pages ? in_pages : tile.k_len - in_pages;
+            const KeyInterval keys = span.clip(seen);
+            span.first_block = keys.begin / kTileKeys;
+            span.end_block = keys.end <= keys.begin ? span.first_block : ceil_div(keys.end, kTileKeys);
+            if (pages) {
+                // What lies behind whole pieces of pages is not loaded (mha/paged_keys.cuh).
+                span.trims_first = keys.begin % 16 != 0;
+                span.trims_last = keys.end % 16 != 0;
+            } else {
+                // Past the end of the array TMA gives zeros.
+                span.trims_first = keys.begin % kTileKeys != 0;
+                span.trims_last = keys.end % kTileKeys != 0 && tile.k_begin + keys.end < params.total_k;
+            }
+        }
+    }
 };
+
+// Rows of V of a block that stay as they are. The others, which no query of the tile sees, may be another
+// request's, or hold NaN: their products with probabilities of 0 must be 0, so they are cleared.
+template <int kTileRows, int kTileKeys>
+__device__ __forceinline__ KeyInterval rows_to_keep(const Params& params, const Tile& tile, const Span& span,
+                                                    int block) {
+    const int tokens = kTileRows >> params.log2_group;
+    const KeyInterval keys =
+        span.clip(keys_of_tokens(params, tile, tile.first_token, tile.first_token + tokens - 1));
+    return {max_int(keys.begin - block * kTileKeys, 0), min_int(keys.end - block * kTileKeys, kTileKeys)};
+}

@@ -97,13 +97,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @lru_cache
-def aligned_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """In elements: those of an array whose rows are padded to a multiple of 8 elements, else contiguous."""
-    return (*contiguous_strides((*shape[:-1], _aligned(shape[-1])))[:-1], 1)
+def aligned_strides(shape: tuple[int, ...], multiple: int = 8) -> tuple[int, ...]:
+    """In elements: those of an array whose rows are padded to a multiple of so many, else contiguous."""
+    return (*contiguous_strides((*shape[:-1], _aligned(shape[-1], multiple)))[:-1], 1)
 
 
-def _aligned(columns: int) -> int:
-    return -(-columns // 8) * 8
+def _aligned(columns: int, multiple: int = 8) -> int:
+    return -(-columns // multiple) * multiple
 
 
 def _with_strides(array: NewArray) -> tuple[tuple[int, ...], str, tuple[int, ...]]:
@@ -223,7 +223,7 @@ class CupyFramework:
 
     The pool has no notion of a graph: memory that is freed after a capture may be handed to somebody else
     while the graph still writes to it. Scratch of a captured call is therefore part of the allocation of
-    one of the call's outputs.
+    one of the call's outputs, or never freed where the call allocates none.
     """
 
     name = "cupy"
@@ -235,6 +235,7 @@ class CupyFramework:
         self._name_of_dtype: dict[Any, str] = {}
         self._dtype_of_name: dict[str, Any] = {}
         self._queries: dict[int, Callable[[], bool]] = {}
+        self._kept: list[Any] = []
 
     def read(self, x: Any, name: str) -> Fields:
         """Fields of a CuPy array; `name` is the argument's, for the error text."""
@@ -271,7 +272,8 @@ class CupyFramework:
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
-
+        if not arrays:
+            return partial(self._scratch_alone, scratch_bytes, device)
         *others, last = arrays
 
         def make(array: NewArray, more_bytes: int = 0) -> tuple[Any, Any]:
@@ -296,6 +298,15 @@ class CupyFramework:
             return [*made, *make(last, scratch_bytes)]
 
         return allocate
+
+    def _scratch_alone(self, scratch_bytes: int, device: int) -> list[Any]:
+        """What an allocator without arrays makes; nothing tells when a graph that uses it is gone."""
+        if not scratch_bytes:
+            return [None]
+        scratch = self.empty((scratch_bytes,), "uint8", device)
+        if self.is_capturing(device):
+            self._kept.append(scratch)
+        return [scratch]
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """See `Framework.contiguous_copy`."""

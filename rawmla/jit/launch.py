@@ -25,7 +25,15 @@ from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "clear", "get_kernel", "loaded_labels", "require_supported"]
+__all__ = [
+    "NO_LAUNCH",
+    "Kernel",
+    "PreparedLaunch",
+    "clear",
+    "get_kernel",
+    "loaded_labels",
+    "require_supported",
+]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.

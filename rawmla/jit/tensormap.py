@@ -14,7 +14,7 @@ __all__ = ["TENSOR_MAP_BYTES", "tensor_map"]
 TENSOR_MAP_BYTES = 128
 
 _DTYPES = {"uint8": 0, "float16": 6, "float32": 7, "bfloat16": 9}
-_SWIZZLES = {"none": 0, "128b": 3}
+_SWIZZLES = {"none": 0, "32b": 1, "128b": 3}
 _L2_PROMOTIONS = {"none": 0, "128b": 2, "256b": 3}
 _MAX_RANK = 5
 
@@ -26,7 +26,7 @@ def tensor_map(
     dims: tuple[int, ...],
     strides_bytes: tuple[int, ...],
     box: tuple[int, ...],
-    swizzle: Literal["none", "128b"],
+    swizzle: Literal["none", "32b", "128b"],
     l2_promotion: Literal["none", "128b", "256b"],
 ) -> bytes:
     """Tiled tensor map for ``cp.async.bulk.tensor``; the 128 bytes of a ``CUtensorMap``.
@@ -45,8 +45,8 @@ def tensor_map(
     strides_bytes : tuple of int
         Byte strides of all dimensions but the innermost; multiples of 16, below 2**40.
     box : tuple of int
-        Elements copied by one instruction, per dimension; at most 256 each, and 128 bytes innermost with
-        ``swizzle="128b"``.
+        Elements copied by one instruction, per dimension; at most 256 each, and with a swizzle at most its
+        bytes innermost.
     swizzle, l2_promotion : str
 
     Raises

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import DTYPES, LOG2_E, ceil_div
 
@@ -26,7 +26,7 @@ __all__ = [
 NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
 SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
-_WARPGROUP_ROWS = 64
+WARPGROUP_ROWS = 64
 _STAGES = 2
 _CHUNK = 64
 """Columns of a tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
@@ -34,8 +34,8 @@ _DIM_STEP = 32
 _BARRIER_BYTES = 512
 _SECTION_BYTES = 32 * 2**20
 """K and V of the heads that are processed together, so that they stay in L2."""
-_COUNTER_BYTES = 16
-_MAX_MAPS = 1024
+COUNTER_BYTES = 16
+MAX_MAPS = 1024
 
 
 class MhaForwardAddresses(NamedTuple):
@@ -98,39 +98,55 @@ class Tile(NamedTuple):
 
 
 PARAMS = ParamStruct(
-    TENSOR_MAP("q_map", "k_map", "v_map", "out_map"),
-    POINTER("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"),
-    POINTER("counter"),
+    TENSOR_MAP("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
+    POINTER(
+        "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"
+    ),
+    POINTER("block_table", "k_cache", "counter"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("lse_stride_b", "lse_stride_h"),
+    I64("table_stride", "block_bytes"),
     I32("b", "heads", "log2_group", "heads_per_kv", "d_v"),
     I32("seqlen_q", "seqlen_k", "total_k"),
     I32("window_left", "window_right"),
     I32("tiles_per_head", "tiles", "section", "sink_dtype", "alibi_stride_b"),
+    I32("num_blocks", "block_size"),
+    U32("block_magic"),
+    I32("block_shift", "table_entry", "own_in_cache", "skip_decode"),
     F32("softmax_scale_log2", "score_scale", "score_factor"),
     changing=(
-        *("q_map", "k_map", "v_map", "out_map"),
+        *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
         *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-        *("attn_sink", "alibi_slopes", "counter"),
+        *("attn_sink", "alibi_slopes", "block_table", "k_cache", "counter"),
     ),
 )
 """Params of cuda_src/mha/params.cuh."""
+NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
+NO_PAGES = {
+    name: 0
+    for name in (
+        *("table_stride", "block_bytes", "num_blocks", "block_size", "block_magic", "block_shift"),
+        *("table_entry", "own_in_cache", "skip_decode"),
+    )
+}
 
 
 @cache
-def tile_of(d_qk: int, d_v: int) -> Tile:
+def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, paged: bool = False) -> Tile:
     """The tile of a pair of head dimensions that `padded` returned.
+
+    ``changes_scores``: there is a softcap or ALiBi; ``paged`` as in `spec`.
 
     The figures that chose it are in docs/kernels/mha_forward.md.
     """
-    if d_qk <= 64 and d_v <= 64:
-        return Tile(3, 128)
-    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers of 240, less 44 for everything else.
-    keys = min(128, (196 - d_v // 2) * 4 // 3)
+    if d_qk <= 64 and d_v <= 64 and not paged:
+        return Tile(3, 112 if changes_scores else 128)
+    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else.
+    keys = min(128, ((180 if paged else 196) - d_v // 2) * 4 // 3)
     # Two stages of K and V beside Q.
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
     columns = (_chunks(d_qk) + _chunks(d_v)) * _CHUNK
-    room = MAX_SMEM_BYTES - _BARRIER_BYTES - 2 * _WARPGROUP_ROWS * q_columns * 2
+    room = MAX_SMEM_BYTES - _BARRIER_BYTES - 2 * WARPGROUP_ROWS * q_columns * 2
     return Tile(2, min(keys, room // (_STAGES * columns * 2)) // 16 * 16)
 
 
@@ -144,11 +160,16 @@ def padded(d: int) -> int:
 
 
 @cache
-def spec(dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool) -> jit.KernelSpec:
-    """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
+def spec(
+    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, paged: bool = False
+) -> jit.KernelSpec:
+    """The variant for head dimensions.
+
+    ``window``: whether a mask can hide the first keys of a row; ``paged``: whether there are keys in pages.
+    """
     d_qk, d_v = padded(d_qk), padded(d_v)
-    tile = tile_of(d_qk, d_v)
-    q_bytes = tile.consumers * _WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
+    tile = tile_of(d_qk, d_v, softcap or alibi, paged)
+    q_bytes = tile.consumers * WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
     stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
     smem_bytes = q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES
     return jit.KernelSpec(
@@ -159,6 +180,7 @@ def spec(dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bo
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
+            ("PAGED", paged),
             ("SMEM_BYTES", smem_bytes),
             ("SOFTCAP", softcap),
             ("TILE_KEYS", tile.keys),
@@ -188,11 +210,11 @@ class PreparedMhaForward:
         alibi, softcap = call.has_alibi, call.softcap > 0
         chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, softcap, alibi)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        tile = tile_of(padded(call.d_qk), padded(call.d_v))
-        tile_rows = tile.consumers * _WARPGROUP_ROWS
+        tile = tile_of(padded(call.d_qk), padded(call.d_v), softcap or alibi)
+        tile_rows = tile.consumers * WARPGROUP_ROWS
         self._call = call
         self._group = _heads_in_a_tile(call, tile_rows)
-        self._box_keys = tile.keys
+        self._tile_keys = tile.keys
         heads = call.h_q // self._group
         tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile_rows)
         if call.varlen:
@@ -201,7 +223,7 @@ class PreparedMhaForward:
             tiles = heads * tiles_per_head * call.b
         sms = jit.device_info(call.device).sm_count
         unequal = call.varlen or call.window_right < NO_BOUND or call.window_left < NO_BOUND
-        self.scratch_bytes = _COUNTER_BYTES if unequal and tiles > sms else 0
+        self.scratch_bytes = COUNTER_BYTES if unequal and tiles > sms else 0
         scale = call.softmax_scale
         # softcap * tanh(scale / softcap * s), and everything behind it in base 2
         factor = (call.softcap if softcap else scale) * LOG2_E
@@ -229,6 +251,7 @@ class PreparedMhaForward:
             softmax_scale_log2=1.0 if alibi else factor,
             score_scale=scale / call.softcap if softcap else 1.0,
             score_factor=factor,
+            **NO_PAGES,
         )
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
         self._launch = kernel.prepare(
@@ -244,41 +267,23 @@ class PreparedMhaForward:
         arrays = addresses[:4]
         maps = self._maps.get(arrays) or self._encode(arrays)
         if scratch:
-            jit.clear(scratch, _COUNTER_BYTES, stream, self._call.device)
-        self._launch(stream, *maps, *addresses[3:], scratch)
+            jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
+        self._launch(stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, scratch)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         """The tensor maps of q, k, v and out."""
-        call, group = self._call, self._group
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
         batches = 1 if call.varlen else call.b
-        keys = min(self._box_keys, 256)
 
         def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            batch, token, head = strides
-            return jit.tensor_map(
-                address,
-                cast(Literal["bfloat16", "float16"], call.dtype),
-                (d, group, call.total_q, call.h_q // group, batches),
-                (2 * head, 2 * token, 2 * head * group, 2 * batch),
-                (_CHUNK, group, _WARPGROUP_ROWS // group, 1, 1),
-                "128b",
-                "256b",
-            )
+            return query_map(address, dtype, d, self._group, call.h_q, call.total_q, batches, strides)
 
         def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            batch, token, head = strides
-            return jit.tensor_map(
-                address,
-                cast(Literal["bfloat16", "float16"], call.dtype),
-                (d, call.total_k, call.h_kv, batches),
-                (2 * token, 2 * head, 2 * batch),
-                (_CHUNK, keys, 1, 1),
-                "128b",
-                "256b",
-            )
+            return key_map(address, dtype, d, self._tile_keys, call.h_kv, call.total_k, batches, strides)
 
         q, k, v, out = arrays
-        if len(self._maps) >= _MAX_MAPS:
+        if len(self._maps) >= MAX_MAPS:
             self._maps.clear()
         maps = self._maps[arrays] = (
             of_queries(q, call.d_qk, call.q_strides),
@@ -289,10 +294,59 @@ class PreparedMhaForward:
         return maps
 
 
+def query_map(
+    address: int,
+    dtype: Literal["bfloat16", "float16"],
+    d: int,
+    group: int,
+    heads: int,
+    tokens: int,
+    batches: int,
+    strides: tuple[int, int, int],
+) -> bytes:
+    """The tensor map of q or out: boxes of 64 columns and 64 rows, tokens times ``group`` heads.
+
+    ``strides`` as in `MhaForwardCall`.
+    """
+    batch, token, head = strides
+    return jit.tensor_map(
+        address,
+        dtype,
+        (d, group, tokens, heads // group, batches),
+        (2 * head, 2 * token, 2 * head * group, 2 * batch),
+        (_CHUNK, group, WARPGROUP_ROWS // group, 1, 1),
+        "128b",
+        "256b",
+    )
+
+
+def key_map(
+    address: int,
+    dtype: Literal["bfloat16", "float16"],
+    d: int,
+    keys: int,
+    heads: int,
+    tokens: int,
+    batches: int,
+    strides: tuple[int, int, int],
+) -> bytes:
+    """The tensor map of k or v: boxes of 64 columns and ``keys`` tokens; ``strides`` as in `MhaForwardCall`."""
+    batch, token, head = strides
+    return jit.tensor_map(
+        address,
+        dtype,
+        (d, tokens, heads, batches),
+        (2 * token, 2 * head, 2 * batch),
+        (_CHUNK, keys, 1, 1),
+        "128b",
+        "256b",
+    )
+
+
 def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
     """Query heads of a KV head that share a tile: all, where that fills tiles better, or one."""
     group = call.h_q // call.h_kv
-    if group & (group - 1) or group > _WARPGROUP_ROWS:
+    if group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
     together = ceil_div(call.max_seqlen_q * group, tile_rows)
     apart = group * ceil_div(call.max_seqlen_q, tile_rows)

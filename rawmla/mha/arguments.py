@@ -13,6 +13,7 @@ from ..kernels.mha_forward import NO_BOUND
 
 __all__ = [
     "MAX_HEAD_DIM",
+    "STRIDE_LIMIT",
     "as_length",
     "as_softcap",
     "as_window",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
-_STRIDE_LIMIT = 2**40 // 2  # elements of two bytes: strides of a tensor map are below 2**40 bytes
+STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
@@ -96,7 +97,8 @@ def _as_bound(value: Any, side: str) -> int:
     if value is None:
         return NO_BOUND
     if value.__class__ is not int:
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, np.integer):
+        # int too: under torch.compile the class of an int may be another.
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
             raise TypeError(f"window_size: expected an int or None on the {side}, got {show(value)}")
         value = int(value)
     if value < -1:
@@ -114,7 +116,7 @@ def check_head_dim(name: str, dimension: str, size: int, shape: Sequence[int]) -
         )
 
 
-def walked(view: Fields) -> tuple[int, ...] | None:
+def walked(view: Fields, itemsize: int = 2) -> tuple[int, ...] | None:
     """Strides of all dimensions but the last in which kernels walk an array; None where they cannot.
 
     They take a contiguous last dimension, an address that is a multiple of 16 bytes, and other strides that
@@ -122,7 +124,8 @@ def walked(view: Fields) -> tuple[int, ...] | None:
     """
     ptr, shape, strides, *_ = view
     shape = tuple(shape)
-    aligned = aligned_strides(shape)
+    multiple = 16 // itemsize
+    aligned = aligned_strides(shape, multiple)
     if 0 in shape:
         return aligned[:-1]  # there is nothing to step over
     if ptr & 15 or strides[-1] != 1 and shape[-1] > 1:
@@ -131,7 +134,7 @@ def walked(view: Fields) -> tuple[int, ...] | None:
     for extent, stride, fitting in zip(shape[:-1], strides[:-1], aligned[:-1], strict=True):
         if extent == 1:
             steps.append(fitting)
-        elif stride & 7 or not 0 <= stride < _STRIDE_LIMIT:
+        elif stride % multiple or not 0 <= stride < STRIDE_LIMIT // itemsize:
             return None
         else:
             steps.append(stride)
@@ -158,17 +161,18 @@ def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
     return (*[steps[order.index(axis)] for axis in range(len(order))], 1)
 
 
-def check_out_layout(out: Fields) -> tuple[int, ...]:
-    """Check that kernels can write an `out`, each element once; returns its strides but the last."""
+def check_out_layout(out: Fields, name: str = "out", itemsize: int = 2) -> tuple[int, ...]:
+    """Check that kernels can write an array, each element once; returns its strides but the last."""
     ptr, shape, strides, *_ = out
-    steps = walked(out)
+    steps = walked(out, itemsize)
     if steps is None or any(extent > 1 and not step for extent, step in zip(shape, steps, strict=False)):
         raise ValueError(
-            "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
-            f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
+            f"{name}: expected a 16-byte aligned address, a contiguous last dimension and other strides that "
+            f"are positive multiples of {16 // itemsize}, got address {ptr:#x}, strides {list(strides)} "
+            "(elements)"
         )
     if 0 not in shape:
-        check_no_overlap("out", shape, (*steps, 1))
+        check_no_overlap(name, shape, (*steps, 1))
     return steps
 
 

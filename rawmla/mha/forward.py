@@ -26,7 +26,7 @@ from .arguments import (
     walked,
 )
 
-__all__ = ["SEPARATE", "Parts", "attend"]
+__all__ = ["SEPARATE", "Parts", "attend", "copies_of"]
 
 
 Strides = tuple[int, int, int]
@@ -164,7 +164,7 @@ def attend(
     q_ptr, _, _, _, device, framework, _ = q
     k_ptr, v_ptr = k[0], v[0]
     if copied is not None and launch is not None:
-        copies = _copy(parts, copied, (q, k, v))  # alive until the launch
+        copies = copies_of(parts, copied, (q, k, v))  # alive until the launch
         q_ptr, k_ptr, v_ptr = [
             view[0] if copy is None else framework.pointer(copy)
             for view, copy in zip((q, k, v), copies, strict=True)
@@ -401,13 +401,13 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> _Prepa
     )
 
 
-def _copy(parts: Parts, copied: tuple[bool, ...], views: tuple[Fields, ...]) -> list[Any]:
+def copies_of(parts: Parts, copied: tuple[bool, ...], views: tuple[Fields | None, ...]) -> list[Any]:
     """Copies of the arrays that kernels cannot walk, and None for the others."""
     made: list[Any] = []
     for (name, index), is_copied, view in zip(parts[:3], copied, views, strict=True):
-        _, _, _, _, _, framework, array = view
-        if not is_copied:
+        if view is None or not is_copied:
             made.append(None)
         else:
+            _, _, _, _, _, framework, array = view
             made.append(framework.aligned_copy(array if index is None else array[index], name))
     return made

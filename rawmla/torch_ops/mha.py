@@ -1,6 +1,7 @@
-"""The operators of dense attention, registered as those of `rawmla.torch_ops.mla`.
+"""The operators of dense attention and of prefix prefill, registered as those of `rawmla.torch_ops.mla`.
 
-A window has two arguments, whose bounds are -1 for none. Packed arrays are split before: parts are views.
+A window has two arguments, whose bounds are -1 for none. Packed arrays are split before: parts are views. A
+scale that may be a number or a tensor has two arguments, of which one at least is None.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ _VARLEN = (
     "Tensor? seqused_k"
 )
 _FIXED = f"Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, {_MASKS}"
+_PREFIX = (
+    "Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, str kv_cache_dtype, Tensor k_cache, Tensor v_cache, "
+    "Tensor b_loc, Tensor b_start_loc, Tensor b_seq_len, SymInt? max_seq_len, SymInt max_input_len, "
+    "Tensor? k_scale, float? k_scale_number, Tensor? v_scale, float? v_scale_number, Tensor? alibi_slopes, "
+    "SymInt? sliding_window, float? sm_scale, bool skip_decode, Tensor? fp8_out_scale, "
+    "float? fp8_out_scale_number, Tensor? sinks, bool is_block_table_ptr, int interleaved_v_pack_factor, "
+    "bool causal"
+)
 
 
 def _varlen(
@@ -97,6 +106,56 @@ def _fixed(
     )
 
 
+def _prefix(
+    api: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    kv_cache_dtype: str,
+    k_cache: Any,
+    v_cache: Any,
+    b_loc: Any,
+    b_start_loc: Any,
+    b_seq_len: Any,
+    max_seq_len: int | None,
+    max_input_len: int,
+    k_scale: Any,
+    k_scale_number: float | None,
+    v_scale: Any,
+    v_scale_number: float | None,
+    alibi_slopes: Any,
+    sliding_window: int | None,
+    sm_scale: float | None,
+    skip_decode: bool,
+    fp8_out_scale: Any,
+    fp8_out_scale_number: float | None,
+    *others: Any,
+) -> Any:
+    return api.context_attention_fwd(
+        q,
+        k,
+        v,
+        o,
+        kv_cache_dtype,
+        k_cache,
+        v_cache,
+        b_loc,
+        b_start_loc,
+        b_seq_len,
+        max_seq_len,
+        max_input_len,
+        k_scale_number if k_scale is None else k_scale,
+        v_scale_number if v_scale is None else v_scale,
+        alibi_slopes,
+        sliding_window,
+        sm_scale,
+        skip_decode,
+        fp8_out_scale_number if fp8_out_scale is None else fp8_out_scale,
+        *others,
+    )
+
+
 def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A fresh out, with the strides of `rawmla.mha.arguments.fresh_out_strides`.
 
@@ -146,3 +205,4 @@ register(
     lambda *args: _fixed(*args)[1],
     lambda q, *args: _empty_lse(q),
 )
+register(f"context_attention_out({_PREFIX}) -> ()", _prefix, None)

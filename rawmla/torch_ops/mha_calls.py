@@ -12,7 +12,7 @@ import torch
 
 from ..mha.arguments import as_window, check_options, packed_parts
 
-__all__ = ["flash_attn", "flash_attn_varlen", "unpacked"]
+__all__ = ["context_attention_fwd", "flash_attn", "flash_attn_varlen", "unpacked"]
 
 _ops = torch.ops.rawmla
 
@@ -93,3 +93,55 @@ def flash_attn(
     if out is None:
         return _ops.flash_attn.default(*call)
     return out, _ops.flash_attn_out.default(*call, out)
+
+
+def context_attention_fwd(
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    kv_cache_dtype: Any,
+    k_cache: Any,
+    v_cache: Any,
+    b_loc: Any,
+    b_start_loc: Any,
+    b_seq_len: Any,
+    max_seq_len: Any,
+    max_input_len: Any,
+    k_scale: Any,
+    v_scale: Any,
+    alibi_slopes: Any,
+    sliding_window: Any,
+    sm_scale: Any,
+    skip_decode: Any,
+    fp8_out_scale: Any,
+    *others: Any,
+) -> Any:
+    """`rawmla.context_attention_fwd`."""
+    _ops.context_attention_out.default(
+        q,
+        k,
+        v,
+        o,
+        kv_cache_dtype,
+        k_cache,
+        v_cache,
+        b_loc,
+        b_start_loc,
+        b_seq_len,
+        max_seq_len,
+        max_input_len,
+        *_tensor_and_number(k_scale),
+        *_tensor_and_number(v_scale),
+        alibi_slopes,
+        sliding_window,
+        sm_scale,
+        skip_decode,
+        *_tensor_and_number(fp8_out_scale),
+        *others,
+    )
+    return o
+
+
+def _tensor_and_number(scale: Any) -> tuple[Any, Any]:
+    return (scale, None) if isinstance(scale, torch.Tensor) else (None, scale)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .columns import Row
+from .columns import OURS, Row
 from .families import Case, all_cases, case_named, family_of, named
 
 WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
@@ -15,8 +15,6 @@ WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
 
 LIST_WAY = "no rests"
 """How stored times of other libraries were taken."""
-
-OURS = "rawmla"
 
 NOTE = (
     "A ratio is the other library's time over ours, so above 1 rawmla is faster; both times were taken the "
@@ -30,9 +28,11 @@ MATCH_FIELDS = (
     "s_q",
     "s_k",
     "s_kv",
+    "s",
     "h_q",
     "h_kv",
     "d_qk",
+    "d_v",
     "page_block_size",
     "causal",
     "varlen",
@@ -42,6 +42,9 @@ MATCH_FIELDS = (
     "extra_topk",
     "extra_page_block_size",
     "extra_length",
+    "window",
+    "softcap",
+    "sink",
 )
 """Fields that identify a case in a list of other libraries' times. A stored row is of a case when every one
 of these that it has is equal."""
@@ -102,7 +105,7 @@ def _list_timings(row: Row, label: str) -> dict[str, float]:
 
 
 def _is_of(stored: Row, case: Case) -> bool:
-    fields = case.fields()
+    fields = {"batch_invariant": False, **case.fields()}
     keys = METADATA_FIELDS if fields["op"] == "metadata" else MATCH_FIELDS
     return all(stored[key] == fields.get(key) for key in keys if key in stored)
 

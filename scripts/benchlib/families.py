@@ -5,11 +5,11 @@ A new family is one entry of FAMILIES. What times it needs torch and a GPU and i
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from . import cache_cases, cases, columns
+from . import cache_cases, cases, columns, mha_cases
 from .columns import Column, Row
 
 
@@ -71,6 +71,13 @@ def _time_prefill(case: cases.PrefillCase, settings: Settings) -> Row:
     return measure.time_attention(case, prefill_measure.prepare, settings, beside)
 
 
+def _time_mha(case: mha_cases.MhaCase, settings: Settings) -> Row:
+    from . import measure, mha_measure, peers
+
+    # Times of its peers that are worth a comparison are those of the same process.
+    return measure.time_attention(case, mha_measure.prepare, replace(settings, compare=True), peers.MHA)
+
+
 def _time_metadata(case: cases.MetadataCase, settings: Settings) -> Row:
     from . import measure
 
@@ -114,6 +121,14 @@ PREFILL_METHOD = (
     "'Gathered first': all tokens of a paged cache gathered into bf16 rows, then bf16 prefill, together (in "
     "brackets the gather alone)."
 )
+MHA_METHOD = (
+    "Dense attention: cuDNN (torch's scaled_dot_product_attention) and, where it can be imported, "
+    "FlashAttention-4 run beside, in turns with rawmla: medians of three rounds, the load shared out over "
+    "them. The stand-in for FlashAttention-4 is 0.90 of cuDNN's time, 0.75 with d 96: about their ratio "
+    "in earlier runs that had both. Fewer calls in a graph as for sparse prefill; FLOPs = 2 * h_q * pairs * "
+    "(d_qk + d_v) over the pairs of query and key that are not masked, a causal mask counted as half of a "
+    "square; bytes = q, k, v and out once."
+)
 AROUND_METHOD = (
     "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
 )
@@ -139,6 +154,7 @@ FAMILIES = (
         PREFILL_METHOD,
         attention=True,
     ),
+    Family("dense attention", mha_cases.mha_cases, _time_mha, columns.MHA, MHA_METHOD, attention=True),
     Family(
         "metadata",
         lambda: [cases.MetadataCase(b) for b in cases.METADATA_BATCHES],

@@ -14,10 +14,11 @@ import torch
 import rawmla
 
 from . import cache_cases
-from .against import OURS, WAYS
+from .against import WAYS
 from .cases import D_V, DecodeCase, MetadataCase, PrefillCase, SparseCase
-from .columns import Row
+from .columns import OURS, Row
 from .families import Settings
+from .mha_cases import MhaCase
 from .peers import Peer
 from .timing import CALLS_PER_GRAPH, REST_SECONDS, Graph, repeat, rest, slope, time_graph
 
@@ -31,8 +32,11 @@ METADATA_GRAPH_CALLS = (20, 120)
 HOST_BURSTS = 10
 HOST_CALLS = 500  # of a burst
 ROUNDS_BESIDE = 3
+GRAPH_FLOPS = 10**13
+"""Operations of one graph at most, unless one call has more: 16 ms or so. Replays of ten calls of 4 ms would
+mostly run at the power limit, and the GPU would idle for seconds after them."""
 
-AttentionCase = DecodeCase | SparseCase | PrefillCase
+AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Prepared:
     rel_l2: float
     more: Callable[[int], Row]
     calls: int = CALLS_PER_GRAPH
+
+
+def calls_per_graph(case: PrefillCase | MhaCase) -> int:
+    """CALLS_PER_GRAPH, or fewer calls, as many as GRAPH_FLOPS allows."""
+    return max(1, min(CALLS_PER_GRAPH, GRAPH_FLOPS // case.flops()))
 
 
 def time_attention(
@@ -88,8 +97,9 @@ def time_attention(
 def time_beside(
     case: AttentionCase, ready: Prepared, ours: Graph, settings: Settings, peers: Sequence[Peer]
 ) -> tuple[dict[str, Row], dict[str, str]]:
-    """Our figures and those of each importable peer, taken in turns in this process and all the same way; and
-    what went wrong with the others.
+    """Our figures and those of each importable peer, medians of rounds in which all take turns in this
+    process and are timed the same way; and what went wrong with the others. The load is shared out over the
+    rounds.
     """
     graphs = {OURS: ours}
     failures: dict[str, str] = {}
@@ -111,14 +121,13 @@ def time_beside(
         for name, graph in graphs.items():
             unrested = graph.without_rests(settings.replays).us
             samples[name].setdefault(WAYS["no rests"], []).append(unrested)
+        for name, graph in graphs.items() if settings.sustain_seconds else ():
+            for key, value in graph.sustained(settings.sustain_seconds / ROUNDS_BESIDE).items():
+                samples[name].setdefault(f"sustained_{key}", []).append(value)
     figures: dict[str, Row] = {
         name: {key: statistics.median(values) for key, values in found.items()}
         for name, found in samples.items()
     }
-    if settings.sustain_seconds:
-        for name, graph in graphs.items():
-            load = graph.sustained(settings.sustain_seconds)
-            figures[name] |= {f"sustained_{key}": value for key, value in load.items()}
     return figures, failures
 
 

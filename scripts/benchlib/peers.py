@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .cases import D_V, DecodeCase, PrefillCase, SparseCase
+from .columns import CUDNN, FLASH_ATTENTION_4
+from .mha_cases import MhaCase
 
 FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """Split counts tried for FlashAttention-3 (0: its own choice); the best one counts."""
@@ -118,6 +120,35 @@ def _flash_mla_prefill(case: PrefillCase, inputs: Any) -> list[Call]:
     return [call]
 
 
+def _cudnn(case: MhaCase, inputs: Any) -> list[Call]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if case.varlen or case.window is not None or case.softcap or case.sink:
+        raise ValueError("torch hands it neither varied lengths nor windows, softcaps and sinks")
+    q, k, v = (array.transpose(1, 2) for array in (inputs.q, inputs.k, inputs.v))
+
+    def call(_: int) -> None:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.h_kv != case.h_q)
+
+    return [call]
+
+
+def _flash_attention_4(case: MhaCase, inputs: Any) -> list[Call]:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    from .mha_measure import options
+
+    function = flash_attn_varlen_func if case.varlen else flash_attn_func
+    keywords = options(case, inputs, "learnable_sink")
+
+    def call(_: int) -> None:
+        function(inputs.q, inputs.k, inputs.v, **keywords)
+
+    return [call]
+
+
 DENSE = (
     Peer("FlashMLA", "flash_mla", _flash_mla),
     Peer("FlashAttention-3", "flash_attn_interface or flash_attn", _flash_attention_3),
@@ -125,3 +156,7 @@ DENSE = (
 )
 SPARSE = (Peer("FlashMLA", "flash_mla", _flash_mla_sparse),)
 PREFILL = (Peer("FlashMLA", "flash_mla", _flash_mla_prefill),)
+MHA = (
+    Peer(CUDNN, "torch", _cudnn),
+    Peer(FLASH_ATTENTION_4, "flash_attn.cute", _flash_attention_4),
+)

@@ -9,7 +9,7 @@ from .families import FAMILIES, family_of, named
 from .files import write_whole
 from .report import best_ceilings, intensity
 
-INTENSITIES = (8.0, 4000.0)
+INTENSITIES = (8.0, 6000.0)
 """FLOP per byte where the plot begins and ends."""
 
 MARKERS = "osD^v<>P"

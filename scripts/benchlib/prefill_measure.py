@@ -12,12 +12,8 @@ from rawmla.testing.sparse import SparseInputs, make_cache
 
 from .cases import PrefillCase
 from .columns import Row
-from .measure import Prepared, l2_bytes, rotated_sets
+from .measure import Prepared, calls_per_graph, l2_bytes, rotated_sets
 from .timing import CALLS_PER_GRAPH, repeat, rest, time_graph
-
-GRAPH_FLOPS = 10**13
-"""Operations of one graph at most, unless one call has more: 16 ms or so. Replays of ten calls of 4 ms would
-mostly run at the power limit, and the GPU would idle for seconds after them."""
 
 RANDOM_AT_A_TIME = 1 << 26
 """Random numbers drawn at a time for the indices (256 MiB), which bounds the memory that they take."""
@@ -38,11 +34,6 @@ class PrefillArrays:
     indices: Any
     positions: Any
     block_table: Any
-
-
-def calls_per_graph(case: PrefillCase) -> int:
-    """CALLS_PER_GRAPH, or fewer calls, as many as GRAPH_FLOPS allows."""
-    return max(1, min(CALLS_PER_GRAPH, GRAPH_FLOPS // case.flops()))
 
 
 def make_inputs(case: PrefillCase, sets: int = 1, device: str = "cuda") -> PrefillArrays:

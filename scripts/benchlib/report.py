@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from .against import NOTE, OURS, WAYS, Stored, better, means, pairs
-from .columns import EMPTY, NAME, Column, Row, texts
+from .against import NOTE, WAYS, Stored, better, means, pairs
+from .columns import EMPTY, NAME, OURS, Column, Row, texts
 from .families import FAMILIES, Family, family_of
 
 Cells = list[list[str]]

@@ -1,0 +1,230 @@
+"""Host side of paged prefix prefill: the variants of cuda_src/kernels/mha_forward.cu that read a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from .common import LOG2_E, ceil_div
+from .division import divisor
+from .mha_forward import (
+    COUNTER_BYTES,
+    MAX_MAPS,
+    NO_BOUND,
+    NO_MAP,
+    PARAMS,
+    SINK_DTYPES,
+    WARPGROUP_ROWS,
+    key_map,
+    padded,
+    query_map,
+    spec,
+    tile_of,
+)
+
+__all__ = ["CACHE_DTYPES", "PrefixPrefillAddresses", "PrefixPrefillCall", "PreparedPrefixPrefill"]
+
+CACHE_DTYPES = ("same", "e4m3", "e5m2")
+"""What a cache holds: values of the dtype of q, or FP8 bytes."""
+PIECE_TOKENS = 16
+"""Tokens of a page that are copied together: cuda_src/mha/paged_keys.cuh."""
+
+
+class PrefixPrefillAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+    k_cache: int
+    v_cache: int
+    block_table: int
+    b_start_loc: int
+    b_seq_len: int
+    k_scale: int
+    v_scale: int
+    alibi_slopes: int
+    sinks: int
+    fp8_out_scale: int
+
+
+class PrefixPrefillCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
+
+    Strides of q, k, v and o are of the dimensions (token, head), multiples of 16 bytes. k and v have the
+    strides (0, 0) where the own tokens are read from the cache.
+    """
+
+    device: int
+    dtype: str
+    b: int
+    h_q: int
+    h_kv: int
+    d: int
+    tokens: int  # rows of q
+    tokens_kv: int  # rows of k and v
+    max_query_len: int
+    q_strides: tuple[int, int]
+    k_strides: tuple[int, int]
+    v_strides: tuple[int, int]
+    o_strides: tuple[int, int]
+    own_from_cache: bool
+    cache_dtype: str  # one of CACHE_DTYPES
+    num_blocks: int
+    block_size: int
+    x: int  # dimensions that lie together in k_cache
+    v_pack: int  # tokens that lie together in an interleaved v_cache; 0: not interleaved
+    k_strides_cache: tuple[int, int]  # of the dimensions (block, head), in elements of the cache
+    v_strides_cache: tuple[int, int]
+    table_stride: int  # of the rows of block_table, in its elements
+    table_columns: int
+    table_bytes: int  # of an entry: 4 or 8
+    table_has_pointers: bool
+    softmax_scale: float
+    window: int  # NO_BOUND: none; else a token sees so many tokens before itself (W - 1)
+    causal: bool
+    skip_decode: bool
+    has_alibi: bool
+    has_sinks: bool
+    sink_dtype: str
+    k_scale: float | None  # a number of the host; None: on the device, or 1 where there is no address
+    v_scale: float | None
+    fp8_out: bool
+    fp8_out_scale: float | None
+
+
+class PreparedPrefixPrefill:
+    """The launch of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes; 0: none.
+    """
+
+    scratch_bytes: int
+
+    def __init__(self, call: PrefixPrefillCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        has_window = call.window < NO_BOUND
+        chosen = spec(call.dtype, call.d, call.d, has_window, softcap=False, alibi=call.has_alibi, paged=True)
+        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
+        tile = tile_of(padded(call.d), padded(call.d), call.has_alibi, paged=True)
+        tile_rows = tile.consumers * WARPGROUP_ROWS
+        group = call.h_q // call.h_kv
+        if group & (group - 1) or group > WARPGROUP_ROWS:
+            group = 1
+        heads = call.h_q // group
+        tiles = heads * (ceil_div(call.tokens * group, tile_rows) + call.b)  # at most
+        sms = jit.device_info(call.device).sm_count
+        self.scratch_bytes = COUNTER_BYTES if tiles > sms else 0
+        self._call = call
+        self._group = group
+        self._tile_keys = tile.keys
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+        magic, shift = divisor(call.block_size)
+        factor = call.softmax_scale * LOG2_E
+        params = PARAMS.pack(
+            out_stride_b=0,
+            out_stride_s=call.o_strides[0],
+            out_stride_h=call.o_strides[1],
+            lse_stride_b=0,
+            lse_stride_h=0,
+            table_stride=call.table_stride,
+            block_bytes=call.k_strides_cache[0] * 2,
+            b=call.b,
+            heads=heads,
+            log2_group=group.bit_length() - 1,
+            heads_per_kv=heads // call.h_kv,
+            d_v=call.d,
+            seqlen_q=0,
+            seqlen_k=0,
+            total_k=call.tokens_kv,
+            window_left=call.window,
+            window_right=0 if call.causal else NO_BOUND,
+            tiles_per_head=0,
+            tiles=tiles,
+            section=heads,
+            sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sinks else 0,
+            alibi_stride_b=0,
+            num_blocks=call.num_blocks,
+            block_size=call.block_size,
+            block_magic=magic,
+            block_shift=shift,
+            table_entry=2 if call.table_has_pointers else int(call.table_bytes == 8),
+            own_in_cache=call.own_from_cache,
+            skip_decode=call.skip_decode,
+            softmax_scale_log2=1.0 if call.has_alibi else factor,
+            score_scale=1.0,
+            score_factor=factor,
+        )
+        self._launch = kernel.prepare(
+            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self.scratch_bytes
+        ).launch
+
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
+        """Enqueue the kernel.
+
+        ``addresses`` has the order of `PrefixPrefillAddresses`. ``scratch`` is the address of 16-byte aligned
+        scratch, or 0.
+        """
+        (
+            q, k, v, o, k_cache, v_cache, block_table, b_start_loc, b_seq_len, _, _, alibi_slopes, sinks, _,
+        ) = addresses  # fmt: skip
+        arrays = q, k, v, o, k_cache, v_cache
+        maps = self._maps.get(arrays) or self._encode(arrays)
+        if scratch:
+            jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
+        self._launch(
+            stream, *maps, o, 0, b_start_loc, 0, 0, b_seq_len, sinks, alibi_slopes, block_table, k_cache,
+            scratch,
+        )  # fmt: skip
+
+    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+        q, k, v, o, k_cache, v_cache = arrays
+        size, d = call.block_size, call.d
+        k_block, k_head = call.k_strides_cache
+        v_block, v_head = call.v_strides_cache
+
+        def of_queries(address: int, strides: tuple[int, int]) -> bytes:
+            return query_map(address, dtype, d, self._group, call.h_q, call.tokens, 1, (0, *strides))
+
+        def of_keys(address: int, strides: tuple[int, int]) -> bytes:
+            if call.own_from_cache:
+                return NO_MAP
+            return key_map(address, dtype, d, self._tile_keys, call.h_kv, call.tokens_kv, 1, (0, *strides))
+
+        k_pages = jit.tensor_map(
+            k_cache,
+            dtype,
+            (8 * size, d // 8, call.h_kv, call.num_blocks),
+            (16 * size, 2 * k_head, 2 * k_block),
+            (8 * PIECE_TOKENS, padded(d) // 8, 1, 1),
+            "none",
+            "256b",
+        )
+        v_pages = jit.tensor_map(
+            v_cache,
+            dtype,
+            (size, d, call.h_kv, call.num_blocks),
+            (2 * size, 2 * v_head, 2 * v_block),
+            (PIECE_TOKENS, padded(d), 1, 1),
+            "32b",
+            "256b",
+        )
+        if len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[arrays] = (
+            of_queries(q, call.q_strides),
+            of_keys(k, call.k_strides),
+            of_keys(v, call.v_strides),
+            of_queries(o, call.o_strides),
+            k_pages,
+            v_pages,
+        )
+        return maps
