@@ -291,10 +291,11 @@ def test_many_heads() -> None:
 
 
 @pytest.mark.parametrize("sizes", ((300, 300), (129, 400), (257, 128)), ids=str)
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", (64, 128, 256))
 def test_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) -> None:
-    for left in (-1, 0, 1, 63, 127, 128, 129, 191, 192, 299):
-        for right in (-1, 0, 1, 64, 127, 128, 300):
+    """Of 64 to 192 query tokens and of 80 or 128 keys."""
+    for left in (-1, 0, 1, 63, 79, 80, 127, 128, 129, 191, 192, 299):
+        for right in (-1, 0, 1, 64, 80, 127, 128, 300):
             inputs = make_mha_inputs(
                 MhaCase(b=1, s_q=sizes[0], s_k=sizes[1], window=(left, right), d_qk=d, d_v=d)
             )
@@ -338,6 +339,19 @@ def test_keys_that_are_masked_may_hold_anything(d: int, spoiler: float) -> None:
     got, got_lse = attend(windowed)
     assert_same_bits("lse behind spoilt keys", got_lse[:, :, 700:], lse[:, :, 700:])
     assert_same_bits("out behind spoilt keys", got[:, 700:], out[:, 700:])
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"alibi": "heads"}), ids=str)
+@pytest.mark.parametrize("d", (64, 128, 160, 256))
+def test_lengths_at_borders_of_tiles(d: int, options: dict[str, Any]) -> None:
+    """Of 64, 128 and 192 query tokens, and of 80, 112 and 128 keys."""
+    borders = (64, 80, 112, 128, 192, 224, 256, 384)
+    lengths = [border + step for border in borders for step in (-1, 0, 1)]
+    for k_lengths in (lengths, lengths[::-1], lengths[7:] + lengths[:7]):
+        inputs = make_mha_inputs(
+            MhaCase(q_lengths=tuple(lengths), k_lengths=tuple(k_lengths), h_kv=4, d_qk=d, d_v=d, **options)
+        )
+        check_mha(inputs, attend(inputs))
 
 
 def test_a_spoilt_row() -> None:

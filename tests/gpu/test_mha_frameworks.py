@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, cupy, no_kernel_loaded, torch
+from gpu_support import assert_poison, assert_same_bits, cupy, no_kernel_loaded, replaced_launches, torch
 from mha_calls import (
     assert_same_results,
     assert_untouched_around,
@@ -112,6 +112,30 @@ def test_mha_two_frameworks() -> None:
     got = attend(mixed)
     assert all(isinstance(x, torch.Tensor) for x in got)
     assert_same_results("two frameworks", inputs, got, want)
+
+
+def test_mha_results_are_poison_before_the_kernel() -> None:
+    """What the other tests rely on, in both frameworks and with rows that are padded."""
+    for case in (BATCH, CASES[2], MhaCase(b=2, s_q=70, s_k=90, d_qk=17, d_v=33)):
+        inputs = make_mha_inputs(case)
+        with replaced_launches(lambda: None):
+            for one in (inputs, mapped(inputs, to_cupy)):
+                for _ in range(2):
+                    for name, result in zip(("out", "lse"), attend(one), strict=True):
+                        assert_poison(name, result)
+
+
+def test_mha_tensors_that_require_grad() -> None:
+    """Without a graph of autograd they are as others."""
+    inputs = make_mha_inputs(BATCH)
+    want = attend(inputs)
+    for array in (inputs.q, inputs.k, inputs.v, inputs.attn_sink):
+        array.requires_grad_()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            got = attend(inputs)
+        assert not got[0].requires_grad and not got[1].requires_grad
+        assert_same_results(without.__name__, inputs, got, want)
 
 
 # ---- streams
