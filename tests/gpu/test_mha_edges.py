@@ -198,16 +198,21 @@ def test_out_in_another_order(order: tuple[int, ...]) -> None:
     assert_same_results("out given", inputs, got, want)
 
 
+@pytest.mark.parametrize("segments", (False, True), ids=("batch", "segments"))
 @pytest.mark.parametrize("dims", ((1, 1), (17, 33), (255, 3)), ids=str)
 @pytest.mark.parametrize("layout", ("plain", "slice"))
-def test_odd_head_dimensions(dims: tuple[int, int], layout: str) -> None:
-    """Those that are no multiple of 8 are copied unless their rows are apart; rows of a fresh out are."""
-    inputs = make_mha_inputs(
-        MhaCase(s_q=150, s_k=200, d_qk=dims[0], d_v=dims[1], layout=layout, dtype="float16")
-    )
+def test_odd_head_dimensions(dims: tuple[int, int], layout: str, segments: bool) -> None:
+    """Those that are no multiple of 8 are copied unless their rows are apart; rows of a fresh out are.
+
+    What lies between the rows of a given out is not written.
+    """
+    sizes: dict[str, Any] = {"s_q": 150, "s_k": 200}
+    if segments:
+        sizes = {"q_lengths": (130, 0, 1, 128, 41), "k_lengths": (200, 3, 7, 128, 90)}
+    inputs = make_mha_inputs(MhaCase(**sizes, d_qk=dims[0], d_v=dims[1], layout=layout, dtype="float16"))
     out, lse = attend(inputs)
     check_mha(inputs, (out, lse), plain=True)
-    assert out.stride(2) % 8 == 0 and out.stride(3) == 1
+    assert out.stride(-2) % 8 == 0 and out.stride(-1) == 1
     buffer, given = out_buffer(inputs)
     assert_same_results("out given", inputs, attend(inputs, out=given), (out, lse))
     assert_untouched_around(buffer, given)

@@ -326,6 +326,32 @@ def test_mha_graph_with_a_copy() -> None:
         inputs.v.mul_(-3)
 
 
+def test_mha_cupy_graph() -> None:
+    """Captured on a CuPy stream, with results that live on; copies are refused there."""
+    inputs = make_mha_inputs(replace(SEGMENTS, layout="plain"))
+    want = attend(inputs)
+    in_cupy = mapped(inputs, to_cupy)
+    backwards = replace(in_cupy, k=in_cupy.k[::-1])
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        attend(in_cupy)  # loads the kernel, and gives the pool memory for this stream
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            got = attend(in_cupy)
+            with pytest.raises(ValueError, match="^k: expected, inside a CUDA-graph capture"):
+                attend(backwards)
+        finally:
+            graph = stream.end_capture()
+        for _ in range(2):
+            for x in got:
+                x.fill(0)
+            graph.launch(stream)
+        stream.synchronize()
+    assert_same_results("replayed", inputs, as_torch(got), want)
+
+
 def test_mha_kernel_missing_in_a_capture() -> None:
     """Nothing is compiled or loaded in a capture, and the refused call leaves nothing behind."""
     inputs = make_mha_inputs(SEGMENTS)
