@@ -198,16 +198,21 @@ def test_out_in_another_order(order: tuple[int, ...]) -> None:
     assert_same_results("out given", inputs, got, want)
 
 
+@pytest.mark.parametrize("segments", (False, True), ids=("batch", "segments"))
 @pytest.mark.parametrize("dims", ((1, 1), (17, 33), (255, 3)), ids=str)
 @pytest.mark.parametrize("layout", ("plain", "slice"))
-def test_odd_head_dimensions(dims: tuple[int, int], layout: str) -> None:
-    """Those that are no multiple of 8 are copied unless their rows are apart; rows of a fresh out are."""
-    inputs = make_mha_inputs(
-        MhaCase(s_q=150, s_k=200, d_qk=dims[0], d_v=dims[1], layout=layout, dtype="float16")
-    )
+def test_odd_head_dimensions(dims: tuple[int, int], layout: str, segments: bool) -> None:
+    """Those that are no multiple of 8 are copied unless their rows are apart; rows of a fresh out are.
+
+    What lies between the rows of a given out is not written.
+    """
+    sizes: dict[str, Any] = {"s_q": 150, "s_k": 200}
+    if segments:
+        sizes = {"q_lengths": (130, 0, 1, 128, 41), "k_lengths": (200, 3, 7, 128, 90)}
+    inputs = make_mha_inputs(MhaCase(**sizes, d_qk=dims[0], d_v=dims[1], layout=layout, dtype="float16"))
     out, lse = attend(inputs)
     check_mha(inputs, (out, lse), plain=True)
-    assert out.stride(2) % 8 == 0 and out.stride(3) == 1
+    assert out.stride(-2) % 8 == 0 and out.stride(-1) == 1
     buffer, given = out_buffer(inputs)
     assert_same_results("out given", inputs, attend(inputs, out=given), (out, lse))
     assert_untouched_around(buffer, given)
@@ -291,10 +296,11 @@ def test_many_heads() -> None:
 
 
 @pytest.mark.parametrize("sizes", ((300, 300), (129, 400), (257, 128)), ids=str)
-@pytest.mark.parametrize("d", (64, 128))
+@pytest.mark.parametrize("d", (64, 128, 256))
 def test_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) -> None:
-    for left in (-1, 0, 1, 63, 127, 128, 129, 191, 192, 299):
-        for right in (-1, 0, 1, 64, 127, 128, 300):
+    """Of 64 to 192 query tokens and of 80 or 128 keys."""
+    for left in (-1, 0, 1, 63, 79, 80, 127, 128, 129, 191, 192, 299):
+        for right in (-1, 0, 1, 64, 80, 127, 128, 300):
             inputs = make_mha_inputs(
                 MhaCase(b=1, s_q=sizes[0], s_k=sizes[1], window=(left, right), d_qk=d, d_v=d)
             )
@@ -338,6 +344,19 @@ def test_keys_that_are_masked_may_hold_anything(d: int, spoiler: float) -> None:
     got, got_lse = attend(windowed)
     assert_same_bits("lse behind spoilt keys", got_lse[:, :, 700:], lse[:, :, 700:])
     assert_same_bits("out behind spoilt keys", got[:, 700:], out[:, 700:])
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"alibi": "heads"}), ids=str)
+@pytest.mark.parametrize("d", (64, 128, 160, 256))
+def test_lengths_at_borders_of_tiles(d: int, options: dict[str, Any]) -> None:
+    """Of 64, 128 and 192 query tokens, and of 80, 112 and 128 keys."""
+    borders = (64, 80, 112, 128, 192, 224, 256, 384)
+    lengths = [border + step for border in borders for step in (-1, 0, 1)]
+    for k_lengths in (lengths, lengths[::-1], lengths[7:] + lengths[:7]):
+        inputs = make_mha_inputs(
+            MhaCase(q_lengths=tuple(lengths), k_lengths=tuple(k_lengths), h_kv=4, d_qk=d, d_v=d, **options)
+        )
+        check_mha(inputs, attend(inputs))
 
 
 def test_a_spoilt_row() -> None:

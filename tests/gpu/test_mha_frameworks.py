@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, cupy, no_kernel_loaded, torch
+from gpu_support import assert_poison, assert_same_bits, cupy, no_kernel_loaded, replaced_launches, torch
 from mha_calls import (
     assert_same_results,
     assert_untouched_around,
@@ -112,6 +112,30 @@ def test_mha_two_frameworks() -> None:
     got = attend(mixed)
     assert all(isinstance(x, torch.Tensor) for x in got)
     assert_same_results("two frameworks", inputs, got, want)
+
+
+def test_mha_results_are_poison_before_the_kernel() -> None:
+    """What the other tests rely on, in both frameworks and with rows that are padded."""
+    for case in (BATCH, CASES[2], MhaCase(b=2, s_q=70, s_k=90, d_qk=17, d_v=33)):
+        inputs = make_mha_inputs(case)
+        with replaced_launches(lambda: None):
+            for one in (inputs, mapped(inputs, to_cupy)):
+                for _ in range(2):
+                    for name, result in zip(("out", "lse"), attend(one), strict=True):
+                        assert_poison(name, result)
+
+
+def test_mha_tensors_that_require_grad() -> None:
+    """Without a graph of autograd they are as others."""
+    inputs = make_mha_inputs(BATCH)
+    want = attend(inputs)
+    for array in (inputs.q, inputs.k, inputs.v, inputs.attn_sink):
+        array.requires_grad_()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            got = attend(inputs)
+        assert not got[0].requires_grad and not got[1].requires_grad
+        assert_same_results(without.__name__, inputs, got, want)
 
 
 # ---- streams
@@ -300,6 +324,32 @@ def test_mha_graph_with_a_copy() -> None:
         graph.replay()
         check_mha(inputs, got)
         inputs.v.mul_(-3)
+
+
+def test_mha_cupy_graph() -> None:
+    """Captured on a CuPy stream, with results that live on; copies are refused there."""
+    inputs = make_mha_inputs(replace(SEGMENTS, layout="plain"))
+    want = attend(inputs)
+    in_cupy = mapped(inputs, to_cupy)
+    backwards = replace(in_cupy, k=in_cupy.k[::-1])
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        attend(in_cupy)  # loads the kernel, and gives the pool memory for this stream
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            got = attend(in_cupy)
+            with pytest.raises(ValueError, match="^k: expected, inside a CUDA-graph capture"):
+                attend(backwards)
+        finally:
+            graph = stream.end_capture()
+        for _ in range(2):
+            for x in got:
+                x.fill(0)
+            graph.launch(stream)
+        stream.synchronize()
+    assert_same_results("replayed", inputs, as_torch(got), want)
 
 
 def test_mha_kernel_missing_in_a_capture() -> None:

@@ -51,10 +51,13 @@ def test_flash_mla(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, caus
         assert_same_bits("out", again[0], out)
         assert_same_bits("lse", again[1], lse)
         del again
-    want = reference(inputs)
-    check_close(f"{case.id} out", out, want[0], FLASH_MLA_OUT)
-    check_close(f"{case.id} lse", lse, want[1], FLASH_MLA_LSE)
-    check_mha(inputs, (out, lse), want)
+    want_out, want_lse = reference(inputs)
+    for first in range(0, heads[0], 32):  # in parts, which need less memory
+        part = slice(first, first + 32)
+        got, want = (out[:, part], lse[:, part]), (want_out[:, part], want_lse[:, part])
+        check_close(f"{case.id} out", got[0], want[0], FLASH_MLA_OUT)
+        check_close(f"{case.id} lse", got[1], want[1], FLASH_MLA_LSE)
+        check_mha(inputs, got, want)
 
 
 # ---- FlashAttention's matrix
