@@ -20,8 +20,8 @@ struct Gatherer {
     struct Raw {
         u32 words[2 * kElementBytes];
     };
-    static constexpr int kBatch = 4;                          // units of 8 elements
-    static constexpr int kBatches = kCacheIsFp8 ? 3 : 2;      // in flight
+    static constexpr int kBatch = 4;  // units of 8 elements
+    static constexpr int kBatches = kDimV > 128 ? 1 : kCacheIsFp8 ? 3 : 2;  // in flight, as registers allow
 
     Stage stage;
     const int thread = threadIdx.x % 128;
@@ -185,16 +185,26 @@ struct Gatherer {
     __device__ __forceinline__ static void stream(Read read, Store store) {
         static_assert(kCount % kBatch == 0);
         Raw raw[kBatches][kBatch];
+        if constexpr (kBatches == 1) {
+#pragma unroll 1
+            for (int unit = 0; unit < kCount; unit += kBatch) {
 #pragma unroll
-        for (int batch = 0; batch < kCount / kBatch + kBatches - 1; ++batch) {
-            if (batch < kCount / kBatch) {
+                for (int i = 0; i < kBatch; ++i) raw[0][i] = read(unit + i);
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) raw[batch % kBatches][i] = read(batch * kBatch + i);
+                for (int i = 0; i < kBatch; ++i) store(unit + i, convert(raw[0][i]));
             }
-            const int done = batch - kBatches + 1;
-            if (done >= 0) {
+        } else {
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) store(done * kBatch + i, convert(raw[done % kBatches][i]));
+            for (int batch = 0; batch < kCount / kBatch + kBatches - 1; ++batch) {
+                if (batch < kCount / kBatch) {
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) raw[batch % kBatches][i] = read(batch * kBatch + i);
+                }
+                const int done = batch - kBatches + 1;
+                if (done >= 0) {
+#pragma unroll
+                    for (int i = 0; i < kBatch; ++i) store(done * kBatch + i, convert(raw[done % kBatches][i]));
+                }
             }
         }
     }

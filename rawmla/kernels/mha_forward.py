@@ -57,8 +57,7 @@ class MhaForwardAddresses(NamedTuple):
 class MhaForwardCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
 
-    Strides are of the dimensions (batch, token, head), multiples of 8 but where a dimension has one element; 0
-    for a broadcast dimension. With `varlen` the requests are segments of one array, and the strides of the
+    Strides are of the dimensions (batch, token, head), multiples of 8, and 0 for a broadcast dimension. With `varlen` the requests are segments of one array, and the strides of the
     batch are not used. Lengths are the largest of a request. `total_q` and `total_k` are the tokens of the
     arrays, along one request without `varlen`.
     """
@@ -160,7 +159,7 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
     # warpgroup that gathers leaves fewer of them for two consumers than a wide O needs.
     consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
-    registers = 178 if consumers == 1 else (196, 178, 160)[pages.source]
+    registers = 178 if consumers == 1 else (196, 178, 140 if changes_scores else 160)[pages.source]
     keys = min(128, (registers - d_v // 2) * 4 // 3)
     # Two stages of K and V beside Q.
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
@@ -349,7 +348,10 @@ def key_map(
     batches: int,
     strides: tuple[int, int, int],
 ) -> bytes:
-    """The tensor map of k or v: boxes of 64 columns and ``keys`` tokens; ``strides`` as in `MhaForwardCall`."""
+    """The tensor map of k or v: boxes of 64 columns and ``keys`` tokens.
+
+    ``strides`` as in `MhaForwardCall`.
+    """
     batch, token, head = strides
     return jit.tensor_map(
         address,

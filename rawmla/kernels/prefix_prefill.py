@@ -1,4 +1,4 @@
-"""Host side of paged prefix prefill: the variants of cuda_src/kernels/mha_forward.cu that read a paged cache."""
+"""Host side of paged prefix prefill: cuda_src/kernels/mha_forward.cu with keys in a paged cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from .common import LOG2_E, ceil_div
 from .division import divisor
 from .mha_forward import (
     COUNTER_BYTES,
+    GATHERED,
     MAX_MAPS,
     NO_BOUND,
     NO_MAP,
+    PAGED_BY_TMA,
     PARAMS,
     SINK_DTYPES,
     WARPGROUP_ROWS,
+    Pages,
     key_map,
     padded,
     query_map,
@@ -109,9 +112,16 @@ class PreparedPrefixPrefill:
     def __init__(self, call: PrefixPrefillCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
         has_window = call.window < NO_BOUND
-        chosen = spec(call.dtype, call.d, call.d, has_window, softcap=False, alibi=call.has_alibi, paged=True)
+        pages = Pages(
+            PAGED_BY_TMA if _tma_reaches(call) else GATHERED,
+            CACHE_DTYPES.index(call.cache_dtype),
+            call.fp8_out,
+        )
+        chosen = spec(
+            call.dtype, call.d, call.d, has_window, softcap=False, alibi=call.has_alibi, pages=pages
+        )
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        tile = tile_of(padded(call.d), padded(call.d), call.has_alibi, paged=True)
+        tile = tile_of(padded(call.d), padded(call.d), call.has_alibi, pages)
         tile_rows = tile.consumers * WARPGROUP_ROWS
         group = call.h_q // call.h_kv
         if group & (group - 1) or group > WARPGROUP_ROWS:
@@ -123,6 +133,8 @@ class PreparedPrefixPrefill:
         self._call = call
         self._group = group
         self._tile_keys = tile.keys
+        self._by_tma = pages.source == PAGED_BY_TMA
+        self._out_by_rows = call.fp8_out or any(stride % 8 for stride in call.o_strides) or call.d % 8 != 0
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         magic, shift = divisor(call.block_size)
         factor = call.softmax_scale * LOG2_E
@@ -133,12 +145,17 @@ class PreparedPrefixPrefill:
             lse_stride_b=0,
             lse_stride_h=0,
             table_stride=call.table_stride,
-            block_bytes=call.k_strides_cache[0] * 2,
+            block_bytes=call.k_strides_cache[0] * (2 if call.cache_dtype == "same" else 1),
+            k_stride_block=call.k_strides_cache[0],
+            k_stride_head=call.k_strides_cache[1],
+            v_stride_block=call.v_strides_cache[0],
+            v_stride_head=call.v_strides_cache[1],
             b=call.b,
             heads=heads,
             log2_group=group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
             d_v=call.d,
+            out_by_rows=self._out_by_rows,
             seqlen_q=0,
             seqlen_k=0,
             total_k=call.tokens_kv,
@@ -154,11 +171,16 @@ class PreparedPrefixPrefill:
             block_magic=magic,
             block_shift=shift,
             table_entry=2 if call.table_has_pointers else int(call.table_bytes == 8),
+            x=call.x,
+            v_pack=call.v_pack,
             own_in_cache=call.own_from_cache,
             skip_decode=call.skip_decode,
             softmax_scale_log2=1.0 if call.has_alibi else factor,
             score_scale=1.0,
             score_factor=factor,
+            k_scale_value=1.0 if call.k_scale is None else call.k_scale,
+            v_scale_value=1.0 if call.v_scale is None else call.v_scale,
+            out_scale_value=1.0 if call.fp8_out_scale is None else call.fp8_out_scale,
         )
         self._launch = kernel.prepare(
             (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self.scratch_bytes
@@ -171,7 +193,8 @@ class PreparedPrefixPrefill:
         scratch, or 0.
         """
         (
-            q, k, v, o, k_cache, v_cache, block_table, b_start_loc, b_seq_len, _, _, alibi_slopes, sinks, _,
+            q, k, v, o, k_cache, v_cache, block_table, b_start_loc, b_seq_len, k_scale, v_scale, alibi_slopes,
+            sinks, out_scale,
         ) = addresses  # fmt: skip
         arrays = q, k, v, o, k_cache, v_cache
         maps = self._maps.get(arrays) or self._encode(arrays)
@@ -179,7 +202,7 @@ class PreparedPrefixPrefill:
             jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
         self._launch(
             stream, *maps, o, 0, b_start_loc, 0, 0, b_seq_len, sinks, alibi_slopes, block_table, k_cache,
-            scratch,
+            v_cache, k_scale, v_scale, out_scale, scratch,
         )  # fmt: skip
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
@@ -199,32 +222,46 @@ class PreparedPrefixPrefill:
                 return NO_MAP
             return key_map(address, dtype, d, self._tile_keys, call.h_kv, call.tokens_kv, 1, (0, *strides))
 
-        k_pages = jit.tensor_map(
-            k_cache,
-            dtype,
-            (8 * size, d // 8, call.h_kv, call.num_blocks),
-            (16 * size, 2 * k_head, 2 * k_block),
-            (8 * PIECE_TOKENS, padded(d) // 8, 1, 1),
-            "none",
-            "256b",
-        )
-        v_pages = jit.tensor_map(
-            v_cache,
-            dtype,
-            (size, d, call.h_kv, call.num_blocks),
-            (2 * size, 2 * v_head, 2 * v_block),
-            (PIECE_TOKENS, padded(d), 1, 1),
-            "32b",
-            "256b",
-        )
+        k_pages = v_pages = NO_MAP
+        if self._by_tma:
+            k_pages = jit.tensor_map(
+                k_cache,
+                dtype,
+                (8 * size, d // 8, call.h_kv, call.num_blocks),
+                (16 * size, 2 * k_head, 2 * k_block),
+                (8 * PIECE_TOKENS, padded(d) // 8, 1, 1),
+                "none",
+                "256b",
+            )
+            v_pages = jit.tensor_map(
+                v_cache,
+                dtype,
+                (size, d, call.h_kv, call.num_blocks),
+                (2 * size, 2 * v_head, 2 * v_block),
+                (PIECE_TOKENS, padded(d), 1, 1),
+                "32b",
+                "256b",
+            )
         if len(self._maps) >= MAX_MAPS:
             self._maps.clear()
         maps = self._maps[arrays] = (
             of_queries(q, call.q_strides),
             of_keys(k, call.k_strides),
             of_keys(v, call.v_strides),
-            of_queries(o, call.o_strides),
+            NO_MAP if self._out_by_rows else of_queries(o, call.o_strides),
             k_pages,
             v_pages,
         )
         return maps
+
+
+def _tma_reaches(call: PrefixPrefillCall) -> bool:
+    """Whether TMA can copy the cache's pages as they lie: cuda_src/mha/paged_keys.cuh."""
+    return (
+        call.cache_dtype == "same"
+        and call.x == 8
+        and call.d % 8 == 0
+        and call.v_pack == 0
+        and call.block_size % PIECE_TOKENS == 0
+        and call.num_blocks > 0
+    )
