@@ -70,7 +70,7 @@ struct KeyLoader {
             q_is_loaded = false;
             load<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) stage.number += tile.spans[kPages].blocks();
+            if constexpr (kPagesGathered) stage.pass(smem.bar_k_free, tile.spans[kPages].blocks());
             if (!q_is_loaded) {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
@@ -111,7 +111,7 @@ struct ValueLoader {
             if (tile.request < 0) break;
             load<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) stage.number += tile.spans[kPages].blocks();
+            if constexpr (kPagesGathered) stage.pass(smem.bar_v_free, tile.spans[kPages].blocks());
             __syncwarp();
             if (lane_index() == 0) reader.release(smem);
         }

@@ -85,7 +85,12 @@ struct Stage {
     u32 number = 0;  // of the block
 
     __device__ __forceinline__ u32 index() const { return number % kStages; }
-    // Of the phase in which the place becomes free, and of that in which it is full.
+    // Of the phase in which the place becomes free.
     __device__ __forceinline__ u32 free_parity() const { return number / kStages & 1 ^ 1; }
-    __device__ __forceinline__ u32 full_parity() const { return number / kStages & 1; }
+
+    // Leaves blocks to another role. Waits for the place of each: parities tell only neighbouring phases apart.
+    __device__ __forceinline__ void pass(u64 (&free)[kStages], int blocks) {
+#pragma unroll 1
+        for (; blocks > 0; --blocks, ++number) mbarrier_wait_parity(smem_address(&free[index()]), free_parity());
+    }
 };

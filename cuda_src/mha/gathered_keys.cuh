@@ -31,7 +31,9 @@ struct Gatherer {
         for (TileReader reader;; ++reader.count) {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
-            stage.number += tile.spans[kArrays].blocks();
+            Stage values = stage;
+            stage.pass(smem.bar_k_free, tile.spans[kArrays].blocks());
+            values.pass(smem.bar_v_free, tile.spans[kArrays].blocks());
             gather_span(params, smem, tile);
             named_barrier_sync(NB_GATHER, 128);
             if (thread == 0) reader.release(smem);

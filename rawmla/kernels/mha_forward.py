@@ -58,8 +58,9 @@ class MhaForwardCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
 
     Strides are of the dimensions (batch, token, head), multiples of 8, and 0 for a broadcast dimension. With
-    `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths are the largest of a request. `total_q` and `total_k` are the tokens of the
-    arrays, along one request without `varlen`.
+    `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths are
+    those of the longest request. `total_q` and `total_k` are the tokens of the arrays, of one request without
+    `varlen`.
     """
 
     device: int

@@ -18,8 +18,10 @@ CHUNK_SCORES = 1 << 28
 """Scores of one step of the reference (2 GiB in float64), unless those of a single head are more."""
 
 _HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-_LEAST = {"bfloat16": 2.0**-126, "float16": 2.0**-25}
-"""What results below the smallest normal number may be off by. bfloat16 has the range of float32."""
+_LEAST = {"bfloat16": 2.0**-123, "float16": 2.0**-25}
+"""What results below the smallest normal number may be off by. bfloat16 has the range of float32, where a row's
+factor below 2**-126 becomes 0 before it multiplies values of up to 8.
+"""
 _ANY = Tolerance(absolute=inf, relative=inf)
 
 
