@@ -19,8 +19,8 @@ CHUNK_SCORES = 1 << 28
 
 _HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 _LEAST = {"bfloat16": 2.0**-123, "float16": 2.0**-25}
-"""What results below the smallest normal number may be off by. bfloat16 has the range of float32, where a row's
-factor below 2**-126 becomes 0 before it multiplies values of up to 8.
+"""What results below the smallest normal number may be off by. bfloat16 has the range of float32, in which a
+row's factor below 2**-126 becomes 0 before it multiplies values of up to 8.
 """
 _ANY = Tolerance(absolute=inf, relative=inf)
 
