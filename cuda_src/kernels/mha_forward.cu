@@ -21,6 +21,7 @@
 #include "mha/paged_keys.cuh"
 #include "mha/params.cuh"
 #include "mha/scores.cuh"
+#include "mha/sink.cuh"
 #include "mha/tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -177,19 +178,6 @@ struct ValueTrimmer {
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_v_full[stage]));
     }
 };
-
-// The row's sum with a sink in it, where `m` is its reference in base 2.
-__device__ __forceinline__ float add_sink(const Params& params, int head, float m, float l) {
-    if (params.attn_sink == nullptr) return l;
-    float sink;
-    if (params.sink_dtype == 0) {
-        sink = static_cast<const float*>(params.attn_sink)[head];
-    } else {
-        const u32 bits = static_cast<const u16*>(params.attn_sink)[head];
-        sink = params.sink_dtype == 1 ? __uint_as_float(bits << 16) : unpack_f16(bits).x;
-    }
-    return l + exp2_approx(sink * kLog2E - m);
-}
 
 // One consumer: 64 rows of each tile.
 struct Consumer {
@@ -401,6 +389,7 @@ struct Consumer {
     __device__ __forceinline__ void store(const Tile& tile, const TileReader& reader, Output& o,
                                           LazySoftmax& softmax, const Scales& scales) const {
         float factor[2];
+        const bool split = params.splits > 1;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int token = token_of(tile, r), head = head_of(tile, r);
@@ -408,15 +397,14 @@ struct Consumer {
             const float sum = quad_sum(softmax.l[r]);
             const float l = token < tile.q_len ? sum : 0.0f;
             const float m = softmax.m[r] * softmax_scale_log2(scales);
-            factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(add_sink(params, head, m, l));
+            const float all = split ? l : add_sink(params.attn_sink, params.sink_dtype, head, m, l);
+            factor[r] = l == 0.0f ? 0.0f : reciprocal_approx(all);
             if constexpr (kCacheIsFp8) factor[r] *= scales.v;
-            if (params.lse != nullptr && leads_quad() && token < tile.q_rows) {
-                float* lse = params.lse + head * params.lse_stride_h + tile.q_begin + token;
-                if (params.cu_seqlens_q == nullptr) lse += tile.request * params.lse_stride_b;
-                *lse = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
-            }
+            float* lse = split ? params.lse_accum + tile.split * params.accum_rows : params.lse;
+            if (lse != nullptr && leads_quad() && token < tile.q_rows)
+                lse[place_of(tile, token, head)] = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
         }
-        if constexpr (kOutIsFp8) {
+        if (kOutIsFp8 && !split) {
             const float scale = params.out_scale == nullptr ? params.out_scale_value : *params.out_scale;
             factor[0] /= scale;
             factor[1] /= scale;
@@ -427,6 +415,10 @@ struct Consumer {
             const int r = (j >> 1) & 1;
             return empty[r] ? 0.0f : o[j] * factor[r];
         };
+        if (split) {
+            store_split(tile, reader, result);
+            return;
+        }
         const u32 smem_o = smem_address(smem.q[wg]);
         if constexpr (kOutIsFp8) {
             // Rows of kDimV bytes
@@ -473,6 +465,32 @@ struct Consumer {
             fence_proxy_async();
             named_barrier_sync(NB_OWN + wg, 128);
             if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+        }
+    }
+    // Where a row lies in lse, and among the rows of a split.
+    __device__ __forceinline__ i64 place_of(const Tile& tile, int token, int head) const {
+        const i64 place = head * params.lse_stride_h + tile.q_begin + token;
+        return params.cu_seqlens_q == nullptr ? place + tile.request * params.lse_stride_b : place;
+    }
+    // Results of a split in float32, to be combined by kernels/mha_combine.cu.
+    template <class Result>
+    __device__ __forceinline__ void store_split(const Tile& tile, const TileReader& reader,
+                                                Result result) const {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int token = token_of(tile, r), head = head_of(tile, r);
+            if (token < tile.q_rows) {
+                const i64 row = tile.split * params.accum_rows + place_of(tile, token, head);
+                float* dst = params.o_accum + row * kDimV + 2 * (lane_index() % 4);
+#pragma unroll
+                for (int j = 2 * r; j < kDimV / 2; j += 4)
+                    *reinterpret_cast<float2*>(dst + 2 * j - 4 * r) = make_float2(result(j), result(j + 1));
+            }
+        }
+        named_barrier_sync(NB_OWN + wg, 128);
+        if (leads) {
+            reader.release(smem);
+            mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
         }
     }
     // Tokens below `rows` of what `store` has put in shared memory, without TMA.

@@ -15,9 +15,11 @@ struct Params {
     // With pages; seqused_k then counts the context too
     const void *block_table, *k_cache, *v_cache;
     const float *k_scale, *v_scale, *out_scale;  // null: the numbers at the end
+    float *o_accum, *lse_accum;                  // of splits: kernels/mha_combine.cu
     int* counter;                            // tiles given out; null: CTAs take tiles by turns
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
+    i64 accum_rows;  // of a split
     i64 table_stride, block_bytes;
     i64 k_stride_block, k_stride_head, v_stride_block, v_stride_head;  // of the cache
     int b;
@@ -31,6 +33,7 @@ struct Params {
     int window_left, window_right;  // kNoBound: none
     int tiles_per_head;             // without cu_seqlens_q
     int tiles;
+    int splits;     // parts of a row's keys, which other tiles attend
     int section;    // heads that are processed together, so that their K and V stay in L2
     int sink_dtype;
     int alibi_stride_b;

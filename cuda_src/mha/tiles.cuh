@@ -35,6 +35,7 @@ constexpr int kArrays = 0, kPages = kSpans - 1;
 
 struct Tile {
     int request;      // negative: there is no tile left
+    int split;        // which part of the keys
     int head;         // a query head, or a KV head whose query heads share the tile
     int first_token;  // in the request
     int q_begin, k_begin;  // where the request's tokens begin in the arrays
@@ -81,14 +82,15 @@ struct TileScheduler {
 
     // Finds the next tile; lane 0 writes it.
     __device__ __forceinline__ bool next(const Params& params, Tile& tile) {
-        int index = number, tiles_per_head = params.tiles_per_head, request = 0;
+        int index = number / params.splits, tiles_per_head = params.tiles_per_head, request = 0;
         if (params.cu_seqlens_q == nullptr) {
-            if (index >= params.tiles) request = -1;
+            if (number >= params.tiles) request = -1;
         } else {
             request = find_request(params, index, tiles_per_head);
         }
         if (lane_index() == 0) {
             tile.request = request;
+            tile.split = number % params.splits;
             if (request >= 0) find_rows(params, tile, index, tiles_per_head);
         }
         __syncwarp();
@@ -202,6 +204,28 @@ struct TileScheduler {
                 span.trims_first = keys.begin % kTileKeys != 0;
                 span.trims_last = keys.end % kTileKeys != 0 && tile.k_begin + keys.end < params.total_k;
             }
+        }
+        if (params.splits > 1) take_split(params, tile);
+    }
+    // Leaves the tile its part of the blocks, which are counted in the order in which they are attended.
+    __device__ __forceinline__ static void take_split(const Params& params, Tile& tile) {
+        int blocks = 0;
+#pragma unroll
+        for (int i = 0; i < kSpans; ++i) blocks += tile.spans[i].blocks();
+        const int share = ceil_div(blocks, params.splits);
+        int first = tile.split * share, end = first + share;  // of the blocks from here on
+#pragma unroll
+        for (int i = 0; i < kSpans; ++i) {
+            Span& span = tile.spans[i];
+            const int count = span.blocks();
+            const int skipped = min_int(first, count), taken = min_int(max_int(end, 0), count);
+            if (skipped > 0) span.trims_last = false;
+            if (taken < count) span.trims_first = false;
+            const int last = span.end_block;
+            span.end_block = last - skipped;
+            span.first_block = last - max_int(taken, skipped);
+            first = max_int(first - count, 0);
+            end -= count;
         }
     }
 };

@@ -10,6 +10,7 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import DTYPES, LOG2_E, ceil_div
+from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
 
 __all__ = [
     "NO_BOUND",
@@ -25,7 +26,6 @@ __all__ = [
 
 NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
-SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 WARPGROUP_ROWS = 64
 _STAGES = 2
 _CHUNK = 64
@@ -102,15 +102,16 @@ PARAMS = ParamStruct(
     POINTER(
         "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"
     ),
-    POINTER("block_table", "k_cache", "v_cache", "k_scale", "v_scale", "out_scale", "counter"),
+    POINTER("block_table", "k_cache", "v_cache", "k_scale", "v_scale", "out_scale"),
+    POINTER("o_accum", "lse_accum", "counter"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
-    I64("lse_stride_b", "lse_stride_h"),
+    I64("lse_stride_b", "lse_stride_h", "accum_rows"),
     I64("table_stride", "block_bytes"),
     I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
     I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
     I32("seqlen_q", "seqlen_k", "total_k"),
     I32("window_left", "window_right"),
-    I32("tiles_per_head", "tiles", "section", "sink_dtype", "alibi_stride_b"),
+    I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
     I32("num_blocks", "block_size"),
     U32("block_magic"),
     I32("block_shift", "table_entry", "x", "v_pack", "own_in_cache", "skip_decode"),
@@ -120,7 +121,7 @@ PARAMS = ParamStruct(
         *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
         *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
         *("attn_sink", "alibi_slopes", "block_table", "k_cache", "v_cache"),
-        *("k_scale", "v_scale", "out_scale", "counter"),
+        *("k_scale", "v_scale", "out_scale", "o_accum", "lse_accum", "counter"),
     ),
 )
 """Params of cuda_src/mha/params.cuh."""
@@ -235,13 +236,19 @@ class PreparedMhaForward:
         self._tile_keys = tile.keys
         heads = call.h_q // self._group
         tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile_rows)
-        if call.varlen:
-            tiles = heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b)  # at most
-        else:
-            tiles = heads * tiles_per_head * call.b
+        tiles = heads * tiles_per_head * call.b
+        if call.varlen:  # at most
+            tiles = min(tiles, heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b))
         sms = jit.device_info(call.device).sm_count
+        seen = min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
+        splits = num_splits(tiles, ceil_div(seen, tile.keys), sms)
+        tiles *= splits
         unequal = call.varlen or call.window_right < NO_BOUND or call.window_left < NO_BOUND
-        self.scratch_bytes = COUNTER_BYTES if unequal and tiles > sms else 0
+        self._combine = _combine(call, splits, capturing) if splits > 1 else None
+        self._is_counted = unequal and tiles > sms
+        self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
+        if self._combine is not None:
+            self.scratch_bytes = self._combine.scratch_bytes
         scale = call.softmax_scale
         # softcap * tanh(scale / softcap * s), and everything behind it in base 2
         factor = (call.softcap if softcap else scale) * LOG2_E
@@ -251,6 +258,7 @@ class PreparedMhaForward:
             out_stride_h=call.out_strides[2],
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
+            accum_rows=_rows(call),
             b=call.b,
             heads=heads,
             log2_group=self._group.bit_length() - 1,
@@ -264,6 +272,7 @@ class PreparedMhaForward:
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
             tiles=tiles,
+            splits=splits,
             section=_section(call, heads) if unequal else 1,
             sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sink else 0,
             alibi_stride_b=call.alibi_stride_b,
@@ -274,20 +283,29 @@ class PreparedMhaForward:
         )
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
         self._launch = kernel.prepare(
-            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self.scratch_bytes
+            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self._is_counted
         ).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
-        """Enqueue the kernel, and before it the clearing of `scratch` if there is one.
+        """Enqueue the kernel; before it the clearing of a counter, or behind it the combine, where needed.
 
         ``addresses`` has the order of `MhaForwardAddresses`. ``scratch`` is the address of 16-byte aligned
         scratch, or 0.
         """
         arrays = addresses[:4]
         maps = self._maps.get(arrays) or self._encode(arrays)
-        if scratch:
-            jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
-        self._launch(stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, 0, 0, 0, 0, scratch)
+        counter = o_accum = lse_accum = 0
+        if self._is_counted:
+            counter = scratch
+            jit.clear(counter, COUNTER_BYTES, stream, self._call.device)
+        if self._combine is not None:
+            o_accum, lse_accum = self._combine.places(scratch)
+        self._launch(
+            stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, 0, 0, 0, 0, o_accum, lse_accum, counter
+        )  # fmt: skip
+        if self._combine is not None:
+            _, _, _, out, lse, cu_seqlens_q, _, _, _, attn_sink, _ = addresses
+            self._combine.launch(stream, scratch, out, lse, cu_seqlens_q, attn_sink)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         """The tensor maps of q, k, v and out."""
@@ -363,6 +381,28 @@ def key_map(
         "128b",
         "256b",
     )
+
+
+def _rows(call: MhaForwardCall) -> int:
+    """Query tokens times heads of a call."""
+    return call.h_q * call.total_q * (1 if call.varlen else call.b)
+
+
+def _combine(call: MhaForwardCall, splits: int, capturing: Callable[[], bool]) -> PreparedCombine:
+    combine = Combine(
+        device=call.device,
+        dtype=call.dtype,
+        splits=splits,
+        b=call.b,
+        heads=call.h_q,
+        seqlen_q=call.lse_strides[1],  # rows lie as in lse
+        rows=_rows(call),
+        d_v=call.d_v,
+        d_accum=padded(call.d_v),
+        out_strides=call.out_strides,
+        sink_dtype=call.sink_dtype if call.has_sink else "float32",
+    )
+    return PreparedCombine(combine, capturing)
 
 
 def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:

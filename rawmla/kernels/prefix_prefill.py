@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from .common import LOG2_E, ceil_div
 from .division import divisor
+from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
 from .mha_forward import (
     COUNTER_BYTES,
     GATHERED,
@@ -16,7 +17,6 @@ from .mha_forward import (
     NO_MAP,
     PAGED_BY_TMA,
     PARAMS,
-    SINK_DTYPES,
     WARPGROUP_ROWS,
     Pages,
     key_map,
@@ -127,9 +127,22 @@ class PreparedPrefixPrefill:
         if group & (group - 1) or group > WARPGROUP_ROWS:
             group = 1
         heads = call.h_q // group
-        tiles = heads * (ceil_div(call.tokens * group, tile_rows) + call.b)  # at most
+        tiles = heads * min(  # at most
+            ceil_div(call.tokens * group, tile_rows) + call.b,
+            call.b * ceil_div(call.max_query_len * group, tile_rows),
+        )
         sms = jit.device_info(call.device).sm_count
-        self.scratch_bytes = COUNTER_BYTES if tiles > sms else 0
+        seen = call.table_columns * call.block_size + call.max_query_len
+        if has_window:
+            seen = min(seen, call.window + call.max_query_len)
+        # The combine writes every row, also those that skip_decode leaves alone.
+        splits = 1 if call.skip_decode else num_splits(tiles, ceil_div(seen, tile.keys), sms)
+        tiles *= splits
+        self._combine = _combine(call, splits, capturing) if splits > 1 else None
+        self._is_counted = tiles > sms
+        self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
+        if self._combine is not None:
+            self.scratch_bytes = self._combine.scratch_bytes
         self._call = call
         self._group = group
         self._tile_keys = tile.keys
@@ -143,7 +156,8 @@ class PreparedPrefixPrefill:
             out_stride_s=call.o_strides[0],
             out_stride_h=call.o_strides[1],
             lse_stride_b=0,
-            lse_stride_h=0,
+            lse_stride_h=call.tokens,
+            accum_rows=call.h_q * call.tokens,
             table_stride=call.table_stride,
             block_bytes=call.k_strides_cache[0] * (2 if call.cache_dtype == "same" else 1),
             k_stride_block=call.k_strides_cache[0],
@@ -163,6 +177,7 @@ class PreparedPrefixPrefill:
             window_right=0 if call.causal else NO_BOUND,
             tiles_per_head=0,
             tiles=tiles,
+            splits=splits,
             section=heads,
             sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sinks else 0,
             alibi_stride_b=0,
@@ -183,11 +198,11 @@ class PreparedPrefixPrefill:
             out_scale_value=1.0 if call.fp8_out_scale is None else call.fp8_out_scale,
         )
         self._launch = kernel.prepare(
-            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self.scratch_bytes
+            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self._is_counted
         ).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
-        """Enqueue the kernel.
+        """Enqueue the kernel; before it the clearing of a counter, or behind it the combine, where needed.
 
         ``addresses`` has the order of `PrefixPrefillAddresses`. ``scratch`` is the address of 16-byte aligned
         scratch, or 0.
@@ -198,12 +213,18 @@ class PreparedPrefixPrefill:
         ) = addresses  # fmt: skip
         arrays = q, k, v, o, k_cache, v_cache
         maps = self._maps.get(arrays) or self._encode(arrays)
-        if scratch:
-            jit.clear(scratch, COUNTER_BYTES, stream, self._call.device)
+        counter = o_accum = lse_accum = 0
+        if self._is_counted:
+            counter = scratch
+            jit.clear(counter, COUNTER_BYTES, stream, self._call.device)
+        if self._combine is not None:
+            o_accum, lse_accum = self._combine.places(scratch)
         self._launch(
             stream, *maps, o, 0, b_start_loc, 0, 0, b_seq_len, sinks, alibi_slopes, block_table, k_cache,
-            v_cache, k_scale, v_scale, out_scale, scratch,
+            v_cache, k_scale, v_scale, out_scale, o_accum, lse_accum, counter,
         )  # fmt: skip
+        if self._combine is not None:
+            self._combine.launch(stream, scratch, o, 0, b_start_loc, sinks, out_scale)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
@@ -253,6 +274,25 @@ class PreparedPrefixPrefill:
             v_pages,
         )
         return maps
+
+
+def _combine(call: PrefixPrefillCall, splits: int, capturing: Callable[[], bool]) -> PreparedCombine:
+    combine = Combine(
+        device=call.device,
+        dtype=call.dtype,
+        splits=splits,
+        b=call.b,
+        heads=call.h_q,
+        seqlen_q=call.tokens,
+        rows=call.h_q * call.tokens,
+        d_v=call.d,
+        d_accum=padded(call.d),
+        out_strides=(0, *call.o_strides),
+        sink_dtype=call.sink_dtype if call.has_sinks else "float32",
+        out_fp8=call.fp8_out,
+        out_scale=call.fp8_out_scale,
+    )
+    return PreparedCombine(combine, capturing)
 
 
 def _tma_reaches(call: PrefixPrefillCall) -> bool:

@@ -14,7 +14,8 @@ from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_gi
 from ..call.checks import INT32_MAX, as_bool, as_softmax_scale, check_place, check_vector
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
-from ..kernels.mha_forward import NO_BOUND, SINK_DTYPES, MhaForwardCall
+from ..kernels.mha_combine import SINK_DTYPES
+from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from .arguments import (
     as_length,
     as_softcap,

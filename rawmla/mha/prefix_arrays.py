@@ -8,7 +8,8 @@ from typing import NamedTuple
 from ..call.arrays import Fields, aligned_strides, contiguous_strides
 from ..call.checks import check_place, check_vector, has_strangers
 from ..call.memo import Memo, PreparedCall
-from ..kernels.mha_forward import NO_BOUND, SINK_DTYPES
+from ..kernels.mha_combine import SINK_DTYPES
+from ..kernels.mha_forward import NO_BOUND
 from .arguments import STRIDE_LIMIT, check_head_dim, check_out_layout, walked
 
 __all__ = ["CACHE_DTYPES", "PrefixArrays", "PrefixChecked", "check_arrays"]

@@ -1,0 +1,109 @@
+"""Host side of cuda_src/kernels/mha_combine.cu: puts splits of dense attention together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+from .. import jit
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct
+from .common import DTYPES, ceil_div
+
+__all__ = ["PARAMS", "SINK_DTYPES", "Combine", "PreparedCombine", "num_splits", "spec"]
+
+SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+"""Values of the parameter sink_dtype."""
+PARAMS = ParamStruct(
+    POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
+    I64("rows", "out_stride_b", "out_stride_s", "out_stride_h"),
+    I32("splits", "b", "heads", "seqlen_q", "d_v", "sink_dtype"),
+    F32("out_scale_value"),
+    changing=("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
+)
+_ROWS = 4
+_MAX_SPLITS = 32
+_MIN_BLOCKS = 4
+"""Blocks of keys that a split has at least: below, the combine costs more than the split saves."""
+
+
+def num_splits(tiles: int, key_blocks: int, sms: int) -> int:
+    """Into how many parts the keys of a call are split; 1 unless few tiles leave multiprocessors idle."""
+    if tiles >= 0.8 * sms:
+        return 1
+    return max(1, min(sms // max(tiles, 1), key_blocks // _MIN_BLOCKS, _MAX_SPLITS))
+
+
+class Combine(NamedTuple):
+    """Sizes of a combine, and strides of out in elements for the dimensions (batch, token, head)."""
+
+    device: int
+    dtype: str
+    splits: int
+    b: int
+    heads: int
+    seqlen_q: int  # tokens of a head that lie together: of a request, or of all
+    rows: int
+    d_v: int
+    d_accum: int  # columns of a split's row
+    out_strides: tuple[int, int, int]
+    sink_dtype: str
+    out_fp8: bool = False
+    out_scale: float | None = None
+
+
+@cache
+def spec(dtype: str, d_accum: int, out_fp8: bool = False) -> jit.KernelSpec:
+    """The variant for a dtype of out and rows of ``d_accum`` columns."""
+    defines = (("DTYPE", DTYPES[dtype]), ("D_V", d_accum), ("OUT_FP8", out_fp8))
+    return jit.KernelSpec("mha_combine", defines, threads=32 * _ROWS, smem_bytes=0)
+
+
+class PreparedCombine:
+    """The launch of a combine.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the results of all splits.
+    """
+
+    def __init__(self, call: Combine, capturing: Callable[[], bool]) -> None:
+        """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        kernel = jit.get_kernel(
+            spec(call.dtype, call.d_accum, call.out_fp8), call.device, capturing=capturing
+        )
+        self._lse_bytes = ceil_div(4 * call.splits * call.rows, 16) * 16
+        self.scratch_bytes = self._lse_bytes + 4 * call.splits * call.rows * call.d_accum
+        params = PARAMS.pack(
+            rows=call.rows,
+            out_stride_b=call.out_strides[0],
+            out_stride_s=call.out_strides[1],
+            out_stride_h=call.out_strides[2],
+            splits=call.splits,
+            b=call.b,
+            heads=call.heads,
+            seqlen_q=call.seqlen_q,
+            d_v=call.d_v,
+            sink_dtype=SINK_DTYPES[call.sink_dtype],
+            out_scale_value=1.0 if call.out_scale is None else call.out_scale,
+        )
+        grid = (ceil_div(call.rows, _ROWS), 1, 1)
+        self._launch = kernel.prepare(grid, params, PARAMS.changing, pdl=True).launch
+
+    def places(self, scratch: int) -> tuple[int, int]:
+        """The addresses of o_accum and lse_accum in scratch."""
+        return scratch + self._lse_bytes, scratch
+
+    def launch(
+        self,
+        stream: int,
+        scratch: int,
+        out: int,
+        lse: int,
+        cu_seqlens_q: int,
+        attn_sink: int,
+        out_scale: int = 0,
+    ) -> None:
+        """Enqueue the kernel, behind the one that wrote the splits to ``scratch``. Others as in `PARAMS`."""
+        self._launch(stream, *self.places(scratch), out, lse, cu_seqlens_q, attn_sink, out_scale)
