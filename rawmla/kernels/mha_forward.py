@@ -161,7 +161,8 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
     # warpgroup that gathers leaves fewer of them for two consumers than a wide O needs.
     consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
-    registers = 178 if consumers == 1 else (196, 178, 140 if changes_scores else 160)[pages.source]
+    gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
+    registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
     keys = min(128, (registers - d_v // 2) * 4 // 3)
     # Two stages of K and V beside Q.
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
