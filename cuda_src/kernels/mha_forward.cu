@@ -203,6 +203,7 @@ struct Consumer {
             if (warp_uniform(tile.request) < 0) break;
             attend(tile, reader);
         }
+        if (leads) bulk_wait_group_read<0>();
     }
 
   private:
@@ -419,10 +420,18 @@ struct Consumer {
             store_split(tile, reader, result);
             return;
         }
-        const u32 smem_o = smem_address(smem.q[wg]);
+        if constexpr (kOwnOutput) {
+            if (leads) {
+                mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+                bulk_wait_group_read<0>();  // of the tile before
+            }
+            named_barrier_sync(NB_OWN + wg, 128);
+        }
+        unsigned char* staged = staged_rows();
+        const u32 smem_o = smem_address(staged);
         if constexpr (kOutIsFp8) {
             // Rows of kDimV bytes
-            u16* dst = reinterpret_cast<u16*>(smem.q[wg]) + (warp_idx * 16 + lane_index() / 4) * (kDimV / 2) +
+            u16* dst = reinterpret_cast<u16*>(staged) + (warp_idx * 16 + lane_index() / 4) * (kDimV / 2) +
                        lane_index() % 4;
 #pragma unroll
             for (int j = 0; j < kDimV / 2; j += 2) {
@@ -441,31 +450,38 @@ struct Consumer {
                             packed[3]);
             }
         }
-        fence_proxy_async();
-        named_barrier_sync(NB_OWN + wg, 128);
         const int first_token = tile.first_token + (wg * 64 >> params.log2_group);
         const int tokens = 64 >> params.log2_group;
         const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
+        fence_proxy_async();
         named_barrier_sync(NB_OWN + wg, 128);
         if (leads) reader.release(smem);
         // TMA would write past the end of a segment.
         if (!kOutIsFp8 && !params.out_by_rows &&
             (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
-            if (warp_idx == 0 && elect_one_sync()) {
+            if (leads) {
 #pragma unroll
                 for (int chunk = 0; chunk < kChunksV; ++chunk)
                     tma_store_5d(&params.out_map, smem_o + chunk * Rows::kBytes, 64 * chunk, 0,
                                  q_begin + first_token, head, params.cu_seqlens_q == nullptr ? request : 0);
                 bulk_commit_group();
-                bulk_wait_group_read<0>();
-                mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+                if constexpr (!kOwnOutput) {
+                    bulk_wait_group_read<0>();
+                    mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+                }
             }
         } else {
             store_rows(request, q_begin, first_token, rows, head);
-            fence_proxy_async();
-            named_barrier_sync(NB_OWN + wg, 128);
-            if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+            if constexpr (!kOwnOutput) {
+                fence_proxy_async();
+                named_barrier_sync(NB_OWN + wg, 128);
+                if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
+            }
         }
+    }
+    // Where O waits for its copy to global memory
+    __device__ __forceinline__ unsigned char* staged_rows() const {
+        return kOwnOutput ? smem.o[wg] : smem.q[wg];
     }
     // Where a row lies in lse, and among the rows of a split.
     __device__ __forceinline__ i64 place_of(const Tile& tile, int token, int head) const {
@@ -505,7 +521,7 @@ struct Consumer {
             const int token = first_token + (row >> params.log2_group);
             if (token >= rows) break;
             const unsigned char* src =
-                smem.q[wg] + (kOutIsFp8 ? row * kDimV + 16 * unit
+                staged_rows() + (kOutIsFp8 ? row * kDimV + 16 * unit
                                         : unit / 8 * Rows::kBytes + Rows::offset(row, unit % 8));
             const i64 element = batch + (q_begin + token) * params.out_stride_s +
                                 (head * group + (row & (group - 1))) * params.out_stride_h + kUnit * unit;

@@ -24,10 +24,14 @@ using Rows = SwizzledTile<64>;           // of Q and O
 using KeyRows = SwizzledTile<kTileKeys>;  // of K and V
 using Scheduler = TileScheduler<kTileRows, kTileKeys>;
 
+// Whether O has a place of its own in shared memory. Then the next tile's Q is copied while O is stored.
+constexpr bool kOwnOutput = OUT_BUFFER;
+
 struct SharedMemoryPlan {
-    unsigned char q[kConsumers][max_int(kChunksQK, kChunksV) * Rows::kBytes];  // later O
+    unsigned char q[kConsumers][(kOwnOutput ? kChunksQK : max_int(kChunksQK, kChunksV)) * Rows::kBytes];
     unsigned char k[kStages][kChunksQK * KeyRows::kBytes];
     unsigned char v[kStages][kChunksV * KeyRows::kBytes];
+    unsigned char o[kConsumers][kOwnOutput ? kChunksV * Rows::kBytes : 8];
     u64 bar_q_full[kConsumers], bar_q_free[kConsumers];
     u64 bar_k_full[kStages], bar_k_free[kStages];
     u64 bar_v_full[kStages], bar_v_free[kStages];

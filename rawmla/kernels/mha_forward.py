@@ -187,9 +187,12 @@ def spec(
     """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
     d_qk, d_v = padded(d_qk), padded(d_v)
     tile = tile_of(d_qk, d_v, softcap or alibi, pages)
-    q_bytes = tile.consumers * WARPGROUP_ROWS * max(_chunks(d_qk), _chunks(d_v)) * _CHUNK * 2
+    row_bytes = tile.consumers * WARPGROUP_ROWS * _CHUNK * 2
     stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
-    smem_bytes = q_bytes + _STAGES * stage_bytes + _BARRIER_BYTES
+    smem_bytes = row_bytes * _chunks(d_qk) + _STAGES * stage_bytes + _BARRIER_BYTES
+    # O lies where Q was, but where there is room for both.
+    out_buffer = smem_bytes + row_bytes * _chunks(d_v) <= MAX_SMEM_BYTES
+    smem_bytes += row_bytes * (_chunks(d_v) if out_buffer else max(0, _chunks(d_v) - _chunks(d_qk)))
     return jit.KernelSpec(
         "mha_forward",
         (
@@ -199,6 +202,7 @@ def spec(
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
+            ("OUT_BUFFER", out_buffer),
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
             ("SMEM_BYTES", smem_bytes),
