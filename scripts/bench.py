@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, and of what goes with
-them.
+"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, prefix prefill, and of
+what goes with them.
 
 On a machine with a Hopper GPU and torch: compiles what is not compiled yet and times every case (or those
 that --cases selects) next to the ceilings of the same run. A case that fails is reported, and the others

@@ -51,7 +51,7 @@ LEGEND = (
     "library beside ran in the same process, in turns with rawmla and in all three ways. A dash: not "
     "measured. Better other library: the faster of FlashMLA and FlashAttention-3 (which is stored for dense "
     "decoding with fixed lengths); of sparse attention with 8 to 32 heads, FlashMLA runs 64; of dense "
-    "attention what ran beside."
+    "attention what ran beside; of prefix prefill vLLM's Triton kernel."
 )
 
 

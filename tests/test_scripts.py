@@ -30,6 +30,7 @@ from benchlib import (  # noqa: E402
     nogpu,
     plot,
     power,
+    prefix_cases,
     report,
     source,
 )
@@ -1348,7 +1349,7 @@ def test_calls_per_graph() -> None:
     pytest.importorskip("torch")
     from benchlib import measure
 
-    for case in (*cases.prefill_cases(), *mha_cases.mha_cases()):
+    for case in (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases()):
         calls = measure.calls_per_graph(case)
         assert 4 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
         assert calls == 10 or (calls + 1) * case.flops() > measure.GRAPH_FLOPS
@@ -1502,6 +1503,129 @@ def test_stored_rows_of_dense_attention_match_one_case_each(tmp_path: Path) -> N
     for case in mha_cases.mha_cases():
         path.write_text(json.dumps({"Another@1": [{**case.fields(), "us": 10.0}]}))
         assert against.load(path) == [against.Stored("Another", case.id, {"no rests": 10.0})]
+
+
+def stored_prefix_rows() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(PEERS.read_text())["vLLM's Triton kernel"]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    stored_prefix_rows(),
+    ids=lambda row: "-".join(str(row[key]) for key in ("b", "query_len", "ctx_len", "cache", "window")),
+)
+def test_prefix_prefill_counts_agree_with_published_rates(row: dict[str, Any]) -> None:
+    (case,) = (
+        case
+        for case in prefix_cases.prefix_cases()
+        if all(row[key] == value for key, value in case.fields().items())
+    )
+    assert case.flops() / row["us"] / 1e6 == pytest.approx(row["tflops"], abs=0.5)
+
+
+def test_stored_prefix_rows_match_one_case_each(tmp_path: Path) -> None:
+    stored = stored_of(against.load(PEERS), "prefix prefill")
+    assert len(stored) == len({other.case for other in stored}) == len(stored_prefix_rows()) == 6
+    assert {other.label for other in stored} == {"vLLM's Triton kernel"}
+    path = tmp_path / "list.json"
+    for case in prefix_cases.prefix_cases():
+        path.write_text(json.dumps({"Another@1": [{**case.fields(), "us": 10.0}]}))
+        assert against.load(path) == [against.Stored("Another", case.id, {"no rests": 10.0})]
+    row = {**made_up_row(families.case_named(stored[0].case), 2000.0), "unrested_us": 2827.0}
+    headings, cells = report.family_cells(families.family_of(row["case"]), [row], stored)
+    shown = dict(zip(headings, cells, strict=True))
+    assert (
+        shown["vLLM's Triton kernel no rests µs"] == "8481.0" and shown["better / ours, no rests"] == "3.000"
+    )
+
+
+def test_prefix_prefill_counts() -> None:
+    """Positions counted pair by pair, and the cache's bytes that they lie in."""
+    case = prefix_cases.PrefixCase(3, 20, 30, h_q=4, h_kv=2, d=8, window=25, ragged=True)
+    assert sorted(case.query_lengths()) == [1, 20, 40]
+    seen = 0
+    for queries in case.query_lengths():
+        own = 30 + np.arange(queries)[:, None]
+        key = np.arange(30 + queries)
+        seen += int(((key <= own) & (own - key < 25)).sum())
+    assert case.flops() == 4 * 8 * 4 * seen
+    new = 2 * 61 * (4 + 4 + 2 + 2) * 8  # q, out, k, v
+    assert case.bytes_moved() == new + 2 * 2 * 8 * 3 * 2 * 24
+    fp8 = prefix_cases.PrefixCase(3, 20, 30, h_q=4, h_kv=2, d=8, cache="fp8", fp8_out=True)
+    assert fp8.bytes_moved() == 60 * (2 * 8 + 4) * 8 + 2 * 8 * 3 * 2 * 30
+
+
+def test_ragged_prefix_prefill_has_the_tokens_of_the_fixed_one() -> None:
+    (ragged,) = (case for case in prefix_cases.prefix_cases() if case.ragged)
+    lengths = ragged.query_lengths()
+    assert (min(lengths), max(lengths)) == (1, 2048) and lengths == ragged.query_lengths()
+    assert sum(lengths) == pytest.approx(ragged.b * ragged.query_len, abs=ragged.b)
+    assert ragged.flops() == pytest.approx(prefix_cases.prefix_cases()[0].flops(), rel=0.03)
+
+
+PREFIX_CASES = (
+    prefix_cases.PrefixCase(2, 9, 37, h_q=6, h_kv=2, d=24, sink=True),
+    prefix_cases.PrefixCase(2, 9, 37, h_q=4, h_kv=2, d=16, cache="fp8", alibi=True, page_block_size=5),
+    prefix_cases.PrefixCase(3, 9, 20, h_q=2, h_kv=1, d=16, window=12, ragged=True),
+    prefix_cases.PrefixCase(2, 9, 0, h_q=2, h_kv=2, d=16, fp8_out=True),
+)
+
+
+@pytest.mark.parametrize("case", PREFIX_CASES, ids=lambda case: case.id)
+def test_timed_prefix_prefill_and_its_check(
+    case: prefix_cases.PrefixCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from benchlib import prefix_measure
+
+    inputs = prefix_measure.make_inputs(case, "cpu")
+    if case.fp8_out:
+        inputs.v.mul_(0.01)  # results of a few keys are as small as those of many then
+    given, keywords = prefix_measure.arguments(case, inputs)
+    assert given[3] is inputs.out
+    doubles = [array.double() for array in given[:3]]
+    cache = [array.double() if case.cache == "bf16" else array.view(torch.uint8) for array in given[5:7]]
+    out = torch.empty_like(doubles[0])
+    sinks = {"sinks": inputs.sinks.double() if case.sink else None, "fp8_out_scale": None}
+    arrays = [
+        x.numpy() if isinstance(x, torch.Tensor) else x for x in (*doubles, out, given[4], *cache, *given[7:])
+    ]
+    on_host = {key: x.numpy() if isinstance(x, torch.Tensor) else x for key, x in (keywords | sinks).items()}
+    prefix_measure.rawmla.reference.context_attention_fwd(*arrays, **on_host)
+    row = 0
+    for request, queries in enumerate(case.query_lengths()):
+        keys = prefix_measure.keys_of_request(case, inputs, request)
+        for token in range(queries):
+            got = prefix_measure.attention_of_token(case, inputs, keys, row, token)
+            torch.testing.assert_close(got, out[row], rtol=1e-9, atol=1e-12)
+            row += 1
+    assert row == len(out)
+
+    def stored(values: Any) -> Any:
+        if not case.fp8_out:
+            return values.to(inputs.out.dtype)
+        return (values / prefix_measure.OUT_SCALE).clamp(-448, 448).to(inputs.out.dtype)
+
+    error = prefix_measure.check_output(case, inputs, stored(out))
+    assert error < 0.003 or (case.fp8_out and 0.01 < error < 0.035)
+    with pytest.raises(AssertionError, match="has an error"):
+        prefix_measure.check_output(case, inputs, stored(out * (1.06 if case.fp8_out else 1.02)))
+
+    called: list[Any] = []
+    monkeypatch.setattr(
+        prefix_measure.rawmla,
+        "context_attention_fwd",
+        lambda *a, **k: (called.append((a, k)), stored(out))[1],
+    )
+    monkeypatch.setattr(prefix_measure, "make_inputs", lambda _: inputs)
+    ready = prefix_measure.prepare(case)
+    assert (ready.sets, ready.calls, ready.rel_l2) == (1, 10, error)
+    ready.call(0)
+    assert len(called) == 2
+    for a, k in called:
+        assert all(x is y for x, y in zip(a, given, strict=True)) and k.keys() == keywords.keys()
+        assert all(k[name] is keywords[name] for name in k)
 
 
 def test_rotated_sets() -> None:

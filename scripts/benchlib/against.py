@@ -45,6 +45,13 @@ MATCH_FIELDS = (
     "window",
     "softcap",
     "sink",
+    "query_len",
+    "ctx_len",
+    "d",
+    "cache",
+    "alibi",
+    "fp8_out",
+    "ragged",
 )
 """Fields that identify a case in a list of other libraries' times. A stored row is of a case when every one
 of these that it has is equal."""

@@ -20,6 +20,7 @@ from .columns import OURS, Row
 from .families import Settings
 from .mha_cases import MhaCase
 from .peers import Peer
+from .prefix_cases import PrefixCase
 from .timing import CALLS_PER_GRAPH, REST_SECONDS, Graph, repeat, rest, slope, time_graph
 
 MATMUL_SIZE = 8192
@@ -36,7 +37,7 @@ GRAPH_FLOPS = 10**13
 """Operations of one graph at most, unless one call has more: 16 ms or so. Replays of ten calls of 4 ms would
 mostly run at the power limit, and the GPU would idle for seconds after them."""
 
-AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase
+AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase | PrefixCase
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Prepared:
     calls: int = CALLS_PER_GRAPH
 
 
-def calls_per_graph(case: PrefillCase | MhaCase) -> int:
+def calls_per_graph(case: PrefillCase | MhaCase | PrefixCase) -> int:
     """CALLS_PER_GRAPH, or fewer calls, as many as GRAPH_FLOPS allows."""
     return max(1, min(CALLS_PER_GRAPH, GRAPH_FLOPS // case.flops()))
 

@@ -9,7 +9,7 @@ from .families import FAMILIES, family_of, named
 from .files import write_whole
 from .report import best_ceilings, intensity
 
-INTENSITIES = (8.0, 6000.0)
+INTENSITIES = (8.0, 10000.0)
 """FLOP per byte where the plot begins and ends."""
 
 MARKERS = "osD^v<>P"
@@ -57,9 +57,13 @@ def roofline(run: dict[str, Any], title: str, path: Path) -> None:
     axes.set_title(title)
     axes.grid(True, which="major", linewidth=0.3)
     figure.legend(
-        loc="lower center", ncols=len(families), frameon=False, handletextpad=0.2, columnspacing=1.5
+        loc="lower center",
+        ncols=-(-len(families) // 2),
+        frameon=False,
+        handletextpad=0.2,
+        columnspacing=1.5,
     )
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
     (x0, y0), (x1, y1) = axes.transData.transform([(40, 40 * tera_bytes), (80, 80 * tera_bytes)])
     copy_label.set_rotation(math.degrees(math.atan2(y1 - y0, x1 - x0)))  # along the roof
     picture = io.BytesIO()
