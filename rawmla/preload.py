@@ -28,6 +28,7 @@ def warmup(
     sparse_formats: Iterable[str] | None = None,
     prefill_formats: Iterable[str] | None = None,
     mha_head_dims: Iterable[tuple[int, int]] | None = None,
+    prefix_head_dims: Iterable[int] | None = None,
     device: int | None = None,
 ) -> None:
     """Compile kernels ahead of time, or take them from the disk cache, and load them.
@@ -40,11 +41,11 @@ def warmup(
     *operations : str
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
         reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
-        (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms). None named: all of them, as far
-        as the options below select any.
+        (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms), "prefix"
+        (`context_attention_fwd`). None named: all of them, as far as the options below select any.
     dtypes : iterable of str, optional
-        dtypes of q and the cache in dense decoding, of what is merged, and of the arrays of MHA: "bfloat16",
-        "float16". None: "bfloat16".
+        dtypes of q and the cache in dense decoding, of what is merged, of the arrays of MHA, and of q in
+        prefix prefill: "bfloat16", "float16". None: "bfloat16".
     d_qk : iterable of int, optional
         576, 512, for dense decoding. None: 576.
     page_block_sizes : iterable of int, optional
@@ -57,9 +58,12 @@ def warmup(
         Formats of what `flash_mla_sparse_fwd` will read, the same names ("bf16" is a plain kv). None: as for
         `sparse_formats`.
     mha_head_dims : iterable of pairs of int, optional
-        Head dimensions (d_qk, d_v) of MHA, each 1 to 256: for calls with or without `causal`, lengths and a
-        sink; `warmup_call` loads what a window on the left, a softcap or slopes need. None: (64, 64), (96,
-        96), (128, 128), (192, 128) and (256, 256) if "mha" is named, else none.
+        Head dimensions (d_qk, d_v) of MHA, each 1 to 256; `warmup_call` loads what a softcap or slopes need.
+        None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" is named, else none.
+    prefix_head_dims : iterable of int, optional
+        Head dimensions of prefix prefill, each 1 to 256, over caches in vLLM's layout with blocks of a
+        multiple of 16 tokens or over e4m3 caches; `warmup_call` loads what other caches, slopes or FP8
+        output need. None: 64 and 128 if "prefix" is named, else none.
     device : int, optional
         Device ordinal; None is the current device.
 
@@ -92,6 +96,7 @@ def warmup(
         sparse_formats=sparse_formats,
         prefill_formats=prefill_formats,
         mha_head_dims=mha_head_dims,
+        prefix_head_dims=prefix_head_dims,
     )
     if device is None:
         device = jit.current_device()

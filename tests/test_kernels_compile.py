@@ -30,6 +30,7 @@ from rawmla.kernels import (
     mla_sparse,
     mla_sparse_prefill,
     mla_unite_selections,
+    prefix_prefill,
 )
 from rawmla.kernels.division import divisor
 from rawmla.kernels.operations import OPERATIONS, OPTIONS
@@ -51,7 +52,8 @@ def test_variants() -> None:
     decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
-    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | {"mha_forward"}} | {
+    dense = {"mha_forward", "mha_combine"}
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense} | {
         (name, True) for name in prefill
     }
     assert not any(prefill for _, prefill in map(family, default_specs()))
@@ -143,7 +145,8 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("indices", {"mla_convert_indices"}),
         ("merge", {"mla_merge_states"}),
         ("metadata", {"mla_metadata"}),
-        ("mha", {"mha_forward"}),
+        ("mha", {"mha_forward", "mha_combine"}),
+        ("prefix", {"mha_forward", "mha_combine"}),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
@@ -180,6 +183,8 @@ def test_every_operation_is_tested() -> None:
         ((), {"mha_head_dims": [(0, 64)]}, ValueError, r"mha_head_dims: .* 1 to 256, got \(0, 64\)"),
         ((), {"mha_head_dims": [(64, 64, 64)]}, ValueError, "mha_head_dims: expected pairs"),
         ((), {"mha_head_dims": [(64, 64.0)]}, ValueError, "mha_head_dims: .* of ints"),
+        ((), {"prefix_head_dims": [257]}, ValueError, "prefix_head_dims: .* 1 to 256, got 257"),
+        ((), {"prefix_head_dims": [(64, 64)]}, TypeError, "prefix_head_dims: expected an iterable of int"),
         (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
         ((["bfloat16"],), {}, TypeError, r"operations: expected names, got \['bfloat16'\]"),
         (
@@ -203,11 +208,13 @@ def test_warmup_checks_before_it_looks_for_a_device(
 
 
 def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of MHA; none by default."""
+    """Of MHA and of prefix prefill; none by default."""
     wanted = mha_forward.specs("float16", [(128, 128), (192, 128)])
     dims: dict[str, Any] = {"mha_head_dims": [(128, 128), (192, 128)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha", **dims) == wanted
-    assert set(loaded_by(monkeypatch, **dims)) - set(loaded_by(monkeypatch, dtypes=["float16"])) == {*wanted}
+    others = loaded_by(monkeypatch, dtypes=["float16"])
+    assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted}
+    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == prefix_prefill.specs("bfloat16", [64])
 
 
 def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ struct LazySoftmax {
     float factor[2] = {1.0f, 1.0f};         // for O before P V of the block
     bool rescales = false;                  // whether a factor of the warp is not 1
 
-    // Replaces the scores of a block by their probabilities. `masked`: scores may be -inf. All lanes of a warp
-    // call.
+    // Replaces the scores of a block by their probabilities. `masked`: scores may be -inf. All lanes of a
+    // warp call.
     template <int kCount>
     __device__ __forceinline__ void block(float (&s)[kCount], float scale_log2, bool masked) {
         float top[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
 #pragma unroll
-        for (int j = 4; j < kCount; j += 2) top[(j >> 1) & 1] = fmaxf(top[(j >> 1) & 1], fmaxf(s[j], s[j + 1]));
+        for (int j = 4; j < kCount; j += 2)
+            top[(j >> 1) & 1] = fmaxf(top[(j >> 1) & 1], fmaxf(s[j], s[j + 1]));
         bool follows[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -39,8 +40,7 @@ struct LazySoftmax {
         }
         float offset[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-            offset[r] = masked && m[r] == -kInfinity ? 0.0f : m[r] * scale_log2;
+        for (int r = 0; r < 2; ++r) offset[r] = masked && m[r] == -kInfinity ? 0.0f : m[r] * scale_log2;
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
             const int r = (j >> 1) & 1;

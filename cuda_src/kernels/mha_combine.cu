@@ -10,6 +10,7 @@ constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr bool kOutIsFp8 = OUT_FP8;
 constexpr int kDimV = D_V;  // of the splits' rows, a multiple of 32
 constexpr int kRows = 4;    // of a CTA
+constexpr int kThreads = 32 * kRows;
 
 struct Params {
     const float* o_accum;    // [splits, rows, kDimV], each split by itself
@@ -44,7 +45,7 @@ __device__ __forceinline__ void store(const Params& params, i64 element, int col
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kRows) mha_combine(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kThreads) mha_combine(const __grid_constant__ Params params) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const i64 row = static_cast<i64>(blockIdx.x) * kRows + threadIdx.x / 32;

@@ -1,5 +1,5 @@
-// Multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads, keys in arrays
-// and, with PAGED, in pages of a cache before them. docs/kernels/mha_forward.md has the schedule;
+// Multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads, keys in
+// arrays and, with PAGED, in pages of a cache before them. docs/kernels/mha_forward.md has the schedule;
 // rawmla/kernels/mha_forward.py chooses the tile.
 //
 // Roles of a CTA, which takes one tile (mha/tiles.cuh) after another:
@@ -8,8 +8,9 @@
 //   warpgroup 0, warp 2   clears rows of V that no query of the tile sees
 //   warpgroup 1           with PAGED 2, gathers K and V of pages
 //   the others            64 rows of the tile each: S = Q K^T, softmax, O += P V
-// A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under P V.
-// Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's products.
+// A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under
+// P V. Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's
+// products.
 #include "attention/lazy_softmax.cuh"
 #include "attention/masks.cuh"
 #include "common/math.cuh"
@@ -36,7 +37,8 @@ static_assert(kConsumers * kRegisters + kProducerRegisters + kPagesGathered * kG
                   65536 / kThreads / 8 * 8 * (kThreads / 128),
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
-__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, const Tile& tile, u32 n) {
+__device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
+                                       u32 n) {
     if (!elect_one_sync()) return;
     const int tokens = 64 >> params.log2_group;
     const int batch = params.cu_seqlens_q == nullptr ? tile.request : 0;
@@ -188,7 +190,9 @@ struct Consumer {
     u32 number = 0;    // of the next block of K
 
     // What follows from the tile is read again where it is needed: it would take registers meanwhile.
-    __device__ __forceinline__ int row_of(int r) const { return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r; }
+    __device__ __forceinline__ int row_of(int r) const {
+        return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
+    }
     __device__ __forceinline__ int token_of(const Tile& tile, int r) const {
         return tile.first_token + (row_of(r) >> params.log2_group);
     }
@@ -317,7 +321,8 @@ struct Consumer {
     template <class Keys>
     __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
                                          Scores& s, Output& o, Probabilities& p, LazySoftmax& softmax,
-                                         const ScoreStep<kSoftcap, kAlibi>& score_step, const Scales& scales) {
+                                         const ScoreStep<kSoftcap, kAlibi>& score_step,
+                                         const Scales& scales) {
         wait_k();
         take_turn();
         issue_qk<Keys>(s, desc[0], desc[1]);
@@ -365,8 +370,9 @@ struct Consumer {
         const int last_row = tile.first_token + (wg * 64 + 63 >> params.log2_group);
         const int plain_end = warp_uniform(span.clip(keys_of_token(params, tile, first_row)).end) / kTileKeys;
         const int plain_begin =
-            kWindow ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
-                    : 0;
+            kWindow
+                ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
+                : 0;
         --block;
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_end); --block)
@@ -521,8 +527,8 @@ struct Consumer {
             const int token = first_token + (row >> params.log2_group);
             if (token >= rows) break;
             const unsigned char* src =
-                staged_rows() + (kOutIsFp8 ? row * kDimV + 16 * unit
-                                        : unit / 8 * Rows::kBytes + Rows::offset(row, unit % 8));
+                staged_rows() +
+                (kOutIsFp8 ? row * kDimV + 16 * unit : unit / 8 * Rows::kBytes + Rows::offset(row, unit % 8));
             const i64 element = batch + (q_begin + token) * params.out_stride_s +
                                 (head * group + (row & (group - 1))) * params.out_stride_h + kUnit * unit;
             unsigned char* out = static_cast<unsigned char*>(params.out) + element * kBytes;

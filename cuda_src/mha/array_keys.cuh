@@ -2,8 +2,8 @@
 //
 // A source of keys, as the kernel uses it:
 //   column_of(j)               column of accumulator j of S, in the first lane of a quad
-//   Loader(params, tile)       copies blocks of the tile's span: look_up(block) before there is a place for it,
-//                              load_k or load_v then; all lanes of a warp call
+//   Loader(params, tile)       copies blocks of the tile's span: look_up(block) before there is a place for
+//                              it, load_k or load_v then; all lanes of a warp call
 //   issue_qk, issue_pv         the products with a block
 //   pack                       probabilities as A fragments for issue_pv
 //   trim                       clears rows of V
@@ -42,8 +42,8 @@ struct ArrayKeys {
             mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk)
-                tma_load_4d<kL2EvictNormal>(dst + chunk * KeyRows::kBytes, map, full, 64 * chunk,
-                                            row, head, batch);
+                tma_load_4d<kL2EvictNormal>(dst + chunk * KeyRows::kBytes, map, full, 64 * chunk, row, head,
+                                            batch);
         }
     };
 
@@ -70,7 +70,8 @@ struct ArrayKeys {
         for (int i = 0; i < kTileKeys / 16; ++i)
             wgmma_rs<kDtype, Major::kMn>(o, p[i], desc_v + i * KeyRows::kStepMn, true);
     }
-    __device__ __forceinline__ static void pack(const float (&s)[kTileKeys / 2], u32 (&p)[kTileKeys / 16][4]) {
+    __device__ __forceinline__ static void pack(const float (&s)[kTileKeys / 2],
+                                                u32 (&p)[kTileKeys / 16][4]) {
         pack_probabilities<kDtype>(s, p);
     }
     // All but `rows`.

@@ -20,7 +20,7 @@ constexpr int kStages = 2;
 constexpr int kTileStages = 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 
-using Rows = SwizzledTile<64>;           // of Q and O
+using Rows = SwizzledTile<64>;            // of Q and O
 using KeyRows = SwizzledTile<kTileKeys>;  // of K and V
 using Scheduler = TileScheduler<kTileRows, kTileKeys>;
 
@@ -92,9 +92,11 @@ struct Stage {
     // Of the phase in which the place becomes free.
     __device__ __forceinline__ u32 free_parity() const { return number / kStages & 1 ^ 1; }
 
-    // Leaves blocks to another role. Waits for the place of each: parities tell only neighbouring phases apart.
+    // Leaves blocks to another role. Waits for the place of each: parities tell only neighbouring phases
+    // apart.
     __device__ __forceinline__ void pass(u64 (&free)[kStages], int blocks) {
 #pragma unroll 1
-        for (; blocks > 0; --blocks, ++number) mbarrier_wait_parity(smem_address(&free[index()]), free_parity());
+        for (; blocks > 0; --blocks, ++number)
+            mbarrier_wait_parity(smem_address(&free[index()]), free_parity());
     }
 };

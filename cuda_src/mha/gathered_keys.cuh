@@ -20,7 +20,7 @@ struct Gatherer {
     struct Raw {
         u32 words[2 * kElementBytes];
     };
-    static constexpr int kBatch = 4;  // units of 8 elements
+    static constexpr int kBatch = 4;                                        // units of 8 elements
     static constexpr int kBatches = kDimV > 128 ? 1 : kCacheIsFp8 ? 3 : 2;  // in flight, as registers allow
 
     Stage stage;
@@ -41,7 +41,8 @@ struct Gatherer {
     }
 
   private:
-    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem,
+                                                const Tile& tile) {
         const Pages pages(params, tile);
         const int head = tile.head / params.heads_per_kv;
         const int first_block = tile.spans[kPages].first_block;
@@ -84,7 +85,8 @@ struct Gatherer {
             int offset;
             const i64 page = pages.find(params, token, offset);
             src = static_cast<const unsigned char*>(params.k_cache) +
-                  (page * params.k_stride_block + head * params.k_stride_head + offset * params.x) * kElementBytes;
+                  (page * params.k_stride_block + head * params.k_stride_head + offset * params.x) *
+                      kElementBytes;
         }
         const i64 next_group = static_cast<i64>(params.block_size) * params.x * kElementBytes;
         int in_group = 0;  // dimension, of the x that lie together
@@ -126,7 +128,8 @@ struct Gatherer {
                            offset % params.v_pack;
                 step = params.v_pack * kElementBytes;
             }
-            src = static_cast<const unsigned char*>(params.v_cache) + element * kElementBytes + first_dim * step;
+            src = static_cast<const unsigned char*>(params.v_cache) + element * kElementBytes +
+                  first_dim * step;
             kept = kept_tokens(pages.keys, token);
         }
         unsigned char* dst = v + eight / 2 * PieceKeys::kPieceBytesV;
@@ -155,7 +158,8 @@ struct Gatherer {
         const i64 first = page * params.k_stride_block + head * params.k_stride_head;
 #pragma unroll 1
         for (int d = 0; d < kDimQK; ++d) {
-            const i64 place = static_cast<i64>(d / params.x * params.block_size + offset) * params.x + d % params.x;
+            const i64 place =
+                static_cast<i64>(d / params.x * params.block_size + offset) * params.x + d % params.x;
             dst[d / 8 * (PieceKeys::kUnits / 2) + d % 8] =
                 read_one(params.k_cache, first + place, seen && d < params.d_v);
         }
@@ -172,7 +176,8 @@ struct Gatherer {
         if (params.v_pack == 0) {
             element += offset;
         } else {
-            element += static_cast<i64>(offset / params.v_pack) * params.v_pack * params.d_v + offset % params.v_pack;
+            element += static_cast<i64>(offset / params.v_pack) * params.v_pack * params.d_v +
+                       offset % params.v_pack;
             step = params.v_pack;
         }
         unsigned char* dst = v + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesV + thread % 8 * 2;
@@ -205,7 +210,8 @@ struct Gatherer {
                 const int done = batch - kBatches + 1;
                 if (done >= 0) {
 #pragma unroll
-                    for (int i = 0; i < kBatch; ++i) store(done * kBatch + i, convert(raw[done % kBatches][i]));
+                    for (int i = 0; i < kBatch; ++i)
+                        store(done * kBatch + i, convert(raw[done % kBatches][i]));
                 }
             }
         }

@@ -7,7 +7,7 @@ struct Params {
     TensorMap q_map, k_map, v_map, out_map;
     TensorMap k_pages_map, v_pages_map;  // mha/paged_keys.cuh
     void* out;
-    float* lse;  // null: not wanted
+    float* lse;                              // null: not wanted
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]; null: all requests have seqlen_q, seqlen_k tokens
     const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
     const void* attn_sink;                   // [query heads]; null: none
@@ -16,7 +16,7 @@ struct Params {
     const void *block_table, *k_cache, *v_cache;
     const float *k_scale, *v_scale, *out_scale;  // null: the numbers at the end
     float *o_accum, *lse_accum;                  // of splits: kernels/mha_combine.cu
-    int* counter;                            // tiles given out; null: CTAs take tiles by turns
+    int* counter;                                // tiles given out; null: CTAs take tiles by turns
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 accum_rows;  // of a split
@@ -33,17 +33,17 @@ struct Params {
     int window_left, window_right;  // kNoBound: none
     int tiles_per_head;             // without cu_seqlens_q
     int tiles;
-    int splits;     // parts of a row's keys, which other tiles attend
-    int section;    // heads that are processed together, so that their K and V stay in L2
+    int splits;   // parts of a row's keys, which other tiles attend
+    int section;  // heads that are processed together, so that their K and V stay in L2
     int sink_dtype;
     int alibi_stride_b;
     int num_blocks, block_size;  // of the cache
     u32 block_magic;             // common/division.cuh
     int block_shift;
-    int table_entry;       // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
-    int x, v_pack;         // mha/gathered_keys.cuh; 0: V is not interleaved
-    int own_in_cache;      // the request's own tokens are in the cache as well
-    int skip_decode;       // requests with one query token have no results
+    int table_entry;                  // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
+    int x, v_pack;                    // mha/gathered_keys.cuh; 0: V is not interleaved
+    int own_in_cache;                 // the request's own tokens are in the cache as well
+    int skip_decode;                  // requests with one query token have no results
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2
     float score_scale, score_factor;  // mha/scores.cuh
     float k_scale_value, v_scale_value, out_scale_value;

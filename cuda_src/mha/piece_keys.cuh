@@ -1,13 +1,13 @@
-// Keys of a paged cache in shared memory: pieces of 16 tokens, K [d / 8][16][8] and V [d][16], as they lie in
-// K [block, head, d / 8, token, 8] and V [block, head, d, token]. Both are operands of wgmma as they are, which is
-// why blocks of any multiple of 16 tokens take the same path:
+// Keys of a paged cache in shared memory: pieces of 16 tokens, K [d / 8][16][8] and V [d][16], as they lie
+// in K [block, head, d / 8, token, 8] and V [block, head, d, token]. Both are operands of wgmma as they
+// are, which is why blocks of any multiple of 16 tokens take the same path:
 //
-//   K   matrices of 8 tokens x 16 bytes, not swizzled. One wgmma takes the first 8 tokens of all pieces as its
-//       columns, another the last 8, so that they are two apart evenly.
+//   K   matrices of 8 tokens x 16 bytes, not swizzled. One wgmma takes the first 8 tokens of all pieces as
+//       its columns, another the last 8, so that they are two apart evenly.
 //   V   rows of 32 bytes, K-major, swizzled: one step of 16 keys.
 //
-// So column 8 c + i of product h is token 16 c + 8 h + i of the block. P of the two products is an A fragment of
-// piece c as it stands: tokens 0 to 7 from product 0, tokens 8 to 15 from product 1.
+// So column 8 c + i of product h is token 16 c + 8 h + i of the block. P of the two products is an A
+// fragment of piece c as it stands: tokens 0 to 7 from product 0, tokens 8 to 15 from product 1.
 #pragma once
 #include "attention/lazy_softmax.cuh"
 #include "common/division.cuh"
@@ -25,8 +25,12 @@ struct PieceKeys {
     __device__ __forceinline__ static constexpr int column_of(int j) {
         return j % kHalf / 4 * kPieceTokens + j / kHalf * 8 + (j & 1);
     }
-    __device__ __forceinline__ static u64 k_descriptor(u32 k) { return matrix_descriptor(k, kUnits, kPieceBytesK, 0); }
-    __device__ __forceinline__ static u64 v_descriptor(u32 v) { return matrix_descriptor(v, 0, kGroupRows * 2 * kPieceTokens, 3); }
+    __device__ __forceinline__ static u64 k_descriptor(u32 k) {
+        return matrix_descriptor(k, kUnits, kPieceBytesK, 0);
+    }
+    __device__ __forceinline__ static u64 v_descriptor(u32 v) {
+        return matrix_descriptor(v, 0, kGroupRows * 2 * kPieceTokens, 3);
+    }
     __device__ __forceinline__ static void issue_qk(float (&s)[kTileKeys / 2], u64 desc_q, u64 desc_k) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -48,7 +52,8 @@ struct PieceKeys {
         for (int i = 0; i < kPieces; ++i)
             wgmma_rs<kDtype, Major::kK>(o, p[i], desc_v + i * (kPieceBytesV >> 4), true);
     }
-    __device__ __forceinline__ static void pack(const float (&s)[kTileKeys / 2], u32 (&p)[kTileKeys / 16][4]) {
+    __device__ __forceinline__ static void pack(const float (&s)[kTileKeys / 2],
+                                                u32 (&p)[kTileKeys / 16][4]) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
 #pragma unroll
@@ -57,8 +62,8 @@ struct PieceKeys {
                                              s[j / 2 * kHalf + 4 * i + j % 2 * 2 + 1]);
     }
 
-    // Byte offset of tokens 8 `half` to 8 `half` + 7 of dimension `d` in a piece of V: of rows of 32 bytes the two
-    // units are swapped where bit 2 of the row is set.
+    // Byte offset of tokens 8 `half` to 8 `half` + 7 of dimension `d` in a piece of V: of rows of 32 bytes
+    // the two units are swapped where bit 2 of the row is set.
     __device__ __forceinline__ static constexpr int offset_v(int d, int half) {
         return d * 2 * kPieceTokens + (half ^ (d >> 2 & 1)) * 16;
     }
@@ -66,7 +71,7 @@ struct PieceKeys {
 
 // Where tokens of a request lie in the cache.
 struct Pages {
-    const void* row;  // of the block table
+    const void* row;   // of the block table
     KeyInterval keys;  // that the tile sees
 
     __device__ __forceinline__ Pages(const Params& params, const Tile& tile) {

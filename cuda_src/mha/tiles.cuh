@@ -34,10 +34,10 @@ constexpr int kSpans = PAGED ? 2 : 1;
 constexpr int kArrays = 0, kPages = kSpans - 1;
 
 struct Tile {
-    int request;      // negative: there is no tile left
-    int split;        // which part of the keys
-    int head;         // a query head, or a KV head whose query heads share the tile
-    int first_token;  // in the request
+    int request;           // negative: there is no tile left
+    int split;             // which part of the keys
+    int head;              // a query head, or a KV head whose query heads share the tile
+    int first_token;       // in the request
     int q_begin, k_begin;  // where the request's tokens begin in the arrays
     int q_rows;            // tokens of the request that have results
     int q_len, k_len;      // those that exist
@@ -67,8 +67,8 @@ __device__ __forceinline__ KeyInterval keys_of_tokens(const Params& params, cons
 // Gives out the tiles of a call. All lanes of a warp call; they agree.
 template <int kTileRows, int kTileKeys>
 struct TileScheduler {
-    int number;  // of the next tile
-    int tokens;  // of a tile
+    int number;     // of the next tile
+    int tokens;     // of a tile
     int taken = 0;  // in lane 0, what `ask` was told
     // With cu_seqlens_q: requests 32 at a time, one for each lane.
     int first_request = 0;
@@ -101,8 +101,8 @@ struct TileScheduler {
         if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);
     }
     __device__ __forceinline__ void advance(const Params& params) {
-        number = params.counter == nullptr ? number + gridDim.x
-                                           : gridDim.x + __shfl_sync(0xffffffff, taken, 0);
+        number =
+            params.counter == nullptr ? number + gridDim.x : gridDim.x + __shfl_sync(0xffffffff, taken, 0);
     }
 
   private:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
+from . import mha_combine
 from .common import DTYPES, LOG2_E, ceil_div
 from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
 
@@ -216,8 +217,13 @@ def spec(
 
 
 def specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
-    """The plain variants for pairs of head dimensions (d_qk, d_v)."""
-    return [spec(dtype, *pair, window=False, softcap=False, alibi=False) for pair in head_dims]
+    """The variants for pairs of head dimensions (d_qk, d_v) without softcap and ALiBi, and their combine."""
+    found: list[jit.KernelSpec] = []
+    for d_qk, d_v in head_dims:
+        for window in (False, True):
+            found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False))
+        found.append(mha_combine.spec(dtype, padded(d_v)))
+    return list(dict.fromkeys(found))
 
 
 class PreparedMhaForward:

@@ -23,6 +23,7 @@ from . import (
     mla_metadata,
     mla_sparse,
     mla_sparse_prefill,
+    prefix_prefill,
 )
 from .common import BLOCK_TOKENS, D_QK, DTYPES
 from .mla_cache_rows import FORMATS
@@ -63,6 +64,9 @@ OPTIONS = {
         ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
         "pairs (d_qk, d_v) of ints from 1 to 256",
         lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
+    ),
+    "prefix_head_dims": Option(
+        (), (64, 128), "ints from 1 to 256", lambda d: type(d) is int and 1 <= d <= 256
     ),
 }
 
@@ -112,6 +116,11 @@ def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> lis
     return [spec for dtype in dtypes for spec in mha_forward.specs(dtype, head_dims)]
 
 
+def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
+    head_dims = list(prefix_head_dims)
+    return [spec for dtype in dtypes for spec in prefix_prefill.specs(dtype, head_dims)]
+
+
 def _metadata() -> list[KernelSpec]:
     return mla_metadata.specs()
 
@@ -125,6 +134,7 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "merge": _merge,
     "metadata": _metadata,
     "mha": _mha,
+    "prefix": _prefix,
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
+from . import mha_combine
 from .common import LOG2_E, ceil_div
 from .division import divisor
 from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
@@ -26,7 +27,7 @@ from .mha_forward import (
     tile_of,
 )
 
-__all__ = ["CACHE_DTYPES", "PrefixPrefillAddresses", "PrefixPrefillCall", "PreparedPrefixPrefill"]
+__all__ = ["CACHE_DTYPES", "PrefixPrefillAddresses", "PrefixPrefillCall", "PreparedPrefixPrefill", "specs"]
 
 CACHE_DTYPES = ("same", "e4m3", "e5m2")
 """What a cache holds: values of the dtype of q, or FP8 bytes."""
@@ -96,6 +97,20 @@ class PrefixPrefillCall(NamedTuple):
     v_scale: float | None
     fp8_out: bool
     fp8_out_scale: float | None
+
+
+def specs(dtype: str, head_dims: Iterable[int]) -> list[jit.KernelSpec]:
+    """The variants for head dimensions without ALiBi and FP8 output, and their combine.
+
+    They read caches in the dtype of q in vLLM's layout, and e4m3 ones.
+    """
+    found: list[jit.KernelSpec] = []
+    for d in head_dims:
+        for pages in (Pages(PAGED_BY_TMA), Pages(GATHERED, CACHE_DTYPES.index("e4m3"))):
+            for window in (False, True):
+                found.append(spec(dtype, d, d, window, softcap=False, alibi=False, pages=pages))
+        found.append(mha_combine.spec(dtype, padded(d)))
+    return list(dict.fromkeys(found))
 
 
 class PreparedPrefixPrefill:
