@@ -355,7 +355,7 @@ def check_mha(
 
 
 def problems_of_out(out: Any, want: Any, dtype: str, times: float = 1.0) -> list[str]:
-    """What is wrong with rows of out `[..., d_v]`: errors, and rows' errors, of more than so many half-steps."""
+    """What is wrong with out: an error of more than so many half-steps, or a row's of a quarter more."""
     factor = HALF_STEP[dtype] * times
     difference = measure(out, want, _ANY)
     problems = []

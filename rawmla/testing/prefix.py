@@ -208,7 +208,8 @@ def make_prefix_inputs(case: PrefixCase, device: str = "cuda") -> PrefixInputs:
             cache = cache.view(getattr(torch, name))
         caches.append(cache)
 
-    b_loc = _table(case, table.to(device), caches[0])
+    k_cache, v_cache = caches
+    b_loc = _table(case, table.to(device), k_cache)
     sinks = None
     if case.sinks is not None:
         sinks = numbers(case.h_q).to(
@@ -226,8 +227,8 @@ def make_prefix_inputs(case: PrefixCase, device: str = "cuda") -> PrefixInputs:
     if case.own_cached:
         k = v = None
     return PrefixInputs(
-        case, q, k, v, *caches, b_loc, integers(bounds), integers(seq_lens), scale_of(case.k_scale, 1),
-        scale_of(case.v_scale), slopes, scale_of(case.out_scale, 1), sinks,
+        case, q, k, v, k_cache, v_cache, b_loc, integers(bounds), integers(seq_lens),
+        scale_of(case.k_scale, 1), scale_of(case.v_scale), slopes, scale_of(case.out_scale, 1), sinks,
     )  # fmt: skip
 
 
@@ -264,8 +265,8 @@ def _v_places(v_cache: Any, pack: int, block: Any, offset: Any) -> tuple[Any, An
 
 
 def _table(case: PrefixCase, numbers: Any, k_cache: Any) -> Any:
-    """b_loc for a table of blocks' numbers, below 0 where an entry is garbage. Block 0 has no address > 0 in a
-    table of pointers: its number stands there.
+    """b_loc for a table of blocks' numbers, below 0 where an entry is garbage. Among pointers block 0 stands
+    as its number.
     """
     import torch
 
