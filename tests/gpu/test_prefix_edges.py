@@ -13,10 +13,12 @@ from prefix_calls import Target, assert_same_rows, attend, checked
 
 import rawmla
 from rawmla.call import arrays
+from rawmla.testing.mha import flash_attn_func
 from rawmla.testing.prefix import (
     E4M3_LARGEST,
     PrefixCase,
     PrefixInputs,
+    check_prefix,
     decode_out,
     encode_out,
     make_prefix_inputs,
@@ -27,7 +29,8 @@ from rawmla.testing.prefix import (
 SOURCES: dict[str, dict[str, Any]] = {
     "by TMA": {},
     "gathered": {"x": 16},
-    "fp8": {"kv_cache_dtype": "fp8_e4m3", "x": 16, "k_scale": 0.7, "v_scale": 1.3},
+    # Scales that bfloat16 has exactly: sharp scores would show the rounding of keys.
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "x": 16, "k_scale": 0.5, "v_scale": 2.0},
 }
 each_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 MANY: dict[str, Any] = {
@@ -154,6 +157,39 @@ def test_long_contexts(source: dict[str, Any]) -> None:
         checked(make_prefix_inputs(PrefixCase((3, 130), (40_000, 9_000), window=window, **source)))
 
 
+def test_more_than_65535_heads_of_requests() -> None:
+    """b * h of 68,160, and 4,096 heads."""
+    b = 22720
+    inputs = make_prefix_inputs(PrefixCase((3,) * b, (5,) * b, h_q=3, h_kv=3, d=64))
+    pages = inputs.b_loc[:, 0].long()
+    older = (
+        inputs.k_cache[pages, :, :, :5].permute(0, 3, 1, 2, 4).flatten(3),
+        inputs.v_cache[pages, :, :, :5].permute(0, 3, 1, 2),
+    )
+    keys, values = (
+        torch.cat([cached, own.unflatten(0, (b, 3))], dim=1)
+        for cached, own in zip(older, (inputs.k, inputs.v), strict=True)
+    )
+    want, _ = flash_attn_func(inputs.q.unflatten(0, (b, 3)), keys, values, causal=True)
+    checked(inputs, want=want.flatten(0, 1))
+    checked(make_prefix_inputs(PrefixCase((2,), (70,), h_q=4096, h_kv=2048, d=64)))
+
+
+@pytest.mark.parametrize("axis", (0, 1), ids=("tokens", "heads"))
+def test_strides_past_2_31_elements(axis: int) -> None:
+    """The last token, or the second head, of q, k, v and o is 2**31 elements behind the first."""
+    tokens = 129
+    inputs = make_prefix_inputs(PrefixCase((tokens,), (70,), h_q=2, h_kv=2))
+    step = 2**31 // (tokens - 1) if axis == 0 else 2**31
+    strides = (step, 128, 1) if axis == 0 else (128, step, 1)
+    room = 1 << 20
+    memory = torch.full((2**31 + 4 * room,), nan, dtype=torch.bfloat16, device="cuda")
+    q, k, v, o = (memory.as_strided((tokens, 2, 128), strides, i * room) for i in range(4))
+    for array, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v)):
+        array.copy_(own)
+    check_prefix(inputs, attend(replace(inputs, q=q, k=k, v=v), o))
+
+
 # ---- heads and dimensions
 
 
@@ -273,7 +309,7 @@ def test_caches_past_4_gib(source: dict[str, Any]) -> None:
     held = small.k_cache.shape[0]
     block_bytes = small.k_cache[0].numel() * small.k_cache.element_size()
     many = 2**32 // (2 * block_bytes) + 2 * held
-    memory = torch.full((many, 2, block_bytes), 0x7F, dtype=torch.uint8, device="cuda")
+    memory = torch.full((many, 2, block_bytes), 0xFF, dtype=torch.uint8, device="cuda")
     k_cache, v_cache = (
         memory[:, i].view(x.dtype).unflatten(1, x.shape[1:])
         for i, x in enumerate((small.k_cache, small.v_cache))
@@ -417,11 +453,11 @@ def test_every_byte_of_a_cache(cache: str, dtype: str) -> None:
         inputs.v_cache[block] = values[16 * page : 16 * (page + 1)].permute(1, 2, 0)
     want = (values.view(kind).float() * 0.25).to(inputs.q.dtype)
     for changes in ({}, {"v_scale": torch.tensor(0.25, device="cuda")}):
-        assert_same_bits("o", attend(inputs, **changes), want)
+        assert bool((attend(inputs, **changes) == want).all())  # 0 of either sign
 
 
 @pytest.mark.parametrize("cache", ("fp8", "fp8_e4m3", "fp8_e5m2"))
-@pytest.mark.parametrize("scale", (2.0**-20, 1e-4, 3.7, 1e2))
+@pytest.mark.parametrize("scale", (2.0**-60, 2.0**-20, 1e-4, 3.7, 1e2, 1e20))
 def test_scales_of_caches(scale: float, cache: str) -> None:
     """Tiny ones, which clip the cached tokens, and large ones, which leave few bits of them."""
     for k_scale, v_scale in ((scale, 1.0), (1.0, scale), (scale, scale)):
