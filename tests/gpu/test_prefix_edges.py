@@ -68,7 +68,8 @@ def test_nothing_to_do(b: int, arrays_of_k: bool) -> None:
             PrefixCase((0,) * b, (40,) * b, rows_around=2, own_cached=not arrays_of_k, table=table)
         )
         assert not written_rows(inputs).numel()
-        checked(inputs)
+        for longest in (0, 5):  # without a launch, and with one
+            checked(inputs, max_input_len=longest)
     inputs = make_prefix_inputs(PrefixCase((0,) * b, (0,) * b))
     assert inputs.q.numel() == 0
     checked(inputs)

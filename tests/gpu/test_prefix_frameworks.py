@@ -170,6 +170,10 @@ def test_prefix_second_device(case: PrefixCase) -> None:
     attend(moved, o)
     assert torch.cuda.current_device() == 0
     assert_same_rows("on the second device", inputs, o.to("cuda:0"), want)
+    with torch.cuda.device(1):
+        o = attend(inputs)
+        assert torch.cuda.current_device() == 1
+    assert_same_rows("while the second is current", inputs, o, want)
     for name in given_arrays(inputs):
         if name != "q":
             argument = "fp8_out_scale" if name == "out_scale" else name
