@@ -17,8 +17,8 @@ from .compare import Tolerance, measure
 CHUNK_SCORES = 1 << 28
 """Scores of one step of the reference (2 GiB in float64), unless those of a single head are more."""
 
-_HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-_LEAST = {"bfloat16": 2.0**-123, "float16": 2.0**-25}
+HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+LEAST = {"bfloat16": 2.0**-123, "float16": 2.0**-25}
 """What results below the smallest normal number may be off by. bfloat16 has the range of float32, in which a
 row's factor below 2**-126 becomes 0 before it multiplies values of up to 8.
 """
@@ -126,14 +126,14 @@ def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
         sizes_q: tuple[int, ...] = (case.b, case.s_q)
         sizes_k: tuple[int, ...] = (case.b, case.s_k)
         cu_q = cu_k = None
-        used_rows: tuple[Any, Any] = ..., ...
+        rows_of_tokens: tuple[Any, Any] = ..., ...
     else:
-        cu_q, cu_k = (_bounds(lengths, case.rows_around) for lengths in (case.q_lengths, case.k_lengths))
+        cu_q, cu_k = (bounds_of(lengths, case.rows_around) for lengths in (case.q_lengths, case.k_lengths))
         sizes_q, sizes_k = (cu_q[-1] + case.rows_around,), (cu_k[-1] + case.rows_around,)
-        used_rows = _used_rows(cu_q, case.q_used, device), _used_rows(cu_k, case.k_used, device)
+        rows_of_tokens = used_rows(cu_q, case.q_used, device), used_rows(cu_k, case.k_used, device)
 
     def empty(sizes: tuple[int, ...], *columns: int) -> Any:
-        return _in_gaps((*sizes, *columns), case.layout, case.gap, dtype, device)
+        return in_gaps((*sizes, *columns), case.layout, case.gap, dtype, device)
 
     d_qk, d_v = case.d_qk, case.d_v
     count = 3 if case.packed.startswith("qkv") else 2
@@ -150,7 +150,7 @@ def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
     if len(views) == 2:
         views.insert(0, empty(sizes_q, case.h_q, d_qk))
     q, k, v = views
-    for array, rows in ((q, used_rows[0]), (k, used_rows[1]), (v, used_rows[1])):
+    for array, rows in zip((q, k, v), (*rows_of_tokens, rows_of_tokens[1]), strict=True):
         spread = case.spread * (case.softcap / 4 if array is q and case.softcap else 1)
         array[rows] = (randn(*array[rows].shape) * spread).to(dtype)
 
@@ -169,14 +169,15 @@ def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
     )  # fmt: skip
 
 
-def _bounds(lengths: Sequence[int], first: int) -> list[int]:
+def bounds_of(lengths: Sequence[int], first: int) -> list[int]:
+    """Where segments begin and end, one after the other from row `first` on."""
     bounds = [first]
     for length in lengths:
         bounds.append(bounds[-1] + length)
     return bounds
 
 
-def _used_rows(bounds: list[int], used: Sequence[int] | None, device: str) -> Any:
+def used_rows(bounds: list[int], used: Sequence[int] | None, device: str) -> Any:
     """The rows that hold tokens."""
     import torch
 
@@ -185,7 +186,7 @@ def _used_rows(bounds: list[int], used: Sequence[int] | None, device: str) -> An
     return torch.cat(rows or [torch.arange(0)]).to(device)
 
 
-def _in_gaps(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
+def in_gaps(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
     """An array `[..., tokens, heads, columns]` full of `gap`, and around its rows as the layout has it."""
     import torch
 
@@ -215,11 +216,13 @@ def flash_attn_func(
     alibi_slopes: Any = None,
     attn_sink: Any = None,
     dtype: Any = None,
+    missing_keys: int = 0,
 ) -> tuple[Any, Any]:
     """out `[b, s_q, h_q, d_v]` and lse `[b, h_q, s_q]`, as `rawmla.reference` defines them.
 
     torch tensors on any device, any strides. Every step has the type `dtype`, None: float64, which is not
-    subject to TF32. Keys that no query of any request sees may hold anything.
+    subject to TF32. Keys that no query of any request sees may hold anything. Masks count `missing_keys` more
+    keys behind the last one, which do not exist.
     """
     import torch
 
@@ -233,7 +236,8 @@ def flash_attn_func(
         return out, lse
     left, right = (None if bound == -1 else bound for bound in window_size)
     right = 0 if causal else right
-    behind = torch.arange(s_q, device=q.device)[:, None] + (s_k - s_q) - torch.arange(s_k, device=q.device)
+    shift = s_k + missing_keys - s_q
+    behind = torch.arange(s_q, device=q.device)[:, None] + shift - torch.arange(s_k, device=q.device)
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if left is not None:
         hidden |= behind > left
@@ -332,19 +336,9 @@ def check_mha(
     out, want_out, lse, want_lse = out[rows], want_out[rows], lse[rows], want_lse[rows]
     if not out.numel():
         return
-    factor = _HALF_STEP[case.dtype] * (4 if case.softcap else 1)
-    difference = measure(out, want_out, _ANY)
-    problems = []
-    if difference.misplaced:
-        problems.append(f"{difference.misplaced} elements of out are infinite or NaN")
-    if not difference.rel_l2 <= factor:
-        problems.append(f"relative L2 error of out {difference.rel_l2:.3g}, allowed {factor:.3g}")
-    if case.d_v >= 64:
-        worst = _worst_row(out, want_out, 1.25 * factor, _LEAST[case.dtype])
-        if not worst <= 1:
-            problems.append(f"L2 error of a row of out {worst:.3g} times what is allowed")
+    problems = problems_of_out(out, want_out, case.dtype, 4.0 if case.softcap else 1.0)
     if plain:
-        error, allowed = difference.max_abs, _error_of_plain_torch(inputs, rows, want_out)
+        error, allowed = measure(out, want_out, _ANY).max_abs, _error_of_plain_torch(inputs, rows, want_out)
         if not error <= allowed:
             problems.append(f"largest error of out {error:.3g}, allowed by plain torch {allowed:.3g}")
     finite = want_lse.isfinite()
@@ -360,7 +354,23 @@ def check_mha(
         raise AssertionError(f"{name}: {'; '.join(problems)}")
 
 
-def _worst_row(out: Any, want: Any, relative: float, least: float) -> float:
+def problems_of_out(out: Any, want: Any, dtype: str, times: float = 1.0) -> list[str]:
+    """What is wrong with out: an error of more than so many half-steps, or a row's of a quarter more."""
+    factor = HALF_STEP[dtype] * times
+    difference = measure(out, want, _ANY)
+    problems = []
+    if difference.misplaced:
+        problems.append(f"{difference.misplaced} elements of out are infinite or NaN")
+    if not difference.rel_l2 <= factor:
+        problems.append(f"relative L2 error of out {difference.rel_l2:.3g}, allowed {factor:.3g}")
+    if out.shape[-1] >= 64:
+        worst = worst_row(out, want, 1.25 * factor, LEAST[dtype])
+        if not worst <= 1:
+            problems.append(f"L2 error of a row of out {worst:.3g} times what is allowed")
+    return problems
+
+
+def worst_row(out: Any, want: Any, relative: float, least: float) -> float:
     """The largest L2 error of a row, by what is allowed."""
     error = (out.double() - want).norm(dim=-1)
     allowed = relative * want.norm(dim=-1) + least * want.shape[-1] ** 0.5

@@ -47,6 +47,14 @@ def _share_of_the_memory() -> None:
             torch.cuda.set_per_process_memory_fraction(0.9 / processes, device)
 
 
+@pytest.fixture
+def _nothing_compiled() -> Iterator[None]:
+    """torch.compile has compiled nothing, and nothing of this test is left to others."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _poisonable_allocations() -> Iterator[None]:
     with poisonable_allocations():

@@ -478,14 +478,6 @@ def run_all(threads: list[threading.Thread]) -> None:
 # ---- torch.compile
 
 
-@pytest.fixture
-def _nothing_compiled() -> Any:
-    """And nothing of this is left to other tests."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 compiled = pytest.mark.usefixtures("_nothing_compiled")
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 

@@ -1,0 +1,623 @@
+"""Prefix prefill at the borders of what it takes: lengths, tables, caches, windows, scales, outputs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf, nan
+from typing import Any
+
+import pytest
+from gpu_support import assert_same_bits, torch
+from prefix_calls import Target, assert_same_rows, attend, checked
+
+import rawmla
+from rawmla.call import arrays
+from rawmla.testing.mha import flash_attn_func
+from rawmla.testing.prefix import (
+    E4M3_LARGEST,
+    PrefixCase,
+    PrefixInputs,
+    check_prefix,
+    decode_out,
+    encode_out,
+    make_prefix_inputs,
+    written_rows,
+)
+
+# The kernel's sources of pages: TMA, and a warpgroup that gathers them, as they are or as FP8.
+SOURCES: dict[str, dict[str, Any]] = {
+    "by TMA": {},
+    "gathered": {"x": 16},
+    # Scales that bfloat16 has exactly: sharp scores would show the rounding of keys.
+    "fp8": {"kv_cache_dtype": "fp8_e4m3", "x": 16, "k_scale": 0.5, "v_scale": 2.0},
+}
+each_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
+MANY: dict[str, Any] = {
+    "query_lengths": (100, 1, 0, 257, 16, 128, 300),
+    "contexts": (333, 40, 100, 0, 1000, 512, 77),
+    "rows_around": 2,
+}
+
+
+# ---- lengths
+
+
+@each_source
+def test_short_requests(source: dict[str, Any]) -> None:
+    """Of no token, of one, without context, and of all these together."""
+    for query_lengths, contexts in (
+        ((1,), (0,)),
+        ((1,), (1,)),
+        ((1,), (700,)),
+        ((0,), (50,)),
+        ((0, 0, 3), (50, 0, 0)),
+        ((1, 1, 1, 1), (0, 1, 15, 16)),
+        ((2, 0, 1, 0), (17, 5, 0, 0)),
+        ((150, 0, 64), (0, 90, 0)),
+    ):
+        checked(make_prefix_inputs(PrefixCase(query_lengths, contexts, rows_around=3, **source)))
+
+
+@pytest.mark.parametrize("arrays_of_k", (True, False), ids=("own", "cached"))
+@pytest.mark.parametrize("b", (0, 2))
+def test_nothing_to_do(b: int, arrays_of_k: bool) -> None:
+    """No requests, or none with a token; all rows of o are of no request."""
+    for table in ("int32", "pointers"):
+        inputs = make_prefix_inputs(
+            PrefixCase((0,) * b, (40,) * b, rows_around=2, own_cached=not arrays_of_k, table=table)
+        )
+        assert not written_rows(inputs).numel()
+        for longest in (0, 5):  # without a launch, and with one
+            checked(inputs, max_input_len=longest)
+    inputs = make_prefix_inputs(PrefixCase((0,) * b, (0,) * b))
+    assert inputs.q.numel() == 0
+    checked(inputs)
+
+
+@each_source
+def test_lengths_at_borders_of_tiles(source: dict[str, Any]) -> None:
+    """Of 64 and 128 query rows, of pages, and of 48 to 128 keys."""
+    queries = [border + step for border in (16, 32, 64, 128, 256) for step in (-1, 0, 1)]
+    contexts = [border + step for border in (16, 48, 80, 96, 128, 256, 384) for step in (-1, 0, 1)]
+    draw = random.Random(2)
+    for window in (0, 100):
+        for _ in range(3):
+            draw.shuffle(queries)
+            draw.shuffle(contexts)
+            case = PrefixCase(
+                tuple(queries), tuple(contexts[: len(queries)]), h_q=2, h_kv=2, window=window, **source
+            )
+            checked(make_prefix_inputs(case))
+
+
+@each_source
+@pytest.mark.parametrize("own_cached", (False, True))
+def test_fewer_tokens_than_queries(own_cached: bool, source: dict[str, Any]) -> None:
+    """b_seq_len counts as the number of queries; in the cache, tokens from b_seq_len on do not exist."""
+    for causal in (True, False):
+        case = PrefixCase(
+            (130, 4, 64, 70, 1, 5), (-1, -4, -63, 20, -1, -2), own_cached=own_cached, causal=causal, **source
+        )
+        inputs = make_prefix_inputs(case)
+        checked(inputs)
+        if own_cached:  # requests without any token
+            rows = [*range(130, 134), 268]
+            assert bool((attend(inputs)[rows] == 0).all())
+
+
+@each_source
+@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
+def test_own_tokens_in_the_cache(causal: bool, source: dict[str, Any]) -> None:
+    """As with the same tokens in k and v, which an FP8 cache holds less exactly."""
+    for block_size in (16, 48):
+        case = PrefixCase(**MANY, own_cached=True, causal=causal, block_size=block_size, **source)
+        checked(make_prefix_inputs(case))
+
+
+@each_source
+def test_skip_decode(source: dict[str, Any]) -> None:
+    """Requests of one token keep what o held there; the rows of the others are the same as without."""
+    inputs = make_prefix_inputs(PrefixCase((1, 30, 1, 0, 1, 200, 1), (9, 0, 0, 3, 70, 300, 1), **source))
+    whole = attend(inputs)
+    skipping = replace(inputs, case=replace(inputs.case, skip_decode=True))
+    checked(skipping)
+    assert_same_rows("skipped", skipping, attend(skipping), whole)
+    only_decode = make_prefix_inputs(PrefixCase((1, 1, 0), (9, 30, 3), skip_decode=True, **source))
+    checked(only_decode)  # nothing is written
+
+
+def test_bounds_of_lengths() -> None:
+    """max_seq_len changes nothing, nor a larger max_input_len."""
+    inputs = make_prefix_inputs(PrefixCase(**MANY))
+    want = attend(inputs)
+    for changes in (
+        {"max_seq_len": 0},
+        {"max_seq_len": 10**6},
+        {"max_input_len": 301},
+        {"max_input_len": 2**30},
+    ):
+        assert_same_rows(str(changes), inputs, attend(inputs, **changes), want)
+
+
+@each_source
+def test_many_requests(source: dict[str, Any]) -> None:
+    """More than a warp looks at in one step, most of them short or empty."""
+    draw = random.Random(5)
+    query_lengths = tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333))
+    contexts = tuple(draw.choice((0, 1, 5, 90, 300)) for _ in range(333))
+    for heads in ((4, 4), (8, 2)):
+        checked(
+            make_prefix_inputs(PrefixCase(query_lengths, contexts, h_q=heads[0], h_kv=heads[1], **source))
+        )
+
+
+@each_source
+def test_long_contexts(source: dict[str, Any]) -> None:
+    for window in (0, 100):
+        checked(make_prefix_inputs(PrefixCase((3, 130), (40_000, 9_000), window=window, **source)))
+
+
+def test_more_than_65535_heads_of_requests() -> None:
+    """b * h of 68,160, and 4,096 heads."""
+    b = 22720
+    inputs = make_prefix_inputs(PrefixCase((3,) * b, (5,) * b, h_q=3, h_kv=3, d=64))
+    pages = inputs.b_loc[:, 0].long()
+    older = (
+        inputs.k_cache[pages, :, :, :5].permute(0, 3, 1, 2, 4).flatten(3),
+        inputs.v_cache[pages, :, :, :5].permute(0, 3, 1, 2),
+    )
+    keys, values = (
+        torch.cat([cached, own.unflatten(0, (b, 3))], dim=1)
+        for cached, own in zip(older, (inputs.k, inputs.v), strict=True)
+    )
+    want, _ = flash_attn_func(inputs.q.unflatten(0, (b, 3)), keys, values, causal=True)
+    checked(inputs, want=want.flatten(0, 1))
+    checked(make_prefix_inputs(PrefixCase((2,), (70,), h_q=4096, h_kv=2048, d=64)))
+
+
+@pytest.mark.parametrize("axis", (0, 1), ids=("tokens", "heads"))
+def test_strides_past_2_31_elements(axis: int) -> None:
+    """The last token, or the second head, of q, k, v and o is 2**31 elements behind the first."""
+    tokens = 129
+    inputs = make_prefix_inputs(PrefixCase((tokens,), (70,), h_q=2, h_kv=2))
+    step = 2**31 // (tokens - 1) if axis == 0 else 2**31
+    strides = (step, 128, 1) if axis == 0 else (128, step, 1)
+    room = 1 << 20
+    memory = torch.full((2**31 + 4 * room,), nan, dtype=torch.bfloat16, device="cuda")
+    q, k, v, o = (memory.as_strided((tokens, 2, 128), strides, i * room) for i in range(4))
+    for array, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v)):
+        array.copy_(own)
+    check_prefix(inputs, attend(replace(inputs, q=q, k=k, v=v), o))
+
+
+# ---- heads and dimensions
+
+
+@each_source
+@pytest.mark.parametrize("heads", ((1, 1), (6, 2), (5, 1), (64, 1), (128, 1), (96, 32)), ids=str)
+def test_groups_of_heads(heads: tuple[int, int], source: dict[str, Any]) -> None:
+    """Powers of two and others, up to more than a tile has rows."""
+    checked(make_prefix_inputs(PrefixCase(**MANY, h_q=heads[0], h_kv=heads[1], sinks="float32", **source)))
+
+
+@pytest.mark.parametrize(
+    ("d", "x"), ((1, 1), (17, 17), (17, 1), (40, 8), (111, 37), (160, 8), (160, 32), (224, 8)), ids=str
+)
+def test_other_head_dimensions(d: int, x: int) -> None:
+    """Those that are no multiple of 8 are copied unless their rows are apart."""
+    for layout in ("plain", "slice"):
+        checked(make_prefix_inputs(PrefixCase(**MANY, d=d, x=x, layout=layout)))
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("block_size", (1, 2, 3, 7, 12, 16, 17, 48, 100, 112, 544, 1056))
+def test_sizes_of_pages(block_size: int) -> None:
+    """In every way to read them, from the first page on and from the middle."""
+    for source in SOURCES.values():
+        for window in (0, 100):
+            checked(make_prefix_inputs(PrefixCase(**MANY, block_size=block_size, window=window, **source)))
+
+
+@pytest.mark.parametrize("x", (1, 2, 4, 8, 16, 32, 64, 128))
+def test_groups_of_dimensions(x: int) -> None:
+    for cache in ("auto", "fp8_e4m3"):
+        checked(make_prefix_inputs(PrefixCase(**MANY, x=x, kv_cache_dtype=cache)))
+
+
+@pytest.mark.parametrize("pack", (1, 2, 4, 8, 16, 24, 48))
+def test_interleaved_values(pack: int) -> None:
+    for cache in ("auto", "fp8_e4m3"):
+        for padded in (False, True):
+            case = PrefixCase(**MANY, block_size=48, pack=pack, kv_cache_dtype=cache, padded=padded)
+            checked(make_prefix_inputs(case))
+
+
+@each_source
+def test_blocks_apart(source: dict[str, Any]) -> None:
+    """Memory between blocks and heads; V's stride of blocks is not K's."""
+    for table in ("int32", "pointers"):
+        inputs = make_prefix_inputs(PrefixCase(**MANY, padded=True, table=table, **source))
+        want = checked(inputs)
+        apart = replace(inputs, v_cache=inputs.v_cache.contiguous())
+        assert apart.v_cache.stride() != inputs.v_cache.stride()
+        assert_same_bits("V in another layout", checked(apart), want)
+
+
+@each_source
+def test_tables(source: dict[str, Any]) -> None:
+    """int32, int64 and addresses, rows apart or not, give the same bits; so do numbers among addresses."""
+    case = PrefixCase(**MANY, **source)
+    want = checked(make_prefix_inputs(case))
+    for table in ("int32", "int64", "pointers"):
+        for padded in (False, True):
+            inputs = make_prefix_inputs(replace(case, table=table, padded=padded))
+            assert_same_bits(f"{table} {padded}", checked(inputs), want)
+    numbers = make_prefix_inputs(replace(case, table="int64"))
+    as_addresses = replace(numbers, case=replace(case, table="pointers"))
+    with_zero = replace(as_addresses, b_loc=torch.where(numbers.b_loc == 0, 0, addresses_of(numbers)))
+    assert_same_bits("block 0 by its number", checked(with_zero), want)
+    all_addresses = replace(as_addresses, b_loc=addresses_of(numbers))
+    assert_same_bits("block 0 by its address", checked(all_addresses), want)
+
+
+def addresses_of(inputs: PrefixInputs) -> Any:
+    """The table with addresses in place of numbers."""
+    cache = inputs.k_cache
+    step = cache.stride(0) * cache.element_size()
+    return torch.where(
+        inputs.b_loc < cache.shape[0],
+        cache.data_ptr() + inputs.b_loc * step,
+        torch.full_like(inputs.b_loc, 2**62),
+    )
+
+
+@each_source
+def test_one_table_for_all(source: dict[str, Any]) -> None:
+    """A table whose rows are the same memory: requests with the same context."""
+    inputs = make_prefix_inputs(PrefixCase((50, 3, 130), (200, 200, 200), **source))
+    checked(replace(inputs, b_loc=inputs.b_loc[:1].expand(3, -1)))
+
+
+@pytest.mark.parametrize("own_cached", (False, True))
+def test_no_blocks(own_cached: bool) -> None:
+    """A cache without blocks, and a table without columns, for requests without cached tokens."""
+    lengths = (0, 0) if own_cached else (70, 3)
+    inputs = make_prefix_inputs(PrefixCase(lengths, (0, 0), own_cached=own_cached))
+    for cache in ("auto", "fp8_e4m3"):
+        kind = inputs.q.dtype if cache == "auto" else torch.uint8
+        checked(
+            replace(
+                inputs,
+                case=replace(inputs.case, kv_cache_dtype=cache),
+                k_cache=inputs.k_cache[:0].to(kind),
+                v_cache=inputs.v_cache[:0].to(kind),
+                b_loc=inputs.b_loc[:, :0],
+            )
+        )
+
+
+@each_source
+def test_caches_past_4_gib(source: dict[str, Any]) -> None:
+    """Pages at both ends of caches that reach past 2**32 bytes, and 2**31 elements of two bytes. The
+    blocks of K and V take turns in the same memory.
+    """
+    case = PrefixCase((100, 1, 257), (333, 40, 1000), table="int64", **source)
+    small = make_prefix_inputs(case)
+    want = checked(small)
+    held = small.k_cache.shape[0]
+    block_bytes = small.k_cache[0].numel() * small.k_cache.element_size()
+    many = 2**32 // (2 * block_bytes) + 2 * held
+    memory = torch.full((many, 2, block_bytes), 0xFF, dtype=torch.uint8, device="cuda")
+    k_cache, v_cache = (
+        memory[:, i].view(x.dtype).unflatten(1, x.shape[1:])
+        for i, x in enumerate((small.k_cache, small.v_cache))
+    )
+    assert k_cache.stride(0) * k_cache.element_size() * (many - 2 * held) >= 2**32
+    as_bytes = torch.uint8 if k_cache.element_size() == 1 else k_cache.dtype
+    half = held // 2
+    for big, own in ((k_cache, small.k_cache), (v_cache, small.v_cache)):
+        big.view(as_bytes)[:half] = own.view(as_bytes)[:half]
+        big.view(as_bytes)[half - held :] = own.view(as_bytes)[half:]
+    b_loc = small.b_loc
+    b_loc = torch.where((b_loc >= half) & (b_loc < held), b_loc + (many - held), b_loc)
+    assert int((b_loc[b_loc < many]).max()) > many - held
+    moved = replace(small, k_cache=k_cache, v_cache=v_cache, b_loc=b_loc)
+    for table in (b_loc, b_loc.clamp(max=2**31 - 1).int(), None):
+        if table is None:
+            call = replace(moved, case=replace(case, table="pointers"), b_loc=addresses_of(moved))
+        else:
+            call = replace(moved, b_loc=table)
+        assert_same_bits("far apart", checked(call), want)
+
+
+@each_source
+@pytest.mark.parametrize("window", (0, 60))
+def test_what_lies_around_tokens_has_no_effect(window: int, source: dict[str, Any]) -> None:
+    """Bits are the same whether it is NaN, infinite or 1: in pages, between them, in rows of no request."""
+    for own_cached in (False, True):
+        case = PrefixCase(
+            **MANY, window=window, own_cached=own_cached, block_size=32, padded=True, layout="slice", **source
+        )
+        want = checked(make_prefix_inputs(replace(case, gap=1.0)))
+        for gap in (nan, inf):
+            assert_same_bits(f"{gap}", checked(make_prefix_inputs(replace(case, gap=gap))), want)
+
+
+@each_source
+def test_a_spoilt_request(source: dict[str, Any]) -> None:
+    """NaN in a request's cached tokens, q, k and v: the others keep their bits."""
+    inputs = make_prefix_inputs(PrefixCase(**MANY, **source))
+    want = attend(inputs)
+    start, end = (int(n) for n in inputs.b_start_loc[3:5])
+    other = int(inputs.b_start_loc[4])
+    inputs.q[start:end], inputs.k[start:end], inputs.v[start:end] = nan, nan, nan
+    pages = inputs.b_loc[5, :32].long()
+    for cache in (inputs.k_cache, inputs.v_cache):
+        if cache.element_size() == 1:
+            cache.view(torch.uint8)[pages] = 0x7F
+        else:
+            cache[pages] = nan
+    got = attend(inputs)
+    spoilt = torch.zeros(len(got), dtype=torch.bool, device=got.device)
+    spoilt[start:end] = spoilt[other + 16 : other + 16 + 128] = True
+    assert bool(got[spoilt].isnan().all())
+    sound = torch.ones(len(got), dtype=torch.bool, device=got.device)
+    sound[spoilt], sound[:2], sound[-2:] = False, False, False
+    assert_same_bits("the others", got[sound], want[sound])
+
+
+# ---- masks, sinks, numbers
+
+
+@each_source
+@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
+def test_windows(causal: bool, source: dict[str, Any]) -> None:
+    """Of one token, around borders of pages and tiles, and past all tokens."""
+    for window in (1, 2, 15, 16, 17, 48, 64, 80, 127, 128, 129, 600, 1016, 1300, 2**30, 2**40):
+        checked(make_prefix_inputs(PrefixCase(**MANY, window=window, causal=causal, **source)))
+
+
+@each_source
+def test_windows_that_change_nothing(source: dict[str, Any]) -> None:
+    inputs = make_prefix_inputs(PrefixCase(**MANY, **source))
+    want = attend(inputs)
+    for window in (None, 0, -1, -(2**40)):
+        assert_same_rows(str(window), inputs, attend(inputs, sliding_window=window), want)
+    checked(inputs, sliding_window=5000)
+
+
+@each_source
+def test_a_window_of_one_token_is_its_value(source: dict[str, Any]) -> None:
+    case = PrefixCase(**MANY, window=1, h_kv=4, **source)
+    inputs = make_prefix_inputs(case)
+    rows = written_rows(inputs)
+    assert_same_bits("o", attend(inputs)[rows], inputs.v[rows])
+
+
+@each_source
+def test_sinks_at_the_ends(source: dict[str, Any]) -> None:
+    """-inf has no effect, +inf makes o 0; large finite ones are as in the reference."""
+    inputs = make_prefix_inputs(PrefixCase(**MANY, **source))
+    rows = written_rows(inputs)
+    plain = attend(inputs)[rows]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for value, want in ((-inf, plain), (inf, torch.zeros_like(plain))):
+            sinks = torch.full((4,), value, dtype=dtype, device=plain.device)
+            assert bool((attend(inputs, sinks=sinks)[rows] == want).all())
+    for value in (-3e38, -100.0, 5.0, 12.0):
+        checked(replace(inputs, sinks=torch.full((4,), value, device=plain.device)))
+
+
+@each_source
+@pytest.mark.parametrize("spread", (0.0, 1e-3, 4.0, 30.0))
+def test_flat_and_sharp_scores(spread: float, source: dict[str, Any]) -> None:
+    inputs = make_prefix_inputs(PrefixCase(**MANY, **source))
+    inputs.q.mul_(spread)
+    checked(inputs)
+
+
+@pytest.mark.parametrize("scale", (1e-30, 1e-4, 3.0))
+def test_scales_of_softmax(scale: float) -> None:
+    for source in SOURCES.values():
+        checked(make_prefix_inputs(PrefixCase(**MANY, sm_scale=scale, **source)))
+
+
+@pytest.mark.parametrize("slopes", ((0.0, 0.0, 0.0, 0.0), (8.0, -0.001, 0.5, 100.0)), ids=str)
+def test_slopes(slopes: tuple[float, ...]) -> None:
+    for source in SOURCES.values():
+        inputs = make_prefix_inputs(PrefixCase(**MANY, alibi=True, **source))
+        inputs.alibi_slopes.copy_(torch.tensor(slopes))
+        checked(inputs)
+
+
+# ---- FP8 caches
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("cache", ("fp8_e4m3", "fp8_e5m2"))
+def test_every_byte_of_a_cache(cache: str, dtype: str) -> None:
+    """With a window of one token o is its value: every finite byte gives its number, times a power of 2."""
+    case = PrefixCase(
+        (64,), (64,), h_q=2, h_kv=2, kv_cache_dtype=cache, bytes_dtype="uint8", own_cached=True, window=1,
+        dtype=dtype, v_scale=0.25,
+    )  # fmt: skip
+    inputs = make_prefix_inputs(case)
+    kind = getattr(torch, case.float8)
+    codes = torch.arange(256, device="cuda").to(torch.uint8)
+    codes = codes[codes.view(kind).float().isfinite()]
+    values = codes[torch.arange(2 * 64 * 128, device="cuda") % len(codes)].view(64, 2, 128)
+    for page in range(4):
+        block = inputs.b_loc[0, 4 + page]
+        inputs.v_cache[block] = values[16 * page : 16 * (page + 1)].permute(1, 2, 0)
+    want = (values.view(kind).float() * 0.25).to(inputs.q.dtype)
+    for changes in ({}, {"v_scale": torch.tensor(0.25, device="cuda")}):
+        assert bool((attend(inputs, **changes) == want).all())  # 0 of either sign
+
+
+@pytest.mark.parametrize("cache", ("fp8", "fp8_e4m3", "fp8_e5m2"))
+@pytest.mark.parametrize("scale", (2.0**-60, 2.0**-20, 1e-4, 3.7, 1e2, 1e20))
+def test_scales_of_caches(scale: float, cache: str) -> None:
+    """Tiny ones, which clip the cached tokens, and large ones, which leave few bits of them."""
+    for k_scale, v_scale in ((scale, 1.0), (1.0, scale), (scale, scale)):
+        case = PrefixCase(**MANY, kv_cache_dtype=cache, x=16, k_scale=k_scale, v_scale=v_scale)
+        checked(make_prefix_inputs(case))
+
+
+def test_scales_as_numbers_or_arrays() -> None:
+    """Of shape [] or [1], on the device: the same bits. They are not looked at without an FP8 cache."""
+    case = PrefixCase(**MANY, kv_cache_dtype="fp8", k_scale=0.5, v_scale=3.0, out_scale=0.0625)
+    inputs = make_prefix_inputs(case)
+    want = checked(inputs)
+    assert_same_bits("arrays", checked(make_prefix_inputs(replace(case, device_scales=True))), want)
+    for name, value in (("k_scale", 0.5), ("v_scale", 3.0), ("fp8_out_scale", 0.0625)):
+        for shape in ((), (1,)):
+            array = torch.full(shape, value, device="cuda")
+            assert_same_bits(name, checked(inputs, **{name: array}), want)
+    for dtype in ("uint8", "int8"):
+        assert_same_bits(dtype, checked(make_prefix_inputs(replace(case, bytes_dtype=dtype))), want)
+    plain = make_prefix_inputs(PrefixCase(**MANY))
+    without = attend(plain)
+    for scale in (0.0, None, 7.0):
+        assert_same_rows(str(scale), plain, attend(plain, k_scale=scale, v_scale=scale), without)
+    for name in ("bfloat16", "auto"):
+        assert_same_rows(name, plain, attend(plain, kv_cache_dtype=name), without)
+
+
+# ---- o
+
+
+@each_source
+@pytest.mark.parametrize("fp8_out", (False, True))
+def test_o_in_other_layouts(fp8_out: bool, source: dict[str, Any]) -> None:
+    """Heads first, a part of a projection, and a slice whose strides are odd multiples of 16 bytes."""
+    inputs = make_prefix_inputs(PrefixCase(**MANY, out_scale=0.01 if fp8_out else None, **source))
+    tokens, heads, d = inputs.q.shape
+    want = checked(inputs)
+    dtype = torch.float8_e4m3fn if fp8_out else inputs.q.dtype
+    step = 16 if fp8_out else 8
+    for memory, view in (
+        ((heads, tokens + 1, d), lambda x: x.transpose(0, 1)[:tokens]),
+        ((tokens, 3, heads, d), lambda x: x[:, 1]),
+        ((tokens, heads, d + step), lambda x: x[..., step:]),
+    ):
+        whole = torch.empty(memory, dtype=dtype, device="cuda")
+        whole.view(torch.uint8).fill_(0x5A)
+        o = attend(inputs, view(whole))
+        rows = written_rows(inputs)
+        as_bytes = whole.view(torch.uint8) if fp8_out else whole
+        part = view(as_bytes)
+        assert_same_bits("o", part[rows], want)
+        part[rows] = part[0, 0, 0]  # of a row of no request
+        assert o.shape == inputs.q.shape and bool((whole.view(torch.uint8) == 0x5A).all())
+
+
+def exact_values(values: Any, dtype: str, out_scale: float, **source: Any) -> Any:
+    """The bytes of o for own tokens with these values `[n]`, each as a request of its own."""
+    count = -(-len(values) // 128)
+    case = PrefixCase((1,) * count, (0,) * count, h_q=1, h_kv=1, dtype=dtype, out_scale=out_scale, **source)
+    inputs = make_prefix_inputs(case)
+    inputs.v.zero_()
+    inputs.v.view(-1)[: len(values)] = values.to(inputs.v.dtype)
+    o = Target(inputs).o
+    attend(inputs, o)
+    return o.view(torch.uint8).flatten()[: len(values)]
+
+
+@pytest.mark.parametrize("scale", (1.0, 0.125, 16.0))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_bytes_of_o(dtype: str, scale: float) -> None:
+    """A request of one token has its value: the numbers of e4m3, what lies between them, and next to that."""
+    codes = torch.arange(0x7F, dtype=torch.uint8, device="cuda")
+    numbers = decode_out(codes)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    values = torch.cat([numbers, middles, middles * (1 + 2.0**-7), middles * (1 - 2.0**-7)]) * scale
+    values = torch.cat([values, -values])
+    kind = getattr(torch, dtype)
+    exact = values.to(kind).double()
+    assert bool((exact[: len(numbers)] == numbers * scale).all())
+    for source in SOURCES.values() if dtype == "bfloat16" else ({},):
+        got = exact_values(values, dtype, scale, **source)
+        want = encode_out(exact / scale)
+        zero = decode_out(want) == 0  # either sign
+        assert bool((decode_out(got)[zero] == 0).all())
+        assert_same_bits("bytes", got[~zero], want[~zero])
+
+
+@each_source
+def test_bytes_of_large_numbers(source: dict[str, Any]) -> None:
+    """At most 448, also for what is infinite; NaN stays NaN."""
+    large = torch.tensor([448.0, 449, 463, 464, 465, 480, 512, 1e4, 3e38, inf], device="cuda")
+    got = exact_values(torch.cat([large, -large]), "bfloat16", 1.0, **source)
+    assert decode_out(got).tolist() == [E4M3_LARGEST] * 10 + [-E4M3_LARGEST] * 10
+    got = exact_values(torch.tensor([1.0, nan, 2.0, -nan], device="cuda"), "bfloat16", 1.0, **source)
+    assert decode_out(got)[::2].tolist() == [1, 2]
+    assert bool((got[1::2] & 0x7F == 0x7F).all())
+
+
+@pytest.mark.parametrize("scale", (1e-6, 3e-4, 0.7, 40.0))
+def test_scales_of_o(scale: float) -> None:
+    """The smallest makes all elements as large as e4m3 has them, the largest most of them 0."""
+    for source in SOURCES.values():
+        written = checked(make_prefix_inputs(PrefixCase(**MANY, out_scale=scale, **source)))
+        if scale == 1e-6:
+            assert float((decode_out(written).abs() == E4M3_LARGEST).double().mean()) > 0.9
+
+
+# ---- arrays that are copied
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+def test_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last dimension that is not contiguous, an address, a stride: copied, one array each."""
+    made: list[str] = []
+    original = arrays.TorchFramework.aligned_copy
+
+    def counted(self: Any, array: Any, argument: str) -> Any:
+        made.append(argument)
+        return original(self, array, argument)
+
+    monkeypatch.setattr(arrays.TorchFramework, "aligned_copy", counted)
+    inputs = make_prefix_inputs(PrefixCase(**MANY, layout="slice"))
+    want = checked(inputs)
+    assert made == []
+    array = getattr(inputs, name)
+    memory = torch.full((array.numel() + 1,), nan, dtype=array.dtype, device="cuda")
+    memory[1:] = array.flatten()
+    wide = torch.full((*array.shape[:-1], 132), nan, dtype=array.dtype, device="cuda")
+    wide[..., :128] = array
+    for moved in (
+        array.transpose(1, 2).contiguous().transpose(1, 2),
+        memory[1:].view(array.shape),
+        wide[..., :128],
+    ):
+        assert_same_bits(name, checked(replace(inputs, **{name: moved})), want)
+    assert made == [name] * 3
+
+
+@pytest.mark.parametrize("axes", ((0,), (1,), (0, 1)), ids=str)
+def test_broadcast_arrays(axes: tuple[int, ...]) -> None:
+    """A stride of 0 is read as it is."""
+    inputs = make_prefix_inputs(PrefixCase((130, 3, 77), (40, 0, 300)))
+
+    def first_for_all(x: Any) -> Any:
+        for axis in axes:
+            x = x.narrow(axis, 0, 1).expand(*[x.shape[i] if i == axis else -1 for i in range(3)])
+        return x
+
+    broadcast = replace(inputs, **{name: first_for_all(getattr(inputs, name)) for name in "qkv"})
+    dense = replace(broadcast, **{name: getattr(broadcast, name).contiguous() for name in "qkv"})
+    assert_same_bits("broadcast", checked(broadcast), checked(dense))
+
+
+def test_tensors_that_require_grad() -> None:
+    """Without a graph of autograd they are as others; with one the call is refused."""
+    inputs = make_prefix_inputs(PrefixCase(**MANY))
+    want = attend(inputs)
+    inputs.q.requires_grad_()
+    with torch.no_grad():
+        assert_same_rows("no_grad", inputs, attend(inputs), want)
+    with pytest.raises(ValueError, match="^q: expected"):
+        rawmla.context_attention_fwd(**inputs.keywords(want))
