@@ -43,24 +43,32 @@ class _Arrays(NamedTuple):
     out: Fields | None
 
 
-class _Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks; strides in elements."""
+class _Sizes(NamedTuple):
+    """The sizes of the arrays, and their strides in elements."""
 
     format: str  # as in SparseCall
-    b: int
-    s_q: int
     h_q: int
     d_qk: int
-    place: BatchPlace
-    has_strangers: bool  # some arrays are of another framework than q
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     extra: Cache  # NO_CACHE: there is none
     q_strides: QStrides
     out_strides: tuple[int, ...]
+
+
+class _Checked(NamedTuple):
+    """What follows from the kinds of the arrays, which passed the checks."""
+
+    b: int
+    s_q: int
+    place: BatchPlace
+    mixes_frameworks: bool  # some arrays are of another framework than q
+    q_is_copied: bool  # a contiguous copy is needed
+    rope_bytes: int  # from q to its RoPE columns, unless they are an array of their own
     default_scale: float
     configs: PlanConfigs
     calls: Memo[PreparedCall]
+    sizes: _Sizes
 
 
 _checked: Memo[_Checked] = Memo(shared=True)
@@ -83,67 +91,87 @@ def decode(
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`flash_mla_with_kvcache` with `indices`; booleans are checked already."""
-    q_view, rope_view = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
+    rope_view = None
+    if q.__class__ is tuple:
+        q_view, rope_view = read_pair(q)
+    else:
+        q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
     indices_view = READERS[type(indices)](indices, "indices")
-    length_view = read_given(topk_length, "topk_length")
-    extra_view = read_given(extra_k_cache, "extra_k_cache")
-    extra_indices_view = read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache")
-    extra_length_view = read_given(extra_topk_length, "extra_topk_length")
-    sink_view = read_given(attn_sink, "attn_sink")
-    out_view = read_given(out, "out")
+    # Most calls leave out most of the others, and a function call for each would be a twentieth of the time.
+    length_view = None if topk_length is None else READERS[type(topk_length)](topk_length, "topk_length")
+    extra_view = extra_indices_view = extra_length_view = extra_kind = None
+    if not (extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
+        extra_view = read_given(extra_k_cache, "extra_k_cache")
+        extra_indices_view = read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache")
+        extra_length_view = read_given(extra_topk_length, "extra_topk_length")
+        extra_kind = kind_of(extra_view), kind_of(extra_indices_view), kind_of(extra_length_view)
+    sink_view = None if attn_sink is None else READERS[type(attn_sink)](attn_sink, "attn_sink")
+    out_view = None if out is None else READERS[type(out)](out, "out")
     # In the order of _Arrays, which only checks need.
     views = (
         q_view, rope_view, k_view, indices_view, length_view, extra_view, extra_indices_view,
         extra_length_view, sink_view, out_view,
     )  # fmt: skip
-    kind = (is_fp8_kvcache, *map(kind_of, views))
+    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
+    k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
+    index_ptr, index_shape, index_steps, index_dtype, index_device, index_framework, _ = indices_view
+    # One flat tuple of what every call has, as in dense decoding.
+    kind = (
+        is_fp8_kvcache,
+        q_ptr & 15, q_shape, q_steps, dtype, device, framework,
+        k_ptr & 15, k_shape, k_steps, k_dtype, k_device, k_framework,
+        index_ptr & 15, index_shape, index_steps, index_dtype, index_device, index_framework,
+        rope_view if rope_view is None else kind_of(rope_view),
+        length_view if length_view is None else kind_of(length_view),
+        sink_view if sink_view is None else kind_of(sink_view),
+        out_view if out_view is None else kind_of(out_view),
+        extra_kind,
+    )  # fmt: skip
     latest_kind, checked = _checked.latest
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
         checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, _Arrays(*views)))
         _checked.latest = kind, checked
-    q_ptr, _, _, _, device, framework, q_array = q_view
-    if checked.has_strangers:
+    b, s_q, place, mixes_frameworks, q_is_copied, rope_bytes, default_scale, configs, calls, _ = checked
+    if mixes_frameworks:
         check_streams(_Arrays(*views), device, framework)
-    softmax_scale = checked.default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
-    plan = resolve_plan(
-        tile_scheduler_metadata, num_splits, enable_batch_invariant, checked.configs, checked.place
-    )
-    if not checked.b or not checked.s_q:
+    softmax_scale = default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
+    plan = resolve_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, place)
+    plan_arrays, num_parts, is_object, batch_invariant, unmarked = plan
+    if not b or not s_q:
         return _empty_results(checked, out, q_view)
 
-    key = (plan.num_parts, plan.is_object, plan.batch_invariant, softmax_scale)
-    call = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, _Arrays(*views)))
-    strides = checked.q_strides
-    if strides.is_copied:
+    key = (num_parts, is_object, batch_invariant, softmax_scale)
+    call = calls.get(key) or calls.keep(key, _prepare(checked, key, _Arrays(*views)))
+    allocate, launch = call
+    if q_is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
-    q_rope_ptr = q_ptr + strides.rope_bytes if rope_view is None else rope_view[0]
-    topk_length_ptr = address_of(length_view)
-    extra_topk_length_ptr = address_of(extra_length_view)
-    plan_arrays = plan.arrays
+    topk_length_ptr = 0 if length_view is None else length_view[0]
+    extra_ptr = extra_indices_ptr = extra_topk_length_ptr = 0
+    if extra_kind is not None:
+        extra_ptr, extra_indices_ptr = address_of(extra_view), address_of(extra_indices_view)
+        extra_topk_length_ptr = address_of(extra_length_view)
     if plan_arrays is None:
-        tokens = mla_metadata.TokenCounts(
-            topk_length_ptr, extra_topk_length_ptr, checked.cache.topk, checked.extra.topk
-        )
-        plan_arrays = compute_plan(plan, checked.b, tokens, device, framework)
+        topk, extra_topk = checked.sizes.cache.topk, checked.sizes.extra.topk
+        tokens = mla_metadata.TokenCounts(topk_length_ptr, extra_topk_length_ptr, topk, extra_topk)
+        plan_arrays = compute_plan(plan, b, tokens, device, framework)
+    sched_meta, num_splits_ptr, _, _ = plan_arrays
     if out_view is None:
-        out, lse, scratch = call.allocate()
+        out, lse, scratch = allocate()
         out_ptr = framework.pointer(out)
     else:
-        lse, scratch = call.allocate()
+        lse, scratch = allocate()
         out_ptr = out_view[0]
     # In the order of SparseAddresses, which would take a twentieth of the call to build.
     addresses = (
-        q_ptr, q_rope_ptr, k_view[0], address_of(extra_view), indices_view[0], address_of(extra_indices_view),
-        topk_length_ptr, extra_topk_length_ptr, address_of(sink_view), plan_arrays.sched_meta,
-        plan_arrays.num_splits, out_ptr, framework.pointer(lse), 0, 0,
+        q_ptr, q_ptr + rope_bytes if rope_view is None else rope_view[0], k_ptr, extra_ptr, index_ptr,
+        extra_indices_ptr, topk_length_ptr, extra_topk_length_ptr, 0 if sink_view is None else sink_view[0],
+        sched_meta, num_splits_ptr, out_ptr, framework.pointer(lse), 0, 0,
     )  # fmt: skip
-    call.launch(
-        framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch)
-    )
-    if plan.unmarked is not None:
-        mark_plan(plan, checked.configs, plan_arrays)
+    launch(framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch))
+    if unmarked is not None:
+        mark_plan(plan, configs, plan_arrays)
     return out, lse
 
 
@@ -187,29 +215,34 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         extra_page_block_size=extra.page_block_size if extra is not NO_CACHE else None,
         extra_topk=extra.topk or None,
     )
+    strides = q_strides(q, arrays.q_rope, d_qk)
     return _Checked(
-        format=format,
         b=b,
         s_q=s_q,
-        h_q=h_q,
-        d_qk=d_qk,
         place=BatchPlace(b, device, framework),
-        has_strangers=has_strangers(arrays),
-        load_bytes=load_bytes,
-        cache=cache,
-        extra=extra,
-        q_strides=q_strides(q, arrays.q_rope, d_qk),
-        out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
+        mixes_frameworks=has_strangers(arrays),
+        q_is_copied=strides.is_copied,
+        rope_bytes=strides.rope_bytes,
         default_scale=d_qk**-0.5,
         configs=PlanConfigs.of(config),
         calls=Memo(),
+        sizes=_Sizes(
+            format=format,
+            h_q=h_q,
+            d_qk=d_qk,
+            load_bytes=load_bytes,
+            cache=cache,
+            extra=extra,
+            q_strides=strides,
+            out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
+        ),
     )
 
 
 def _empty_results(checked: _Checked, out: Any, q: Fields) -> tuple[Any, Any]:
     """The results of a call without query tokens."""
     _, _, _, dtype, device, framework, _ = q
-    b, s_q, h_q = checked.b, checked.s_q, checked.h_q
+    b, s_q, h_q = checked.b, checked.s_q, checked.sizes.h_q
     if out is None:
         out = framework.empty((b, s_q, h_q, D_V), dtype, device)
     return out, framework.empty((b, h_q, s_q), "float32", device)
@@ -218,7 +251,8 @@ def _empty_results(checked: _Checked, out: Any, q: Fields) -> tuple[Any, Any]:
 def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> PreparedCall:
     """Load the kernels of a call and work out their parameters."""
     num_parts, is_object, batch_invariant, softmax_scale = key
-    b, s_q, h_q, d_qk = checked.b, checked.s_q, checked.h_q, checked.d_qk
+    b, s_q = checked.b, checked.s_q
+    format, h_q, d_qk, load_bytes, cache, extra, strides_of_q, out_strides = checked.sizes
     _, _, _, dtype, device, framework, _ = arrays.q
     results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
     if arrays.out is not None:
@@ -226,20 +260,20 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> Prepar
     prepared = mla_sparse.PreparedSparse(
         SparseCall(
             device=device,
-            format=checked.format,
+            format=format,
             d_qk=d_qk,
-            load_bytes=checked.load_bytes,
+            load_bytes=load_bytes,
             b=b,
             s_q=s_q,
             h_q=h_q,
-            cache=checked.cache,
-            extra=checked.extra,
-            q_strides=checked.q_strides.q,
-            q_rope_strides=checked.q_strides.q_rope,
+            cache=cache,
+            extra=extra,
+            q_strides=strides_of_q.q,
+            q_rope_strides=strides_of_q.q_rope,
             num_parts=num_parts,
             object_layout=is_object,
             batch_invariant=batch_invariant,
-            out_strides=checked.out_strides,
+            out_strides=out_strides,
             softmax_scale=softmax_scale,
         ),
         framework.capture_query(device),

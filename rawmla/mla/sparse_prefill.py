@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, address_of, read_given
+from ..call.arrays import READERS, Fields
 from ..call.checks import as_bool, as_softmax_scale, check_streams, has_strangers, show, usable_strides
 from ..call.memo import Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
@@ -202,20 +202,36 @@ def flash_mla_sparse_fwd(
     lse_factor = _as_lse_factor(log_base)
     is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
-    q_view, rope_view = read_pair(q) if q.__class__ is tuple else (READERS[type(q)](q, "q"), None)
+    rope_view = None
+    if q.__class__ is tuple:
+        q_view, rope_view = read_pair(q)
+    else:
+        q_view = READERS[type(q)](q, "q")
     kv_view = READERS[type(kv)](kv, "kv")
     indices_view = READERS[type(indices)](indices, "indices")
-    length_view = read_given(topk_length, "topk_length")
-    sink_view = read_given(attn_sink, "attn_sink")
-    out_view = read_given(out, "out")
+    length_view = None if topk_length is None else READERS[type(topk_length)](topk_length, "topk_length")
+    sink_view = None if attn_sink is None else READERS[type(attn_sink)](attn_sink, "attn_sink")
+    out_view = None if out is None else READERS[type(out)](out, "out")
     # In the order of _Arrays, which only checks need.
     views = q_view, rope_view, kv_view, indices_view, length_view, sink_view, out_view
-    kind = (is_fp8_kvcache, *map(kind_of, views))
+    q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
+    kv_ptr, kv_shape, kv_steps, kv_dtype, kv_device, kv_framework, _ = kv_view
+    index_ptr, index_shape, index_steps, index_dtype, index_device, index_framework, _ = indices_view
+    # One flat tuple of what every call has, as in dense decoding.
+    kind = (
+        is_fp8_kvcache,
+        q_ptr & 15, q_shape, q_steps, dtype, device, framework,
+        kv_ptr & 15, kv_shape, kv_steps, kv_dtype, kv_device, kv_framework,
+        index_ptr & 15, index_shape, index_steps, index_dtype, index_device, index_framework,
+        rope_view if rope_view is None else kind_of(rope_view),
+        length_view if length_view is None else kind_of(length_view),
+        sink_view if sink_view is None else kind_of(sink_view),
+        out_view if out_view is None else kind_of(out_view),
+    )  # fmt: skip
     latest_kind, checked = _checked.latest
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
         checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, _Arrays(*views)))
         _checked.latest = kind, checked
-    q_ptr, _, _, _, device, framework, q_array = q_view
     if checked.has_strangers:
         check_streams(_Arrays(*views), device, framework)
     if not checked.s_q:
@@ -235,8 +251,9 @@ def flash_mla_sparse_fwd(
         max_logits, lse, scratch = call.allocate()
         out_ptr = out_view[0]
     addresses = PrefillAddresses(
-        q_ptr, q_rope_ptr, kv_view[0], indices_view[0], address_of(length_view), address_of(sink_view),
-        out_ptr, framework.pointer(max_logits), framework.pointer(lse),
+        q_ptr, q_rope_ptr, kv_ptr, index_ptr, 0 if length_view is None else length_view[0],
+        0 if sink_view is None else sink_view[0], out_ptr, framework.pointer(max_logits),
+        framework.pointer(lse),
     )  # fmt: skip
     call.launch(
         framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch)
