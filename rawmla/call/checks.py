@@ -27,7 +27,7 @@ __all__ = [
     "check_place",
     "check_streams",
     "check_vector",
-    "has_strangers",
+    "mixes_frameworks",
     "launch_place",
     "row_strides",
     "same_place",
@@ -117,7 +117,7 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
         )
 
 
-def has_strangers(views: Any) -> bool:
+def mixes_frameworks(views: Any) -> bool:
     """Whether some of the arrays are of another framework than q, for `check_streams`."""
     framework = views.q[5]
     return any(view is not None and view[5] is not framework for view in views)

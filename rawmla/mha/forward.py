@@ -98,7 +98,7 @@ class _Checked(NamedTuple):
 
     b: int
     copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
-    has_strangers: bool  # some arrays are of another framework than q
+    mixes_frameworks: bool  # some arrays are of another framework than q
     default_scale: float
     sizes: _Sizes
     calls: Memo[_Prepared]
@@ -153,8 +153,8 @@ def attend(
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
         checked = _checked.get(kind) or _checked.keep(kind, _check(parts, _Arrays(*views)))
         _checked.latest = kind, checked
-    _, copied, has_strangers, default_scale, _, calls = checked
-    if has_strangers:
+    _, copied, mixes_frameworks, default_scale, _, calls = checked
+    if mixes_frameworks:
         _check_places(parts, _Arrays(*views))
     if softmax_scale is None:
         softmax_scale = default_scale
@@ -260,7 +260,7 @@ def _check(parts: Parts, arrays: _Arrays) -> _Checked:
     return _Checked(
         b=b,
         copied=(copied[0], copied[1], copied[2]) if any(copied) else None,
-        has_strangers=any(view is not None and view[5] is not framework for view in arrays),
+        mixes_frameworks=any(view is not None and view[5] is not framework for view in arrays),
         default_scale=d_qk**-0.5,
         sizes=_Sizes(
             h_q, h_kv, d_qk, d_v, sizes_q[-1], sizes_k[-1], _of_three(q_strides), _of_three(k_strides),

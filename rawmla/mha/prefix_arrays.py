@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..call.arrays import Fields, aligned_strides, contiguous_strides
-from ..call.checks import check_place, check_vector, has_strangers
+from ..call.checks import check_place, check_vector, mixes_frameworks
 from ..call.memo import Memo, PreparedCall
 from ..kernels.mha_combine import SINK_DTYPES
 from ..kernels.mha_forward import NO_BOUND
@@ -78,7 +78,7 @@ class PrefixChecked(NamedTuple):
 
     b: int
     copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
-    has_strangers: bool  # some arrays are of another framework than q
+    mixes_frameworks: bool  # some arrays are of another framework than q
     default_scale: float
     sizes: PrefixSizes
     calls: Memo[PreparedCall]
@@ -139,7 +139,7 @@ def check_arrays(
     return PrefixChecked(
         b=b,
         copied=(copied[0], copied[1], copied[2]) if any(copied) else None,
-        has_strangers=has_strangers(arrays),
+        mixes_frameworks=mixes_frameworks(arrays),
         default_scale=d**-0.5,
         sizes=PrefixSizes(
             h_q=h_q,

@@ -123,10 +123,10 @@ def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
 
 
 def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
-    """Check that kernels can count from the first to the last row in 32 bits."""
+    """Check that kernels can count from the first to the last value in 32 bits."""
     _, shape, *_ = q
-    reach = sum([(extent - 1) * stride for extent, stride in zip(shape, strides, strict=False)])
-    if reach >= Q_UNIT * 2**32:
+    reach = sum([(extent - 1) * stride for extent, stride in zip(shape[:-1], strides, strict=True)])
+    if reach + shape[-1] > Q_UNIT * 2**32:
         raise ValueError(
             f"{name}: expected rows within 64 GiB of each other, got shape {list(shape)} with strides "
             f"{list(strides)} (elements)"

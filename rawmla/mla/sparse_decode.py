@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, Fields, address_of, read_given
-from ..call.checks import as_softmax_scale, check_streams, has_strangers
+from ..call.checks import as_softmax_scale, check_streams, mixes_frameworks
 from ..call.memo import BatchPlace, Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
@@ -220,7 +220,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         b=b,
         s_q=s_q,
         place=BatchPlace(b, device, framework),
-        mixes_frameworks=has_strangers(arrays),
+        mixes_frameworks=mixes_frameworks(arrays),
         q_is_copied=strides.is_copied,
         rope_bytes=strides.rope_bytes,
         default_scale=d_qk**-0.5,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from .. import jit
 from ..call import tracing
 from ..call.arrays import READERS, Fields
-from ..call.checks import as_bool, as_softmax_scale, check_streams, has_strangers, show, usable_strides
+from ..call.checks import as_bool, as_softmax_scale, check_streams, mixes_frameworks, show, usable_strides
 from ..call.memo import Memo, PreparedCall, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
@@ -54,7 +54,7 @@ class _Checked(NamedTuple):
     s_q: int
     h_q: int
     d_qk: int
-    has_strangers: bool  # some arrays are of another framework than q
+    mixes_frameworks: bool  # some arrays are of another framework than q
     load_bytes: int  # what addresses of cache rows are multiples of
     cache: Cache
     q_strides: QStrides
@@ -232,7 +232,7 @@ def flash_mla_sparse_fwd(
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
         checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, _Arrays(*views)))
         _checked.latest = kind, checked
-    if checked.has_strangers:
+    if checked.mixes_frameworks:
         check_streams(_Arrays(*views), device, framework)
     if not checked.s_q:
         return _empty_results(checked, out, q_view)
@@ -286,7 +286,7 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         s_q=s_q,
         h_q=h_q,
         d_qk=d_qk,
-        has_strangers=has_strangers(arrays),
+        mixes_frameworks=mixes_frameworks(arrays),
         load_bytes=load_bytes,
         cache=cache,
         q_strides=q_strides(q, arrays.q_rope, d_qk),
