@@ -73,11 +73,12 @@ struct KeyLoader {
             q_is_loaded = false;
             load<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) stage.pass(smem.bar_k_free, tile.spans[kPages].blocks());
             if (!q_is_loaded) {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
             }
+            // Behind Q: places of gathered keys become free only as consumers attend.
+            if constexpr (kPagesGathered) stage.pass(smem.bar_k_free, tile.spans[kPages].blocks());
             __syncwarp();
             scheduler.advance(params);
         }
