@@ -71,14 +71,17 @@ struct KeyLoader {
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_tile_full[slot]));
             if (!found) break;
             q_is_loaded = false;
+            if constexpr (kPagesGathered) smem.turns_k.wait_for_loader(n);
             load<ArrayKeys>(params, smem, tile);
+            if constexpr (kPagesGathered) {
+                smem.turns_k.pass_to_gatherer();
+                stage.number += tile.spans[kPages].blocks();
+            }
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
             if (!q_is_loaded) {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
             }
-            // Behind Q: places of gathered keys become free only as consumers attend.
-            if constexpr (kPagesGathered) stage.pass(smem.bar_k_free, tile.spans[kPages].blocks());
             __syncwarp();
             scheduler.advance(params);
         }
@@ -113,9 +116,13 @@ struct ValueLoader {
         for (TileReader reader;; ++reader.count) {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
+            if constexpr (kPagesGathered) smem.turns_v.wait_for_loader(reader.count);
             load<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) stage.pass(smem.bar_v_free, tile.spans[kPages].blocks());
+            if constexpr (kPagesGathered) {
+                smem.turns_v.pass_to_gatherer();
+                stage.number += tile.spans[kPages].blocks();
+            }
             __syncwarp();
             if (lane_index() == 0) reader.release(smem);
         }

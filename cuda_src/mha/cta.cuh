@@ -27,6 +27,31 @@ using Scheduler = TileScheduler<kTileRows, kTileKeys>;
 // Whether O has a place of its own in shared memory. Then the next tile's Q is copied while O is stored.
 constexpr bool kOwnOutput = OUT_BUFFER;
 
+// Turns of two roles that fill the same places, in each tile first the loader of arrays, then the gatherer of
+// pages. A parity tells only neighbouring phases apart, so that neither may look at whether a place is free
+// before the other has seen its own places free.
+struct Turns {
+    u64 loader, gatherer;
+
+    __device__ __forceinline__ void init() {
+        mbarrier_init(smem_address(&loader), 1);
+        mbarrier_init(smem_address(&gatherer), 1);
+    }
+    // `tile`: its number, from 0
+    __device__ __forceinline__ void wait_for_loader(u32 tile) {
+        mbarrier_wait_parity(smem_address(&loader), tile & 1 ^ 1);
+    }
+    __device__ __forceinline__ void wait_for_gatherer(u32 tile) {
+        mbarrier_wait_parity(smem_address(&gatherer), tile & 1);
+    }
+    // All lanes of the warp
+    __device__ __forceinline__ void pass_to_gatherer() {
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&gatherer));
+    }
+    // One thread
+    __device__ __forceinline__ void pass_to_loader() { mbarrier_arrive(smem_address(&loader)); }
+};
+
 struct SharedMemoryPlan {
     unsigned char q[kConsumers][(kOwnOutput ? kChunksQK : max_int(kChunksQK, kChunksV)) * Rows::kBytes];
     unsigned char k[kStages][kChunksQK * KeyRows::kBytes];
@@ -37,6 +62,7 @@ struct SharedMemoryPlan {
     u64 bar_v_full[kStages], bar_v_free[kStages];
     u64 bar_v_landed[kStages];  // V that is to be trimmed
     u64 bar_tile_full[kTileStages], bar_tile_free[kTileStages];
+    Turns turns_k, turns_v;  // with gathered pages
     Tile tiles[kTileStages];
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
@@ -66,6 +92,8 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_tile_full[i]), 1);
         mbarrier_init(smem_address(&smem.bar_tile_free[i]), kTileReaders);
     }
+    smem.turns_k.init();
+    smem.turns_v.init();
     mbarrier_init_fence();
 }
 
@@ -91,12 +119,4 @@ struct Stage {
     __device__ __forceinline__ u32 index() const { return number % kStages; }
     // Of the phase in which the place becomes free.
     __device__ __forceinline__ u32 free_parity() const { return number / kStages & 1 ^ 1; }
-
-    // Leaves blocks to another role. Waits for the place of each: parities tell only neighbouring phases
-    // apart.
-    __device__ __forceinline__ void pass(u64 (&free)[kStages], int blocks) {
-#pragma unroll 1
-        for (; blocks > 0; --blocks, ++number)
-            mbarrier_wait_parity(smem_address(&free[index()]), free_parity());
-    }
 };

@@ -31,12 +31,16 @@ struct Gatherer {
         for (TileReader reader;; ++reader.count) {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
-            Stage values = stage;
-            stage.pass(smem.bar_k_free, tile.spans[kArrays].blocks());
-            values.pass(smem.bar_v_free, tile.spans[kArrays].blocks());
+            stage.number += tile.spans[kArrays].blocks();
+            smem.turns_k.wait_for_gatherer(reader.count);
+            smem.turns_v.wait_for_gatherer(reader.count);
             gather_span(params, smem, tile);
             named_barrier_sync(NB_GATHER, 128);
-            if (thread == 0) reader.release(smem);
+            if (thread == 0) {
+                smem.turns_k.pass_to_loader();
+                smem.turns_v.pass_to_loader();
+                reader.release(smem);
+            }
         }
     }
 
