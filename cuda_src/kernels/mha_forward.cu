@@ -32,7 +32,8 @@
 
 constexpr int kThreads = 128 * (kConsumers + 1 + kPagesGathered);
 constexpr int kRegisters = kConsumers == 3 ? 160 : kConsumers == 2 && kPagesGathered ? 192 : 232;
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40, kGathererRegisters = 88;
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+constexpr int kGathererRegisters = kConsumers == 1 ? 168 : 88;
 static_assert(kConsumers * kRegisters + kProducerRegisters + kPagesGathered * kGathererRegisters <=
                   65536 / kThreads / 8 * 8 * (kThreads / 128),
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");

@@ -15,13 +15,17 @@ constexpr int kElementBytes = kCacheIsFp8 ? 1 : 2;
 
 struct GatheredKeys : PieceKeys {};
 
+// Of those up to `most`.
+__device__ constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
+
 struct Gatherer {
-    // Eight elements of the cache as they are read.
+    // A unit: eight elements of the cache as they are read.
     struct Raw {
         u32 words[2 * kElementBytes];
     };
-    static constexpr int kBatch = 4;                                        // units of 8 elements
-    static constexpr int kBatches = kDimV > 128 ? 1 : kCacheIsFp8 ? 3 : 2;  // in flight, as registers allow
+    static_assert(!kPagesGathered || kDimQK == kDimV);
+    static constexpr int kUnits = kDimV / 8;  // that a thread reads of a block of K, or of V
+    static constexpr int kInFlight = largest_divisor(kUnits, 8 / kElementBytes);  // 16 registers
 
     Stage stage;
     const int thread = threadIdx.x % 128;
@@ -32,9 +36,11 @@ struct Gatherer {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
             stage.number += tile.spans[kArrays].blocks();
-            smem.turns_k.wait_for_gatherer(reader.count);
-            smem.turns_v.wait_for_gatherer(reader.count);
-            gather_span(params, smem, tile);
+            if (params.x % 8 == 0 && params.block_size % 8 == 0 && params.v_pack % 8 == 0) {
+                gather_span(params, smem, tile, reader.count);
+            } else {
+                collect_span(params, smem, tile, reader.count);
+            }
             named_barrier_sync(NB_GATHER, 128);
             if (thread == 0) {
                 smem.turns_k.pass_to_loader();
@@ -45,179 +51,190 @@ struct Gatherer {
     }
 
   private:
-    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem,
-                                                const Tile& tile) {
+    // Where a thread reads in a block.
+    struct Place {
+        int page = -1, offset = 0;
+
+        // By a query of the tile; a thread reads nothing else.
+        __device__ __forceinline__ bool is_seen() const { return page >= 0; }
+    };
+    // K: a token for each thread.
+    struct KeyUnits {
+        const unsigned char* src;
+        int dims;          // to be read
+        int in_group = 0;  // dimension, of the x that lie together
+
+        __device__ __forceinline__ KeyUnits(const Params& params, int head, const Place& place)
+            : dims(place.is_seen() ? params.d_v : 0) {
+            src = static_cast<const unsigned char*>(params.k_cache) +
+                  (place.page * params.k_stride_block + head * params.k_stride_head +
+                   place.offset * params.x) *
+                      kElementBytes;
+        }
+        // The units in their order.
+        __device__ __forceinline__ Raw read(const Params& params, int unit) {
+            const Raw raw = Gatherer::read(src + in_group * kElementBytes, 8 * unit < dims);
+            in_group += 8;
+            if (in_group == params.x) {
+                in_group = 0;
+                src += params.block_size * params.x * kElementBytes;
+            }
+            return raw;
+        }
+    };
+    // V: eight tokens and every eighth dimension for each thread.
+    struct ValueUnits {
+        const unsigned char* src;
+        int dims;  // to be read, from the first on
+
+        __device__ __forceinline__ ValueUnits(const Params& params, int head, const Place& place,
+                                              int first_dim)
+            : dims(place.is_seen() ? params.d_v - first_dim : 0) {
+            i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
+            if (params.v_pack != 0) {
+                const int in_pack = place.offset % params.v_pack;
+                element += static_cast<i64>(place.offset - in_pack) * (params.d_v - 1);
+            }
+            src = static_cast<const unsigned char*>(params.v_cache) + element * kElementBytes +
+                  first_dim * step(params);
+        }
+        // Bytes from one dimension to the next.
+        __device__ __forceinline__ static int step(const Params& params) {
+            return (params.v_pack == 0 ? params.block_size : params.v_pack) * kElementBytes;
+        }
+        __device__ __forceinline__ Raw read(const Params& params, int unit) {
+            const Raw raw = Gatherer::read(src, 8 * unit < dims);
+            src += 8 * step(params);
+            return raw;
+        }
+    };
+
+    // For layouts in which eight elements lie together. Reads run ahead of stores, through K and V of one block
+    // after another.
+    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
+                                                u32 tile_number) {
         const Pages pages(params, tile);
         const int head = tile.head / params.heads_per_kv;
         const int first_block = tile.spans[kPages].first_block;
-        const bool whole_k = params.x % 8 == 0;
-        const bool whole_v = params.block_size % 8 == 0 && params.v_pack % 8 == 0;
+        int block = tile.spans[kPages].end_block - 1;
+        const int eight = thread / 8;
+        const bool stores = thread < kTileKeys;
+        auto find_keys = [&](int block) {
+            return find(params, pages, block * kTileKeys + thread, 1, stores && block >= first_block);
+        };
+        auto find_values = [&](int block) {
+            return find(params, pages, block * kTileKeys + 8 * eight, 8, stores && block >= first_block);
+        };
+        Place place = find_values(block);
+        KeyUnits keys(params, head, find_keys(block));
+        Raw raw[kInFlight];
+#pragma unroll
+        for (int unit = 0; unit < kInFlight; ++unit) raw[unit] = keys.read(params, unit);
+        wait_for_turns(smem, tile_number);
 #pragma unroll 1
-        for (int block = tile.spans[kPages].end_block - 1; block >= first_block; --block) {
-            const u32 place = stage.index();
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[place]), stage.free_parity());
-            if (whole_k) {
-                gather_k(params, pages, head, block, smem.k[place]);
-            } else {
-                collect_k(params, pages, head, block, smem.k[place]);
-            }
-            hand_over(smem.bar_k_full[place]);
-            mbarrier_wait_parity(smem_address(&smem.bar_v_free[place]), stage.free_parity());
-            if (whole_v) {
-                gather_v(params, pages, head, block, smem.v[place]);
-            } else {
-                collect_v(params, pages, head, block, smem.v[place]);
-            }
-            hand_over(smem.bar_v_full[place]);
+        for (; block >= first_block; --block) {
+            const u32 index = stage.index();
+            ValueUnits values(params, head, place, thread % 8);
+            place = find_keys(block - 1);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
+            unsigned char* k = smem.k[index] + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
+                               thread % PieceKeys::kPieceTokens * 16;
+            move(params, raw, keys, values, [&](int unit, const uint4& value) {
+                if (stores) *reinterpret_cast<uint4*>(k + unit * PieceKeys::kUnits) = value;
+            });
+            hand_over(smem.bar_k_full[index]);
+            keys = KeyUnits(params, head, place);
+            place = find_values(block - 1);
+            const uint4 kept = kept_tokens(pages.keys, block * kTileKeys + 8 * eight);
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
+            unsigned char* v = smem.v[index] + eight / 2 * PieceKeys::kPieceBytesV;
+            move(params, raw, values, keys, [&](int unit, const uint4& value) {
+                if (stores)
+                    *reinterpret_cast<uint4*>(v + PieceKeys::offset_v(8 * unit + thread % 8, eight % 2)) =
+                        make_uint4(value.x & kept.x, value.y & kept.y, value.z & kept.z, value.w & kept.w);
+            });
+            hand_over(smem.bar_v_full[index]);
             ++stage.number;
         }
+    }
+    // The same element by element, for other layouts.
+    __device__ __forceinline__ void collect_span(const Params& params, SharedMemoryPlan& smem,
+                                                 const Tile& tile, u32 tile_number) {
+        const Pages pages(params, tile);
+        const int head = tile.head / params.heads_per_kv;
+        const int first_block = tile.spans[kPages].first_block;
+        wait_for_turns(smem, tile_number);
+#pragma unroll 1
+        for (int block = tile.spans[kPages].end_block - 1; block >= first_block; --block) {
+            const u32 index = stage.index();
+            const Place place = find(params, pages, block * kTileKeys + thread, 1, thread < kTileKeys);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
+            if (thread < kTileKeys) collect_k(params, place, head, smem.k[index]);
+            hand_over(smem.bar_k_full[index]);
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
+            if (thread < kTileKeys) collect_v(params, place, head, smem.v[index]);
+            hand_over(smem.bar_v_full[index]);
+            ++stage.number;
+        }
+    }
+    __device__ __forceinline__ static void wait_for_turns(SharedMemoryPlan& smem, u32 tile_number) {
+        smem.turns_k.wait_for_gatherer(tile_number);
+        smem.turns_v.wait_for_gatherer(tile_number);
     }
     __device__ __forceinline__ void hand_over(u64& full) const {
         fence_proxy_async();
         named_barrier_sync(NB_GATHER, 128);
         if (thread == 0) mbarrier_arrive(smem_address(&full));
     }
+    // Of `tokens` tokens, which lie in one page.
+    __device__ __forceinline__ static Place find(const Params& params, const Pages& pages, int token,
+                                                 int tokens, bool wanted) {
+        Place place;
+        if (wanted && token + tokens > pages.keys.begin && token < pages.keys.end)
+            place.page = pages.find(params, token, place.offset);
+        return place;
+    }
 
-    // K: a token for each thread.
-    __device__ __forceinline__ void gather_k(const Params& params, const Pages& pages, int head, int block,
-                                             unsigned char* k) const {
-        if (thread >= kTileKeys) return;
-        const int token = block * kTileKeys + thread;
-        const bool seen = token >= pages.keys.begin && token < pages.keys.end;
-        const unsigned char* src = nullptr;
-        if (seen) {
-            int offset;
-            const i64 page = pages.find(params, token, offset);
-            src = static_cast<const unsigned char*>(params.k_cache) +
-                  (page * params.k_stride_block + head * params.k_stride_head + offset * params.x) *
-                      kElementBytes;
-        }
-        const i64 next_group = static_cast<i64>(params.block_size) * params.x * kElementBytes;
-        int in_group = 0;  // dimension, of the x that lie together
-        unsigned char* dst = k + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
-                             thread % PieceKeys::kPieceTokens * 16;
-        stream<kDimQK / 8>(
-            [&](int unit) {
-                Raw raw = read(src + in_group * kElementBytes, seen && 8 * unit < params.d_v);
-                in_group += 8;
-                if (in_group == params.x) {
-                    in_group = 0;
-                    src += next_group;
-                }
-                return raw;
-            },
-            [&](int unit, const uint4& value) {
-                *reinterpret_cast<uint4*>(dst + unit * PieceKeys::kUnits) = value;
-            });
-    }
-    // V: eight tokens and every eighth dimension for each thread.
-    __device__ __forceinline__ void gather_v(const Params& params, const Pages& pages, int head, int block,
-                                             unsigned char* v) const {
-        if (thread >= kTileKeys) return;
-        const int eight = thread / 8, first_dim = thread % 8;
-        const int token = block * kTileKeys + 8 * eight;
-        const bool seen = token + 8 > pages.keys.begin && token < pages.keys.end;
-        const unsigned char* src = nullptr;
-        i64 step = 0;  // bytes from one dimension to the next
-        uint4 kept = make_uint4(0, 0, 0, 0);
-        if (seen) {
-            int offset;
-            const i64 page = pages.find(params, token, offset);
-            i64 element = page * params.v_stride_block + head * params.v_stride_head;
-            if (params.v_pack == 0) {
-                element += offset;
-                step = params.block_size * kElementBytes;
-            } else {
-                element += static_cast<i64>(offset / params.v_pack) * params.v_pack * params.d_v +
-                           offset % params.v_pack;
-                step = params.v_pack * kElementBytes;
-            }
-            src = static_cast<const unsigned char*>(params.v_cache) + element * kElementBytes +
-                  first_dim * step;
-            kept = kept_tokens(pages.keys, token);
-        }
-        unsigned char* dst = v + eight / 2 * PieceKeys::kPieceBytesV;
-        stream<kDimV / 8>(
-            [&](int unit) {
-                const Raw raw = read(src, seen && 8 * unit + first_dim < params.d_v);
-                src += 8 * step;
-                return raw;
-            },
-            [&](int unit, const uint4& value) {
-                const int dim = 8 * unit + first_dim;
-                *reinterpret_cast<uint4*>(dst + PieceKeys::offset_v(dim, eight % 2)) =
-                    make_uint4(value.x & kept.x, value.y & kept.y, value.z & kept.z, value.w & kept.w);
-            });
-    }
-    // The same element by element, for layouts in which eight do not lie together.
-    __device__ __forceinline__ void collect_k(const Params& params, const Pages& pages, int head, int block,
+    __device__ __forceinline__ void collect_k(const Params& params, const Place& place, int head,
                                               unsigned char* k) const {
-        if (thread >= kTileKeys) return;
-        const int token = block * kTileKeys + thread;
-        const bool seen = token >= pages.keys.begin && token < pages.keys.end;
-        int offset = 0;
-        const i64 page = seen ? pages.find(params, token, offset) : 0;
         u16* dst = reinterpret_cast<u16*>(k + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
                                           thread % PieceKeys::kPieceTokens * 16);
-        const i64 first = page * params.k_stride_block + head * params.k_stride_head;
+        const i64 first = place.page * params.k_stride_block + head * params.k_stride_head;
 #pragma unroll 1
         for (int d = 0; d < kDimQK; ++d) {
-            const i64 place =
-                static_cast<i64>(d / params.x * params.block_size + offset) * params.x + d % params.x;
+            const i64 element =
+                static_cast<i64>(d / params.x * params.block_size + place.offset) * params.x + d % params.x;
             dst[d / 8 * (PieceKeys::kUnits / 2) + d % 8] =
-                read_one(params.k_cache, first + place, seen && d < params.d_v);
+                read_one(params.k_cache, first + element, place.is_seen() && d < params.d_v);
         }
     }
-    __device__ __forceinline__ void collect_v(const Params& params, const Pages& pages, int head, int block,
+    __device__ __forceinline__ void collect_v(const Params& params, const Place& place, int head,
                                               unsigned char* v) const {
-        if (thread >= kTileKeys) return;
-        const int token = block * kTileKeys + thread;
-        const bool seen = token >= pages.keys.begin && token < pages.keys.end;
-        int offset = 0;
-        const i64 page = seen ? pages.find(params, token, offset) : 0;
-        i64 element = page * params.v_stride_block + head * params.v_stride_head;
-        int step = params.block_size;
-        if (params.v_pack == 0) {
-            element += offset;
-        } else {
-            element += static_cast<i64>(offset / params.v_pack) * params.v_pack * params.d_v +
-                       offset % params.v_pack;
-            step = params.v_pack;
-        }
+        const ValueUnits values(params, head, place, 0);
         unsigned char* dst = v + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesV + thread % 8 * 2;
 #pragma unroll 1
         for (int d = 0; d < kDimV; ++d)
             *reinterpret_cast<u16*>(dst + PieceKeys::offset_v(d, thread / 8 % 2)) =
-                read_one(params.v_cache, element + static_cast<i64>(d) * step, seen && d < params.d_v);
+                read_one(values.src + d * ValueUnits::step(params), 0, place.is_seen() && d < params.d_v);
     }
 
-    // Reads and stores kCount units, with kBatches batches of reads in flight.
-    template <int kCount, class Read, class Store>
-    __device__ __forceinline__ static void stream(Read read, Store store) {
-        static_assert(kCount % kBatch == 0);
-        Raw raw[kBatches][kBatch];
-        if constexpr (kBatches == 1) {
+    // Stores what was read of `current`, and reads as far ahead: the rest of it, then the first of `next`.
+    template <class Current, class Next, class Store>
+    __device__ __forceinline__ static void move(const Params& params, Raw (&raw)[kInFlight], Current& current,
+                                                Next& next, Store store) {
+        int unit = 0;
 #pragma unroll 1
-            for (int unit = 0; unit < kCount; unit += kBatch) {
+        for (; unit < kUnits - kInFlight; unit += kInFlight) {
 #pragma unroll
-                for (int i = 0; i < kBatch; ++i) raw[0][i] = read(unit + i);
-#pragma unroll
-                for (int i = 0; i < kBatch; ++i) store(unit + i, convert(raw[0][i]));
+            for (int i = 0; i < kInFlight; ++i) {
+                store(unit + i, convert(raw[i]));
+                raw[i] = current.read(params, unit + kInFlight + i);
             }
-        } else {
+        }
 #pragma unroll
-            for (int batch = 0; batch < kCount / kBatch + kBatches - 1; ++batch) {
-                if (batch < kCount / kBatch) {
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i) raw[batch % kBatches][i] = read(batch * kBatch + i);
-                }
-                const int done = batch - kBatches + 1;
-                if (done >= 0) {
-#pragma unroll
-                    for (int i = 0; i < kBatch; ++i)
-                        store(done * kBatch + i, convert(raw[done % kBatches][i]));
-                }
-            }
+        for (int i = 0; i < kInFlight; ++i) {
+            store(unit + i, convert(raw[i]));
+            raw[i] = next.read(params, i);
         }
     }
     __device__ __forceinline__ static Raw read(const void* src, bool enabled) {

@@ -14,7 +14,7 @@ import pytest
 import rawmla
 from rawmla.call import arrays, memo
 from rawmla.jit import launch
-from rawmla.kernels import mla_metadata, mla_sparse, mla_sparse_prefill
+from rawmla.kernels import mla_metadata, mla_sparse, mla_sparse_prefill, prefix_prefill
 from rawmla.kernels.mla_sparse import FEW_HEADS
 from rawmla.testing import (
     DenseInputs,
@@ -72,6 +72,7 @@ __all__ = [
     "torch",
     "united_selections",
     "without_extra",
+    "without_splits",
 ]
 
 
@@ -187,6 +188,11 @@ def united_selections(scratch_bytes: int, tokens: int | None = None) -> Any:
     if tokens is not None:
         patches.append((mla_sparse_prefill, "_UNITED_TOKENS", tokens))
     return _patched(*patches)
+
+
+def without_splits() -> Any:
+    """Inside, prefix prefill does not split the keys of a call, however few tiles it has."""
+    return _patched((prefix_prefill, "num_splits", lambda tiles, key_blocks, sms: 1))
 
 
 def small_plans(max_batch: int) -> Any:

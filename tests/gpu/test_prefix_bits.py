@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, bits, torch
+from gpu_support import assert_same_bits, bits, torch, without_splits
 from prefix_calls import Target, attend
 
 from rawmla.testing.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
@@ -107,41 +107,43 @@ def requests_of(inputs: PrefixInputs, requests: list[int]) -> PrefixInputs:
 
 @pytest.mark.parametrize("options", COMPANY, ids=str)
 def test_requests_in_other_company(options: dict[str, Any]) -> None:
-    """Alone, reversed, doubled, in part: each request keeps its bits."""
+    """Alone, reversed, doubled, in part: unless keys are split, each request keeps its bits."""
     inputs = make_prefix_inputs(PrefixCase(**MANY, **options))
-    whole = attend(inputs)
-    check_prefix(inputs, whole)
-    whole = bytes_or_numbers(whole)
     starts = inputs.b_start_loc.tolist()
     draw = random.Random(1)
     batches = [[r] for r in range(7)] + [list(range(6, -1, -1)), [4, 4, 4, 0], [2, 3, 2], [6, 1]]
     batches += [draw.choices(range(7), k=n) for n in (2, 5, 40)]
-    for requests in batches:
-        got = attend(requests_of(inputs, requests))
-        want = torch.cat([whole[starts[r] : starts[r + 1]] for r in requests])
-        assert_same_bits(f"requests {requests}", bytes_or_numbers(got), want)
+    with without_splits():
+        whole = attend(inputs)
+        check_prefix(inputs, whole)
+        whole = bytes_or_numbers(whole)
+        for requests in batches:
+            got = attend(requests_of(inputs, requests))
+            want = torch.cat([whole[starts[r] : starts[r + 1]] for r in requests])
+            assert_same_bits(f"requests {requests}", bytes_or_numbers(got), want)
 
 
 @pytest.mark.parametrize("options", COMPANY, ids=str)
 def test_heads_of_one_kv_head(options: dict[str, Any]) -> None:
-    """Alone, in the same cache."""
+    """Alone, in the same cache, unless keys are split."""
     inputs = make_prefix_inputs(PrefixCase(**MANY, **{**options, "h_q": 8, "h_kv": 2}))
-    whole = bytes_or_numbers(attend(inputs))
     rows = written_rows(inputs)
 
     def part(array: Any, heads: slice) -> Any:
         return None if array is None else array[:, heads]
 
-    for kv_head in range(2):
-        heads, kv = slice(4 * kv_head, 4 * kv_head + 4), slice(kv_head, kv_head + 1)
-        alone = replace(
-            inputs,
-            q=inputs.q[:, heads],
-            k=part(inputs.k, kv),
-            v=part(inputs.v, kv),
-            k_cache=inputs.k_cache[:, kv],
-            v_cache=inputs.v_cache[:, kv],
-            sinks=None if inputs.sinks is None else inputs.sinks[heads],
-        )
-        got = bytes_or_numbers(attend(alone))
-        assert_same_bits(f"heads of KV head {kv_head}", got[rows], whole[:, heads][rows])
+    with without_splits():
+        whole = bytes_or_numbers(attend(inputs))
+        for kv_head in range(2):
+            heads, kv = slice(4 * kv_head, 4 * kv_head + 4), slice(kv_head, kv_head + 1)
+            alone = replace(
+                inputs,
+                q=inputs.q[:, heads],
+                k=part(inputs.k, kv),
+                v=part(inputs.v, kv),
+                k_cache=inputs.k_cache[:, kv],
+                v_cache=inputs.v_cache[:, kv],
+                sinks=None if inputs.sinks is None else inputs.sinks[heads],
+            )
+            got = bytes_or_numbers(attend(alone))
+            assert_same_bits(f"heads of KV head {kv_head}", got[rows], whole[:, heads][rows])

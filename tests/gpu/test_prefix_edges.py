@@ -8,7 +8,7 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, torch
+from gpu_support import assert_same_bits, torch, without_splits
 from prefix_calls import Target, assert_same_rows, attend, checked
 
 import rawmla
@@ -128,16 +128,17 @@ def test_skip_decode(source: dict[str, Any]) -> None:
 
 
 def test_bounds_of_lengths() -> None:
-    """max_seq_len changes nothing, nor a larger max_input_len."""
+    """max_seq_len changes nothing, nor, unless keys are split, a larger max_input_len."""
     inputs = make_prefix_inputs(PrefixCase(**MANY))
     want = attend(inputs)
-    for changes in (
-        {"max_seq_len": 0},
-        {"max_seq_len": 10**6},
-        {"max_input_len": 301},
-        {"max_input_len": 2**30},
-    ):
+    for changes in ({"max_seq_len": 0}, {"max_seq_len": 10**6}):
         assert_same_rows(str(changes), inputs, attend(inputs, **changes), want)
+    with without_splits():
+        want = attend(inputs)
+        for max_input_len in (301, 2**30):
+            got = attend(inputs, max_input_len=max_input_len)
+            assert_same_rows(f"max_input_len {max_input_len}", inputs, got, want)
+    check_prefix(inputs, attend(inputs, max_input_len=2**30))
 
 
 @each_source
@@ -161,7 +162,9 @@ def test_long_contexts(source: dict[str, Any]) -> None:
 def test_more_than_65535_heads_of_requests() -> None:
     """b * h of 68,160, and 4,096 heads."""
     b = 22720
-    inputs = make_prefix_inputs(PrefixCase((3,) * b, (5,) * b, h_q=3, h_kv=3, d=64))
+    # Scores near 0, so that many keys count in each of 204,480 rows: where one or two do, the rounding of their
+    # probabilities alone takes what a row may be off by, in some rows of so many.
+    inputs = make_prefix_inputs(PrefixCase((3,) * b, (5,) * b, h_q=3, h_kv=3, d=64, sm_scale=0.02))
     pages = inputs.b_loc[:, 0].long()
     older = (
         inputs.k_cache[pages, :, :, :5].permute(0, 3, 1, 2, 4).flatten(3),
@@ -171,7 +174,9 @@ def test_more_than_65535_heads_of_requests() -> None:
         torch.cat([cached, own.unflatten(0, (b, 3))], dim=1)
         for cached, own in zip(older, (inputs.k, inputs.v), strict=True)
     )
-    want, _ = flash_attn_func(inputs.q.unflatten(0, (b, 3)), keys, values, causal=True)
+    want, _ = flash_attn_func(
+        inputs.q.unflatten(0, (b, 3)), keys, values, softmax_scale=inputs.case.sm_scale, causal=True
+    )
     checked(inputs, want=want.flatten(0, 1))
     checked(make_prefix_inputs(PrefixCase((2,), (70,), h_q=4096, h_kv=2048, d=64)))
 

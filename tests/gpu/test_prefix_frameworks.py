@@ -319,9 +319,10 @@ def test_prefix_warmup_call(case: PrefixCase) -> None:
         before = torch.cuda.memory_allocated()
         rawmla.warmup_call(rawmla.context_attention_fwd, **inputs.keywords(target.o))
         assert stream.query() and torch.cuda.memory_allocated() == before
-        assert len(launch.loaded_labels()) == 1
+        loaded = launch.loaded_labels()
+        assert loaded
         graph, _ = capture(lambda: attend(inputs, target.o))
-        assert len(launch.loaded_labels()) == 1
+        assert launch.loaded_labels() == loaded
         graph.replay()
         assert_same_rows("replayed", inputs, target.o, want)
         target.assert_untouched_around()
@@ -350,7 +351,8 @@ def test_prefix_kernels_are_used_again() -> None:
         for kernels, options in enumerate((by_tma, gathered, fp8, windows), start=1):
             for one in options:
                 attend(make_prefix_inputs(PrefixCase(**{**short, **one})))
-            assert len(launch.loaded_labels()) == kernels, (options, launch.loaded_labels())
+            loaded = [label for label in launch.loaded_labels() if label.startswith("mha_forward")]
+            assert len(loaded) == kernels, (options, loaded)
         torch.cuda.synchronize()  # before the kernels are let go of
 
 
