@@ -162,8 +162,8 @@ def test_long_contexts(source: dict[str, Any]) -> None:
 def test_more_than_65535_heads_of_requests() -> None:
     """b * h of 68,160, and 4,096 heads."""
     b = 22720
-    # Scores near 0, so that many keys count in each of 204,480 rows: where one or two do, the rounding of their
-    # probabilities alone takes what a row may be off by, in some rows of so many.
+    # Scores near 0, so that all keys count: where one or two do, the rounding of their probabilities alone
+    # takes what a row may be off by, in some of 204,480 rows.
     inputs = make_prefix_inputs(PrefixCase((3,) * b, (5,) * b, h_q=3, h_kv=3, d=64, sm_scale=0.02))
     pages = inputs.b_loc[:, 0].long()
     older = (
