@@ -24,7 +24,7 @@ from rawmla.kernels import (
     mla_convert_indices,
     mla_merge_states,
 )
-from rawmla.kernels.division import divisor
+from rawmla.kernels.division import divisor, exact_divisor
 
 SPECS = {
     name: [spec for spec in all_specs() if spec.name == name]
@@ -97,12 +97,15 @@ def test_division() -> None:
         assert magic < 2**32
         near = [k * d + e for k in (1, 2, (2**31 - 1) // d) for e in (-1, 0, 1)]
         numbers = [0, 2**31 - 1, *near, *(draw.randrange(2**31) for _ in range(50))]
+        inverse, exact_shift = exact_divisor(d)
         for n in numbers:
             if 0 <= n < 2**31:
                 assert n * magic >> shift == n // d
+                assert (n * d >> exact_shift) * inverse % 2**32 == n
                 if d in divisors[:13] and n in near:
                     conditions.append(f"divide({n}, {magic}u, {shift}) == {n // d}")
-    assert_in_header("common/division.cuh", conditions, constexpr=("divide",))
+                    conditions.append(f"divide_exactly({n * d}ll, {inverse}u, {exact_shift}) == {n}")
+    assert_in_header("common/division.cuh", conditions, constexpr=("divide", "divide_exactly"))
 
 
 # What a launch hands over, read by the names that the kernel has for it

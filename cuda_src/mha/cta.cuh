@@ -14,6 +14,11 @@ constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI, kOutIsFp8 =
 // How keys in pages come to shared memory: by TMA (mha/paged_keys.cuh), or by a warpgroup that reads them
 // (mha/gathered_keys.cuh).
 constexpr bool kPagesByTma = PAGED == 1, kPagesGathered = PAGED == 2;
+// What the cache holds (mha/gathered_keys.cuh).
+enum class CacheType : int { kSame = 0, kE4m3 = 1, kE5m2 = 2 };
+constexpr CacheType kCacheType = static_cast<CacheType>(CACHE_TYPE);
+constexpr bool kCacheIsFp8 = kCacheType != CacheType::kSame;
+constexpr int kElementBytes = kCacheIsFp8 ? 1 : 2;
 
 constexpr int kTileRows = 64 * kConsumers;
 constexpr int kStages = 2;
@@ -57,6 +62,9 @@ struct SharedMemoryPlan {
     unsigned char k[kStages][kChunksQK * KeyRows::kBytes];
     unsigned char v[kStages][kChunksV * KeyRows::kBytes];
     unsigned char o[kConsumers][kOwnOutput ? kChunksV * Rows::kBytes : 8];
+    // Of a block in pages, as the cache has it
+    unsigned char raw_k[kPagesGathered ? kTileKeys * kDimQK * kElementBytes : 8];
+    unsigned char raw_v[kPagesGathered ? kTileKeys * kDimV * kElementBytes : 8];
     u64 bar_q_full[kConsumers], bar_q_free[kConsumers];
     u64 bar_k_full[kStages], bar_k_free[kStages];
     u64 bar_v_full[kStages], bar_v_free[kStages];

@@ -5,27 +5,18 @@
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "mha/piece_keys.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
-#include "ptx/vector.cuh"
-
-enum class CacheType : int { kSame = 0, kE4m3 = 1, kE5m2 = 2 };
-constexpr CacheType kCacheType = static_cast<CacheType>(CACHE_TYPE);
-constexpr bool kCacheIsFp8 = kCacheType != CacheType::kSame;
-constexpr int kElementBytes = kCacheIsFp8 ? 1 : 2;
 
 struct GatheredKeys : PieceKeys {};
 
-// Of those up to `most`.
-__device__ constexpr int largest_divisor(int n, int most) { return n % most == 0 ? most : largest_divisor(n, most - 1); }
-
 struct Gatherer {
     // A unit: eight elements of the cache as they are read.
-    struct Raw {
+    struct __align__(8 * kElementBytes) Raw {
         u32 words[2 * kElementBytes];
     };
     static_assert(!kPagesGathered || kDimQK == kDimV);
     static constexpr int kUnits = kDimV / 8;  // that a thread reads of a block of K, or of V
-    static constexpr int kInFlight = largest_divisor(kUnits, 8 / kElementBytes);  // 16 registers
 
     Stage stage;
     const int thread = threadIdx.x % 128;
@@ -51,119 +42,136 @@ struct Gatherer {
     }
 
   private:
-    // Where a thread reads in a block.
+    // Where tokens lie.
     struct Place {
         int page = -1, offset = 0;
 
-        // By a query of the tile; a thread reads nothing else.
+        // By a query of the tile; nothing else is read.
         __device__ __forceinline__ bool is_seen() const { return page >= 0; }
     };
-    // K: a token for each thread.
-    struct KeyUnits {
-        const unsigned char* src;
-        int dims;          // to be read
-        int in_group = 0;  // dimension, of the x that lie together
 
-        __device__ __forceinline__ KeyUnits(const Params& params, int head, const Place& place)
-            : dims(place.is_seen() ? params.d_v : 0) {
-            src = static_cast<const unsigned char*>(params.k_cache) +
-                  (place.page * params.k_stride_block + head * params.k_stride_head +
-                   place.offset * params.x) *
-                      kElementBytes;
-        }
-        // The units in their order.
-        __device__ __forceinline__ Raw read(const Params& params, int unit) {
-            const Raw raw = Gatherer::read(src + in_group * kElementBytes, 8 * unit < dims);
-            in_group += 8;
-            if (in_group == params.x) {
-                in_group = 0;
-                src += params.block_size * params.x * kElementBytes;
-            }
-            return raw;
-        }
-    };
-    // V: eight tokens and every eighth dimension for each thread.
-    struct ValueUnits {
-        const unsigned char* src;
-        int dims;  // to be read, from the first on
-
-        __device__ __forceinline__ ValueUnits(const Params& params, int head, const Place& place,
-                                              int first_dim)
-            : dims(place.is_seen() ? params.d_v - first_dim : 0) {
-            i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
-            if (params.v_pack != 0) {
-                const int in_pack = place.offset % params.v_pack;
-                element += static_cast<i64>(place.offset - in_pack) * (params.d_v - 1);
-            }
-            src = static_cast<const unsigned char*>(params.v_cache) + element * kElementBytes +
-                  first_dim * step(params);
-        }
-        // Bytes from one dimension to the next.
-        __device__ __forceinline__ static int step(const Params& params) {
-            return (params.v_pack == 0 ? params.block_size : params.v_pack) * kElementBytes;
-        }
-        __device__ __forceinline__ Raw read(const Params& params, int unit) {
-            const Raw raw = Gatherer::read(src, 8 * unit < dims);
-            src += 8 * step(params);
-            return raw;
-        }
-    };
-
-    // For layouts in which eight elements lie together. Reads run ahead of stores, through K and V of one block
-    // after another.
+    // For layouts in which eight elements lie together. Units of the next block are copied to shared memory while
+    // those of this one are converted; each thread converts what it has copied itself.
     __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
                                                 u32 tile_number) {
         const Pages pages(params, tile);
         const int head = tile.head / params.heads_per_kv;
         const int first_block = tile.spans[kPages].first_block;
-        int block = tile.spans[kPages].end_block - 1;
         const int eight = thread / 8;
-        const bool stores = thread < kTileKeys;
-        auto find_keys = [&](int block) {
-            return find(params, pages, block * kTileKeys + thread, 1, stores && block >= first_block);
+        int block = tile.spans[kPages].end_block - 1;
+        // Of the thread's eight tokens, which lie in one page.
+        auto find_eight = [&](int block) {
+            return find(params, pages, block * kTileKeys + 8 * eight, 8, block >= first_block);
         };
-        auto find_values = [&](int block) {
-            return find(params, pages, block * kTileKeys + 8 * eight, 8, stores && block >= first_block);
-        };
-        Place place = find_values(block);
-        KeyUnits keys(params, head, find_keys(block));
-        Raw raw[kInFlight];
-#pragma unroll
-        for (int unit = 0; unit < kInFlight; ++unit) raw[unit] = keys.read(params, unit);
-        wait_for_turns(smem, tile_number);
+        Place place = find_eight(block);
+        copy_k(params, place, head, smem);
+        copy_v(params, place, head, smem);
+        smem.turns_k.wait_for_gatherer(tile_number);
+        smem.turns_v.wait_for_gatherer(tile_number);
 #pragma unroll 1
         for (; block >= first_block; --block) {
             const u32 index = stage.index();
-            ValueUnits values(params, head, place, thread % 8);
-            place = find_keys(block - 1);
+            place = find_eight(block - 1);
+            cp_async_wait_group<1>();
             mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
-            unsigned char* k = smem.k[index] + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
-                               thread % PieceKeys::kPieceTokens * 16;
-            move(params, raw, keys, values, [&](int unit, const uint4& value) {
-                if (stores) *reinterpret_cast<uint4*>(k + unit * PieceKeys::kUnits) = value;
-            });
+            convert_k(smem, smem.k[index]);
             hand_over(smem.bar_k_full[index]);
-            keys = KeyUnits(params, head, place);
-            place = find_values(block - 1);
-            const uint4 kept = kept_tokens(pages.keys, block * kTileKeys + 8 * eight);
+            copy_k(params, place, head, smem);
+            cp_async_wait_group<1>();
             mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
-            unsigned char* v = smem.v[index] + eight / 2 * PieceKeys::kPieceBytesV;
-            move(params, raw, values, keys, [&](int unit, const uint4& value) {
-                if (stores)
-                    *reinterpret_cast<uint4*>(v + PieceKeys::offset_v(8 * unit + thread % 8, eight % 2)) =
-                        make_uint4(value.x & kept.x, value.y & kept.y, value.z & kept.z, value.w & kept.w);
-            });
+            convert_v(smem, kept_tokens(pages.keys, block * kTileKeys + 8 * eight), smem.v[index]);
             hand_over(smem.bar_v_full[index]);
+            copy_v(params, place, head, smem);
             ++stage.number;
         }
+        cp_async_wait_group<0>();
     }
+    // K: a token for each thread.
+    __device__ __forceinline__ void copy_k(const Params& params, const Place& place, int head,
+                                           SharedMemoryPlan& smem) const {
+        const unsigned char* src = static_cast<const unsigned char*>(params.k_cache);
+        if (place.is_seen())
+            src += (place.page * params.k_stride_block + head * params.k_stride_head +
+                    (place.offset + thread % 8) * params.x) *
+                   kElementBytes;
+        int in_group = 0;  // dimension, of the x that lie together
+#pragma unroll 4
+        for (int unit = 0; unit < kUnits; ++unit) {
+            copy(smem.raw_k, unit, src + in_group * kElementBytes,
+                 place.is_seen() && 8 * unit < params.d_v);
+            in_group += 8;
+            if (in_group == params.x) {
+                in_group = 0;
+                src += params.block_size * params.x * kElementBytes;
+            }
+        }
+        cp_async_commit_group();
+    }
+    // V: eight tokens and every eighth dimension for each thread.
+    __device__ __forceinline__ void copy_v(const Params& params, const Place& place, int head,
+                                           SharedMemoryPlan& smem) const {
+        const int first_dim = thread % 8;
+        const unsigned char* src = static_cast<const unsigned char*>(params.v_cache);
+        if (place.is_seen()) src += (first_value(params, place, head) + first_dim * step(params)) * kElementBytes;
+#pragma unroll 4
+        for (int unit = 0; unit < kUnits; ++unit)
+            copy(smem.raw_v, unit, src + 8 * unit * step(params) * kElementBytes,
+                 place.is_seen() && 8 * unit + first_dim < params.d_v);
+        cp_async_commit_group();
+    }
+    __device__ __forceinline__ void copy(unsigned char* raw, int unit, const unsigned char* src,
+                                         bool reads) const {
+        if (thread >= kTileKeys) return;
+        const u32 dst = smem_address(raw) + (unit * kTileKeys + thread) * sizeof(Raw);
+        if constexpr (kCacheIsFp8) {
+            cp_async_8_or_zeros(dst, src, reads);
+        } else {
+            cp_async_16_or_zeros(dst, src, reads);
+        }
+    }
+    __device__ __forceinline__ void convert_k(const SharedMemoryPlan& smem, unsigned char* k) const {
+        if (thread >= kTileKeys) return;
+        const Raw* raw = reinterpret_cast<const Raw*>(smem.raw_k) + thread;
+        unsigned char* dst = k + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
+                             thread % PieceKeys::kPieceTokens * 16;
+#pragma unroll 4
+        for (int unit = 0; unit < kUnits; ++unit)
+            *reinterpret_cast<uint4*>(dst + unit * PieceKeys::kUnits) = convert(raw[unit * kTileKeys]);
+    }
+    __device__ __forceinline__ void convert_v(const SharedMemoryPlan& smem, const Raw& kept,
+                                              unsigned char* v) const {
+        if (thread >= kTileKeys) return;
+        const Raw* src = reinterpret_cast<const Raw*>(smem.raw_v) + thread;
+        const int eight = thread / 8;
+        unsigned char* dst = v + eight / 2 * PieceKeys::kPieceBytesV;
+#pragma unroll 4
+        for (int unit = 0; unit < kUnits; ++unit) {
+            Raw raw = src[unit * kTileKeys];
+#pragma unroll
+            for (int i = 0; i < 2 * kElementBytes; ++i) raw.words[i] &= kept.words[i];
+            *reinterpret_cast<uint4*>(dst + PieceKeys::offset_v(8 * unit + thread % 8, eight % 2)) =
+                convert(raw);
+        }
+    }
+    // Elements of V from one dimension to the next.
+    __device__ __forceinline__ static int step(const Params& params) {
+        return params.v_pack == 0 ? params.block_size : params.v_pack;
+    }
+    // The element of V with dimension 0 of a token.
+    __device__ __forceinline__ static i64 first_value(const Params& params, const Place& place, int head) {
+        const i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
+        if (params.v_pack == 0) return element;
+        return element + static_cast<i64>(place.offset - place.offset % params.v_pack) * (params.d_v - 1);
+    }
+
     // The same element by element, for other layouts.
     __device__ __forceinline__ void collect_span(const Params& params, SharedMemoryPlan& smem,
                                                  const Tile& tile, u32 tile_number) {
         const Pages pages(params, tile);
         const int head = tile.head / params.heads_per_kv;
         const int first_block = tile.spans[kPages].first_block;
-        wait_for_turns(smem, tile_number);
+        smem.turns_k.wait_for_gatherer(tile_number);
+        smem.turns_v.wait_for_gatherer(tile_number);
 #pragma unroll 1
         for (int block = tile.spans[kPages].end_block - 1; block >= first_block; --block) {
             const u32 index = stage.index();
@@ -176,10 +184,6 @@ struct Gatherer {
             hand_over(smem.bar_v_full[index]);
             ++stage.number;
         }
-    }
-    __device__ __forceinline__ static void wait_for_turns(SharedMemoryPlan& smem, u32 tile_number) {
-        smem.turns_k.wait_for_gatherer(tile_number);
-        smem.turns_v.wait_for_gatherer(tile_number);
     }
     __device__ __forceinline__ void hand_over(u64& full) const {
         fence_proxy_async();
@@ -210,48 +214,14 @@ struct Gatherer {
     }
     __device__ __forceinline__ void collect_v(const Params& params, const Place& place, int head,
                                               unsigned char* v) const {
-        const ValueUnits values(params, head, place, 0);
+        const i64 first = first_value(params, place, head);
         unsigned char* dst = v + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesV + thread % 8 * 2;
 #pragma unroll 1
         for (int d = 0; d < kDimV; ++d)
             *reinterpret_cast<u16*>(dst + PieceKeys::offset_v(d, thread / 8 % 2)) =
-                read_one(values.src + d * ValueUnits::step(params), 0, place.is_seen() && d < params.d_v);
+                read_one(params.v_cache, first + d * step(params), place.is_seen() && d < params.d_v);
     }
 
-    // Stores what was read of `current`, and reads as far ahead: the rest of it, then the first of `next`.
-    template <class Current, class Next, class Store>
-    __device__ __forceinline__ static void move(const Params& params, Raw (&raw)[kInFlight], Current& current,
-                                                Next& next, Store store) {
-        int unit = 0;
-#pragma unroll 1
-        for (; unit < kUnits - kInFlight; unit += kInFlight) {
-#pragma unroll
-            for (int i = 0; i < kInFlight; ++i) {
-                store(unit + i, convert(raw[i]));
-                raw[i] = current.read(params, unit + kInFlight + i);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            store(unit + i, convert(raw[i]));
-            raw[i] = next.read(params, i);
-        }
-    }
-    __device__ __forceinline__ static Raw read(const void* src, bool enabled) {
-        Raw raw;
-        if constexpr (kCacheIsFp8) {
-            const uint2 value = load_global_8(src, enabled);
-            raw.words[0] = value.x;
-            raw.words[1] = value.y;
-        } else {
-            const uint4 value = load_global_16(src, enabled);
-            raw.words[0] = value.x;
-            raw.words[1] = value.y;
-            raw.words[2] = value.z;
-            raw.words[3] = value.w;
-        }
-        return raw;
-    }
     // In the dtype of q, exactly: FP8 numbers are numbers of both 16-bit types.
     __device__ __forceinline__ static uint4 convert(const Raw& raw) {
         if constexpr (!kCacheIsFp8) {
@@ -286,14 +256,14 @@ struct Gatherer {
         }
     }
     // Ones for the tokens from `first` on, of eight, that are in the interval.
-    __device__ __forceinline__ static uint4 kept_tokens(const KeyInterval& keys, int first) {
-        u32 words[4];
+    __device__ __forceinline__ static Raw kept_tokens(const KeyInterval& keys, int first) {
+        constexpr int kBits = 8 * kElementBytes;
+        Raw kept = {};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int token = first + 2 * i;
-            words[i] = (token >= keys.begin && token < keys.end ? 0xffffu : 0u) |
-                       (token + 1 >= keys.begin && token + 1 < keys.end ? 0xffff0000u : 0u);
+        for (int i = 0; i < 8; ++i) {
+            const u32 ones = first + i >= keys.begin && first + i < keys.end ? (1u << kBits) - 1 : 0;
+            kept.words[i * kBits / 32] |= ones << i * kBits % 32;
         }
-        return make_uint4(words[0], words[1], words[2], words[3]);
+        return kept;
     }
 };

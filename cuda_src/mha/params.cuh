@@ -20,7 +20,7 @@ struct Params {
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 accum_rows;  // of a split
-    i64 table_stride, block_bytes;
+    i64 table_stride;
     i64 k_stride_block, k_stride_head, v_stride_block, v_stride_head;  // of the cache
     int b;
     int heads;         // groups of query heads that share a tile
@@ -38,8 +38,8 @@ struct Params {
     int sink_dtype;
     int alibi_stride_b;
     int num_blocks, block_size;  // of the cache
-    u32 block_magic;             // common/division.cuh
-    int block_shift;
+    u32 block_magic, block_bytes_inverse;  // common/division.cuh: by the size, by the stride of k_cache
+    int block_shift, block_bytes_shift;
     int table_entry;                  // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
     int x, v_pack;                    // mha/gathered_keys.cuh; 0: V is not interleaved
     int own_in_cache;                 // the request's own tokens are in the cache as well

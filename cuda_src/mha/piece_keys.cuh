@@ -85,9 +85,10 @@ struct Pages {
     __device__ __forceinline__ int find(const Params& params, int token, int& offset) const {
         const int entry = divide(token, params.block_magic, params.block_shift);
         offset = token - entry * params.block_size;
-        if (params.table_entry == 0) return static_cast<const int*>(row)[entry];
-        const i64 value = static_cast<const i64*>(row)[entry];
-        if (params.table_entry == 1 || value <= 0) return static_cast<int>(value);
-        return static_cast<int>((value - reinterpret_cast<i64>(params.k_cache)) / params.block_bytes);
+        const i64 value = params.table_entry == 0 ? static_cast<const int*>(row)[entry]
+                                                  : static_cast<const i64*>(row)[entry];
+        if (params.table_entry < 2 || value <= 0) return static_cast<int>(value);
+        return divide_exactly(value - reinterpret_cast<i64>(params.k_cache), params.block_bytes_inverse,
+                              params.block_bytes_shift);
     }
 };

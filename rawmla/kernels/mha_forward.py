@@ -107,15 +107,15 @@ PARAMS = ParamStruct(
     POINTER("o_accum", "lse_accum", "counter"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("lse_stride_b", "lse_stride_h", "accum_rows"),
-    I64("table_stride", "block_bytes"),
+    I64("table_stride"),
     I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
     I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
     I32("seqlen_q", "seqlen_k", "total_k"),
     I32("window_left", "window_right"),
     I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
     I32("num_blocks", "block_size"),
-    U32("block_magic"),
-    I32("block_shift", "table_entry", "x", "v_pack", "own_in_cache", "skip_decode"),
+    U32("block_magic", "block_bytes_inverse"),
+    I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack", "own_in_cache", "skip_decode"),
     F32("softmax_scale_log2", "score_scale", "score_factor"),
     F32("k_scale_value", "v_scale_value", "out_scale_value"),
     changing=(
@@ -130,7 +130,8 @@ NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 NO_PAGES = {
     name: 0
     for name in (
-        *("table_stride", "block_bytes", "num_blocks", "block_size", "block_magic", "block_shift"),
+        *("table_stride", "num_blocks", "block_size", "block_magic", "block_shift"),
+        *("block_bytes_inverse", "block_bytes_shift"),
         *("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head", "x", "v_pack"),
         *("table_entry", "own_in_cache", "skip_decode"),
         *("k_scale_value", "v_scale_value", "out_scale_value"),
@@ -165,11 +166,18 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
     registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
     keys = min(128, (registers - d_v // 2) * 4 // 3)
-    # Two stages of K and V beside Q.
+    # K and V beside Q.
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
-    columns = (_chunks(d_qk) + _chunks(d_v)) * _CHUNK
     room = MAX_SMEM_BYTES - _BARRIER_BYTES - consumers * WARPGROUP_ROWS * q_columns * 2
-    return Tile(consumers, min(keys, room // (_STAGES * columns * 2)) // 16 * 16)
+    return Tile(consumers, min(keys, room // _key_bytes(d_qk, d_v, pages)) // 16 * 16)
+
+
+def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
+    """Shared memory for a key of the tile: in the stages, and as a cache has it that is gathered."""
+    as_cached = 0
+    if pages.source == GATHERED:
+        as_cached = (d_qk + d_v) * (1 if pages.cache_type else 2)
+    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2 + as_cached
 
 
 def _chunks(d: int) -> int:
@@ -189,8 +197,7 @@ def spec(
     d_qk, d_v = padded(d_qk), padded(d_v)
     tile = tile_of(d_qk, d_v, softcap or alibi, pages)
     row_bytes = tile.consumers * WARPGROUP_ROWS * _CHUNK * 2
-    stage_bytes = tile.keys * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2
-    smem_bytes = row_bytes * _chunks(d_qk) + _STAGES * stage_bytes + _BARRIER_BYTES
+    smem_bytes = row_bytes * _chunks(d_qk) + tile.keys * _key_bytes(d_qk, d_v, pages) + _BARRIER_BYTES
     # O lies where Q was, but where there is room for both.
     out_buffer = smem_bytes + row_bytes * _chunks(d_v) <= MAX_SMEM_BYTES
     smem_bytes += row_bytes * (_chunks(d_v) if out_buffer else max(0, _chunks(d_v) - _chunks(d_qk)))

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from . import mha_combine
 from .common import LOG2_E, ceil_div
-from .division import divisor
+from .division import divisor, exact_divisor
 from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
 from .mha_forward import (
     COUNTER_BYTES,
@@ -165,6 +165,9 @@ class PreparedPrefixPrefill:
         self._out_by_rows = call.fp8_out or any(stride % 8 for stride in call.o_strides) or call.d % 8 != 0
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         magic, shift = divisor(call.block_size)
+        inverse, bytes_shift = exact_divisor(
+            call.k_strides_cache[0] * (2 if call.cache_dtype == "same" else 1)
+        )
         factor = call.softmax_scale * LOG2_E
         params = PARAMS.pack(
             out_stride_b=0,
@@ -174,7 +177,6 @@ class PreparedPrefixPrefill:
             lse_stride_h=call.tokens,
             accum_rows=call.h_q * call.tokens,
             table_stride=call.table_stride,
-            block_bytes=call.k_strides_cache[0] * (2 if call.cache_dtype == "same" else 1),
             k_stride_block=call.k_strides_cache[0],
             k_stride_head=call.k_strides_cache[1],
             v_stride_block=call.v_strides_cache[0],
@@ -200,6 +202,8 @@ class PreparedPrefixPrefill:
             block_size=call.block_size,
             block_magic=magic,
             block_shift=shift,
+            block_bytes_inverse=inverse,
+            block_bytes_shift=bytes_shift,
             table_entry=2 if call.table_has_pointers else int(call.table_bytes == 8),
             x=call.x,
             v_pack=call.v_pack,

@@ -316,9 +316,10 @@ def test_prefix_warmup_call(case: PrefixCase) -> None:
     torch.cuda.synchronize()
     with no_kernel_loaded():
         stream = torch.cuda.current_stream()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
         rawmla.warmup_call(rawmla.context_attention_fwd, **inputs.keywords(target.o))
-        assert stream.query() and torch.cuda.memory_allocated() == before
+        assert stream.query()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         loaded = launch.loaded_labels()
         assert loaded
         graph, _ = capture(lambda: attend(inputs, target.o))
