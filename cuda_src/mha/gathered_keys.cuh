@@ -52,8 +52,8 @@ struct Gatherer {
 
     // For layouts in which eight elements lie together. Units of the next block are copied to shared memory while
     // those of this one are converted; each thread converts what it has copied itself.
-    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
-                                                u32 tile_number) {
+    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem,
+                                                const Tile& tile, u32 tile_number) {
         const Pages pages(params, tile);
         const int head = tile.head / params.heads_per_kv;
         const int first_block = tile.spans[kPages].first_block;
@@ -97,8 +97,7 @@ struct Gatherer {
         int in_group = 0;  // dimension, of the x that lie together
 #pragma unroll 4
         for (int unit = 0; unit < kUnits; ++unit) {
-            copy(smem.raw_k, unit, src + in_group * kElementBytes,
-                 place.is_seen() && 8 * unit < params.d_v);
+            copy(smem.raw_k, unit, src + in_group * kElementBytes, place.is_seen() && 8 * unit < params.d_v);
             in_group += 8;
             if (in_group == params.x) {
                 in_group = 0;
@@ -112,7 +111,8 @@ struct Gatherer {
                                            SharedMemoryPlan& smem) const {
         const int first_dim = thread % 8;
         const unsigned char* src = static_cast<const unsigned char*>(params.v_cache);
-        if (place.is_seen()) src += (first_value(params, place, head) + first_dim * step(params)) * kElementBytes;
+        if (place.is_seen())
+            src += (first_value(params, place, head) + first_dim * step(params)) * kElementBytes;
 #pragma unroll 4
         for (int unit = 0; unit < kUnits; ++unit)
             copy(smem.raw_v, unit, src + 8 * unit * step(params) * kElementBytes,

@@ -37,7 +37,7 @@ struct Params {
     int section;  // heads that are processed together, so that their K and V stay in L2
     int sink_dtype;
     int alibi_stride_b;
-    int num_blocks, block_size;  // of the cache
+    int num_blocks, block_size;            // of the cache
     u32 block_magic, block_bytes_inverse;  // common/division.cuh: by the size, by the stride of k_cache
     int block_shift, block_bytes_shift;
     int table_entry;                  // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
