@@ -60,13 +60,14 @@ struct KeyLoader {
     Stage stage;
     u32 n = 0;  // number of the tile
     bool q_is_loaded;
+    u32 raw_blocks = 0;
 
     __device__ __forceinline__ explicit KeyLoader(const Params& params) : scheduler(params) {}
 
     __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
         for (;; ++n) {
             const u32 slot = n % kTileStages;
-            mbarrier_wait_parity(smem_address(&smem.bar_tile_free[slot]), n / kTileStages & 1 ^ 1);
+            if (n >= kTileStages) named_barrier_sync(NB_TILE_FREE + slot, kTileThreads);
             const Tile& tile = smem.tiles[slot];
             const bool found = scheduler.next(params, smem.tiles[slot]);
             if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_tile_full[slot]));
@@ -83,6 +84,9 @@ struct KeyLoader {
                 load_q(params, smem, tile, n);
                 scheduler.ask(params);
             }
+            // Behind Q: without it the places of raw keys would not become free.
+            if constexpr (kCacheIsFp8)
+                if (params.cache_by_tma) load_raw(params, smem, tile);
             __syncwarp();
             scheduler.advance(params);
         }
@@ -108,10 +112,23 @@ struct KeyLoader {
             __syncwarp();
         }
     }
+    // Bytes of an FP8 cache, for the gatherer
+    __device__ __forceinline__ void load_raw(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+        PagedKeys::Loader loader(params, tile);
+        const Span& span = tile.spans[kPages];
+#pragma unroll 1
+        for (int block = span.end_block - 1; block >= span.first_block; --block, ++raw_blocks) {
+            loader.look_up(params, block);
+            mbarrier_wait_parity(smem_address(&smem.bar_raw_k_free), raw_blocks & 1 ^ 1);
+            loader.load_k(params, smem_address(smem.raw_k), smem_address(&smem.bar_raw_k_full));
+            __syncwarp();
+        }
+    }
 };
 
 struct ValueLoader {
     Stage stage;
+    u32 raw_blocks = 0;
 
     __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
         for (TileReader reader;; ++reader.count) {
@@ -124,8 +141,9 @@ struct ValueLoader {
                 smem.turns_v.pass_to_gatherer();
                 stage.number += tile.spans[kPages].blocks();
             }
-            __syncwarp();
-            if (lane_index() == 0) reader.release(smem);
+            if constexpr (kCacheIsFp8)
+                if (params.cache_by_tma) load_raw(params, smem, tile);
+            reader.release();
         }
     }
 
@@ -145,6 +163,18 @@ struct ValueLoader {
             __syncwarp();
         }
     }
+    // Bytes of an FP8 cache, for the gatherer
+    __device__ __forceinline__ void load_raw(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
+        PagedKeys::Loader loader(params, tile);
+        const Span& span = tile.spans[kPages];
+#pragma unroll 1
+        for (int block = span.end_block - 1; block >= span.first_block; --block, ++raw_blocks) {
+            loader.look_up(params, block);
+            mbarrier_wait_parity(smem_address(&smem.bar_raw_v_free), raw_blocks & 1 ^ 1);
+            loader.load_v(params, smem_address(smem.raw_v), smem_address(&smem.bar_raw_v_full));
+            __syncwarp();
+        }
+    }
 };
 
 // Clears rows of V that no query of the tile sees (mha/tiles.cuh), and hands V on to the consumers.
@@ -159,8 +189,7 @@ struct ValueTrimmer {
             trim<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) trim<PagedKeys>(params, smem, tile);
             if constexpr (kPagesGathered) loads += tile.spans[kPages].blocks();
-            __syncwarp();
-            if (lane_index() == 0) reader.release(smem);
+            reader.release();
         }
     }
 
@@ -470,7 +499,7 @@ struct Consumer {
         const int q_begin = tile.q_begin, head = tile.head, request = tile.request, rows = tile.q_rows;
         fence_proxy_async();
         named_barrier_sync(NB_OWN + wg, 128);
-        if (leads) reader.release(smem);
+        reader.release();
         // TMA would write past the end of a segment.
         if (!kOutIsFp8 && !params.out_by_rows &&
             (params.cu_seqlens_q == nullptr || first_token + tokens <= rows)) {
@@ -519,10 +548,8 @@ struct Consumer {
             }
         }
         named_barrier_sync(NB_OWN + wg, 128);
-        if (leads) {
-            reader.release(smem);
-            mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
-        }
+        reader.release();
+        if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
     }
     // Tokens below `rows` of what `store` has put in shared memory, without TMA.
     __device__ __forceinline__ void store_rows(int request, int q_begin, int first_token, int rows,

@@ -62,24 +62,27 @@ struct SharedMemoryPlan {
     unsigned char k[kStages][kChunksQK * KeyRows::kBytes];
     unsigned char v[kStages][kChunksV * KeyRows::kBytes];
     unsigned char o[kConsumers][kOwnOutput ? kChunksV * Rows::kBytes : 8];
-    // Of a block in pages, as the cache has it
-    unsigned char raw_k[kPagesGathered ? kTileKeys * kDimQK * kElementBytes : 8];
-    unsigned char raw_v[kPagesGathered ? kTileKeys * kDimV * kElementBytes : 8];
+    alignas(kCacheIsFp8
+                ? 128
+                : 8) unsigned char raw_k[kCacheIsFp8 ? kTileKeys * kDimQK : 8];  // mha/gathered_keys.cuh
+    alignas(kCacheIsFp8 ? 128 : 8) unsigned char raw_v[kCacheIsFp8 ? kTileKeys * kDimV : 8];
     u64 bar_q_full[kConsumers], bar_q_free[kConsumers];
     u64 bar_k_full[kStages], bar_k_free[kStages];
     u64 bar_v_full[kStages], bar_v_free[kStages];
     u64 bar_v_landed[kStages];  // V that is to be trimmed
-    u64 bar_tile_full[kTileStages], bar_tile_free[kTileStages];
+    u64 bar_tile_full[kTileStages];
     Turns turns_k, turns_v;  // with gathered pages
+    u64 bar_raw_k_full, bar_raw_k_free, bar_raw_v_full, bar_raw_v_free;
     Tile tiles[kTileStages];
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
-// Roles that read tiles: the consumers, the warp that loads V, the one that trims it, and who gathers.
-constexpr int kTileReaders = kConsumers + 2 + kPagesGathered;
-
-// Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i.
+// Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i; place i for a tile
+// is free behind NB_TILE_FREE + i.
 constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers, NB_GATHER = NB_OWN + kConsumers;
+constexpr int NB_TILE_FREE = NB_GATHER + 1;
+// Who writes and reads tiles: the warp that schedules, those that load V and trim it, the consumers, who gathers.
+constexpr int kTileThreads = 32 * 3 + 128 * (kConsumers + kPagesGathered);
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
@@ -98,10 +101,13 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int i = 0; i < kTileStages; ++i) {
         mbarrier_init(smem_address(&smem.bar_tile_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_tile_free[i]), kTileReaders);
     }
     smem.turns_k.init();
     smem.turns_v.init();
+    mbarrier_init(smem_address(&smem.bar_raw_k_full), 1);
+    mbarrier_init(smem_address(&smem.bar_raw_k_free), 1);
+    mbarrier_init(smem_address(&smem.bar_raw_v_full), 1);
+    mbarrier_init(smem_address(&smem.bar_raw_v_free), 1);
     mbarrier_init_fence();
 }
 
@@ -114,9 +120,9 @@ struct TileReader {
         mbarrier_wait_parity(smem_address(&smem.bar_tile_full[count % kTileStages]), count / kTileStages & 1);
         return smem.tiles[count % kTileStages];
     }
-    // One thread of the role, when none will read the tile again.
-    __device__ __forceinline__ void release(SharedMemoryPlan& smem) const {
-        mbarrier_arrive(smem_address(&smem.bar_tile_free[count % kTileStages]));
+    // All threads of the role, when they will not read the tile again.
+    __device__ __forceinline__ void release() const {
+        named_barrier_arrive(NB_TILE_FREE + count % kTileStages, kTileThreads);
     }
 };
 

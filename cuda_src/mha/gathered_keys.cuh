@@ -1,6 +1,11 @@
-// Keys in pages of a cache of any layout or in FP8, which a warpgroup reads, converts and stores as pieces:
-// mha/piece_keys.cuh. K [block, head, d / x, token, x], V [block, head, d, token] or, interleaved,
-// [block, head, token / y, d, y].
+// Keys in pages of a cache that TMA cannot bring into place, because they are in FP8 or lie in another layout: a
+// warpgroup makes the pieces of mha/piece_keys.cuh of them. K [block, head, d / x, token, x], V [block, head, d,
+// token] or, interleaved, [block, head, token / y, d, y].
+//
+// FP8: a block's bytes lie in shared memory first (`raw_k`, `raw_v`), and are converted from there while those of
+// the next block come. TMA brings them where it can (`cache_by_tma`), else the threads do. Raw pieces are
+// K [d / 16][16 tokens][16] and V [d][16 tokens].
+// In the dtype of q, the threads copy them to their place.
 #pragma once
 #include "common/fp8.cuh"
 #include "common/math.cuh"
@@ -11,14 +16,12 @@
 struct GatheredKeys : PieceKeys {};
 
 struct Gatherer {
-    // A unit: eight elements of the cache as they are read.
-    struct __align__(8 * kElementBytes) Raw {
-        u32 words[2 * kElementBytes];
-    };
     static_assert(!kPagesGathered || kDimQK == kDimV);
-    static constexpr int kUnits = kDimV / 8;  // that a thread reads of a block of K, or of V
+    static constexpr int kDim = kDimV;
+    static constexpr int kPieceTokens = PieceKeys::kPieceTokens;
 
     Stage stage;
+    u32 raw_blocks = 0;  // that TMA has brought
     const int thread = threadIdx.x % 128;
 
     // All threads of the warpgroup call.
@@ -27,21 +30,153 @@ struct Gatherer {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
             stage.number += tile.spans[kArrays].blocks();
-            if (params.x % 8 == 0 && params.block_size % 8 == 0 && params.v_pack % 8 == 0) {
-                gather_span(params, smem, tile, reader.count);
+            smem.turns_k.wait_for_gatherer(reader.count);
+            smem.turns_v.wait_for_gatherer(reader.count);
+            if constexpr (kCacheIsFp8) {
+                convert_span(params, smem, tile);
             } else {
-                collect_span(params, smem, tile, reader.count);
+                copy_span(params, smem, tile);
             }
-            named_barrier_sync(NB_GATHER, 128);
             if (thread == 0) {
                 smem.turns_k.pass_to_loader();
                 smem.turns_v.pass_to_loader();
-                reader.release(smem);
             }
+            reader.release();
         }
     }
 
   private:
+    __device__ __forceinline__ void convert_span(const Params& params, SharedMemoryPlan& smem,
+                                                 const Tile& tile) {
+        const Copier copier(params, tile, thread);
+        const int first_block = tile.spans[kPages].first_block;
+        int block = tile.spans[kPages].end_block - 1;
+        if (block < first_block) return;
+        Place place;
+        if (!params.cache_by_tma) {
+            place = copier.find(params, block);
+            copier.copy_k(params, place, smem.raw_k);
+            copier.copy_v(params, place, smem.raw_v);
+        }
+#pragma unroll 1
+        for (; block >= first_block; --block) {
+            const u32 index = stage.index();
+            const bool copies = !params.cache_by_tma && block > first_block;
+            if (copies) place = copier.find(params, block - 1);
+            wait_for_raw(params, smem.bar_raw_k_full);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
+            convert_k(smem.raw_k, smem.k[index]);
+            hand_over(smem.bar_k_full[index]);
+            free_raw(params, smem.bar_raw_k_free);
+            if (copies) copier.copy_k(params, place, smem.raw_k);
+
+            wait_for_raw(params, smem.bar_raw_v_full);
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
+            convert_v(smem.raw_v, copier.pages.keys, block, smem.v[index]);
+            hand_over(smem.bar_v_full[index]);
+            free_raw(params, smem.bar_raw_v_free);
+            if (copies) copier.copy_v(params, place, smem.raw_v);
+            ++raw_blocks;
+            ++stage.number;
+        }
+    }
+    __device__ __forceinline__ void wait_for_raw(const Params& params, u64& full) const {
+        if (params.cache_by_tma) {
+            mbarrier_wait_parity(smem_address(&full), raw_blocks & 1);
+        } else {
+            cp_async_wait_all();
+            named_barrier_sync(NB_GATHER, 128);
+        }
+    }
+    // Behind hand_over: all threads have read.
+    __device__ __forceinline__ void free_raw(const Params& params, u64& free) const {
+        if (params.cache_by_tma && thread == 0) mbarrier_arrive(smem_address(&free));
+    }
+    __device__ __forceinline__ void hand_over(u64& full) const {
+        fence_proxy_async();
+        named_barrier_sync(NB_GATHER, 128);
+        if (thread == 0) mbarrier_arrive(smem_address(&full));
+    }
+
+    // K: a token for each thread.
+    __device__ __forceinline__ void convert_k(const unsigned char* raw, unsigned char* k) const {
+        if (thread >= kTileKeys) return;
+        const int piece = thread / kPieceTokens, token = thread % kPieceTokens;
+        const uint4* src = reinterpret_cast<const uint4*>(raw + piece * kDim * kPieceTokens) + token;
+        uint4* dst = reinterpret_cast<uint4*>(k + piece * PieceKeys::kPieceBytesK) + token;
+#pragma unroll 4
+        for (int i = 0; i < kDim / 16; ++i) {
+            const uint4 codes = src[i * kPieceTokens];
+            dst[(2 * i) * kPieceTokens] = convert(codes.x, codes.y);
+            dst[(2 * i + 1) * kPieceTokens] = convert(codes.z, codes.w);
+        }
+    }
+    // V: every sixteenth dimension of a piece for each thread.
+    __device__ __forceinline__ void convert_v(const unsigned char* raw, const KeyInterval& keys, int block,
+                                              unsigned char* v) const {
+        const int piece = thread / 16, first_dim = thread % 16;
+        if (piece >= PieceKeys::kPieces) return;
+        const uint4 kept = kept_tokens(keys, block * kTileKeys + piece * kPieceTokens);
+        const uint4* src = reinterpret_cast<const uint4*>(raw + piece * kDim * kPieceTokens) + first_dim;
+        unsigned char* dst = v + piece * PieceKeys::kPieceBytesV;
+#pragma unroll 4
+        for (int i = 0; i < kDim / 16; ++i) {
+            const uint4 codes = src[16 * i];
+            const int d = 16 * i + first_dim;
+            *reinterpret_cast<uint4*>(dst + PieceKeys::offset_v(d, 0)) =
+                convert(codes.x & kept.x, codes.y & kept.y);
+            *reinterpret_cast<uint4*>(dst + PieceKeys::offset_v(d, 1)) =
+                convert(codes.z & kept.z, codes.w & kept.w);
+        }
+    }
+    // Eight numbers, in the dtype of q, exactly: FP8 numbers are numbers of both 16-bit types.
+    __device__ __forceinline__ static uint4 convert(u32 first, u32 second) {
+        u32 pairs[4];
+        if constexpr (kCacheType == CacheType::kE4m3) {
+            e4m3_to_f16(first, pairs[0], pairs[1]);
+            e4m3_to_f16(second, pairs[2], pairs[3]);
+        } else {
+            e5m2_to_f16(first, pairs[0], pairs[1]);
+            e5m2_to_f16(second, pairs[2], pairs[3]);
+        }
+        if constexpr (kDtype == Dtype::kBf16) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 pair = unpack_f16(pairs[i]);
+                pairs[i] = pack_16bit<kDtype>(pair.x, pair.y);
+            }
+        }
+        return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+    // Ones in the bytes of those of 16 tokens that are in the interval.
+    __device__ __forceinline__ static uint4 kept_tokens(const KeyInterval& keys, int first) {
+        u32 words[4] = {};
+#pragma unroll
+        for (int i = 0; i < 16; ++i)
+            words[i / 4] |= first + i >= keys.begin && first + i < keys.end ? 0xffu << 8 * (i % 4) : 0u;
+        return make_uint4(words[0], words[1], words[2], words[3]);
+    }
+
+    __device__ __forceinline__ void copy_span(const Params& params, SharedMemoryPlan& smem,
+                                              const Tile& tile) {
+        const Copier copier(params, tile, thread);
+        const int first_block = tile.spans[kPages].first_block;
+#pragma unroll 1
+        for (int block = tile.spans[kPages].end_block - 1; block >= first_block; --block) {
+            const u32 index = stage.index();
+            const Place place = copier.find(params, block);
+            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
+            copier.copy_k(params, place, smem.k[index]);
+            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
+            copier.copy_v(params, place, smem.v[index]);
+            cp_async_wait_all();
+            copier.clear_unseen(block, smem.v[index]);
+            hand_over(smem.bar_k_full[index]);
+            hand_over(smem.bar_v_full[index]);
+            ++stage.number;
+        }
+    }
+
     // Where tokens lie.
     struct Place {
         int page = -1, offset = 0;
@@ -50,220 +185,109 @@ struct Gatherer {
         __device__ __forceinline__ bool is_seen() const { return page >= 0; }
     };
 
-    // For layouts in which eight elements lie together. Units of the next block are copied to shared memory while
-    // those of this one are converted; each thread converts what it has copied itself.
-    __device__ __forceinline__ void gather_span(const Params& params, SharedMemoryPlan& smem,
-                                                const Tile& tile, u32 tile_number) {
-        const Pages pages(params, tile);
-        const int head = tile.head / params.heads_per_kv;
-        const int first_block = tile.spans[kPages].first_block;
-        const int eight = thread / 8;
-        int block = tile.spans[kPages].end_block - 1;
-        // Of the thread's eight tokens, which lie in one page.
-        auto find_eight = [&](int block) {
-            return find(params, pages, block * kTileKeys + 8 * eight, 8, block >= first_block);
-        };
-        Place place = find_eight(block);
-        copy_k(params, place, head, smem);
-        copy_v(params, place, head, smem);
-        smem.turns_k.wait_for_gatherer(tile_number);
-        smem.turns_v.wait_for_gatherer(tile_number);
-#pragma unroll 1
-        for (; block >= first_block; --block) {
-            const u32 index = stage.index();
-            place = find_eight(block - 1);
-            cp_async_wait_group<1>();
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
-            convert_k(smem, smem.k[index]);
-            hand_over(smem.bar_k_full[index]);
-            copy_k(params, place, head, smem);
-            cp_async_wait_group<1>();
-            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
-            convert_v(smem, kept_tokens(pages.keys, block * kTileKeys + 8 * eight), smem.v[index]);
-            hand_over(smem.bar_v_full[index]);
-            copy_v(params, place, head, smem);
-            ++stage.number;
+    // Copies blocks as they are, each thread its part: in units of eight elements where they lie together, else
+    // element by element.
+    struct Copier {
+        const Pages pages;
+        const int head, thread;
+        const bool in_units;
+
+        __device__ __forceinline__ Copier(const Params& params, const Tile& tile, int thread)
+            : pages(params, tile),
+              head(tile.head / params.heads_per_kv),
+              thread(thread),
+              in_units(params.x % 8 == 0 && params.block_size % 8 == 0 && params.v_pack % 8 == 0) {}
+
+        // Of the thread's token, or, for units, of the first of its eight, which lie in one page.
+        __device__ __forceinline__ Place find(const Params& params, int block) const {
+            Place place;
+            const int tokens = in_units ? 8 : 1, token = block * kTileKeys + thread / tokens * tokens;
+            if (thread < kTileKeys && token + tokens > pages.keys.begin && token < pages.keys.end)
+                place.page = pages.find(params, token, place.offset);
+            return place;
         }
-        cp_async_wait_group<0>();
-    }
-    // K: a token for each thread.
-    __device__ __forceinline__ void copy_k(const Params& params, const Place& place, int head,
-                                           SharedMemoryPlan& smem) const {
-        const unsigned char* src = static_cast<const unsigned char*>(params.k_cache);
-        if (place.is_seen())
-            src += (place.page * params.k_stride_block + head * params.k_stride_head +
-                    (place.offset + thread % 8) * params.x) *
-                   kElementBytes;
-        int in_group = 0;  // dimension, of the x that lie together
-#pragma unroll 4
-        for (int unit = 0; unit < kUnits; ++unit) {
-            copy(smem.raw_k, unit, src + in_group * kElementBytes, place.is_seen() && 8 * unit < params.d_v);
-            in_group += 8;
-            if (in_group == params.x) {
-                in_group = 0;
-                src += params.block_size * params.x * kElementBytes;
+        // K: a token for each thread.
+        __device__ __forceinline__ void copy_k(const Params& params, const Place& place,
+                                               unsigned char* k) const {
+            if (thread >= kTileKeys) return;
+            const unsigned char* src = static_cast<const unsigned char*>(params.k_cache);
+            if (place.is_seen())
+                src += (place.page * params.k_stride_block + head * params.k_stride_head +
+                        (place.offset + (in_units ? thread % 8 : 0)) * params.x) *
+                       kElementBytes;
+            const int step = in_units ? 8 : 1;
+            int in_group = 0;  // dimension, of the x that lie together
+#pragma unroll 1
+            for (int d = 0; d < kDim; d += step) {
+                copy(k + offset_k(d), src + in_group * kElementBytes, place.is_seen() && d < params.d_v);
+                in_group += step;
+                if (in_group == params.x) {
+                    in_group = 0;
+                    src += static_cast<i64>(params.block_size) * params.x * kElementBytes;
+                }
             }
         }
-        cp_async_commit_group();
-    }
-    // V: eight tokens and every eighth dimension for each thread.
-    __device__ __forceinline__ void copy_v(const Params& params, const Place& place, int head,
-                                           SharedMemoryPlan& smem) const {
-        const int first_dim = thread % 8;
-        const unsigned char* src = static_cast<const unsigned char*>(params.v_cache);
-        if (place.is_seen())
-            src += (first_value(params, place, head) + first_dim * step(params)) * kElementBytes;
-#pragma unroll 4
-        for (int unit = 0; unit < kUnits; ++unit)
-            copy(smem.raw_v, unit, src + 8 * unit * step(params) * kElementBytes,
-                 place.is_seen() && 8 * unit + first_dim < params.d_v);
-        cp_async_commit_group();
-    }
-    __device__ __forceinline__ void copy(unsigned char* raw, int unit, const unsigned char* src,
-                                         bool reads) const {
-        if (thread >= kTileKeys) return;
-        const u32 dst = smem_address(raw) + (unit * kTileKeys + thread) * sizeof(Raw);
-        if constexpr (kCacheIsFp8) {
-            cp_async_8_or_zeros(dst, src, reads);
-        } else {
-            cp_async_16_or_zeros(dst, src, reads);
-        }
-    }
-    __device__ __forceinline__ void convert_k(const SharedMemoryPlan& smem, unsigned char* k) const {
-        if (thread >= kTileKeys) return;
-        const Raw* raw = reinterpret_cast<const Raw*>(smem.raw_k) + thread;
-        unsigned char* dst = k + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
-                             thread % PieceKeys::kPieceTokens * 16;
-#pragma unroll 4
-        for (int unit = 0; unit < kUnits; ++unit)
-            *reinterpret_cast<uint4*>(dst + unit * PieceKeys::kUnits) = convert(raw[unit * kTileKeys]);
-    }
-    __device__ __forceinline__ void convert_v(const SharedMemoryPlan& smem, const Raw& kept,
-                                              unsigned char* v) const {
-        if (thread >= kTileKeys) return;
-        const Raw* src = reinterpret_cast<const Raw*>(smem.raw_v) + thread;
-        const int eight = thread / 8;
-        unsigned char* dst = v + eight / 2 * PieceKeys::kPieceBytesV;
-#pragma unroll 4
-        for (int unit = 0; unit < kUnits; ++unit) {
-            Raw raw = src[unit * kTileKeys];
-#pragma unroll
-            for (int i = 0; i < 2 * kElementBytes; ++i) raw.words[i] &= kept.words[i];
-            *reinterpret_cast<uint4*>(dst + PieceKeys::offset_v(8 * unit + thread % 8, eight % 2)) =
-                convert(raw);
-        }
-    }
-    // Elements of V from one dimension to the next.
-    __device__ __forceinline__ static int step(const Params& params) {
-        return params.v_pack == 0 ? params.block_size : params.v_pack;
-    }
-    // The element of V with dimension 0 of a token.
-    __device__ __forceinline__ static i64 first_value(const Params& params, const Place& place, int head) {
-        const i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
-        if (params.v_pack == 0) return element;
-        return element + static_cast<i64>(place.offset - place.offset % params.v_pack) * (params.d_v - 1);
-    }
-
-    // The same element by element, for other layouts.
-    __device__ __forceinline__ void collect_span(const Params& params, SharedMemoryPlan& smem,
-                                                 const Tile& tile, u32 tile_number) {
-        const Pages pages(params, tile);
-        const int head = tile.head / params.heads_per_kv;
-        const int first_block = tile.spans[kPages].first_block;
-        smem.turns_k.wait_for_gatherer(tile_number);
-        smem.turns_v.wait_for_gatherer(tile_number);
+        // V: a token for each thread, or eight and every eighth dimension.
+        __device__ __forceinline__ void copy_v(const Params& params, const Place& place,
+                                               unsigned char* v) const {
+            if (thread >= kTileKeys) return;
+            const unsigned char* src = static_cast<const unsigned char*>(params.v_cache);
+            const int step = in_units ? 8 : 1;
+            int d = in_units ? thread % 8 : 0;
+            const int dim_elements = params.v_pack == 0 ? params.block_size : params.v_pack;
+            if (place.is_seen()) {
+                i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
+                if (params.v_pack != 0)
+                    element +=
+                        static_cast<i64>(place.offset - place.offset % params.v_pack) * (params.d_v - 1);
+                src += (element + d * dim_elements) * kElementBytes;
+            }
 #pragma unroll 1
-        for (int block = tile.spans[kPages].end_block - 1; block >= first_block; --block) {
-            const u32 index = stage.index();
-            const Place place = find(params, pages, block * kTileKeys + thread, 1, thread < kTileKeys);
-            mbarrier_wait_parity(smem_address(&smem.bar_k_free[index]), stage.free_parity());
-            if (thread < kTileKeys) collect_k(params, place, head, smem.k[index]);
-            hand_over(smem.bar_k_full[index]);
-            mbarrier_wait_parity(smem_address(&smem.bar_v_free[index]), stage.free_parity());
-            if (thread < kTileKeys) collect_v(params, place, head, smem.v[index]);
-            hand_over(smem.bar_v_full[index]);
-            ++stage.number;
+            for (; d < kDim; d += step) {
+                copy(v + offset_v(d), src, place.is_seen() && d < params.d_v);
+                src += static_cast<i64>(step) * dim_elements * kElementBytes;
+            }
         }
-    }
-    __device__ __forceinline__ void hand_over(u64& full) const {
-        fence_proxy_async();
-        named_barrier_sync(NB_GATHER, 128);
-        if (thread == 0) mbarrier_arrive(smem_address(&full));
-    }
-    // Of `tokens` tokens, which lie in one page.
-    __device__ __forceinline__ static Place find(const Params& params, const Pages& pages, int token,
-                                                 int tokens, bool wanted) {
-        Place place;
-        if (wanted && token + tokens > pages.keys.begin && token < pages.keys.end)
-            place.page = pages.find(params, token, place.offset);
-        return place;
-    }
-
-    __device__ __forceinline__ void collect_k(const Params& params, const Place& place, int head,
-                                              unsigned char* k) const {
-        u16* dst = reinterpret_cast<u16*>(k + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesK +
-                                          thread % PieceKeys::kPieceTokens * 16);
-        const i64 first = place.page * params.k_stride_block + head * params.k_stride_head;
+        // Of what the thread has copied to V, the tokens of a unit that no query of the tile sees.
+        __device__ __forceinline__ void clear_unseen(int block, unsigned char* v) const {
+            const int first = block * kTileKeys + thread / 8 * 8;
+            if (!in_units || thread >= kTileKeys ||
+                (first >= pages.keys.begin && first + 8 <= pages.keys.end))
+                return;
 #pragma unroll 1
-        for (int d = 0; d < kDimQK; ++d) {
-            const i64 element =
-                static_cast<i64>(d / params.x * params.block_size + place.offset) * params.x + d % params.x;
-            dst[d / 8 * (PieceKeys::kUnits / 2) + d % 8] =
-                read_one(params.k_cache, first + element, place.is_seen() && d < params.d_v);
+            for (int d = thread % 8; d < kDim; d += 8) {
+                u16* unit = reinterpret_cast<u16*>(v + offset_v(d));
+                for (int i = 0; i < 8; ++i)
+                    if (first + i < pages.keys.begin || first + i >= pages.keys.end) unit[i] = 0;
+            }
         }
-    }
-    __device__ __forceinline__ void collect_v(const Params& params, const Place& place, int head,
-                                              unsigned char* v) const {
-        const i64 first = first_value(params, place, head);
-        unsigned char* dst = v + thread / PieceKeys::kPieceTokens * PieceKeys::kPieceBytesV + thread % 8 * 2;
-#pragma unroll 1
-        for (int d = 0; d < kDimV; ++d)
-            *reinterpret_cast<u16*>(dst + PieceKeys::offset_v(d, thread / 8 % 2)) =
-                read_one(params.v_cache, first + d * step(params), place.is_seen() && d < params.d_v);
-    }
 
-    // In the dtype of q, exactly: FP8 numbers are numbers of both 16-bit types.
-    __device__ __forceinline__ static uint4 convert(const Raw& raw) {
-        if constexpr (!kCacheIsFp8) {
-            return make_uint4(raw.words[0], raw.words[1], raw.words[2], raw.words[3]);
-        } else {
-            u32 pairs[4];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if constexpr (kCacheType == CacheType::kE4m3) {
-                    e4m3_to_f16(raw.words[i], pairs[2 * i], pairs[2 * i + 1]);
+      private:
+        // Bytes from the beginning of the block, raw or in place.
+        __device__ __forceinline__ int offset_k(int d) const {
+            constexpr int kTogether = 16 / kElementBytes;
+            return thread / kPieceTokens * (kDim * kPieceTokens * kElementBytes) +
+                   d / kTogether * (kPieceTokens * 16) + thread % kPieceTokens * 16 +
+                   d % kTogether * kElementBytes;
+        }
+        __device__ __forceinline__ int offset_v(int d) const {
+            const int piece = thread / kPieceTokens * (kDim * kPieceTokens * kElementBytes);
+            const int token = in_units ? 0 : thread % 8 * kElementBytes;
+            if constexpr (kCacheIsFp8) return piece + d * kPieceTokens + thread / 8 % 2 * 8 + token;
+            return piece + PieceKeys::offset_v(d, thread / 8 % 2) + token;
+        }
+        __device__ __forceinline__ void copy(unsigned char* dst, const unsigned char* src, bool reads) const {
+            if (!in_units) {
+                if constexpr (kCacheIsFp8) {
+                    *dst = reads ? *src : 0;
                 } else {
-                    e5m2_to_f16(raw.words[i], pairs[2 * i], pairs[2 * i + 1]);
+                    *reinterpret_cast<u16*>(dst) = reads ? *reinterpret_cast<const u16*>(src) : 0;
                 }
+            } else if constexpr (kCacheIsFp8) {
+                cp_async_8_or_zeros(smem_address(dst), src, reads);
+            } else {
+                cp_async_16_or_zeros(smem_address(dst), src, reads);
             }
-            if constexpr (kDtype == Dtype::kBf16) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float2 pair = unpack_f16(pairs[i]);
-                    pairs[i] = pack_16bit<kDtype>(pair.x, pair.y);
-                }
-            }
-            return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
         }
-    }
-    __device__ __forceinline__ static u16 read_one(const void* cache, i64 element, bool enabled) {
-        if (!enabled) return 0;
-        if constexpr (!kCacheIsFp8) {
-            return static_cast<const u16*>(cache)[element];
-        } else {
-            Raw raw{{static_cast<const unsigned char*>(cache)[element], 0}};
-            return static_cast<u16>(convert(raw).x);
-        }
-    }
-    // Ones for the tokens from `first` on, of eight, that are in the interval.
-    __device__ __forceinline__ static Raw kept_tokens(const KeyInterval& keys, int first) {
-        constexpr int kBits = 8 * kElementBytes;
-        Raw kept = {};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const u32 ones = first + i >= keys.begin && first + i < keys.end ? (1u << kBits) - 1 : 0;
-            kept.words[i * kBits / 32] |= ones << i * kBits % 32;
-        }
-        return kept;
-    }
+    };
 };

@@ -1,5 +1,6 @@
 // Keys in pages of a cache, copied by TMA a piece at a time: mha/piece_keys.cuh. For x = 8 and pages of a
-// multiple of 16 tokens, in the dtype of q.
+// multiple of 16 tokens, in the dtype of q. Pieces of FP8 caches are brought in the same way where x = 16, to be
+// converted: mha/gathered_keys.cuh.
 //
 // Pieces that no query of the tile sees are asked for past the last block of the cache: TMA gives zeros, and
 // neither they nor their entries of the block table are read.
@@ -9,6 +10,10 @@
 #include "ptx/tma.cuh"
 
 struct PagedKeys : PieceKeys {
+    static constexpr int kLoadedBytesK = kDimQK * kPieceTokens * kElementBytes;
+    static constexpr int kLoadedBytesV = kDimV * kPieceTokens * kElementBytes;
+    static constexpr int kLoadedDims = 16 / kElementBytes;  // that lie together: the x of the cache
+
     struct Loader {
         Pages pages;
         int head, lane;
@@ -26,25 +31,25 @@ struct PagedKeys : PieceKeys {
         }
         __device__ __forceinline__ void load_k(const Params& params, u32 dst, u32 full) const {
             const bool elected = elect_one_sync();
-            if (elected) mbarrier_arrive_expect_tx(full, kPieces * kPieceBytesK);
+            if (elected) mbarrier_arrive_expect_tx(full, kPieces * kLoadedBytesK);
 #pragma unroll 1
             for (int piece = 0; piece < kPieces; ++piece) {
                 const int block = __shfl_sync(0xffffffff, page, piece);
                 const int token = __shfl_sync(0xffffffff, offset, piece);
                 if (elected)
-                    tma_load_4d<kL2EvictNormal>(dst + piece * kPieceBytesK, &params.k_pages_map, full,
-                                                8 * token, 0, head, block);
+                    tma_load_4d<kL2EvictNormal>(dst + piece * kLoadedBytesK, &params.k_pages_map, full,
+                                                kLoadedDims * token, 0, head, block);
             }
         }
         __device__ __forceinline__ void load_v(const Params& params, u32 dst, u32 full) const {
             const bool elected = elect_one_sync();
-            if (elected) mbarrier_arrive_expect_tx(full, kPieces * kPieceBytesV);
+            if (elected) mbarrier_arrive_expect_tx(full, kPieces * kLoadedBytesV);
 #pragma unroll 1
             for (int piece = 0; piece < kPieces; ++piece) {
                 const int block = __shfl_sync(0xffffffff, page, piece);
                 const int token = __shfl_sync(0xffffffff, offset, piece);
                 if (elected)
-                    tma_load_4d<kL2EvictNormal>(dst + piece * kPieceBytesV, &params.v_pages_map, full, token,
+                    tma_load_4d<kL2EvictNormal>(dst + piece * kLoadedBytesV, &params.v_pages_map, full, token,
                                                 0, head, block);
             }
         }

@@ -42,6 +42,7 @@ struct Params {
     int block_shift, block_bytes_shift;
     int table_entry;                  // 0: int32 numbers of blocks, 1: int64 ones, 2: int64 addresses
     int x, v_pack;                    // mha/gathered_keys.cuh; 0: V is not interleaved
+    int cache_by_tma;                 // raw bytes of an FP8 cache come by TMA
     int own_in_cache;                 // the request's own tokens are in the cache as well
     int skip_decode;                  // requests with one query token have no results
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2

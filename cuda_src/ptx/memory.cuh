@@ -29,15 +29,6 @@ __device__ __forceinline__ void cp_async_4_or_zeros(u32 dst, const void* src, bo
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(reads ? 4 : 0)
                  : "memory");
 }
-// The issuing thread: its cp.async since the last commit are a group. cp_async_wait_group waits until at most
-// kPending groups have not landed.
-__device__ __forceinline__ void cp_async_commit_group() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void cp_async_wait_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 // The issuing thread: all its cp.async have landed.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // One arrival of the issuing thread on an mbarrier, when all its cp.async have landed.

@@ -115,7 +115,8 @@ PARAMS = ParamStruct(
     I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
     I32("num_blocks", "block_size"),
     U32("block_magic", "block_bytes_inverse"),
-    I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack", "own_in_cache", "skip_decode"),
+    I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack"),
+    I32("cache_by_tma", "own_in_cache", "skip_decode"),
     F32("softmax_scale_log2", "score_scale", "score_factor"),
     F32("k_scale_value", "v_scale_value", "out_scale_value"),
     changing=(
@@ -133,7 +134,7 @@ NO_PAGES = {
         *("table_stride", "num_blocks", "block_size", "block_magic", "block_shift"),
         *("block_bytes_inverse", "block_bytes_shift"),
         *("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head", "x", "v_pack"),
-        *("table_entry", "own_in_cache", "skip_decode"),
+        *("table_entry", "cache_by_tma", "own_in_cache", "skip_decode"),
         *("k_scale_value", "v_scale_value", "out_scale_value"),
     )
 }
@@ -173,11 +174,9 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
 
 
 def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
-    """Shared memory for a key of the tile: in the stages, and as a cache has it that is gathered."""
-    as_cached = 0
-    if pages.source == GATHERED:
-        as_cached = (d_qk + d_v) * (1 if pages.cache_type else 2)
-    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2 + as_cached
+    """Shared memory for a key of the tile: in the stages, and as an FP8 cache has it."""
+    raw = d_qk + d_v if pages.cache_type else 0
+    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2 + raw
 
 
 def _chunks(d: int) -> int:

@@ -127,8 +127,9 @@ class PreparedPrefixPrefill:
     def __init__(self, call: PrefixPrefillCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
         has_window = call.window < NO_BOUND
+        self._by_tma = _tma_reaches(call)
         pages = Pages(
-            PAGED_BY_TMA if _tma_reaches(call) else GATHERED,
+            PAGED_BY_TMA if self._by_tma and call.cache_dtype == "same" else GATHERED,
             CACHE_DTYPES.index(call.cache_dtype),
             call.fp8_out,
         )
@@ -161,7 +162,6 @@ class PreparedPrefixPrefill:
         self._call = call
         self._group = group
         self._tile_keys = tile.keys
-        self._by_tma = pages.source == PAGED_BY_TMA
         self._out_by_rows = call.fp8_out or any(stride % 8 for stride in call.o_strides) or call.d % 8 != 0
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         magic, shift = divisor(call.block_size)
@@ -207,6 +207,7 @@ class PreparedPrefixPrefill:
             table_entry=2 if call.table_has_pointers else int(call.table_bytes == 8),
             x=call.x,
             v_pack=call.v_pack,
+            cache_by_tma=self._by_tma,
             own_in_cache=call.own_from_cache,
             skip_decode=call.skip_decode,
             softmax_scale_log2=1.0 if call.has_alibi else factor,
@@ -264,22 +265,27 @@ class PreparedPrefixPrefill:
 
         k_pages = v_pages = NO_MAP
         if self._by_tma:
+            # Pieces of FP8 caches are converted, and not swizzled before.
+            together, of_cache, swizzle = _dims_together(call), dtype, "32b"
+            if call.cache_dtype != "same":
+                of_cache, swizzle = "uint8", "none"
+            step = 16 // together
             k_pages = jit.tensor_map(
                 k_cache,
-                dtype,
-                (8 * size, d // 8, call.h_kv, call.num_blocks),
-                (16 * size, 2 * k_head, 2 * k_block),
-                (8 * PIECE_TOKENS, padded(d) // 8, 1, 1),
+                of_cache,
+                (together * size, d // together, call.h_kv, call.num_blocks),
+                (16 * size, step * k_head, step * k_block),
+                (together * PIECE_TOKENS, padded(d) // together, 1, 1),
                 "none",
                 "256b",
             )
             v_pages = jit.tensor_map(
                 v_cache,
-                dtype,
+                of_cache,
                 (size, d, call.h_kv, call.num_blocks),
-                (2 * size, 2 * v_head, 2 * v_block),
+                (step * size, step * v_head, step * v_block),
                 (PIECE_TOKENS, padded(d), 1, 1),
-                "32b",
+                swizzle,
                 "256b",
             )
         if len(self._maps) >= MAX_MAPS:
@@ -316,11 +322,17 @@ def _combine(call: PrefixPrefillCall, splits: int, capturing: Callable[[], bool]
 
 def _tma_reaches(call: PrefixPrefillCall) -> bool:
     """Whether TMA can copy the cache's pages as they lie: cuda_src/mha/paged_keys.cuh."""
+    together = _dims_together(call)
     return (
-        call.cache_dtype == "same"
-        and call.x == 8
-        and call.d % 8 == 0
+        call.x == together
+        and call.d % together == 0
         and call.v_pack == 0
         and call.block_size % PIECE_TOKENS == 0
         and call.num_blocks > 0
+        and not any(stride % together for stride in call.k_strides_cache + call.v_strides_cache)
     )
+
+
+def _dims_together(call: PrefixPrefillCall) -> int:
+    """Elements of the cache in 16 bytes."""
+    return 8 if call.cache_dtype == "same" else 16
