@@ -57,8 +57,8 @@ class PrefixPrefillAddresses(NamedTuple):
 class PrefixPrefillCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
 
-    Strides of q, k, v and o are of the dimensions (token, head), multiples of 16 bytes. k and v have the
-    strides (0, 0) where the own tokens are read from the cache.
+    Strides of q, k, v and o are of the dimensions (token, head), those of q, k and v multiples of 16 bytes. k
+    and v have the strides (0, 0) where the own tokens are read from the cache.
     """
 
     device: int
@@ -74,6 +74,7 @@ class PrefixPrefillCall(NamedTuple):
     k_strides: tuple[int, int]
     v_strides: tuple[int, int]
     o_strides: tuple[int, int]
+    o_is_aligned: bool  # its address and strides are multiples of 16 bytes
     own_from_cache: bool
     cache_dtype: str  # one of CACHE_DTYPES
     num_blocks: int
@@ -162,7 +163,7 @@ class PreparedPrefixPrefill:
         self._call = call
         self._group = group
         self._tile_keys = tile.keys
-        self._out_by_rows = call.fp8_out or any(stride % 8 for stride in call.o_strides) or call.d % 8 != 0
+        self._out_by_rows = call.fp8_out or not call.o_is_aligned or call.d % 8 != 0
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         magic, shift = divisor(call.block_size)
         inverse, bytes_shift = exact_divisor(

@@ -116,19 +116,19 @@ def check_head_dim(name: str, dimension: str, size: int, shape: Sequence[int]) -
         )
 
 
-def walked(view: Fields, itemsize: int = 2) -> tuple[int, ...] | None:
+def walked(view: Fields, itemsize: int = 2, alignment: int = 16) -> tuple[int, ...] | None:
     """Strides of all dimensions but the last in which kernels walk an array; None where they cannot.
 
-    They take a contiguous last dimension, an address that is a multiple of 16 bytes, and other strides that
-    are multiples of 16 bytes, not negative. Dimensions of one element get a stride as in `aligned_strides`.
+    They take a contiguous last dimension, and an address and other strides that are multiples of
+    ``alignment`` bytes, strides not negative. Dimensions of one element get a stride as in `aligned_strides`.
     """
     ptr, shape, strides, *_ = view
     shape = tuple(shape)
-    multiple = 16 // itemsize
+    multiple = alignment // itemsize
     aligned = aligned_strides(shape, multiple)
     if 0 in shape:
         return aligned[:-1]  # there is nothing to step over
-    if ptr & 15 or strides[-1] != 1 and shape[-1] > 1:
+    if ptr % alignment or strides[-1] != 1 and shape[-1] > 1:
         return None
     steps = []
     for extent, stride, fitting in zip(shape[:-1], strides[:-1], aligned[:-1], strict=True):
@@ -161,15 +161,21 @@ def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
     return (*[steps[order.index(axis)] for axis in range(len(order))], 1)
 
 
-def check_out_layout(out: Fields, name: str = "out", itemsize: int = 2) -> tuple[int, ...]:
-    """Check that kernels can write an array, each element once; returns its strides but the last."""
+def check_out_layout(
+    out: Fields, name: str = "out", itemsize: int = 2, alignment: int = 16
+) -> tuple[int, ...]:
+    """Check that kernels can write an array, each element once; returns its strides but the last.
+
+    ``alignment`` as in `walked`.
+    """
     ptr, shape, strides, *_ = out
-    steps = walked(out, itemsize)
+    steps = walked(out, itemsize, alignment)
     if steps is None or any(extent > 1 and not step for extent, step in zip(shape, steps, strict=False)):
+        multiples = f" multiples of {alignment // itemsize}" if alignment > itemsize else ""
         raise ValueError(
-            f"{name}: expected a 16-byte aligned address, a contiguous last dimension and other strides that "
-            f"are positive multiples of {16 // itemsize}, got address {ptr:#x}, strides {list(strides)} "
-            "(elements)"
+            f"{name}: expected an address that is a multiple of {alignment} bytes, a contiguous last "
+            f"dimension and other strides that are positive{multiples}, got address {ptr:#x}, strides "
+            f"{list(strides)} (elements)"
         )
     if 0 not in shape:
         check_no_overlap(name, shape, (*steps, 1))

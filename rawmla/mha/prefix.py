@@ -71,8 +71,8 @@ def context_attention_fwd(
         is copied once, on the same stream.
     o : array
         `[tokens, h_q, d]`, written and returned: of q's dtype, or with `fp8_out_scale` float8_e4m3fn, uint8
-        or int8. Never copied: 16-byte aligned, last dimension contiguous, other strides positive multiples of
-        16 bytes, no element twice. It must not overlap an input. Rows of no request are not written.
+        or int8. Any strides but the last, which is contiguous, no element twice; never copied. It must not
+        overlap an input. Rows of no request are not written.
     kv_cache_dtype : str
         "auto", "float16" or "bfloat16": the caches are of q's dtype. "fp8", "fp8_e4m3": they are
         float8_e4m3fn, uint8 or int8. "fp8_e5m2": float8_e5m2, uint8 or int8.

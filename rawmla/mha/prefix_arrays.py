@@ -59,6 +59,7 @@ class PrefixSizes(NamedTuple):
     k_strides: Strides
     v_strides: Strides
     o_strides: Strides
+    o_is_aligned: bool
     cache_dtype: str
     num_blocks: int
     block_size: int
@@ -149,6 +150,7 @@ def check_arrays(
             k_strides=k_strides,
             v_strides=v_strides,
             o_strides=o_strides,
+            o_is_aligned=walked(arrays.o, 1 if fp8_out else 2) is not None,
             cache_dtype=cache_dtype,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -280,4 +282,5 @@ def _check_o(arrays: PrefixArrays, fp8_out: bool) -> Strides:
         raise TypeError(f"o: expected dtype {q_dtype}, that of q, got {dtype}")
     if tuple(shape) != tuple(q_shape):
         raise ValueError(f"o: expected shape {list(q_shape)}, that of q, got {list(shape)}")
-    return _of_two(check_out_layout(arrays.o, "o", 1 if fp8_out else 2))
+    itemsize = 1 if fp8_out else 2
+    return _of_two(check_out_layout(arrays.o, "o", itemsize, alignment=itemsize))

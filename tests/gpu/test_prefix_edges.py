@@ -497,7 +497,7 @@ def test_scales_as_numbers_or_arrays() -> None:
 @each_source
 @pytest.mark.parametrize("fp8_out", (False, True))
 def test_o_in_other_layouts(fp8_out: bool, source: dict[str, Any]) -> None:
-    """Heads first, a part of a projection, and a slice whose strides are odd multiples of 16 bytes."""
+    """Heads first, part of a projection, and slices whose strides are odd multiples of 16 bytes, or none."""
     inputs = make_prefix_inputs(PrefixCase(**MANY, out_scale=0.01 if fp8_out else None, **source))
     tokens, heads, d = inputs.q.shape
     want = checked(inputs)
@@ -507,6 +507,7 @@ def test_o_in_other_layouts(fp8_out: bool, source: dict[str, Any]) -> None:
         ((heads, tokens + 1, d), lambda x: x.transpose(0, 1)[:tokens]),
         ((tokens, 3, heads, d), lambda x: x[:, 1]),
         ((tokens, heads, d + step), lambda x: x[..., step:]),
+        ((tokens, heads, d + 3), lambda x: x[..., 3:]),
     ):
         whole = torch.empty(memory, dtype=dtype, device="cuda")
         whole.view(torch.uint8).fill_(0x5A)
