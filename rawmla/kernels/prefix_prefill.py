@@ -267,9 +267,9 @@ class PreparedPrefixPrefill:
         k_pages = v_pages = NO_MAP
         if self._by_tma:
             # Pieces of FP8 caches are converted, and not swizzled before.
-            together, of_cache, swizzle = _dims_together(call), dtype, "32b"
-            if call.cache_dtype != "same":
-                of_cache, swizzle = "uint8", "none"
+            is_fp8 = call.cache_dtype != "same"
+            of_cache: Literal["bfloat16", "float16", "uint8"] = "uint8" if is_fp8 else dtype
+            together = _dims_together(call)
             step = 16 // together
             k_pages = jit.tensor_map(
                 k_cache,
@@ -286,7 +286,7 @@ class PreparedPrefixPrefill:
                 (size, d, call.h_kv, call.num_blocks),
                 (step * size, step * v_head, step * v_block),
                 (PIECE_TOKENS, padded(d), 1, 1),
-                swizzle,
+                "none" if is_fp8 else "32b",
                 "256b",
             )
         if len(self._maps) >= MAX_MAPS:
