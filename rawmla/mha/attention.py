@@ -124,7 +124,7 @@ def flash_attn_varlen_func(
     lse : array
         float32 `[total_q, h_q]`, the transpose of a contiguous `[h_q, total_q]`: natural logarithm of the sum
         of exponentials of the scores that no mask hides, without the sink; -inf in a row with nothing to
-        attend. `rawmla.merge_attn_states` merges results over disjoint keys by it.
+        attend.
 
     Raises
     ------
