@@ -77,11 +77,11 @@ struct SharedMemoryPlan {
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
-// Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i; place i for a tile
-// is free behind NB_TILE_FREE + i.
+// Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i; place i for a
+// tile is free behind NB_TILE_FREE + i.
 constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers, NB_GATHER = NB_OWN + kConsumers;
 constexpr int NB_TILE_FREE = NB_GATHER + 1;
-// Who writes and reads tiles: the warp that schedules, those that load V and trim it, the consumers, who gathers.
+// Who writes and reads tiles: the warp that schedules, those that load V and trim it, consumers, gatherers.
 constexpr int kTileThreads = 32 * 3 + 128 * (kConsumers + kPagesGathered);
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {

@@ -1,9 +1,9 @@
-// Keys in pages of a cache that TMA cannot bring into place, because they are in FP8 or lie in another layout: a
-// warpgroup makes the pieces of mha/piece_keys.cuh of them. K [block, head, d / x, token, x], V [block, head, d,
-// token] or, interleaved, [block, head, token / y, d, y].
+// Keys in pages of a cache that TMA cannot bring into place, because they are in FP8 or lie in another layout:
+// a warpgroup makes the pieces of mha/piece_keys.cuh of them. K [block, head, d / x, token, x], V [block, head,
+// d, token] or, interleaved, [block, head, token / y, d, y].
 //
-// FP8: a block's bytes lie in shared memory first (`raw_k`, `raw_v`), and are converted from there while those of
-// the next block come. TMA brings them where it can (`cache_by_tma`), else the threads do. Raw pieces are
+// FP8: a block's bytes lie in shared memory first (`raw_k`, `raw_v`), and are converted from there while those
+// of the next block come. TMA brings them where it can (`cache_by_tma`), else the threads do. Raw pieces are
 // K [d / 16][16 tokens][16] and V [d][16 tokens].
 // In the dtype of q, the threads copy them to their place.
 #pragma once
@@ -185,8 +185,8 @@ struct Gatherer {
         __device__ __forceinline__ bool is_seen() const { return page >= 0; }
     };
 
-    // Copies blocks as they are, each thread its part: in units of eight elements where they lie together, else
-    // element by element.
+    // Copies blocks as they are, each thread its part: in units of eight elements where they lie together,
+    // else element by element.
     struct Copier {
         const Pages pages;
         const int head, thread;

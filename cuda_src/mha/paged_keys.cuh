@@ -1,6 +1,6 @@
 // Keys in pages of a cache, copied by TMA a piece at a time: mha/piece_keys.cuh. For x = 8 and pages of a
-// multiple of 16 tokens, in the dtype of q. Pieces of FP8 caches are brought in the same way where x = 16, to be
-// converted: mha/gathered_keys.cuh.
+// multiple of 16 tokens, in the dtype of q. Pieces of FP8 caches are brought in the same way where x = 16, to
+// be converted: mha/gathered_keys.cuh.
 //
 // Pieces that no query of the tile sees are asked for past the last block of the cache: TMA gives zeros, and
 // neither they nor their entries of the block table are read.
