@@ -1,5 +1,6 @@
-// Division by a number that the host knows (rawmla/kernels/division.py): n / d = n * magic >> shift, exact for
-// 0 <= n < 2^31 and 1 <= d < 2^31, with shift = 31 + ceil(log2 d) and magic = ceil(2^shift / d) (Granlund and Montgomery, PLDI 1994).
+// Division by a number that the host knows (rawmla/kernels/division.py): n / d = n * magic >> shift, exact
+// for 0 <= n < 2^31 and 1 <= d < 2^31, with shift = 31 + ceil(log2 d) and magic = ceil(2^shift / d) (Granlund
+// and Montgomery, PLDI 1994).
 #pragma once
 #include "common/types.cuh"
 

@@ -1,10 +1,10 @@
-// Keys in pages of a cache that TMA cannot bring into place, because they are in FP8 or lie in another layout:
-// a warpgroup makes the pieces of mha/piece_keys.cuh of them. K [block, head, d / x, token, x], V [block, head,
-// d, token] or, interleaved, [block, head, token / y, d, y].
+// Keys in pages of a cache that TMA cannot bring into place, because they are in FP8 or lie in another
+// layout: a warpgroup makes the pieces of mha/piece_keys.cuh of them. K [block, head, d / x, token, x],
+// V [block, head, d, token] or, interleaved, [block, head, token / y, d, y].
 //
-// FP8: a block's bytes lie in shared memory first (`raw_k`, `raw_v`), and are converted from there while those
-// of the next block come. TMA brings them where it can (`cache_by_tma`), else the threads do. Raw pieces are
-// K [d / 16][16 tokens][16] and V [d][16 tokens].
+// FP8: a block's bytes lie in shared memory first (`raw_k`, `raw_v`), and are converted from there while
+// those of the next block come. TMA brings them where it can (`cache_by_tma`), else the threads do. Raw
+// pieces are K [d / 16][16 tokens][16] and V [d][16 tokens].
 // In the dtype of q, the threads copy them to their place.
 #pragma once
 #include "common/fp8.cuh"
