@@ -359,7 +359,7 @@ BAD_CALLS: list[Case] = [
     ("slopes bf16", "alibi_slopes", TypeError, ("float32",), change("alibi_slopes", dtype="bfloat16")),
     ("slopes 2-D", "alibi_slopes", ValueError, ("[8]",), change("alibi_slopes", shape=(B, H_Q))),
     ("slopes strided", "alibi_slopes", ValueError, ("contiguous",), change("alibi_slopes", strides=(2,))),
-    ("sinks float64", "sinks", TypeError, ("float32 or", "float64"), change("sinks", dtype="float64")),
+    ("sinks int32", "sinks", TypeError, ("float32 or", "int32"), change("sinks", dtype="int32")),
     ("sinks short", "sinks", ValueError, ("[8]", "[7]"), change("sinks", shape=(7,))),
     ("sinks strided", "sinks", ValueError, ("contiguous",), change("sinks", strides=(2,))),
 ]

@@ -1,6 +1,6 @@
 // Multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads, keys in
 // arrays and, with PAGED, in pages of a cache before them. docs/kernels/mha_forward.md has the schedule;
-// rawmla/kernels/mha_forward.py chooses the tile.
+// rawmla/kernels/mha_forward.py and, with PAGED, prefix_prefill.py choose the variant and its parameters.
 //
 // Roles of a CTA, which takes one tile (mha/tiles.cuh) after another:
 //   warpgroup 0, warp 0   schedules tiles and copies Q and K to shared memory with TMA
@@ -287,8 +287,8 @@ struct Consumer {
     // Scores of FP8 keys are in other units than those of the request's own, and so is P V: references of the
     // softmax and O are brought to them.
     __device__ __forceinline__ void enter_pages(Output& o, LazySoftmax& softmax, Scales& scales) const {
-        scales.k = params.k_scale == nullptr ? params.k_scale_value : *params.k_scale;
-        scales.v = params.v_scale == nullptr ? params.v_scale_value : *params.v_scale;
+        scales.k = not_zero(params.k_scale == nullptr ? params.k_scale_value : *params.k_scale);
+        scales.v = not_zero(params.v_scale == nullptr ? params.v_scale_value : *params.v_scale);
         if constexpr (!kAlibi) {
             softmax.m[0] /= scales.k;
             softmax.m[1] /= scales.k;
@@ -296,6 +296,8 @@ struct Consumer {
         const float factor = 1.0f / scales.v;
         multiply_rows(o, factor, factor);
     }
+    // A scale that can be divided by; as good as 0 where it was.
+    __device__ __forceinline__ static float not_zero(float scale) { return scale == 0.0f ? 1e-30f : scale; }
     // From scores as the score step leaves them to exponents of 2
     __device__ __forceinline__ float softmax_scale_log2(const Scales& scales) const {
         return kCacheIsFp8 && !kAlibi ? params.softmax_scale_log2 * scales.k : params.softmax_scale_log2;
@@ -430,7 +432,7 @@ struct Consumer {
         free_v();
     }
 
-    // Results of the tile; then it and Q are free.
+    // Results of the tile, which is free then, as is Q.
     __device__ __forceinline__ void store(const Tile& tile, const TileReader& reader, Output& o,
                                           LazySoftmax& softmax, const Scales& scales) const {
         float factor[2];
@@ -465,11 +467,12 @@ struct Consumer {
             return;
         }
         if constexpr (kOwnOutput) {
-            if (leads) {
-                mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
-                bulk_wait_group_read<0>();  // of the tile before
-            }
-            named_barrier_sync(NB_OWN + wg, 128);
+            if (leads) bulk_wait_group_read<0>();  // of the tile before
+        }
+        // All warps have waited for Q, whose barrier goes on with q_free, and none reads it any more.
+        if constexpr (kOwnOutput || kOutIsFp8) named_barrier_sync(NB_OWN + wg, 128);
+        if constexpr (kOwnOutput) {
+            if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));
         }
         unsigned char* staged = staged_rows();
         const u32 smem_o = smem_address(staged);

@@ -21,7 +21,7 @@ struct Gatherer {
     static constexpr int kPieceTokens = PieceKeys::kPieceTokens;
 
     Stage stage;
-    u32 raw_blocks = 0;  // that TMA has brought
+    u32 raw_blocks = 0;  // of FP8, so far
     const int thread = threadIdx.x % 128;
 
     // All threads of the warpgroup call.
@@ -37,6 +37,7 @@ struct Gatherer {
             } else {
                 copy_span(params, smem, tile);
             }
+            named_barrier_sync(NB_GATHER, 128);  // no warp still waits for its turn
             if (thread == 0) {
                 smem.turns_k.pass_to_loader();
                 smem.turns_v.pass_to_loader();
@@ -181,7 +182,7 @@ struct Gatherer {
     struct Place {
         int page = -1, offset = 0;
 
-        // By a query of the tile; nothing else is read.
+        // By a query of the tile. Nothing else is read, but for the rest of a unit of eight tokens.
         __device__ __forceinline__ bool is_seen() const { return page >= 0; }
     };
 
@@ -213,7 +214,7 @@ struct Gatherer {
             const unsigned char* src = static_cast<const unsigned char*>(params.k_cache);
             if (place.is_seen())
                 src += (place.page * params.k_stride_block + head * params.k_stride_head +
-                        (place.offset + (in_units ? thread % 8 : 0)) * params.x) *
+                        static_cast<i64>(place.offset + (in_units ? thread % 8 : 0)) * params.x) *
                        kElementBytes;
             const int step = in_units ? 8 : 1;
             int in_group = 0;  // dimension, of the x that lie together
@@ -234,7 +235,7 @@ struct Gatherer {
             const unsigned char* src = static_cast<const unsigned char*>(params.v_cache);
             const int step = in_units ? 8 : 1;
             int d = in_units ? thread % 8 : 0;
-            const int dim_elements = params.v_pack == 0 ? params.block_size : params.v_pack;
+            const i64 dim_elements = params.v_pack == 0 ? params.block_size : params.v_pack;
             if (place.is_seen()) {
                 i64 element = place.page * params.v_stride_block + head * params.v_stride_head + place.offset;
                 if (params.v_pack != 0)
@@ -245,7 +246,7 @@ struct Gatherer {
 #pragma unroll 1
             for (; d < kDim; d += step) {
                 copy(v + offset_v(d), src, place.is_seen() && d < params.d_v);
-                src += static_cast<i64>(step) * dim_elements * kElementBytes;
+                src += step * dim_elements * kElementBytes;
             }
         }
         // Of what the thread has copied to V, the tokens of a unit that no query of the tile sees.

@@ -1,4 +1,4 @@
-// Parameters of multi-head attention; rawmla/kernels/mha_forward.py fills them in.
+// Parameters of multi-head attention; rawmla/kernels/mha_forward.py or prefix_prefill.py fills them in.
 #pragma once
 #include "common/types.cuh"
 
@@ -16,7 +16,7 @@ struct Params {
     const void *block_table, *k_cache, *v_cache;
     const float *k_scale, *v_scale, *out_scale;  // null: the numbers at the end
     float *o_accum, *lse_accum;                  // of splits: kernels/mha_combine.cu
-    int* counter;                                // tiles given out; null: CTAs take tiles by turns
+    int* counter;                                // tiles taken after each CTA's first; null: by turns
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 accum_rows;  // of a split
@@ -31,10 +31,9 @@ struct Params {
     int seqlen_q, seqlen_k;
     int total_k;                    // tokens of k; of one request, where all have the same number
     int window_left, window_right;  // kNoBound: none
-    int tiles_per_head;             // without cu_seqlens_q
-    int tiles;
-    int splits;   // parts of a row's keys, which other tiles attend
-    int section;  // heads that are processed together, so that their K and V stay in L2
+    int tiles_per_head, tiles;      // without cu_seqlens_q
+    int splits;                     // parts of a row's keys, which other tiles attend
+    int section;                    // heads that are processed together, so that their K and V stay in L2
     int sink_dtype;
     int alibi_stride_b;
     int num_blocks, block_size;            // of the cache

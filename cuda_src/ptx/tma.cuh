@@ -10,7 +10,6 @@
 // L2 eviction priorities as the createpolicy instruction would encode them.
 constexpr u64 kL2EvictFirst = 0x12F0000000000000ull;
 constexpr u64 kL2EvictNormal = 0x1000000000000000ull;
-constexpr u64 kL2EvictLast = 0x14F0000000000000ull;
 
 __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

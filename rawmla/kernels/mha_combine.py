@@ -10,9 +10,18 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, ParamStruct
 from .common import DTYPES, ceil_div
 
-__all__ = ["PARAMS", "SINK_DTYPES", "Combine", "PreparedCombine", "num_splits", "spec"]
+__all__ = [
+    "MAX_SCRATCH",
+    "PARAMS",
+    "SINK_DTYPES",
+    "Combine",
+    "PreparedCombine",
+    "num_splits",
+    "spec",
+    "state_bytes",
+]
 
-SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
+SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 """Values of the parameter sink_dtype."""
 PARAMS = ParamStruct(
     POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
@@ -23,15 +32,27 @@ PARAMS = ParamStruct(
 )
 _ROWS = 4
 _MAX_SPLITS = 32
+MAX_SCRATCH = 32 * 2**20
+"""Bytes that the results of all splits take at most."""
 _MIN_BLOCKS = 4
 """Blocks of keys that a split has at least: below, the combine costs more than the split saves."""
 
 
-def num_splits(tiles: int, key_blocks: int, sms: int) -> int:
-    """Into how many parts the keys of a call are split; 1 unless few tiles leave multiprocessors idle."""
+def num_splits(tiles: int, key_blocks: int, sms: int, split_bytes: int) -> int:
+    """Into how many parts the keys of a call are split; 1 unless few tiles leave multiprocessors idle.
+
+    ``split_bytes`` is the size of a split's results, `state_bytes`. It is that of all rows of the arrays, so
+    it can be large where few of them are of requests.
+    """
     if tiles >= 0.8 * sms:
         return 1
-    return max(1, min(sms // max(tiles, 1), key_blocks // _MIN_BLOCKS, _MAX_SPLITS))
+    most = min(sms // max(tiles, 1), key_blocks // _MIN_BLOCKS, _MAX_SPLITS, MAX_SCRATCH // split_bytes)
+    return max(1, most)
+
+
+def state_bytes(rows: int, d_accum: int) -> int:
+    """Of the results of a split: O and lse in float32."""
+    return 4 * rows * (d_accum + 1)
 
 
 class Combine(NamedTuple):

@@ -11,7 +11,7 @@ from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mha_combine
 from .common import DTYPES, LOG2_E, ceil_div
-from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
+from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits, state_bytes
 
 __all__ = [
     "NO_BOUND",
@@ -258,10 +258,13 @@ class PreparedMhaForward:
             tiles = min(tiles, heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b))
         sms = jit.device_info(call.device).sm_count
         seen = min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
-        splits = num_splits(tiles, ceil_div(seen, tile.keys), sms)
+        split_bytes = state_bytes(_rows(call), padded(call.d_v))
+        splits = num_splits(tiles, ceil_div(seen, tile.keys), sms, split_bytes)
         tiles *= splits
         unequal = call.varlen or call.window_right < NO_BOUND or call.window_left < NO_BOUND
-        self._combine = _combine(call, splits, capturing) if splits > 1 else None
+        # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
+        combine = _combine(call, splits, capturing)
+        self._combine = combine if splits > 1 else None
         self._is_counted = unequal and tiles > sms
         self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
         if self._combine is not None:
@@ -334,9 +337,12 @@ class PreparedMhaForward:
             return query_map(address, dtype, d, self._group, call.h_q, call.total_q, batches, strides)
 
         def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return key_map(address, dtype, d, self._tile_keys, call.h_kv, call.total_k, batches, strides)
+            tokens = max(1, call.total_k)
+            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, batches, strides)
 
         q, k, v, out = arrays
+        if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
+            k = v = q
         if len(self._maps) >= MAX_MAPS:
             self._maps.clear()
         maps = self._maps[arrays] = (
@@ -433,7 +439,7 @@ def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
 
 
 def _section(call: MhaForwardCall, heads: int) -> int:
-    """Heads whose K and V fit in a good part of L2: a power of two, and no more than there are."""
+    """Heads whose K and V fit in a good part of L2: a power of two, or all there are."""
     group = heads // call.h_kv
     kv_bytes = 2 * call.max_seqlen_k * (call.d_qk + call.d_v)
     most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * group

@@ -9,7 +9,7 @@ from .. import jit
 from . import mha_combine
 from .common import LOG2_E, ceil_div
 from .division import divisor, exact_divisor
-from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits
+from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits, state_bytes
 from .mha_forward import (
     COUNTER_BYTES,
     GATHERED,
@@ -153,9 +153,14 @@ class PreparedPrefixPrefill:
         if has_window:
             seen = min(seen, call.window + call.max_query_len)
         # The combine writes every row, also those that skip_decode leaves alone.
-        splits = 1 if call.skip_decode else num_splits(tiles, ceil_div(seen, tile.keys), sms)
+        split_bytes = state_bytes(call.h_q * call.tokens, padded(call.d))
+        splits = num_splits(tiles, ceil_div(seen, tile.keys), sms, split_bytes)
+        if call.skip_decode:
+            splits = 1
         tiles *= splits
-        self._combine = _combine(call, splits, capturing) if splits > 1 else None
+        # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
+        combine = _combine(call, splits, capturing)
+        self._combine = combine if splits > 1 else None
         self._is_counted = tiles > sms
         self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
         if self._combine is not None:
@@ -166,9 +171,10 @@ class PreparedPrefixPrefill:
         self._out_by_rows = call.fp8_out or not call.o_is_aligned or call.d % 8 != 0
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
         magic, shift = divisor(call.block_size)
-        inverse, bytes_shift = exact_divisor(
-            call.k_strides_cache[0] * (2 if call.cache_dtype == "same" else 1)
-        )
+        inverse = bytes_shift = 0
+        if call.table_has_pointers:
+            itemsize = 2 if call.cache_dtype == "same" else 1
+            inverse, bytes_shift = exact_divisor(call.k_strides_cache[0] * itemsize)
         factor = call.softmax_scale * LOG2_E
         params = PARAMS.pack(
             out_stride_b=0,

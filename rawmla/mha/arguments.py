@@ -20,6 +20,7 @@ __all__ = [
     "check_head_dim",
     "check_options",
     "check_out_layout",
+    "check_softcap",
     "either",
     "fresh_out_strides",
     "order_of",
@@ -28,14 +29,13 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _NUMBERS = (int, float, np.integer, np.floating)
 
 
 def either(name: str, value: Any, alias: str, alias_value: Any) -> Any:
-    """The value of an argument that has a second name."""
-    if alias_value is None:
-        return value
+    """The value of an argument that was given by its second name."""
     if value is not None:
         raise TypeError(f"{alias}: expected it or {name}, which is the same argument, got both")
     return alias_value
@@ -80,6 +80,15 @@ def as_softcap(softcap: Any) -> float:
     if softcap == 0:
         return 0.0
     return as_softmax_scale(softcap, "softcap", "a float")
+
+
+def check_softcap(softmax_scale: float, softcap: float) -> None:
+    """Check that scores divided by the softcap can be computed: the quotient of the two is one in float32."""
+    if softcap and softmax_scale > FLOAT32_MAX * softcap:
+        raise ValueError(
+            f"softcap: expected at least softmax_scale / {FLOAT32_MAX:.4g}, got softcap {softcap} and "
+            f"softmax_scale {softmax_scale}"
+        )
 
 
 def as_window(window_size: Any, causal: bool) -> tuple[int, int]:

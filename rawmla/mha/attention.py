@@ -119,8 +119,7 @@ def flash_attn_varlen_func(
     out : array
         `[total_q, h_q, d_v]` in q's dtype, in the framework of `q`. A fresh one has its dimensions in the
         order of strides of `q` and a contiguous last dimension; where d_v is no multiple of 8, its rows are
-        padded to one. 0 in a row with nothing to attend. Rows of no request are not written, but for calls
-        without any key (total_k == 0), which write all.
+        padded to one. 0 in a row with nothing to attend. Rows of no request are not written.
     lse : array
         float32 `[total_q, h_q]`, the transpose of a contiguous `[h_q, total_q]`: natural logarithm of the sum
         of exponentials of the scores that no mask hides, without the sink; -inf in a row with nothing to
@@ -138,11 +137,12 @@ def flash_attn_varlen_func(
 
     Notes
     -----
-    Allocates the results, at most 16 bytes of scratch and the copies that are named above with the framework
-    of `q`, and enqueues the copies, the clearing of the scratch and one kernel on its current stream. Never
-    synchronises, never reads a length on the host. Nothing is launched without requests or query tokens, and
-    results are filled without keys. There is no backward yet, so a tensor that requires grad is refused
-    while grad is enabled.
+    Allocates the copies that are named above, each with the framework of its array, and the results and
+    scratch with that of `q`. Scratch is 16 bytes, which are cleared, or, where keys are split over
+    multiprocessors because queries are few, 4 * splits * h_q * total_q * (d_v, rounded up to 32, + 1) bytes,
+    at most 32 MiB. Enqueues the copies, the clearing and one kernel, or two with splits, on its current
+    stream. Never synchronises, never reads a length on the host. Nothing is launched without requests or
+    query tokens. There is no backward yet, so a tensor that requires grad is refused while grad is enabled.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
@@ -246,7 +246,8 @@ def flash_attn_varlen_qkvpacked_func(
     Raises
     ------
     TypeError, ValueError, RawMLAError
-        As there; a head_dim_qk that does not go with qkv among them. Errors call the parts `qkv`.
+        As there; a head_dim_qk that does not go with qkv among them. Errors call the parts `qkv`, or q, k and
+        v where torch traces the call.
 
     Notes
     -----
@@ -338,7 +339,8 @@ def flash_attn_varlen_kvpacked_func(
     Raises
     ------
     TypeError, ValueError, RawMLAError
-        As there; a head_dim_qk that does not go with q and kv among them. Errors call the parts `kv`.
+        As there; a head_dim_qk that does not go with q and kv among them. Errors call the parts `kv`, or k
+        and v where torch traces the call.
 
     Notes
     -----
@@ -402,6 +404,7 @@ def flash_attn_func(
     attn_sink: Any = None,
     attention_chunk: int = 0,
     out: Any = None,
+    learnable_sink: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of a batch of requests of one length.
 
@@ -442,6 +445,8 @@ def flash_attn_func(
     --------
     >>> out, lse = rawmla.flash_attn_func(q, k, v, causal=True)
     """
+    if learnable_sink is not None:
+        attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
     if tracing.is_traced(q):
         return operators().flash_attn(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,

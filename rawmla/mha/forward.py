@@ -7,11 +7,18 @@ too in a `_Prepared`; both are kept.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, prod
+from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
-from ..call.checks import INT32_MAX, as_bool, as_softmax_scale, check_place, check_vector
+from ..call.checks import (
+    INT32_MAX,
+    as_bool,
+    as_softmax_scale,
+    check_place,
+    check_vector,
+    mixes_frameworks,
+)
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
 from ..kernels.mha_combine import SINK_DTYPES
@@ -23,6 +30,7 @@ from .arguments import (
     check_head_dim,
     check_options,
     check_out_layout,
+    check_softcap,
     fresh_out_strides,
     walked,
 )
@@ -86,9 +94,7 @@ class _Prepared(NamedTuple):
     allocate: Callable[[], list[Any]]
     """Makes out, unless it is given, lse and the scratch, or None."""
     launch: Callable[..., None] | None
-    """Enqueues the kernel, as `PreparedMhaForward.launch`; None where there is nothing to attend."""
-    fills: bool
-    """There are queries and no keys: results are filled instead."""
+    """Enqueues the kernel, as `PreparedMhaForward.launch`; None without requests or queries."""
     varlen: bool
     """Requests lie where cu_seqlens says."""
 
@@ -153,22 +159,22 @@ def attend(
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
         checked = _checked.get(kind) or _checked.keep(kind, _check(parts, _Arrays(*views)))
         _checked.latest = kind, checked
-    _, copied, mixes_frameworks, default_scale, _, calls = checked
-    if mixes_frameworks:
+    _, copied, has_others, default_scale, _, calls = checked
+    if has_others:
         _check_places(parts, _Arrays(*views))
     if softmax_scale is None:
         softmax_scale = default_scale
+    check_softcap(softmax_scale, softcap)
 
     key = (max_seqlen_q, max_seqlen_k, is_varlen, softmax_scale, left, right, softcap)
     call = calls.get(key) or calls.keep(key, _prepare(checked, key, _Arrays(*views)))
-    allocate, launch, fills, varlen = call
+    allocate, launch, varlen = call
     q_ptr, _, _, _, device, framework, _ = q
     k_ptr, v_ptr = k[0], v[0]
     if copied is not None and launch is not None:
         copies = copies_of(parts, copied, (q, k, v))  # alive until the launch
         q_ptr, k_ptr, v_ptr = [
-            view[0] if copy is None else framework.pointer(copy)
-            for view, copy in zip((q, k, v), copies, strict=True)
+            view[0] if copy is None else copy[1] for view, copy in zip((q, k, v), copies, strict=True)
         ]
     if out_view is None:
         out, lse, scratch = allocate()
@@ -185,13 +191,6 @@ def attend(
         )  # fmt: skip
         scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
         launch(framework.current_stream(device), addresses, scratch_ptr)
-    elif fills:
-        if out_view is None:
-            framework.fill(out, 0)
-        else:
-            _, _, _, _, _, out_framework, out_array = out_view
-            out_framework.fill(out_array, 0)
-        framework.fill(lse, -inf)
     return out, lse
 
 
@@ -260,7 +259,7 @@ def _check(parts: Parts, arrays: _Arrays) -> _Checked:
     return _Checked(
         b=b,
         copied=(copied[0], copied[1], copied[2]) if any(copied) else None,
-        mixes_frameworks=any(view is not None and view[5] is not framework for view in arrays),
+        mixes_frameworks=mixes_frameworks(arrays),
         default_scale=d_qk**-0.5,
         sizes=_Sizes(
             h_q, h_kv, d_qk, d_v, sizes_q[-1], sizes_k[-1], _of_three(q_strides), _of_three(k_strides),
@@ -364,9 +363,8 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> _Prepa
     results: list[NewArray] = [lse]
     if arrays.out is None:
         results.insert(0, ((*q_shape[:-1], d_v), dtype, fresh_out_strides(arrays.q, d_v)))
-    if not b or not max_q or not tokens_k:
-        fills = bool(b and max_q)
-        return _Prepared(framework.allocator(results, 0, device), None, fills, varlen)
+    if not b or not max_q:
+        return _Prepared(framework.allocator(results, 0, device), None, varlen)
     prepared = mha_forward.PreparedMhaForward(
         MhaForwardCall(
             device=device,
@@ -397,18 +395,19 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> _Prepa
         ),
         framework.capture_query(device),
     )
-    return _Prepared(
-        framework.allocator(results, prepared.scratch_bytes, device), prepared.launch, False, varlen
-    )
+    return _Prepared(framework.allocator(results, prepared.scratch_bytes, device), prepared.launch, varlen)
 
 
-def copies_of(parts: Parts, copied: tuple[bool, ...], views: tuple[Fields | None, ...]) -> list[Any]:
-    """Copies of the arrays that kernels cannot walk, and None for the others."""
-    made: list[Any] = []
+def copies_of(
+    parts: Parts, copied: tuple[bool, ...], views: tuple[Fields | None, ...]
+) -> list[tuple[Any, int] | None]:
+    """Copies of the arrays that kernels cannot walk, with their addresses, and None for the others."""
+    made: list[tuple[Any, int] | None] = []
     for (name, index), is_copied, view in zip(parts[:3], copied, views, strict=True):
         if view is None or not is_copied:
             made.append(None)
         else:
             _, _, _, _, _, framework, array = view
-            made.append(framework.aligned_copy(array if index is None else array[index], name))
+            copy = framework.aligned_copy(array if index is None else array[index], name)
+            made.append((copy, framework.pointer(copy)))
     return made

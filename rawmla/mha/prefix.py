@@ -135,13 +135,16 @@ def context_attention_fwd(
 
     Notes
     -----
-    Allocates the copies that are named above and at most 16 bytes of scratch with the framework of `q`, and
-    enqueues the copies, the clearing of the scratch and one kernel on its current stream. Never synchronises,
-    never reads a length, a table or a scale on the host. Nothing is launched without requests or query
-    tokens. There is no backward.
+    Allocates the copies that are named above, each with the framework of its array, and scratch with that of
+    `q`: 16 bytes, which are cleared, or, where keys are split over multiprocessors because queries are few,
+    4 * splits * h_q * tokens * (d, rounded up to 32, + 1) bytes, at most 32 MiB. Enqueues the copies, the
+    clearing and one kernel, or two with splits, on its current stream. Never synchronises, never reads a
+    length, a table or a scale on the host. Nothing is launched without requests or query tokens. There is no
+    backward.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
-    kernel that `rawmla.warmup_call` has not loaded is a `KernelNotReadyError`. Replays follow lengths, tables
+    kernel that neither `rawmla.warmup(prefix_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
+    `KernelNotReadyError`. Replays follow lengths, tables
     and scales that changed in place. CuPy has no graph pools: pass arrays that need no copy; scratch of a
     captured call is never freed.
 
@@ -209,9 +212,9 @@ def context_attention_fwd(
     if latest_kind != kind:
         checked = _checked.get(kind) or _checked.keep(kind, check_arrays(PrefixArrays(*views), *options))
         _checked.latest = kind, checked
-    b, copied, some_strangers, default_scale, _, calls = checked
+    b, copied, has_others, default_scale, _, calls = checked
     _, (tokens, *_), _, _, device, framework, _ = q_view
-    if some_strangers:
+    if has_others:
         check_streams(PrefixArrays(*views), device, framework)
     max_query_len = min(max_input_len, tokens)
     if not b or max_query_len < (2 if skip_decode else 1):
@@ -227,7 +230,7 @@ def context_attention_fwd(
         copies = copies_of(SEPARATE, copied, (q_view, own_k, own_v))  # alive until the launch
         for i, copy in enumerate(copies):
             if copy is not None:
-                addresses[i] = framework.pointer(copy)
+                _, addresses[i] = copy
     (scratch,) = call.allocate()
     scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
     call.launch(framework.current_stream(device), tuple(addresses), scratch_ptr)

@@ -17,6 +17,13 @@ __all__ = ["context_attention_fwd", "flash_attn", "flash_attn_varlen", "unpacked
 _ops = torch.ops.rawmla
 
 
+def refuse_tensors(**numbers: Any) -> None:
+    """Raise if a number was given as a tensor: operators would take it, and reading one waits for the GPU."""
+    for name, number in numbers.items():
+        if isinstance(number, torch.Tensor):
+            raise TypeError(f"{name}: expected a number, got a tensor")
+
+
 def unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> list[Any]:
     """The parts of a packed tensor: views."""
     return [packed[index] for index in packed_parts(name, tuple(packed.shape), head_dim_qk, count)]
@@ -46,6 +53,14 @@ def flash_attn_varlen(
 ) -> tuple[Any, Any]:
     """`rawmla.flash_attn_varlen_func`."""
     check_options(dropout_p, deterministic, attention_chunk)
+    refuse_tensors(
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        is_varlen=is_varlen,
+        softcap=softcap,
+    )
     left, right = as_window(window_size, False)
     call = (
         q,
@@ -88,6 +103,7 @@ def flash_attn(
 ) -> tuple[Any, Any]:
     """`rawmla.flash_attn_func`."""
     check_options(dropout_p, deterministic, attention_chunk)
+    refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
     left, right = as_window(window_size, False)
     call = (q, k, v, softmax_scale, causal, left, right, softcap, attn_sink, alibi_slopes)
     if out is None:
@@ -118,6 +134,11 @@ def context_attention_fwd(
     *others: Any,
 ) -> Any:
     """`rawmla.context_attention_fwd`."""
+    if not str(kv_cache_dtype).startswith("fp8"):
+        k_scale = v_scale = None  # only FP8 caches have scales
+    refuse_tensors(
+        max_seq_len=max_seq_len, max_input_len=max_input_len, sliding_window=sliding_window, sm_scale=sm_scale
+    )
     _ops.context_attention_out.default(
         q,
         k,

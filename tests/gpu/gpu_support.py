@@ -192,7 +192,7 @@ def united_selections(scratch_bytes: int, tokens: int | None = None) -> Any:
 
 def without_splits() -> Any:
     """Inside, prefix prefill does not split the keys of a call, however few tiles it has."""
-    return _patched((prefix_prefill, "num_splits", lambda tiles, key_blocks, sms: 1))
+    return _patched((prefix_prefill, "num_splits", lambda *sizes: 1))
 
 
 def small_plans(max_batch: int) -> Any:

@@ -3,20 +3,20 @@
 The surface is the union of three: FlashMLA 9241ae3 (github.com/deepseek-ai/FlashMLA), the copy in vLLM 0.33
 (github.com/vllm-project/FlashMLA) and sgl-flash-mla 1.0.0 (github.com/sgl-project/FlashMLA). Where their
 positional arguments differ, the type of the argument tells them apart. docs/flash_mla.md has the differences.
-Dense attention, `flash_attn_varlen_*`, is rawmla's own functions, which take FlashMLA's names too.
+Dense attention, `flash_attn_varlen_*`, is rawmla's own functions, which take FlashMLA's names too; here they
+note their calls.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+from collections.abc import Callable
 from typing import Any
 
 from ...call.checks import as_bool
-from ...mha.attention import (
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+from ...mha import attention
 from ...mla import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
@@ -51,6 +51,29 @@ FLASH_MLA, OLD_FLASH_MLA, VLLM, SGL = (
 _takes_tensors = False
 _decode_usage = Usage("flash_mla_with_kvcache")
 _prefill_usage = Usage("flash_mla_sparse_fwd")
+
+
+def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which notes its calls."""
+    usage = Usage(function.__name__)
+    first, second = list(inspect.signature(function).parameters)[:2]
+
+    @functools.wraps(function)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        usage.note(
+            "FlashMLA",
+            args[0] if args else kwargs.get(first),
+            args[1] if len(args) > 1 else kwargs.get(second),
+        )
+        return result
+
+    return noted
+
+
+flash_attn_varlen_func = _noted(attention.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _noted(attention.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _noted(attention.flash_attn_varlen_qkvpacked_func)
 
 
 def check_api(api: Any, name: str = "api") -> None:
