@@ -86,6 +86,7 @@ class FakeFramework:
         self.filled.append((array, value))
 
     def pointer(self, array: FakeArray) -> int:
+        assert array.framework in (None, self), "an array of another framework"
         return array.ptr
 
     def current_stream(self, device: int) -> int:

@@ -503,6 +503,13 @@ class TestLaunch:
         first, second = world.mha
         assert first.call == second.call and first.addresses[5:] == second.addresses[5:]
 
+    def test_alias_of_fixed_lengths(self, world: World) -> None:
+        sink = FakeArray((H_Q,), "float16", ptr=0x6000)
+        rawmla.flash_attn_func(**fixed(), learnable_sink=sink)
+        assert world.mha[0].addresses.attn_sink == 0x6000
+        with pytest.raises(TypeError, match="^learnable_sink: expected it or attn_sink"):
+            rawmla.flash_attn_func(**fixed(), attn_sink=sink, learnable_sink=sink)
+
     def test_unknown_keywords(self, world: World) -> None:
         for name in ("q_descale", "qv", "page_table", "num_splits", "pack_gqa", "return_attn_probs"):
             with pytest.raises(TypeError, match=name):
@@ -711,6 +718,14 @@ class TestLayouts:
         assert launch.call == EXPECTED
         addresses = {other: arguments[other].ptr for other in ("q", "k", "v")} | {name: COPY + 0x1000}
         assert launch.addresses[:3] == (addresses["q"], addresses["k"], addresses["v"])
+
+    def test_copied_of_another_framework(self, world: World) -> None:
+        """By its own framework, which also knows where the copy lies."""
+        arguments, other = plain(), FakeFramework("other")
+        change("k", ptr=0x1008, framework=other)(arguments)
+        call(arguments)
+        assert other.copied == [arguments["k"]] and not world.framework.copied
+        assert world.mha[0].addresses.k == COPY + 0x1000
 
     def test_head_dimensions_that_fill_no_16_bytes(self, world: World) -> None:
         arguments = plain()

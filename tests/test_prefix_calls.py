@@ -711,6 +711,14 @@ class TestLayouts:
         for launch, address in zip(world.prefix, (COPY + 0x1000, COPY + 0x2000), strict=True):
             assert launch.addresses == ADDRESSES._replace(**WITHOUT, **{name: address})
 
+    def test_copied_of_another_framework(self, world: World) -> None:
+        """By its own framework, which also knows where the copy lies."""
+        arguments, other = plain(), FakeFramework("other")
+        change("k", ptr=0x1008, framework=other)(arguments)
+        call(arguments)
+        assert other.copied == [arguments["k"]] and not world.framework.copied
+        assert world.prefix[0].addresses.k == COPY + 0x1000
+
     @pytest.mark.parametrize("own", (True, False))
     def test_head_dimension_that_fills_no_16_bytes(self, world: World, own: bool) -> None:
         """With x below 8: q, k and v are copied; rows of o are padded by the caller."""

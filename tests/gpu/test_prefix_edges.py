@@ -563,6 +563,15 @@ def test_bytes_of_large_numbers(source: dict[str, Any]) -> None:
     assert bool((got[1::2] & 0x7F == 0x7F).all())
 
 
+@pytest.mark.parametrize("name", ("k_scale", "v_scale"))
+def test_scales_of_zero(name: str) -> None:
+    """On the device, where nothing can refuse them: all scores of the context, or all its values, are 0."""
+    case = PrefixCase(**MANY, kv_cache_dtype="fp8_e4m3", x=16, device_scales=True)
+    inputs = make_prefix_inputs(case)
+    getattr(inputs, name).zero_()
+    checked(inputs)
+
+
 @pytest.mark.parametrize("scale", (1e-6, 3e-4, 0.7, 40.0))
 def test_scales_of_o(scale: float) -> None:
     """The smallest makes all elements as large as e4m3 has them, the largest most of them 0."""
