@@ -122,6 +122,7 @@ struct TileReader {
     }
     // All threads of the role, when they will not read the tile again.
     __device__ __forceinline__ void release() const {
+        __syncwarp();
         named_barrier_arrive(NB_TILE_FREE + count % kTileStages, kTileThreads);
     }
 };
