@@ -112,7 +112,7 @@ struct KeyLoader {
             __syncwarp();
         }
     }
-    // Bytes of an FP8 cache, for the gatherer
+    // K of an FP8 cache, for the gatherer to convert
     __device__ __forceinline__ void load_raw(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
         PagedKeys::Loader loader(params, tile);
         const Span& span = tile.spans[kPages];
@@ -163,7 +163,7 @@ struct ValueLoader {
             __syncwarp();
         }
     }
-    // Bytes of an FP8 cache, for the gatherer
+    // V of an FP8 cache, for the gatherer to convert
     __device__ __forceinline__ void load_raw(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
         PagedKeys::Loader loader(params, tile);
         const Span& span = tile.spans[kPages];
@@ -296,7 +296,7 @@ struct Consumer {
         const float factor = 1.0f / scales.v;
         multiply_rows(o, factor, factor);
     }
-    // A scale that can be divided by; as good as 0 where it was.
+    // Scales are divided by: instead of 0, a number that makes as little of the cache.
     __device__ __forceinline__ static float not_zero(float scale) { return scale == 0.0f ? 1e-30f : scale; }
     // From scores as the score step leaves them to exponents of 2
     __device__ __forceinline__ float softmax_scale_log2(const Scales& scales) const {
@@ -469,7 +469,8 @@ struct Consumer {
         if constexpr (kOwnOutput) {
             if (leads) bulk_wait_group_read<0>();  // of the tile before
         }
-        // All warps have waited for Q, whose barrier goes on with q_free, and none reads it any more.
+        // Q is given back, or overwritten, only when no warp reads it or still waits for it: q_full would
+        // pass on to its next phase.
         if constexpr (kOwnOutput || kOutIsFp8) named_barrier_sync(NB_OWN + wg, 128);
         if constexpr (kOwnOutput) {
             if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));

@@ -32,9 +32,9 @@ using Scheduler = TileScheduler<kTileRows, kTileKeys>;
 // Whether O has a place of its own in shared memory. Then the next tile's Q is copied while O is stored.
 constexpr bool kOwnOutput = OUT_BUFFER;
 
-// Turns of two roles that fill the same places, in each tile first the loader of arrays, then the gatherer of
-// pages. A parity tells only neighbouring phases apart, so that neither may look at whether a place is free
-// before the other has seen its own places free.
+// Turns of two roles that fill the same places: in each tile first the loader of arrays, then the gatherer of
+// pages. A role may ask whether a place is free only when the other has seen all its own places free, since a
+// parity tells only neighbouring phases apart.
 struct Turns {
     u64 loader, gatherer;
 
