@@ -30,24 +30,24 @@ NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/
 
 README_CASES = (
     "decode-b128-q1-k8192-h128-bf16-fixed",
-    "decode-b128-q2-k8192-h128-causal-bf16-fixed",
     "decode-b128-q1-k8192-h64-bf16-fixed",
     "decode-b128-q1-k8192-h16-bf16-fixed",
     "decode-b1-q1-k8192-h128-bf16-fixed",
     "sparse-v32-b2-q2-k32768-h128-top2048",
-    "sparse-v32-b64-q2-k32768-h128-top2048",
     "sparse-v32-b128-q1-k32768-h16-top2048",
     "sparse-model1-b128-q2-k16384-h64-top128-extra512page64",
     "prefill-bf16d576-q4096-kv131072-h128-top2048",
-    "prefill-bf16d576-q4096-kv8192-h64-top2048",
     "prefill-bf16d576-q4096-kv8192-h8-top2048",
+    "mha-b2-s8192-h16-d128-causal-bf16-fixed",
+    "mha-b2-s8192-h16-d192v128-bf16-fixed",
+    "prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16",
 )
 """Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
 
 LEGEND = (
     "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; stored "
     "times of other libraries were taken so, and ratios to them are formed with this column alone. "
-    "Sustained: mean of the second half of 2 seconds of load, what a server sees at the power limit. A "
+    "Sustained: mean of the second half of seconds of load, what a server sees at the power limit. A "
     "library beside ran in the same process, in turns with rawmla and in all three ways. A dash: not "
     "measured. Better other library: the faster of FlashMLA and FlashAttention-3 (which is stored for dense "
     "decoding with fixed lengths); of sparse attention with 8 to 32 heads, FlashMLA runs 64; of dense "
@@ -142,16 +142,15 @@ def stored_peers(record: dict[str, Any], path: Path) -> list[against.Stored]:
 def readme_cells(rows: Sequence[Row], stored: Sequence[against.Stored]) -> report.Cells:
     """The few cases of README, each beside the better other library."""
 
-    def best(row: Row) -> against.Stored | None:
-        known = [other for other in stored if other.case == row["case"] and against.LIST_WAY in other.times]
-        return min(known, key=lambda other: other.times[against.LIST_WAY], default=None)
+    way = against.LIST_WAY
 
     def peer(row: Row) -> str:
-        other = best(row)
-        return f"{other.times[against.LIST_WAY]:.1f} {other.label}" if other else EMPTY
+        known = [(o.times[way], o.label) for o in stored if o.case == row["case"] and way in o.times]
+        known += [(p.theirs, p.label) for p in against.pairs(row, []) if p.way == way]
+        return "{:.1f} {}".format(*min(known)) if known else EMPTY
 
     def ratio(row: Row) -> str:
-        pair = against.better(against.pairs(row, stored), against.LIST_WAY)
+        pair = against.better(against.pairs(row, stored), way)
         return f"{pair.ratio:.2f}" if pair else EMPTY
 
     shown = (
@@ -177,7 +176,7 @@ def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
         parts += [
             f"A few cases, kernels compiled by NVRTC {version}; every case is in "
             "[docs/performance.md](docs/performance.md). In their names b counts requests, q query tokens of "
-            "each, k or kv tokens of context, h heads, top selected tokens:",
+            "each, s, k, kv or ctx tokens of context, h heads, top selected tokens:",
             report.markdown(readme_cells(rows, stored_peers(record, peers))),
             f"{LEGEND} {against.NOTE}",
             "![Roofline of the benchmark](docs/roofline.png)",

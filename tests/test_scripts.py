@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1351,7 +1352,7 @@ def test_calls_per_graph() -> None:
 
     for case in (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases()):
         calls = measure.calls_per_graph(case)
-        assert 4 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
+        assert 2 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
         assert calls == 10 or (calls + 1) * case.flops() > measure.GRAPH_FLOPS
     assert measure.calls_per_graph(cases.PrefillCase(1 << 20, 8192, 128, 576, 2048)) == 1
 
@@ -1885,14 +1886,23 @@ def test_the_tests_in_one_sentence() -> None:
 
 
 def test_readme_cases_are_a_fair_choice() -> None:
-    """Twelve, each beside a stored time; where another library is faster by its stored time among them."""
+    """Twelve, beside a stored time or a library in the same process; where another library is faster by its
+    stored time among them.
+    """
     names = update_figures.README_CASES
     assert len(set(names)) == 12
     stored = {other.case for other in against.load(PEERS)}
-    assert set(names) <= stored
-    chosen = [families.family_of(name).name for name in names]
-    assert [chosen.count(name) for name in ("dense decode", "sparse V3.2", "sparse MODEL1")] == [5, 3, 1]
-    assert chosen.count("sparse prefill") == 3 and SLOWER in names
+    chosen = {name: families.family_of(name).name for name in names}
+    assert all(name in stored or family == "dense attention" for name, family in chosen.items())
+    assert Counter(chosen.values()) == {
+        "dense decode": 4,
+        "sparse V3.2": 2,
+        "sparse MODEL1": 1,
+        "sparse prefill": 2,
+        "dense attention": 2,
+        "prefix prefill": 1,
+    }
+    assert SLOWER in names
 
 
 def test_readme_section() -> None:

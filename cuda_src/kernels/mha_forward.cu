@@ -188,7 +188,11 @@ struct ValueTrimmer {
             if (tile.request < 0) break;
             trim<ArrayKeys>(params, smem, tile);
             if constexpr (kPagesByTma) trim<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) loads += tile.spans[kPages].blocks();
+            if constexpr (kPagesGathered) {
+                loads += tile.spans[kPages].blocks();
+                __syncwarp();
+                named_barrier_arrive(NB_TRIMMED + reader.count % kTileStages, 128 + 32);
+            }
             reader.release();
         }
     }

@@ -32,6 +32,8 @@ struct Gatherer {
             stage.number += tile.spans[kArrays].blocks();
             smem.turns_k.wait_for_gatherer(reader.count);
             smem.turns_v.wait_for_gatherer(reader.count);
+            // Consumers wait for the trimmer, and v_free for them; racecheck does not follow so far.
+            named_barrier_sync(NB_TRIMMED + reader.count % kTileStages, 128 + 32);
             if constexpr (kCacheIsFp8) {
                 convert_span(params, smem, tile);
             } else {

@@ -122,7 +122,7 @@ SPARSE_METHOD = (
 )
 PREFILL_METHOD = (
     "Sparse prefill: for the rested and the sustained figure a graph has fewer calls where 10 are more than "
-    f"10 TFLOP together; FLOPs = 2 * s_q * h_q * topk * (d_qk + {cases.D_V}); bytes = each selected token "
+    f"5 TFLOP together; FLOPs = 2 * s_q * h_q * topk * (d_qk + {cases.D_V}); bytes = each selected token "
     "once, however often it is selected, q and out; indices are a random subset of the s_kv tokens. "
     "'Gathered first': all tokens of a paged cache gathered into bf16 rows, then bf16 prefill, together (in "
     "brackets the gather alone)."

@@ -33,8 +33,8 @@ METADATA_GRAPH_CALLS = (20, 120)
 HOST_BURSTS = 10
 HOST_CALLS = 500  # of a burst
 ROUNDS_BESIDE = 3
-GRAPH_FLOPS = 10**13
-"""Operations of one graph at most, unless one call has more: 16 ms or so. Replays of ten calls of 4 ms would
+GRAPH_FLOPS = 5 * 10**12
+"""Operations of one graph at most, unless one call has more: 8 ms or so. Replays of ten calls of 4 ms would
 mostly run at the power limit, and the GPU would idle for seconds after them."""
 
 AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase | PrefixCase

@@ -69,4 +69,4 @@ def test_small_prefix_call(case: PrefixCase) -> None:
 @pytest.mark.parametrize("source", ({}, {"x": 16}, FP8), ids=("by TMA", "gathered", "fp8"))
 def test_more_tiles_than_sms(source: dict[str, Any]) -> None:
     """Tiles that a CTA takes one after the other, from the counter."""
-    check_small_call(PrefixCase((5, 1, 3) * 50, (40, 0, 130) * 50, h_q=2, h_kv=2, **source))
+    check_small_call(PrefixCase((5, 1, 3) * 50, (40, 0, 130) * 50, h_q=1, h_kv=1, **source))
