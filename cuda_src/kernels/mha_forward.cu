@@ -6,7 +6,7 @@
 //   warpgroup 0, warp 0   schedules tiles and copies Q and K to shared memory with TMA
 //   warpgroup 0, warp 1   copies V
 //   warpgroup 0, warp 2   clears rows of V that no query of the tile sees
-//   warpgroup 1           with PAGED 2, gathers K and V of pages
+//   warpgroup 1           with PAGED 2, gathers K and V of pages, and clears rows of V in place of warp 2
 //   the others            64 rows of the tile each: S = Q K^T, softmax, O += P V
 // A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under
 // P V. Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's
@@ -24,6 +24,7 @@
 #include "mha/scores.cuh"
 #include "mha/sink.cuh"
 #include "mha/tiles.cuh"
+#include "mha/trim.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
@@ -177,51 +178,17 @@ struct ValueLoader {
     }
 };
 
-// Clears rows of V that no query of the tile sees (mha/tiles.cuh), and hands V on to the consumers.
-struct ValueTrimmer {
-    u32 loads = 0;   // of V so far
-    u32 landed = 0;  // parities of the stages
-
-    __device__ __forceinline__ void run(const Params& params, SharedMemoryPlan& smem) {
-        for (TileReader reader;; ++reader.count) {
-            const Tile& tile = reader.next(smem);
-            if (tile.request < 0) break;
-            trim<ArrayKeys>(params, smem, tile);
-            if constexpr (kPagesByTma) trim<PagedKeys>(params, smem, tile);
-            if constexpr (kPagesGathered) {
-                loads += tile.spans[kPages].blocks();
-                __syncwarp();
-                named_barrier_arrive(NB_TRIMMED + reader.count % kTileStages, 128 + 32);
-            }
-            reader.release();
-        }
+// The warp that trims V.
+__device__ __forceinline__ void trim_values(const Params& params, SharedMemoryPlan& smem) {
+    ValueTrimmer<32> trimmer;
+    for (TileReader reader;; ++reader.count) {
+        const Tile& tile = reader.next(smem);
+        if (tile.request < 0) break;
+        trimmer.trim<ArrayKeys>(params, smem, tile);
+        if constexpr (kPagesByTma) trimmer.trim<PagedKeys>(params, smem, tile);
+        reader.release();
     }
-
-  private:
-    template <class Keys>
-    __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
-        const Span& span = tile.spans[Keys::kSpan];
-        const int blocks = span.blocks();
-        if (blocks > 0 && span.trims(span.end_block - 1)) trim_block<Keys>(params, smem, tile, 0);
-        if (blocks > 1 && span.trims(span.first_block)) trim_block<Keys>(params, smem, tile, blocks - 1);
-        loads += blocks;
-    }
-    // `index`: the block's place in the order of loads
-    template <class Keys>
-    __device__ __forceinline__ void trim_block(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
-                                               int index) {
-        const Span& span = tile.spans[Keys::kSpan];
-        const u32 stage = (loads + index) % kStages;
-        mbarrier_wait_parity(smem_address(&smem.bar_v_landed[stage]), landed >> stage & 1);
-        landed ^= 1 << stage;
-        const int block = span.end_block - 1 - index;
-        Keys::trim(smem.v[stage], rows_to_keep<kTileRows, kTileKeys>(params, tile, span, block),
-                   lane_index());
-        fence_proxy_async();
-        __syncwarp();
-        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_v_full[stage]));
-    }
-};
+}
 
 // One consumer: 64 rows of each tile.
 struct Consumer {
@@ -609,8 +576,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
             KeyLoader(params).run(params, smem);
         } else if (warp_idx == 1) {
             ValueLoader{}.run(params, smem);
-        } else if (warp_idx == 2) {
-            ValueTrimmer{}.run(params, smem);
+        } else if (!kPagesGathered && warp_idx == 2) {
+            trim_values(params, smem);
         }
     } else if (kPagesGathered && wg_idx == 1) {
         setmaxnreg_dec<kGathererRegisters>();

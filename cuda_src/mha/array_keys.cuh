@@ -75,12 +75,14 @@ struct ArrayKeys {
         pack_probabilities<kDtype>(s, p);
     }
     // All but `rows`.
-    __device__ __forceinline__ static void trim(unsigned char* v, const KeyInterval& rows, int lane) {
+    template <int kThreads>
+    __device__ __forceinline__ static void trim(unsigned char* v, const KeyInterval& rows, int thread) {
 #pragma unroll 1
         for (int chunk = 0; chunk < kChunksV; ++chunk) {
             uint4* units = reinterpret_cast<uint4*>(v + chunk * KeyRows::kBytes);
-            for (int i = lane; i < 8 * rows.begin; i += 32) units[i] = make_uint4(0, 0, 0, 0);
-            for (int i = 8 * rows.end + lane; i < 8 * kTileKeys; i += 32) units[i] = make_uint4(0, 0, 0, 0);
+            for (int i = thread; i < 8 * rows.begin; i += kThreads) units[i] = make_uint4(0, 0, 0, 0);
+            for (int i = 8 * rows.end + thread; i < 8 * kTileKeys; i += kThreads)
+                units[i] = make_uint4(0, 0, 0, 0);
         }
     }
 };

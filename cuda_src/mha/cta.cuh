@@ -78,11 +78,11 @@ struct SharedMemoryPlan {
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
 // Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i; place i for a
-// tile is free behind NB_TILE_FREE + i; V of its arrays is trimmed behind NB_TRIMMED + i, for who gathers.
+// tile is free behind NB_TILE_FREE + i.
 constexpr int NB_TURN = 1, NB_OWN = NB_TURN + kConsumers, NB_GATHER = NB_OWN + kConsumers;
-constexpr int NB_TILE_FREE = NB_GATHER + 1, NB_TRIMMED = NB_TILE_FREE + kTileStages;
-// Who writes and reads tiles: the warp that schedules, those that load V and trim it, consumers, gatherers.
-constexpr int kTileThreads = 32 * 3 + 128 * (kConsumers + kPagesGathered);
+constexpr int NB_TILE_FREE = NB_GATHER + 1;
+// Who writes and reads tiles: the warp that schedules, the one that loads V, who trims it, consumers.
+constexpr int kTileThreads = 32 * 2 + (kPagesGathered ? 128 : 32) + 128 * kConsumers;
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll

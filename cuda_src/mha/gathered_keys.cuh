@@ -9,7 +9,9 @@
 #pragma once
 #include "common/fp8.cuh"
 #include "common/math.cuh"
+#include "mha/array_keys.cuh"
 #include "mha/piece_keys.cuh"
+#include "mha/trim.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 
@@ -20,6 +22,7 @@ struct Gatherer {
     static constexpr int kDim = kDimV;
     static constexpr int kPieceTokens = PieceKeys::kPieceTokens;
 
+    ValueTrimmer<128> trimmer;
     Stage stage;
     u32 raw_blocks = 0;  // of FP8, so far
     const int thread = threadIdx.x % 128;
@@ -29,11 +32,12 @@ struct Gatherer {
         for (TileReader reader;; ++reader.count) {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
+            // Here, so that all who write V with ordinary stores are one warpgroup.
+            trimmer.trim<ArrayKeys>(params, smem, tile);
+            trimmer.loads += tile.spans[kPages].blocks();
             stage.number += tile.spans[kArrays].blocks();
             smem.turns_k.wait_for_gatherer(reader.count);
             smem.turns_v.wait_for_gatherer(reader.count);
-            // Consumers wait for the trimmer, and v_free for them; racecheck does not follow so far.
-            named_barrier_sync(NB_TRIMMED + reader.count % kTileStages, 128 + 32);
             if constexpr (kCacheIsFp8) {
                 convert_span(params, smem, tile);
             } else {

@@ -56,17 +56,19 @@ struct PagedKeys : PieceKeys {
     };
 
     // All but `rows`, in the pieces that have some of them; the others are zeros.
-    __device__ __forceinline__ static void trim(unsigned char* v, const KeyInterval& rows, int lane) {
-        trim_piece(v, rows, rows.begin / kPieceTokens, lane);
-        trim_piece(v, rows, (rows.end - 1) / kPieceTokens, lane);
+    template <int kThreads>
+    __device__ __forceinline__ static void trim(unsigned char* v, const KeyInterval& rows, int thread) {
+        trim_piece<kThreads>(v, rows, rows.begin / kPieceTokens, thread);
+        trim_piece<kThreads>(v, rows, (rows.end - 1) / kPieceTokens, thread);
     }
 
   private:
+    template <int kThreads>
     __device__ __forceinline__ static void trim_piece(unsigned char* v, const KeyInterval& rows, int piece,
-                                                      int lane) {
+                                                      int thread) {
         const int first = rows.begin - piece * kPieceTokens, end = rows.end - piece * kPieceTokens;
 #pragma unroll 1
-        for (int i = lane; i < kDimV * kPieceTokens; i += 32) {
+        for (int i = thread; i < kDimV * kPieceTokens; i += kThreads) {
             const int d = i / kPieceTokens, token = i % kPieceTokens;
             u16* eight = reinterpret_cast<u16*>(v + piece * kPieceBytesV + offset_v(d, token / 8));
             if (token < first || token >= end) eight[token % 8] = 0;
