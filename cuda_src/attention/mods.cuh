@@ -1,0 +1,193 @@
+// What the text of a score or mask function calls: rawmla/attention/operators.py writes it from a Python
+// function, with torch's meaning of every operation. int and i64 arithmetic wraps.
+#pragma once
+#include "common/math.cuh"
+#include "common/types.cuh"
+
+// ---- captured arrays
+
+struct Bf16 {
+    u16 bits;
+};
+struct F16 {
+    u16 bits;
+};
+struct Bool {
+    unsigned char byte;
+};
+
+__device__ __forceinline__ float value_of(Bf16 x) { return __uint_as_float(static_cast<u32>(x.bits) << 16); }
+__device__ __forceinline__ float value_of(F16 x) { return unpack_f16(x.bits).x; }
+__device__ __forceinline__ bool value_of(Bool x) { return x.byte != 0; }
+__device__ __forceinline__ float value_of(double x) { return static_cast<float>(x); }
+template <class T>
+__device__ __forceinline__ T value_of(T x) {
+    return x;
+}
+
+// An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no function
+// can read another array's memory.
+__device__ __forceinline__ int inside(int index, int size) {
+    return max_int(min_int(index < 0 ? index + size : index, size - 1), 0);
+}
+__device__ __forceinline__ int inside(i64 index, int size) {
+    if (index < 0) index += size;
+    return static_cast<int>(index < 0 ? 0 : index < size ? index : size - 1);
+}
+
+// Of kRank dimensions; nothing writes to it while the kernel runs.
+template <class T, int kRank>
+struct Captured {
+    const T* data;
+    i64 strides[kRank == 0 ? 1 : kRank];  // elements
+    int sizes[kRank == 0 ? 1 : kRank];
+
+    template <class... Indices>
+    __device__ __forceinline__ auto operator()(Indices... indices) const {
+        static_assert(sizeof...(Indices) == kRank);
+        return value_of(data[offset<0>(indices...)]);
+    }
+
+  private:
+    template <int kDim>
+    __device__ __forceinline__ i64 offset() const {
+        return 0;
+    }
+    template <int kDim, class Index, class... Others>
+    __device__ __forceinline__ i64 offset(Index index, Others... others) const {
+        return inside(index, sizes[kDim]) * strides[kDim] + offset<kDim + 1>(others...);
+    }
+};
+
+// ---- arithmetic
+
+__device__ __forceinline__ float torch_add(float a, float b) { return a + b; }
+__device__ __forceinline__ int torch_add(int a, int b) {
+    return static_cast<int>(static_cast<u32>(a) + static_cast<u32>(b));
+}
+__device__ __forceinline__ i64 torch_add(i64 a, i64 b) {
+    return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b));
+}
+__device__ __forceinline__ float torch_sub(float a, float b) { return a - b; }
+__device__ __forceinline__ int torch_sub(int a, int b) {
+    return static_cast<int>(static_cast<u32>(a) - static_cast<u32>(b));
+}
+__device__ __forceinline__ i64 torch_sub(i64 a, i64 b) {
+    return static_cast<i64>(static_cast<u64>(a) - static_cast<u64>(b));
+}
+__device__ __forceinline__ float torch_mul(float a, float b) { return a * b; }
+__device__ __forceinline__ int torch_mul(int a, int b) {
+    return static_cast<int>(static_cast<u32>(a) * static_cast<u32>(b));
+}
+__device__ __forceinline__ i64 torch_mul(i64 a, i64 b) {
+    return static_cast<i64>(static_cast<u64>(a) * static_cast<u64>(b));
+}
+__device__ __forceinline__ float torch_neg(float a) { return -a; }
+template <class T>
+__device__ __forceinline__ T torch_neg(T a) {
+    return torch_sub(T(0), a);
+}
+__device__ __forceinline__ float torch_abs(float a) { return fabsf(a); }
+template <class T>
+__device__ __forceinline__ T torch_abs(T a) {
+    return a < 0 ? torch_neg(a) : a;
+}
+__device__ __forceinline__ float torch_div(float a, float b) { return a * reciprocal_approx(b); }
+__device__ __forceinline__ float torch_trunc_divide(float a, float b) { return truncf(a / b); }
+template <class T>
+__device__ __forceinline__ T torch_trunc_divide(T a, T b) {
+    if (b == -1) return torch_neg(a);
+    return b == 0 ? T(-1) : a / b;
+}
+__device__ __forceinline__ float torch_fmod(float a, float b) { return fmodf(a, b); }
+template <class T>
+__device__ __forceinline__ T torch_fmod(T a, T b) {
+    return b == 0 || b == -1 ? T(0) : a % b;
+}
+// With the sign of the divisor.
+__device__ __forceinline__ float torch_remainder(float a, float b) {
+    const float rest = fmodf(a, b);
+    return rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? rest + b : rest;
+}
+template <class T>
+__device__ __forceinline__ T torch_remainder(T a, T b) {
+    const T rest = torch_fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+__device__ __forceinline__ float torch_floor_divide(float a, float b) {
+    if (b == 0.0f) return a / b;
+    const float quotient = (a - torch_remainder(a, b)) / b;
+    const float down = floorf(quotient);
+    return quotient == 0.0f ? copysignf(0.0f, a / b) : quotient - down > 0.5f ? down + 1.0f : down;
+}
+template <class T>
+__device__ __forceinline__ T torch_floor_divide(T a, T b) {
+    const T quotient = torch_trunc_divide(a, b);
+    return torch_fmod(a, b) != 0 && (a < 0) != (b < 0) ? quotient - 1 : quotient;
+}
+// NaN if one of them is.
+__device__ __forceinline__ float torch_maximum(float a, float b) { return a != a || a > b ? a : b; }
+__device__ __forceinline__ float torch_minimum(float a, float b) { return a != a || a < b ? a : b; }
+template <class T>
+__device__ __forceinline__ T torch_maximum(T a, T b) {
+    return a > b ? a : b;
+}
+template <class T>
+__device__ __forceinline__ T torch_minimum(T a, T b) {
+    return a < b ? a : b;
+}
+template <class T>
+__device__ __forceinline__ T torch_sign(T a) {
+    return T((a > T(0)) - (a < T(0)));
+}
+template <class T>
+__device__ __forceinline__ T torch_square(T a) {
+    return torch_mul(a, a);
+}
+__device__ __forceinline__ float torch_pow(float a, float b) { return powf(a, b); }
+template <class T>
+__device__ __forceinline__ T torch_pow(T a, T b) {
+    if (b < 0) return a == 1 ? T(1) : a == -1 ? T(b % 2 == 0 ? 1 : -1) : T(0);
+    T power = 1;
+    for (; b > 0; b /= 2, a = torch_mul(a, a))
+        if (b % 2 != 0) power = torch_mul(power, a);
+    return power;
+}
+template <class T>
+__device__ __forceinline__ T torch_left_shift(T a, T b) {
+    constexpr int kBits = 8 * sizeof(T);
+    return b < 0 || b >= kBits ? T(0) : static_cast<T>(static_cast<u64>(a) << b);
+}
+template <class T>
+__device__ __forceinline__ T torch_right_shift(T a, T b) {
+    constexpr int kBits = 8 * sizeof(T);
+    return a >> (b < 0 || b >= kBits ? T(kBits - 1) : b);
+}
+
+// ---- functions
+
+__device__ __forceinline__ float torch_reciprocal(float x) { return 1.0f / x; }
+__device__ __forceinline__ float torch_exp(float x) { return exp2_approx(x * kLog2E); }
+__device__ __forceinline__ float torch_exp2(float x) { return exp2_approx(x); }
+__device__ __forceinline__ float torch_log(float x) { return log2_approx(x) * kLn2; }
+__device__ __forceinline__ float torch_log2(float x) { return log2_approx(x); }
+__device__ __forceinline__ float torch_log10(float x) { return log2_approx(x) * 0.301029995663981195f; }
+__device__ __forceinline__ float torch_tanh(float x) { return tanh_approx(x); }
+__device__ __forceinline__ float torch_sigmoid(float x) {
+    return reciprocal_approx(1.0f + exp2_approx(x * -kLog2E));
+}
+__device__ __forceinline__ float torch_silu(float x) { return x * torch_sigmoid(x); }
+__device__ __forceinline__ float torch_frac(float x) { return x - truncf(x); }
+__device__ __forceinline__ float torch_gelu(float x) {
+    return 0.5f * x * (1.0f + erff(x * 0.707106781186547524f));
+}
+__device__ __forceinline__ float torch_gelu_tanh(float x) {
+    return 0.5f * x * (1.0f + tanhf(0.797884560802865356f * (x + 0.044715f * x * x * x)));
+}
+__device__ __forceinline__ float torch_softplus(float x, float beta, float threshold) {
+    return x * beta > threshold ? x : log1pf(expf(x * beta)) / beta;
+}
+__device__ __forceinline__ float torch_leaky_relu(float x, float slope) { return x > 0.0f ? x : x * slope; }
+__device__ __forceinline__ float torch_elu(float x, float alpha, float scale, float input_scale) {
+    return x > 0.0f ? x * scale : expm1f(x * input_scale) * (alpha * scale);
+}

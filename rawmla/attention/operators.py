@@ -1,0 +1,582 @@
+"""CUDA text of torch's operators on single numbers and short vectors: cuda_src/attention/mods.cuh has what it
+calls.
+
+An operator is a function of a `Writer` and of what the traced call had as arguments: `Value`, `View`, numbers
+and lists of them. `meta` is the fake result of the call, which tells its dtype and shape.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["MAX_ELEMENTS", "OPERATORS", "Refused", "Value", "View", "Writer"]
+
+MAX_ELEMENTS = 16
+"""Of a vector that a function may have in between."""
+_C_TYPES = {
+    torch.bool: "bool",
+    torch.uint8: "unsigned char",
+    torch.int8: "signed char",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "i64",
+    torch.bfloat16: "float",
+    torch.float16: "float",
+    torch.float32: "float",
+    torch.float64: "float",
+}
+"""All floating-point numbers are float in between."""
+
+
+class Refused(Exception):
+    """What a function does and kernels cannot; the message goes on from "the function's name: "."""
+
+
+class Value(NamedTuple):
+    """Numbers in between: C++ expressions without side effects, in the order of a contiguous array."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    items: tuple[str, ...]
+
+
+class View(NamedTuple):
+    """Part of a captured array, not read yet: of each of its dimensions an index, or what a slice leaves.
+
+    The dimensions of the view are those with a range, in their order.
+    """
+
+    capture: int
+    dtype: torch.dtype
+    dims: tuple[str | range, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(len(dim) for dim in self.dims if isinstance(dim, range))
+
+
+class Writer:
+    """Collects the statements of a function, and the numbers that it closes over.
+
+    Attributes
+    ----------
+    lines : list of str
+        Statements.
+    numbers : list
+        Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.numbers: list[Any] = []
+
+    def let(self, c_type: str, text: str) -> str:
+        """Name the value of an expression."""
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"const {c_type} {name} = {text};")
+        return name
+
+    def number(self, number: Any) -> str:
+        """A Python number or 0-d CPU tensor as a parameter of the kernel."""
+        self.numbers.append(number)
+        return f"mod.n{len(self.numbers) - 1}"
+
+    def value(self, x: Any) -> Value:
+        """A number, or a view that is read now, as a value."""
+        if isinstance(x, Value):
+            return x
+        if isinstance(x, View):
+            return self._read(x)
+        if isinstance(x, bool):
+            return Value(torch.bool, (), ("true" if x else "false",))
+        if isinstance(x, int):
+            return Value(torch.int64, (), (self.number(x),))
+        if isinstance(x, float):
+            if math.isinf(x):
+                return Value(torch.float32, (), ("kInfinity" if x > 0 else "-kInfinity",))
+            return Value(torch.float32, (), ("kNaN" if math.isnan(x) else self.number(x),))
+        raise Refused(f"an argument of type {type(x).__name__}")
+
+    def _read(self, view: View) -> Value:
+        count = math.prod(view.shape)
+        if count > MAX_ELEMENTS:
+            raise Refused(
+                f"reads {count} elements of a captured tensor at once (shape {list(view.shape)}); at most "
+                f"{MAX_ELEMENTS} can be in use, index it by b, h, q_idx or kv_idx"
+            )
+        choices = [dim if isinstance(dim, range) else (dim,) for dim in view.dims]
+        items = []
+        for indices in itertools.product(*choices):
+            items.append(self.let(_C_TYPES[view.dtype], f"mod.t{view.capture}({', '.join(map(str, indices))})"))
+        return Value(view.dtype, view.shape, tuple(items))
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        """The same numbers in another dtype."""
+        if _C_TYPES[dtype] == _C_TYPES[value.dtype]:
+            return value._replace(dtype=dtype)
+        if dtype == torch.bool:
+            items = tuple(f"({item} != 0)" for item in value.items)
+        else:
+            items = tuple(f"static_cast<{_C_TYPES[dtype]}>({item})" for item in value.items)
+        return Value(dtype, value.shape, items)
+
+    def broadcast(self, value: Value, shape: tuple[int, ...]) -> Value:
+        """The same numbers, repeated to fill a shape."""
+        if value.shape == shape:
+            return value
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise Refused(f"has a vector of shape {list(shape)} in between, more than {MAX_ELEMENTS} elements")
+        own = (1,) * (len(shape) - len(value.shape)) + value.shape
+        items = []
+        for place in itertools.product(*map(range, shape)):
+            position = 0
+            for extent, index in zip(own, place, strict=True):
+                position = position * extent + (index if extent > 1 else 0)
+            items.append(value.items[position])
+        return Value(value.dtype, shape, tuple(items))
+
+    def elementwise(
+        self,
+        dtype: torch.dtype,
+        arguments: Sequence[Any],
+        text: Callable[..., str],
+        result: torch.dtype | None = None,
+    ) -> Value:
+        """Apply ``text`` to the elements of arguments in a dtype; ``result``: the dtype it leaves."""
+        values = [self.cast(self.value(x), dtype) for x in arguments]
+        shape = torch.broadcast_shapes(*(value.shape for value in values))
+        columns = zip(*(self.broadcast(value, tuple(shape)).items for value in values), strict=True)
+        left = result or dtype
+        items = tuple(self.let(_C_TYPES[left], text(*column)) for column in columns)
+        return Value(left, tuple(shape), items)
+
+
+Operator = Callable[..., Any]
+OPERATORS: dict[str, Operator] = {}
+"""By the name that torch's schema has, without namespace and overload."""
+
+
+def _operator(*names: str) -> Callable[[Operator], Operator]:
+    def keep(function: Operator) -> Operator:
+        for name in names:
+            OPERATORS[name] = function
+        return function
+
+    return keep
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a result of this dtype is computed: small integers are cut down afterwards."""
+    if dtype in (torch.uint8, torch.int8, torch.int16, torch.bool):
+        return torch.int32
+    return dtype
+
+
+def _call(name: str) -> Callable[..., str]:
+    return lambda *items: f"{name}({', '.join(items)})"
+
+
+def _in_result_dtype(name: str) -> Operator:
+    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
+        computed = writer.elementwise(_computed(meta.dtype), arguments, _call(name))
+        return writer.cast(computed, meta.dtype)
+
+    return operator
+
+
+def _in_float(name: str) -> Operator:
+    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
+        return writer.elementwise(torch.float32, arguments, _call(name))
+
+    return operator
+
+
+def _promoted(writer: Writer, arguments: Sequence[Any]) -> torch.dtype:
+    """The dtype in which torch compares."""
+    dtypes = [
+        torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, (Value, View)) else x for x in arguments
+    ]
+    found = dtypes[0].dtype if len(dtypes) == 1 else torch.result_type(*dtypes)
+    return _computed(found)
+
+
+def _comparison(sign: str) -> Operator:
+    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
+        dtype = _promoted(writer, arguments)
+        return writer.elementwise(dtype, arguments, lambda a, b: f"{a} {sign} {b}", torch.bool)
+
+    return operator
+
+
+def _bitwise(sign: str) -> Operator:
+    def operator(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
+        dtype = meta.dtype if meta.dtype == torch.bool else _computed(meta.dtype)
+        return writer.cast(writer.elementwise(dtype, (a, b), lambda x, y: f"{x} {sign} {y}"), meta.dtype)
+
+    return operator
+
+
+def _logical(text: Callable[..., str]) -> Operator:
+    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
+        return writer.elementwise(torch.bool, arguments, text)
+
+    return operator
+
+
+def _predicate(text: Callable[[str], str]) -> Operator:
+    """Of floating-point numbers; integers are finite."""
+
+    def operator(writer: Writer, meta: Any, x: Any) -> Value:
+        return writer.elementwise(torch.float32, (x,), text, torch.bool)
+
+    return operator
+
+
+for _name in ("mul", "neg", "abs", "floor_divide", "remainder", "fmod", "maximum", "minimum", "sign", "square"):
+    OPERATORS[_name] = _in_result_dtype(f"torch_{_name}")
+OPERATORS["sgn"] = OPERATORS["sign"]
+for _name in (
+    *("reciprocal", "exp", "exp2", "log", "log2", "log10", "tanh", "sigmoid", "silu", "frac", "softplus"),
+    *("leaky_relu", "elu"),
+):
+    OPERATORS[_name] = _in_float(f"torch_{_name}")
+for _name in (
+    *("sqrt", "rsqrt", "expm1", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh"),
+    *("asinh", "acosh", "atanh", "erf", "erfc"),
+):
+    OPERATORS[_name] = _in_float(f"{_name}f")
+for _name, _sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">=")):
+    OPERATORS[_name] = _comparison(_sign)
+for _name, _sign in (("and", "&"), ("or", "|"), ("xor", "^")):
+    OPERATORS[f"bitwise_{_name}"] = OPERATORS[f"__{_name}__"] = _bitwise(_sign)
+OPERATORS["logical_and"] = _logical(lambda a, b: f"{a} && {b}")
+OPERATORS["logical_or"] = _logical(lambda a, b: f"{a} || {b}")
+OPERATORS["logical_xor"] = _logical(lambda a, b: f"{a} != {b}")
+OPERATORS["logical_not"] = _logical(lambda a: f"!{a}")
+OPERATORS["isnan"] = _predicate(lambda x: f"{x} != {x}")
+OPERATORS["isinf"] = _predicate(lambda x: f"fabsf({x}) == kInfinity")
+OPERATORS["isfinite"] = _predicate(lambda x: f"fabsf({x}) < kInfinity")
+OPERATORS["isneginf"] = _predicate(lambda x: f"{x} == -kInfinity")
+OPERATORS["isposinf"] = _predicate(lambda x: f"{x} == kInfinity")
+
+
+def _rounding(name: str) -> Operator:
+    def operator(writer: Writer, meta: Any, x: Any) -> Value:
+        value = writer.value(x)
+        if not value.dtype.is_floating_point:
+            return value
+        return writer.elementwise(torch.float32, (value,), _call(name))
+
+    return operator
+
+
+for _name in ("floor", "ceil", "trunc"):
+    OPERATORS[_name] = _rounding(f"{_name}f")
+
+
+@_operator("round")
+def _round(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
+    value = writer.value(x)
+    if decimals:
+        raise Refused("round with decimals")
+    if not value.dtype.is_floating_point:
+        return value
+    return writer.elementwise(torch.float32, (value,), _call("rintf"))  # to even, as torch
+
+
+def _sum_of(writer: Writer, meta: Any, a: Any, b: Any, alpha: Any, name: str) -> Value:
+    dtype = _computed(meta.dtype)
+    if alpha != 1:
+        b = writer.elementwise(dtype, (b, alpha), _call("torch_mul"))
+    return writer.cast(writer.elementwise(dtype, (a, b), _call(name)), meta.dtype)
+
+
+OPERATORS["add"] = lambda writer, meta, a, b, alpha=1: _sum_of(writer, meta, a, b, alpha, "torch_add")
+OPERATORS["sub"] = lambda writer, meta, a, b, alpha=1: _sum_of(writer, meta, a, b, alpha, "torch_sub")
+OPERATORS["rsub"] = lambda writer, meta, a, b, alpha=1: _sum_of(writer, meta, b, a, alpha, "torch_sub")
+
+
+@_operator("div", "true_divide", "divide")
+def _div(writer: Writer, meta: Any, a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
+    if rounding_mode is None:
+        return writer.elementwise(torch.float32, (a, b), _call("torch_div"))
+    name = {"floor": "torch_floor_divide", "trunc": "torch_trunc_divide"}[rounding_mode]
+    return writer.cast(writer.elementwise(_computed(meta.dtype), (a, b), _call(name)), meta.dtype)
+
+
+@_operator("pow")
+def _pow(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
+    """Small powers are part of the text, since they are multiplications."""
+    dtype = _computed(meta.dtype)
+    if isinstance(b, (int, float)) and dtype.is_floating_point:
+        if b in (2, 3, 4):
+            base = writer.cast(writer.value(a), torch.float32)
+            return writer.elementwise(torch.float32, (base,), lambda x: " * ".join([x] * int(b)))
+        if b in (0.5, -0.5, -1):
+            name = {0.5: "sqrtf", -0.5: "rsqrtf", -1: "torch_reciprocal"}[b]
+            return writer.elementwise(torch.float32, (a,), _call(name))
+    return writer.cast(writer.elementwise(dtype, (a, b), _call("torch_pow")), meta.dtype)
+
+
+@_operator("bitwise_not")
+def _bitwise_not(writer: Writer, meta: Any, x: Any) -> Value:
+    sign = "!" if meta.dtype == torch.bool else "~"
+    dtype = meta.dtype if meta.dtype == torch.bool else _computed(meta.dtype)
+    return writer.cast(writer.elementwise(dtype, (x,), lambda item: sign + item), meta.dtype)
+
+
+for _name, _function in (
+    ("bitwise_left_shift", "torch_left_shift"),
+    ("__lshift__", "torch_left_shift"),
+    ("bitwise_right_shift", "torch_right_shift"),
+    ("__rshift__", "torch_right_shift"),
+):
+    OPERATORS[_name] = _in_result_dtype(_function)
+
+
+@_operator("clamp", "clip", "clamp_min", "clamp_max", "hardtanh")
+def _clamp(writer: Writer, meta: Any, x: Any, min: Any = None, max: Any = None) -> Value:
+    value: Any = x
+    dtype = _computed(meta.dtype)
+    if min is not None:
+        value = writer.elementwise(dtype, (value, min), _call("torch_maximum"))
+    if max is not None:
+        value = writer.elementwise(dtype, (value, max), _call("torch_minimum"))
+    return writer.cast(writer.value(value), meta.dtype)
+
+
+OPERATORS["clamp_max"] = lambda writer, meta, x, max: _clamp(writer, meta, x, None, max)
+OPERATORS["hardtanh"] = lambda writer, meta, x, min_val=-1, max_val=1: _clamp(writer, meta, x, min_val, max_val)
+
+
+@_operator("relu")
+def _relu(writer: Writer, meta: Any, x: Any) -> Value:
+    dtype = _computed(meta.dtype)
+    zero = Value(dtype, (), ("0",))
+    return writer.cast(writer.elementwise(dtype, (x, writer.cast(zero, dtype)), _call("torch_maximum")), meta.dtype)
+
+
+@_operator("gelu")
+def _gelu(writer: Writer, meta: Any, x: Any, *, approximate: str = "none") -> Value:
+    name = "torch_gelu_tanh" if approximate == "tanh" else "torch_gelu"
+    return writer.elementwise(torch.float32, (x,), _call(name))
+
+
+OPERATORS["softplus"] = lambda writer, meta, x, beta=1.0, threshold=20.0: writer.elementwise(
+    torch.float32, (x, float(beta), float(threshold)), _call("torch_softplus")
+)
+OPERATORS["leaky_relu"] = lambda writer, meta, x, slope=0.01: writer.elementwise(
+    torch.float32, (x, float(slope)), _call("torch_leaky_relu")
+)
+OPERATORS["elu"] = lambda writer, meta, x, alpha=1.0, scale=1.0, input_scale=1.0: writer.elementwise(
+    torch.float32, (x, float(alpha), float(scale), float(input_scale)), _call("torch_elu")
+)
+
+
+@_operator("where")
+def _where(writer: Writer, meta: Any, condition: Any, a: Any, b: Any) -> Value:
+    chosen = writer.cast(writer.value(condition), torch.bool)
+    first, second = (writer.cast(writer.value(x), meta.dtype) for x in (a, b))
+    shape = tuple(meta.shape)
+    columns = zip(
+        *(writer.broadcast(value, shape).items for value in (chosen, first, second)), strict=True
+    )
+    c_type = _C_TYPES[meta.dtype]
+    return Value(meta.dtype, shape, tuple(writer.let(c_type, f"{c} ? {x} : {y}") for c, x, y in columns))
+
+
+OPERATORS["masked_fill"] = lambda writer, meta, x, mask, value: _where(writer, meta, mask, value, x)
+
+
+# ---- what makes a value, or changes its dtype
+
+
+@_operator("_to_copy", "to")
+def _to(writer: Writer, meta: Any, x: Any, *_: Any, **__: Any) -> Value:
+    return writer.cast(writer.value(x), meta.dtype)
+
+
+@_operator("convert_element_type")
+def _convert(writer: Writer, meta: Any, x: Any, dtype: torch.dtype) -> Value:
+    return writer.cast(writer.value(x), dtype)
+
+
+@_operator("clone", "alias", "detach", "lift_fresh_copy", "lift_fresh", "contiguous")
+def _same(writer: Writer, meta: Any, x: Any, **_: Any) -> Any:
+    return x
+
+
+def _filled(writer: Writer, meta: Any, number: Any) -> Value:
+    value = writer.cast(writer.value(number), meta.dtype)
+    return writer.broadcast(value, tuple(meta.shape))
+
+
+OPERATORS["scalar_tensor"] = lambda writer, meta, number, **_: _filled(writer, meta, number)
+OPERATORS["full"] = lambda writer, meta, size, number, **_: _filled(writer, meta, number)
+OPERATORS["full_like"] = lambda writer, meta, x, number, **_: _filled(writer, meta, number)
+OPERATORS["new_full"] = lambda writer, meta, x, size, number, **_: _filled(writer, meta, number)
+
+
+def _constant(text: str) -> Operator:
+    def operator(writer: Writer, meta: Any, *_: Any, **__: Any) -> Value:
+        value = writer.cast(Value(torch.int32, (), (text,)), meta.dtype)
+        return writer.broadcast(value, tuple(meta.shape))
+
+    return operator
+
+
+for _name in ("zeros", "zeros_like", "new_zeros"):
+    OPERATORS[_name] = _constant("0")
+for _name in ("ones", "ones_like", "new_ones"):
+    OPERATORS[_name] = _constant("1")
+
+
+# ---- indexing, and shapes of short vectors
+
+
+@_operator("index")
+def _index(writer: Writer, meta: Any, x: Any, indices: Sequence[Any]) -> Any:
+    if not isinstance(x, View):
+        return _choose(writer, writer.value(x), indices)
+    view = x
+    dims = list(view.dims)
+    free = [place for place, dim in enumerate(dims) if isinstance(dim, range)]
+    for place, index in zip(free, indices, strict=False):
+        if index is None:
+            continue
+        dims[place] = _of_range(writer, dims[place], _index_item(writer, index))
+    return view._replace(dims=tuple(dims))
+
+
+def _index_item(writer: Writer, index: Any) -> str:
+    value = writer.value(index)
+    if value.shape:
+        raise Refused(f"indexes by a vector of shape {list(value.shape)}")
+    if value.dtype == torch.bool:
+        raise Refused("indexes by a bool")
+    return value.items[0]
+
+
+def _choose(writer: Writer, value: Value, indices: Sequence[Any]) -> Value:
+    """Elements of a short vector in between, by indices that only the kernel knows."""
+    for dim in reversed([place for place, index in enumerate(indices) if index is not None]):
+        extent = value.shape[dim]
+        index = writer.let("int", f"inside({_index_item(writer, indices[dim])}, {extent})")
+        shape = value.shape[:dim] + value.shape[dim + 1 :]
+        choices = [
+            _take(value, shape, lambda place, i=i, dim=dim: (*place[:dim], i, *place[dim:]))
+            for i in range(extent)
+        ]
+        chosen = choices[-1].items
+        for i, choice in reversed(list(enumerate(choices[:-1]))):
+            chosen = tuple(
+                f"({index} == {i} ? {one} : {other})" for one, other in zip(choice.items, chosen, strict=True)
+            )
+        names = tuple(writer.let(_C_TYPES[value.dtype], item) for item in chosen)
+        value = Value(value.dtype, shape, names)
+    return value
+
+
+def _of_range(writer: Writer, dim: range, item: str) -> str:
+    """An index into what a slice left of a dimension, as an index into the dimension."""
+    if dim.start == 0 and dim.step == 1:
+        return item  # kernels move it inside the dimension
+    index = f"inside({item}, {len(dim)})"
+    return writer.let("int", f"{dim.start} + {dim.step} * {index}")
+
+
+@_operator("select")
+def _select(writer: Writer, meta: Any, x: Any, dim: int, index: Any) -> Any:
+    if not isinstance(index, int):
+        return _index(writer, meta, x, [None] * (dim % len(x.shape)) + [index])
+    if isinstance(x, View):
+        dims = list(x.dims)
+        place = [i for i, one in enumerate(dims) if isinstance(one, range)][dim % len(x.shape)]
+        dims[place] = str(dims[place][index])
+        return x._replace(dims=tuple(dims))
+    value = writer.value(x)
+    dim, extent = dim % len(value.shape), value.shape[dim]
+    return _take(value, tuple(meta.shape), lambda place: (*place[:dim], index % extent, *place[dim:]))
+
+
+def _take(value: Value, shape: tuple[int, ...], source: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Value:
+    """Some elements of a value; `source` says where an element of the result comes from."""
+    items = []
+    for place in itertools.product(*map(range, shape)):
+        position = 0
+        for extent, index in zip(value.shape, source(place), strict=True):
+            position = position * extent + index
+        items.append(value.items[position])
+    return Value(value.dtype, shape, tuple(items))
+
+
+@_operator("slice")
+def _slice(
+    writer: Writer, meta: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    if isinstance(x, View):
+        dims = list(x.dims)
+        place = [i for i, one in enumerate(dims) if isinstance(one, range)][dim % len(x.shape)]
+        dims[place] = dims[place][slice(start, end, step)]
+        return x._replace(dims=tuple(dims))
+    value = writer.value(x)
+    dim = dim % len(value.shape)
+    kept = range(value.shape[dim])[slice(start, end, step)]
+    return _take(value, tuple(meta.shape), lambda place: (*place[:dim], kept[place[dim]], *place[dim + 1 :]))
+
+
+@_operator("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze")
+def _reshape(writer: Writer, meta: Any, x: Any, *_: Any) -> Value:
+    return writer.value(x)._replace(shape=tuple(meta.shape))
+
+
+@_operator("expand")
+def _expand(writer: Writer, meta: Any, x: Any, *_: Any, **__: Any) -> Value:
+    return writer.broadcast(writer.value(x), tuple(meta.shape))
+
+
+@_operator("unbind")
+def _unbind(writer: Writer, meta: Any, x: Any, dim: int = 0) -> list[Any]:
+    return [_select(writer, one, x, dim, i) for i, one in enumerate(meta)]
+
+
+def _reduction(function: str, average: bool = False) -> Operator:
+    def operator(
+        writer: Writer, meta: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any
+    ) -> Value:
+        value = writer.value(x)
+        rank = len(value.shape)
+        if dims is None or dims == []:
+            dims = range(rank)
+        reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)} if rank else set()
+        dtype = _computed(meta.dtype)
+        kept = [range(1) if i in reduced else range(extent) for i, extent in enumerate(value.shape)]
+        whole = [range(extent) if i in reduced else None for i, extent in enumerate(value.shape)]
+        items = []
+        for place in itertools.product(*kept):
+            terms = []
+            for inner in itertools.product(*(w or (p,) for w, p in zip(whole, place, strict=True))):
+                position = 0
+                for extent, index in zip(value.shape, inner, strict=True):
+                    position = position * extent + index
+                terms.append(writer.cast(Value(value.dtype, (), (value.items[position],)), dtype).items[0])
+            total = terms[0]
+            for term in terms[1:]:
+                total = writer.let(_C_TYPES[dtype], f"{function}({total}, {term})")
+            if average:
+                total = writer.let("float", f"{total} / {len(terms)}.0f")
+            items.append(total)
+        return writer.cast(Value(dtype, tuple(meta.shape), tuple(items)), meta.dtype)
+
+    return operator
+
+
+OPERATORS["sum"] = _reduction("torch_add")
+OPERATORS["mean"] = _reduction("torch_add", average=True)
+OPERATORS["amax"] = _reduction("torch_maximum")
+OPERATORS["amin"] = _reduction("torch_minimum")

@@ -1,0 +1,194 @@
+"""Score and mask functions of Python as CUDA text.
+
+A function is run once on fake tensors (torch's make_fx), which records the operators that it calls on its
+arguments; `rawmla.attention.operators` writes each as CUDA. Nothing is launched.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .operators import OPERATORS, Refused, Value, View, Writer
+
+__all__ = ["Capture", "Number", "TracedMod", "name_of", "trace"]
+
+ARGUMENTS = {
+    "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
+    "mask_mod": ("b", "h", "q_idx", "kv_idx"),
+}
+
+
+_PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
+"""Where and as what torch would make a tensor; its dtype is that of the result."""
+
+
+class Capture(NamedTuple):
+    """A tensor that a function reads: ``mod.t<i>`` in the text, i being its place among the captures."""
+
+    tensor: Any
+    c_type: str
+    rank: int
+
+
+class Number(NamedTuple):
+    """A number that a function closes over, ``mod.n<i>`` in the text: a Python number, or a 0-d tensor of the
+    CPU, which is read at every call.
+    """
+
+    source: Any
+    is_integer: bool
+
+
+class TracedMod(NamedTuple):
+    """A function as the kernel has it."""
+
+    text: str  # statements, the last of which returns
+    captures: tuple[Capture, ...]
+    numbers: tuple[Number, ...]
+
+
+_ELEMENTS = {
+    torch.bool: "Bool",
+    torch.uint8: "unsigned char",
+    torch.int8: "signed char",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "i64",
+    torch.bfloat16: "Bf16",
+    torch.float16: "F16",
+    torch.float32: "float",
+    torch.float64: "double",
+}
+
+
+def name_of(mod: Callable[..., Any]) -> str:
+    """A function as an error names it."""
+    inner = mod
+    while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):  # functools.partial
+        inner = inner.func
+    return getattr(inner, "__qualname__", type(inner).__name__)
+
+
+def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any = "cpu") -> TracedMod:
+    """Record a function and write it as CUDA.
+
+    Parameters
+    ----------
+    mod : callable
+        ``score_mod(score, b, h, q_idx, kv_idx)`` or ``mask_mod(b, h, q_idx, kv_idx)``.
+    kind : str
+        Which of the two it is.
+    device : torch.device
+        That of the tensors it reads.
+
+    Raises
+    ------
+    NotImplementedError
+        It calls an operator that kernels do not have, or holds more than a short vector in between.
+    ValueError
+        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. Both name
+        the function.
+    """
+    name = f"{kind} {name_of(mod)}"
+    graph = _record(mod, kind, device, name)
+    writer = Writer()
+    captures: list[Capture] = []
+    values: dict[Any, Any] = {}
+    arguments = iter(ARGUMENTS[kind])
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            argument = next(arguments)
+            values[node] = Value(torch.float32 if argument == "score" else torch.int32, (), (argument,))
+        elif node.op == "get_attr":
+            values[node] = _captured(writer, captures, getattr(graph, node.target), name)
+        elif node.op == "call_function":
+            values[node] = _written(writer, node, values, name)
+        else:
+            returned = node.args[0]
+    return TracedMod(
+        _with_return(writer, values.get(returned, returned) if _is_node(returned) else returned, kind, name),
+        tuple(captures),
+        tuple(Number(source, _is_integer(source)) for source in writer.numbers),
+    )
+
+
+def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
+    """The graph of the operators that a function calls."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [
+            torch.empty((), dtype=torch.float32 if argument == "score" else torch.int32, device=device)
+            for argument in ARGUMENTS[kind]
+        ]
+        try:
+            with TransformGetItemToIndex():
+                return make_fx(mod, tracing_mode="real")(*fakes)
+        except DataDependentOutputException as error:
+            raise ValueError(
+                f"{name}: expected a function that does not branch on its arguments or on tensors' values "
+                "(use torch.where), got one that reads a value while it is traced"
+            ) from error
+
+
+def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
+    """A tensor that the function closes over."""
+    if tensor.dtype not in _ELEMENTS:
+        raise NotImplementedError(f"{name}: reads a captured tensor of dtype {tensor.dtype}")
+    if tensor.ndim == 0 and tensor.device.type == "cpu":
+        c_dtype = torch.float32 if tensor.dtype.is_floating_point else torch.int64
+        if tensor.dtype == torch.bool:
+            return Value(torch.bool, (), (f"({writer.number(tensor)} != 0)",))
+        return writer.cast(Value(c_dtype, (), (writer.number(tensor),)), tensor.dtype)
+    for place, capture in enumerate(captures):
+        if capture.tensor is tensor:
+            break
+    else:
+        place = len(captures)
+        captures.append(Capture(tensor, _ELEMENTS[tensor.dtype], tensor.ndim))
+    return View(place, tensor.dtype, tuple(range(extent) for extent in tensor.shape))
+
+
+def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> Any:
+    """What an operator leaves."""
+    if node.target is operator.getitem:
+        whole, place = node.args
+        return values[whole][place]
+    schema = node.target._schema
+    called = schema.name.split("::")[-1]
+    write = OPERATORS.get(called)
+    if write is None:
+        raise NotImplementedError(f"{name}: calls {schema.name}, which kernels do not have")
+    if schema.is_mutable:
+        raise ValueError(f"{name}: expected a function without side effects, got one that calls {schema.name}")
+    arguments, given = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
+    keywords = {key: x for key, x in given.items() if key not in _PLACE_KEYWORDS}
+    try:
+        return write(writer, node.meta.get("val"), *arguments, **keywords)
+    except Refused as refused:
+        raise NotImplementedError(f"{name}: {schema.name} {refused}") from refused
+
+
+def _with_return(writer: Writer, returned: Any, kind: str, name: str) -> str:
+    if not isinstance(returned, (Value, View, bool, int, float)):
+        raise ValueError(f"{name}: expected it to return a 0-d tensor, got {type(returned).__name__}")
+    value = writer.value(returned)
+    if value.shape:
+        raise ValueError(f"{name}: expected it to return a 0-d tensor, got shape {list(value.shape)}")
+    (item,) = writer.cast(value, torch.float32 if kind == "score_mod" else torch.bool).items
+    return "\n".join([*writer.lines, f"return {item};"])
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, torch.fx.Node)
+
+
+def _is_integer(source: Any) -> bool:
+    if isinstance(source, torch.Tensor):
+        return not source.dtype.is_floating_point
+    return isinstance(source, int)
