@@ -112,7 +112,9 @@ class Writer:
         choices = [dim if isinstance(dim, range) else (dim,) for dim in view.dims]
         items = []
         for indices in itertools.product(*choices):
-            items.append(self.let(_C_TYPES[view.dtype], f"mod.t{view.capture}({', '.join(map(str, indices))})"))
+            items.append(
+                self.let(_C_TYPES[view.dtype], f"mod.t{view.capture}({', '.join(map(str, indices))})")
+            )
         return Value(view.dtype, view.shape, tuple(items))
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
@@ -130,7 +132,9 @@ class Writer:
         if value.shape == shape:
             return value
         if math.prod(shape) > MAX_ELEMENTS:
-            raise Refused(f"has a vector of shape {list(shape)} in between, more than {MAX_ELEMENTS} elements")
+            raise Refused(
+                f"has a vector of shape {list(shape)} in between, more than {MAX_ELEMENTS} elements"
+            )
         own = (1,) * (len(shape) - len(value.shape)) + value.shape
         items = []
         for place in itertools.product(*map(range, shape)):
@@ -199,7 +203,8 @@ def _in_float(name: str) -> Operator:
 def _promoted(writer: Writer, arguments: Sequence[Any]) -> torch.dtype:
     """The dtype in which torch compares."""
     dtypes = [
-        torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, (Value, View)) else x for x in arguments
+        torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, (Value, View)) else x
+        for x in arguments
     ]
     found = dtypes[0].dtype if len(dtypes) == 1 else torch.result_type(*dtypes)
     return _computed(found)
@@ -237,7 +242,18 @@ def _predicate(text: Callable[[str], str]) -> Operator:
     return operator
 
 
-for _name in ("mul", "neg", "abs", "floor_divide", "remainder", "fmod", "maximum", "minimum", "sign", "square"):
+for _name in (
+    "mul",
+    "neg",
+    "abs",
+    "floor_divide",
+    "remainder",
+    "fmod",
+    "maximum",
+    "minimum",
+    "sign",
+    "square",
+):
     OPERATORS[_name] = _in_result_dtype(f"torch_{_name}")
 OPERATORS["sgn"] = OPERATORS["sign"]
 for _name in (
@@ -246,7 +262,21 @@ for _name in (
 ):
     OPERATORS[_name] = _in_float(f"torch_{_name}")
 for _name in (
-    *("sqrt", "rsqrt", "expm1", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh"),
+    *(
+        "sqrt",
+        "rsqrt",
+        "expm1",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+    ),
     *("asinh", "acosh", "atanh", "erf", "erfc"),
 ):
     OPERATORS[_name] = _in_float(f"{_name}f")
@@ -351,14 +381,18 @@ def _clamp(writer: Writer, meta: Any, x: Any, min: Any = None, max: Any = None) 
 
 
 OPERATORS["clamp_max"] = lambda writer, meta, x, max: _clamp(writer, meta, x, None, max)
-OPERATORS["hardtanh"] = lambda writer, meta, x, min_val=-1, max_val=1: _clamp(writer, meta, x, min_val, max_val)
+OPERATORS["hardtanh"] = lambda writer, meta, x, min_val=-1, max_val=1: _clamp(
+    writer, meta, x, min_val, max_val
+)
 
 
 @_operator("relu")
 def _relu(writer: Writer, meta: Any, x: Any) -> Value:
     dtype = _computed(meta.dtype)
     zero = Value(dtype, (), ("0",))
-    return writer.cast(writer.elementwise(dtype, (x, writer.cast(zero, dtype)), _call("torch_maximum")), meta.dtype)
+    return writer.cast(
+        writer.elementwise(dtype, (x, writer.cast(zero, dtype)), _call("torch_maximum")), meta.dtype
+    )
 
 
 @_operator("gelu")
@@ -383,9 +417,7 @@ def _where(writer: Writer, meta: Any, condition: Any, a: Any, b: Any) -> Value:
     chosen = writer.cast(writer.value(condition), torch.bool)
     first, second = (writer.cast(writer.value(x), meta.dtype) for x in (a, b))
     shape = tuple(meta.shape)
-    columns = zip(
-        *(writer.broadcast(value, shape).items for value in (chosen, first, second)), strict=True
-    )
+    columns = zip(*(writer.broadcast(value, shape).items for value in (chosen, first, second)), strict=True)
     c_type = _C_TYPES[meta.dtype]
     return Value(meta.dtype, shape, tuple(writer.let(c_type, f"{c} ? {x} : {y}") for c, x, y in columns))
 
@@ -504,7 +536,9 @@ def _select(writer: Writer, meta: Any, x: Any, dim: int, index: Any) -> Any:
     return _take(value, tuple(meta.shape), lambda place: (*place[:dim], index % extent, *place[dim:]))
 
 
-def _take(value: Value, shape: tuple[int, ...], source: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Value:
+def _take(
+    value: Value, shape: tuple[int, ...], source: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> Value:
     """Some elements of a value; `source` says where an element of the result comes from."""
     items = []
     for place in itertools.product(*map(range, shape)):

@@ -12,7 +12,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .operators import OPERATORS, Refused, Value, View, Writer
@@ -134,6 +138,10 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
                 f"{name}: expected a function that does not branch on its arguments or on tensors' values "
                 "(use torch.where), got one that reads a value while it is traced"
             ) from error
+        except DynamicOutputShapeException as error:
+            raise NotImplementedError(
+                f"{name}: calls {error.func}, whose result has a shape that depends on values"
+            ) from error
 
 
 def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
@@ -161,17 +169,23 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
         return values[whole][place]
     schema = node.target._schema
     called = schema.name.split("::")[-1]
-    write = OPERATORS.get(called)
+    changes = schema.is_mutable
+    write = OPERATORS.get(called.removesuffix("_") if changes else called)
     if write is None:
         raise NotImplementedError(f"{name}: calls {schema.name}, which kernels do not have")
-    if schema.is_mutable:
-        raise ValueError(f"{name}: expected a function without side effects, got one that calls {schema.name}")
+    if changes and (isinstance(values[node.args[0]], View) or node.args[0].meta["val"].ndim):
+        raise ValueError(
+            f"{name}: expected a function without side effects, got one that writes to a tensor by {schema.name}"
+        )
     arguments, given = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
     keywords = {key: x for key, x in given.items() if key not in _PLACE_KEYWORDS}
     try:
-        return write(writer, node.meta.get("val"), *arguments, **keywords)
+        written = write(writer, node.meta.get("val"), *arguments, **keywords)
     except Refused as refused:
         raise NotImplementedError(f"{name}: {schema.name} {refused}") from refused
+    if changes:
+        values[node.args[0]] = written
+    return written
 
 
 def _with_return(writer: Writer, returned: Any, kind: str, name: str) -> str:

@@ -1,0 +1,239 @@
+"""Score and mask functions as CUDA text: what it computes, what it holds as parameters, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from host_mods import evaluate, needs_host_compiler, wanted
+
+torch = pytest.importorskip("torch")
+from rawmla.attention.trace import trace  # noqa: E402
+
+B, H, LENGTH = 2, 4, 50
+F = torch.nn.functional
+
+
+def _draw(seed: int) -> Any:
+    return torch.Generator().manual_seed(seed)
+
+
+def _randn(*shape: int) -> Any:
+    return torch.randn(shape, generator=_draw(sum(shape)))
+
+
+BIAS = _randn(H, LENGTH, LENGTH)
+SLOPES = _randn(H).abs().bfloat16()
+HALF = _randn(H).half()
+DOCUMENTS = torch.randint(0, 5, (B, LENGTH), generator=_draw(1))
+PLACES = _randn(LENGTH, 3)
+TABLE = _randn(99)
+FLAGS = _randn(LENGTH) > 0
+INT8 = torch.randint(-128, 128, (LENGTH,), dtype=torch.int8, generator=_draw(2))
+UINT8 = torch.randint(0, 256, (LENGTH,), dtype=torch.uint8, generator=_draw(3))
+INT16 = torch.randint(-(2**15), 2**15, (LENGTH,), dtype=torch.int16, generator=_draw(4))
+DOUBLE = _randn(LENGTH).double()
+OFFSETS = torch.randint(0, 40, (B, H), generator=_draw(5))
+TRANSPOSED = _randn(LENGTH, H).t()
+EVERY_OTHER = _randn(2 * LENGTH)[::2]
+SQUARE = _randn(4, 4)
+ALPHA, THREE = torch.tensor(2.5), torch.tensor(3)
+
+SCORE_MODS: dict[str, Callable[..., Any]] = {
+    "identity": lambda s, b, h, q, k: s,
+    "twice": lambda s, b, h, q, k: 2 * s,
+    "number": lambda s, b, h, q, k: 3.0,
+    "indices": lambda s, b, h, q, k: q * 1.5 - k + b,
+    "bias": lambda s, b, h, q, k: s + BIAS[h, q, k] * 2,
+    "chained": lambda s, b, h, q, k: s + BIAS[h][q][k],
+    "partly chained": lambda s, b, h, q, k: s + BIAS[h, q][k],
+    "softcap": lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+    "alibi": lambda s, b, h, q, k: s + SLOPES[h].float() * (k - q),
+    "dilated": lambda s, b, h, q, k: torch.where((q - k) % 7 == 0, s, s - 1),
+    "distance": lambda s, b, h, q, k: s - (PLACES[q] - PLACES[k]).square().sum(),
+    "clamped table": lambda s, b, h, q, k: s + TABLE[torch.clamp(k - q, -31, 32) + 31],
+    "offsets": lambda s, b, h, q, k: s + TABLE[OFFSETS[b, h]] * (q - k) / math.sqrt(3),
+    "gate": lambda s, b, h, q, k: s * ALPHA + torch.sigmoid(SQUARE[h % 4].sum()),
+    "silu": lambda s, b, h, q, k: F.silu(s) + torch.exp(-(q - k).abs().float()),
+    "blocks": lambda s, b, h, q, k: torch.where(q // 2 == k // 2, s, -float("inf")),
+    "0-d": lambda s, b, h, q, k: s + (THREE * q).to(s.dtype),
+    "fresh tensor": lambda s, b, h, q, k: torch.maximum(s, torch.tensor(0.5)),
+    "ends": lambda s, b, h, q, k: s + TABLE[-1] + TABLE[3:7].mean(),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, float("-inf")),
+    "int8": lambda s, b, h, q, k: s + INT8[q] * INT8[k],
+    "uint8": lambda s, b, h, q, k: s + (UINT8[q] + UINT8[k]) - (UINT8[q] - UINT8[k]),
+    "int16": lambda s, b, h, q, k: s + (INT16[q] << 1) + INT16[k],
+    "float64": lambda s, b, h, q, k: s + DOUBLE[k].float() * HALF[h].float(),
+    "strides": lambda s, b, h, q, k: s + TRANSPOSED[h, q] + EVERY_OTHER[k],
+    "floor": lambda s, b, h, q, k: (q - k) // 3 * 1.0 + (q - k) // -7 + s,
+    "remainder": lambda s, b, h, q, k: s + (q - k) % -5 + torch.remainder(s, 0.7) + torch.fmod(s, -0.3),
+    "rounding": lambda s, b, h, q, k: (
+        torch.div(s, 0.3, rounding_mode="floor") + torch.div(s, 0.3, rounding_mode="trunc")
+    ),
+    "floor_divide": lambda s, b, h, q, k: torch.floor_divide(s, -0.4),
+    "powers": lambda s, b, h, q, k: s**2 + s.abs() ** 1.5 + 2**s + q**3,
+    "roots": lambda s, b, h, q, k: s.abs().sqrt() + torch.rsqrt(s.abs() + 1) + 1 / (s + 10) + s.reciprocal(),
+    "activations": lambda s, b, h, q, k: (
+        F.gelu(s) + F.gelu(s, approximate="tanh") + F.softplus(s) + F.leaky_relu(s, 0.1) + F.elu(s)
+    ),
+    "cut": lambda s, b, h, q, k: F.relu(s) + F.hardtanh(s) + s.clamp_min(0.1) + s.clamp(max=0.2),
+    "steps": lambda s, b, h, q, k: s.floor() + s.ceil() + s.round() + s.trunc() + s.frac(),
+    "trigonometric": lambda s, b, h, q, k: (
+        torch.sin(s) + torch.cos(s) + torch.atan2(s, q + 1.0) + torch.tan(s)
+    ),
+    "hyperbolic": lambda s, b, h, q, k: torch.sinh(s) + torch.cosh(s) + torch.asinh(s) + torch.atanh(s / 20),
+    "erf": lambda s, b, h, q, k: torch.erf(s) + torch.erfc(s) + torch.log1p(s.abs()) + torch.expm1(s),
+    "logarithms": lambda s, b, h, q, k: torch.log(s.abs()) + torch.log2(s.abs()) + torch.log10(s.abs()),
+    "flags": lambda s, b, h, q, k: torch.where(FLAGS[q] & ~FLAGS[k], s, 0.0),
+    "bits": lambda s, b, h, q, k: s + (q << 2) + (k >> 1) + (q ^ k) + (q & k | h) + ~q,
+    "signs": lambda s, b, h, q, k: s + torch.sign(s) + torch.sgn(s) + (q - k).sign(),
+    "bool as number": lambda s, b, h, q, k: s * (q > k) + (q == k),
+    "minimum": lambda s, b, h, q, k: s - torch.minimum(q, k),
+    "short vectors": lambda s, b, h, q, k: s + PLACES[q].amax() - PLACES[k].amin() + PLACES[q][1:].sum(),
+    "element of a vector": lambda s, b, h, q, k: (
+        s + (PLACES[q] * 2)[1] + PLACES[q].expand(2, 3).sum(0)[h % 3]
+    ),
+    "alpha": lambda s, b, h, q, k: torch.rsub(s, 2) + torch.sub(s, q, alpha=2),
+    "int32 wraps": lambda s, b, h, q, k: s + (q + 40000) * (k + 60000),
+    "in place": lambda s, b, h, q, k: _in_place(s, b, h, q, k),
+    "nan and inf": lambda s, b, h, q, k: torch.where(torch.isfinite(s / 0) | torch.isnan(s), s, s + 1),
+}
+MASK_MODS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q >= k),
+    "window": functools.partial(lambda width, b, h, q, k: (q - k <= width) & (q >= k), 9),
+    "all": lambda b, h, q, k: True,
+    "ones": lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool),
+    "new_ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
+    "not": lambda b, h, q, k: ~(q == k) | (k < 3),
+    "logical": lambda b, h, q, k: torch.logical_and(q > k, torch.logical_not(FLAGS[k])),
+    "integer": lambda b, h, q, k: (q - k) % 3,
+    "finite": lambda b, h, q, k: torch.isfinite(BIAS[h, q, k]) & (q != k),
+}
+
+
+def _points(count: int = 200) -> tuple[Any, Any]:
+    scores = torch.randn(count, generator=_draw(7)) * 2
+    extents = (B, H, LENGTH, LENGTH)
+    return scores, torch.stack([torch.randint(0, n, (count,), generator=_draw(n)) for n in extents], dim=1)
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_score_mod(name: str) -> None:
+    mod, points = SCORE_MODS[name], _points()
+    got = evaluate(trace(mod, "score_mod"), "score_mod", *points)
+    torch.testing.assert_close(got, wanted(mod, "score_mod", *points), rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_mask_mod(name: str) -> None:
+    mod, points = MASK_MODS[name], _points()
+    got = evaluate(trace(mod, "mask_mod"), "mask_mod", *points)
+    assert torch.equal(got, wanted(mod, "mask_mod", *points))
+
+
+@needs_host_compiler
+def test_indices_wrap_and_stay_inside() -> None:
+    """Negative ones count from the end; what is outside reads the first or last element, and no other array."""
+    values = torch.arange(10.0)
+    _, at = _points(60)
+    traced = trace(lambda s, b, h, q, k: values[q - 30], "score_mod")
+    got = evaluate(traced, "score_mod", torch.zeros(60), at)
+    places = at[:, 2] - 30
+    places = torch.where(places < 0, places + 10, places).clamp(0, 9)
+    assert torch.equal(got, values[places])
+
+
+def test_numbers_are_parameters() -> None:
+    """Functions that differ in numbers alone have one text."""
+
+    def window(width: int, scale: float) -> Callable[..., Any]:
+        return lambda s, b, h, q, k: torch.where(q - k < width, s * scale, -1.25)
+
+    first, second = trace(window(5, 2.0), "score_mod"), trace(window(700, 0.125), "score_mod")
+    assert first.text == second.text
+    assert [number.source for number in first.numbers] == [5, 2.0, -1.25]
+    assert [number.source for number in second.numbers] == [700, 0.125, -1.25]
+    assert [number.is_integer for number in first.numbers] == [True, False, False]
+
+
+def test_a_number_on_the_cpu_is_read_later() -> None:
+    scale = torch.tensor(2.0)
+    (number,) = trace(lambda s, b, h, q, k: s * scale, "score_mod").numbers
+    assert number.source is scale
+
+
+def test_a_tensor_is_captured_once() -> None:
+    traced = trace(lambda s, b, h, q, k: s + TABLE[q] - TABLE[k] + DOUBLE[q], "score_mod")
+    assert [(capture.tensor is TABLE, capture.c_type, capture.rank) for capture in traced.captures] == [
+        (True, "float", 1),
+        (False, "double", 1),
+    ]
+
+
+def _named(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return torch.lgamma(s)
+
+
+class _Object:
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.special.i0(q + 0.5) > 2
+
+
+def _side_effect(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    TABLE[3:5].add_(1)
+    return s
+
+
+def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    far = q - k > 5
+    far.logical_and_(k > 2)
+    s = s * 2
+    s.masked_fill_(far, -1.0)
+    return s
+
+
+@pytest.mark.parametrize(
+    ("mod", "kind", "error", "texts"),
+    (
+        (_named, "score_mod", NotImplementedError, ("score_mod _named: ", "aten::lgamma")),
+        (_Object(), "mask_mod", NotImplementedError, ("mask_mod _Object: ", "aten::i0")),
+        (
+            functools.partial(_named),
+            "score_mod",
+            NotImplementedError,
+            ("score_mod _named: ", "aten::lgamma"),
+        ),
+        (
+            lambda s, b, h, q, k: s if q > k else -s,
+            "score_mod",
+            ValueError,
+            ("does not branch", "torch.where"),
+        ),
+        (
+            lambda s, b, h, q, k: s + DOCUMENTS[b].sum(),
+            "score_mod",
+            NotImplementedError,
+            ("50 elements", "16"),
+        ),
+        (lambda s, b, h, q, k: PLACES[q], "score_mod", ValueError, ("0-d tensor", "[3]")),
+        (lambda s, b, h, q, k: None, "score_mod", ValueError, ("0-d tensor", "NoneType")),
+        (
+            lambda s, b, h, q, k: s + TABLE[FLAGS[q]],
+            "score_mod",
+            NotImplementedError,
+            ("aten.nonzero", "depends on values"),
+        ),
+        (_side_effect, "score_mod", ValueError, ("_side_effect", "side effects", "aten::add_")),
+    ),
+)
+def test_refused(mod: Any, kind: Any, error: type[Exception], texts: tuple[str, ...]) -> None:
+    with pytest.raises(error) as caught:
+        trace(mod, kind)
+    for text in texts:
+        assert text in str(caught.value)
