@@ -139,7 +139,7 @@ def test_mask_mod(name: str) -> None:
 
 @needs_host_compiler
 def test_indices_wrap_and_stay_inside() -> None:
-    """Negative ones count from the end; what is outside reads the first or last element, and no other array."""
+    """Negative ones count from the end; what is outside reads the first or last element."""
     values = torch.arange(10.0)
     _, at = _points(60)
     traced = trace(lambda s, b, h, q, k: values[q - 30], "score_mod")

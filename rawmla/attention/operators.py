@@ -477,11 +477,10 @@ def _index(writer: Writer, meta: Any, x: Any, indices: Sequence[Any]) -> Any:
         return _choose(writer, writer.value(x), indices)
     view = x
     dims = list(view.dims)
-    free = [place for place, dim in enumerate(dims) if isinstance(dim, range)]
-    for place, index in zip(free, indices, strict=False):
-        if index is None:
-            continue
-        dims[place] = _of_range(writer, dims[place], _index_item(writer, index))
+    free = [(place, dim) for place, dim in enumerate(dims) if isinstance(dim, range)]
+    for (place, dim), index in zip(free, indices, strict=False):
+        if index is not None:
+            dims[place] = _of_range(writer, dim, _index_item(writer, index))
     return view._replace(dims=tuple(dims))
 
 
@@ -494,16 +493,19 @@ def _index_item(writer: Writer, index: Any) -> str:
     return value.items[0]
 
 
+def _without(value: Value, dim: int, index: int) -> Value:
+    """A value at an index of a dimension, which the result does not have."""
+    shape = value.shape[:dim] + value.shape[dim + 1 :]
+    return _take(value, shape, lambda place: (*place[:dim], index, *place[dim:]))
+
+
 def _choose(writer: Writer, value: Value, indices: Sequence[Any]) -> Value:
     """Elements of a short vector in between, by indices that only the kernel knows."""
     for dim in reversed([place for place, index in enumerate(indices) if index is not None]):
         extent = value.shape[dim]
         index = writer.let("int", f"inside({_index_item(writer, indices[dim])}, {extent})")
         shape = value.shape[:dim] + value.shape[dim + 1 :]
-        choices = [
-            _take(value, shape, lambda place, i=i, dim=dim: (*place[:dim], i, *place[dim:]))
-            for i in range(extent)
-        ]
+        choices = [_without(value, dim, i) for i in range(extent)]
         chosen = choices[-1].items
         for i, choice in reversed(list(enumerate(choices[:-1]))):
             chosen = tuple(
@@ -532,8 +534,8 @@ def _select(writer: Writer, meta: Any, x: Any, dim: int, index: Any) -> Any:
         dims[place] = str(dims[place][index])
         return x._replace(dims=tuple(dims))
     value = writer.value(x)
-    dim, extent = dim % len(value.shape), value.shape[dim]
-    return _take(value, tuple(meta.shape), lambda place: (*place[:dim], index % extent, *place[dim:]))
+    dim %= len(value.shape)
+    return _without(value, dim, index % value.shape[dim])
 
 
 def _take(

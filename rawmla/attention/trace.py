@@ -153,9 +153,9 @@ def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -
         if tensor.dtype == torch.bool:
             return Value(torch.bool, (), (f"({writer.number(tensor)} != 0)",))
         return writer.cast(Value(c_dtype, (), (writer.number(tensor),)), tensor.dtype)
-    for place, capture in enumerate(captures):
-        if capture.tensor is tensor:
-            break
+    known = [place for place, capture in enumerate(captures) if capture.tensor is tensor]
+    if known:
+        (place,) = known
     else:
         place = len(captures)
         captures.append(Capture(tensor, _ELEMENTS[tensor.dtype], tensor.ndim))
@@ -175,7 +175,8 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
         raise NotImplementedError(f"{name}: calls {schema.name}, which kernels do not have")
     if changes and (isinstance(values[node.args[0]], View) or node.args[0].meta["val"].ndim):
         raise ValueError(
-            f"{name}: expected a function without side effects, got one that writes to a tensor by {schema.name}"
+            f"{name}: expected a function without side effects, got one that changes a tensor by "
+            f"{schema.name}"
         )
     arguments, given = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
     keywords = {key: x for key, x in given.items() if key not in _PLACE_KEYWORDS}
