@@ -1,0 +1,152 @@
+"""Block masks, held against torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+
+from rawmla.attention.block_mask import BlockMask, and_masks, noop_mask, or_masks  # noqa: E402
+
+Q_LEN, KV_LEN, SIZE = 1000, 900, 64
+DOCUMENTS = torch.randint(0, 3, (Q_LEN,), generator=torch.Generator().manual_seed(0)).sort().values
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
+    "per head": lambda b, h, q, k: (q - k).abs() < 70 + h * 50,
+    "none": lambda b, h, q, k: q < 0,
+}
+LISTS = ("kv", "full_kv", "q", "full_q")
+
+
+def pair(name: str, separate_full_blocks: bool = True) -> tuple[BlockMask, Any]:
+    """Our mask and torch's."""
+    theirs = create_block_mask(MASKS[name], 2, 3, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
+    full = (theirs.full_kv_num_blocks, theirs.full_kv_indices) if separate_full_blocks else (None, None)
+    ours = BlockMask.from_kv_blocks(
+        theirs.kv_num_blocks, theirs.kv_indices, *full, SIZE, MASKS[name], (Q_LEN, KV_LEN)
+    )
+    return ours, theirs
+
+
+def listed(mask: Any, name: str) -> list[list[int]]:
+    """The entries of all lists that mean something."""
+    counts, indices = getattr(mask, f"{name}_num_blocks"), getattr(mask, f"{name}_indices")
+    rows = indices.reshape(-1, indices.shape[-1])
+    return [row[:count].tolist() for row, count in zip(rows, counts.flatten().tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_is_torchs(name: str) -> None:
+    ours, theirs = pair(name)
+    assert (ours.shape, ours.numel(), ours.BLOCK_SIZE) == (theirs.shape, theirs.numel(), theirs.BLOCK_SIZE)
+    assert ours.sparsity() == pytest.approx(theirs.sparsity())
+    assert torch.equal(ours.to_dense(), theirs.to_dense().int())
+    for lists in LISTS:
+        assert listed(ours, lists) == listed(theirs, lists), lists
+        assert getattr(ours, f"{lists}_indices").dtype == torch.int32
+
+
+def test_without_full_blocks() -> None:
+    ours, _ = pair("causal", separate_full_blocks=False)
+    assert ours.full_kv_num_blocks is None and ours.full_q_indices is None
+    assert ours.sparsity() == pytest.approx(
+        100 * (1 - int(ours.kv_num_blocks.sum()) * SIZE**2 / ours.numel())
+    )
+
+
+@pytest.mark.parametrize(
+    "index",
+    (
+        0,
+        (1, 2),
+        (-1, slice(1, 3)),
+        (slice(None), slice(None), slice(3, None)),
+        (0, slice(None), slice(0, 2)),
+        (slice(None), torch.tensor([0, 2])),
+    ),
+    ids=str,
+)
+def test_index(index: Any) -> None:
+    """As torch's lists, but that no dimension is lost."""
+    ours, _ = pair("per head")
+    part = ours[index]
+    given = index if isinstance(index, tuple) else (index,)
+    kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
+    assert torch.equal(part.to_dense(), ours.to_dense()[kept])
+    rows = torch.arange(Q_LEN).split(SIZE)
+    chosen = rows[kept[2]] if len(kept) == 3 else rows
+    assert part.shape == (*ours.to_dense()[kept].shape[:2], sum(map(len, chosen)), KV_LEN)
+    with pytest.raises(ValueError, match="^block_mask: expected mask_mod to be set again"):
+        part.mask_mod(0, 0, 0, 0)
+
+
+def test_too_many_indices() -> None:
+    with pytest.raises(IndexError, match="at most 3 indices, got 4"):
+        pair("causal")[0][0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", ((500, 400), (64, 900), (1000, 10)), ids=str)
+def test_adjust(name: str, lengths: tuple[int, int]) -> None:
+    ours, _ = pair(name)
+    cut = ours._adjust(*lengths)
+    rows, columns = (-(-n // SIZE) for n in lengths)
+    assert torch.equal(cut.to_dense(), ours.to_dense()[..., :rows, :columns])
+    assert cut.seq_lengths == lengths and cut.mask_mod is ours.mask_mod
+    assert all(0 <= i < columns for lists in ("kv", "full_kv") for row in listed(cut, lists) for i in row)
+
+
+def test_entries_past_the_count_mean_nothing() -> None:
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    garbage = torch.tensor([[[[1, 2**30, -7], [0, 2, 1]]]], dtype=torch.int32)
+    mask = BlockMask.from_kv_blocks(counts, garbage, BLOCK_SIZE=16)
+    assert mask.seq_lengths == (32, 48)
+    assert mask.to_dense().tolist() == [[[[0, 1, 0], [1, 0, 1]]]]
+    assert listed(mask, "q") == [[1], [0], [1]]
+
+
+def test_pictures() -> None:
+    mask, _ = pair("causal")
+    lines = mask.to_string(-1, limit=1).splitlines()
+    assert lines[0] == "(0, 0)" and lines[1] == "█" + 14 * " " and lines[-3] == 15 * "█"
+    assert mask.to_string(limit=2).count("(") == 2 and "..." in mask.to_string(limit=2)
+    assert str(mask).startswith("BlockMask(shape=(2, 3, 1000, 900), sparsity=")
+
+
+def test_as_tuple_and_to() -> None:
+    mask, _ = pair("documents")
+    assert mask.as_tuple()[:2] == (Q_LEN, KV_LEN) and mask.as_tuple(flatten=False)[0] == (Q_LEN, KV_LEN)
+    moved = mask.to("meta")
+    assert moved.kv_indices.device.type == "meta" and moved.mask_mod is mask.mask_mod
+
+
+def test_masks_of_masks() -> None:
+    q, k = torch.arange(9), torch.arange(9)[:, None]
+    first, second = (lambda b, h, q, k: q >= k), (lambda b, h, q, k: q - k < 3)
+    assert torch.equal(and_masks(first, second)(0, 0, q, k), (q >= k) & (q - k < 3))
+    assert torch.equal(or_masks(first, second)(0, 0, q, k), (q >= k) | (q - k < 3))
+    assert and_masks()(0, 0, q, k) is True and or_masks()(0, 0, q, k) is False
+    assert noop_mask(0, 0, q, k) is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        ({"BLOCK_SIZE": 100}, "^BLOCK_SIZE: expected a multiple of 16"),
+        ({"BLOCK_SIZE": (128, 0)}, "^BLOCK_SIZE: expected a multiple of 16"),
+        (
+            {"full_kv_num_blocks": torch.zeros(1, 1, 2)},
+            "^full_kv_num_blocks and full_kv_indices: ",
+        ),
+        ({"kv_num_blocks": torch.zeros(1, 1, 3)}, r"^kv_indices: expected shape .*got \[1, 1, 2, 3\] and"),
+    ),
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    arguments = {"kv_num_blocks": torch.zeros(1, 1, 2), "kv_indices": torch.zeros(1, 1, 2, 3), **options}
+    with pytest.raises(ValueError, match=message):
+        BlockMask.from_kv_blocks(**arguments)
