@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from cuda_probe import source
 
+from rawmla.attention.mods import ELEMENTS
+
 needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 
 _STAND_INS = r"""
@@ -60,9 +62,9 @@ def evaluate(traced: Any, kind: str, scores: Any, indices: Any) -> Any:
 
     fields, setup = [], []
     for i, capture in enumerate(traced.captures):
-        tensor = capture.tensor
-        fields.append(f"Captured<{capture.c_type}, {capture.rank}> t{i};")
-        setup.append(f"mod.t{i}.data = static_cast<const {capture.c_type}*>(arrays[{i}]);")
+        tensor = capture.array
+        fields.append(f"Captured<{ELEMENTS[capture.dtype]}, {capture.rank}> t{i};")
+        setup.append(f"mod.t{i}.data = static_cast<const {ELEMENTS[capture.dtype]}*>(arrays[{i}]);")
         for dim in range(capture.rank):
             setup.append(f"mod.t{i}.strides[{dim}] = {tensor.stride(dim)};")
             setup.append(f"mod.t{i}.sizes[{dim}] = {tensor.shape[dim]};")
@@ -88,7 +90,7 @@ extern "C" void run(void** arrays, const float* scores, const int* at, int n, fl
 """
     out = torch.empty(len(scores))
     arrays = (ctypes.c_void_p * max(1, len(traced.captures)))(
-        *[capture.tensor.data_ptr() for capture in traced.captures]
+        *[capture.array.data_ptr() for capture in traced.captures]
     )
     at = indices.to(torch.int32).contiguous()
     _library(text).run(

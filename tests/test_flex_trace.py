@@ -170,9 +170,9 @@ def test_a_number_on_the_cpu_is_read_later() -> None:
 
 def test_a_tensor_is_captured_once() -> None:
     traced = trace(lambda s, b, h, q, k: s + TABLE[q] - TABLE[k] + DOUBLE[q], "score_mod")
-    assert [(capture.tensor is TABLE, capture.c_type, capture.rank) for capture in traced.captures] == [
-        (True, "float", 1),
-        (False, "double", 1),
+    assert [(capture.array is TABLE, capture.dtype, capture.rank) for capture in traced.captures] == [
+        (True, "float32", 1),
+        (False, "float64", 1),
     ]
 
 

@@ -59,6 +59,14 @@ struct Captured {
     }
 };
 
+// What text that a user wrote reads: integers as i64.
+__device__ __forceinline__ float wide(float x) { return x; }
+__device__ __forceinline__ bool wide(bool x) { return x; }
+template <class T>
+__device__ __forceinline__ i64 wide(T x) {
+    return x;
+}
+
 // ---- arithmetic
 
 __device__ __forceinline__ float torch_add(float a, float b) { return a + b; }

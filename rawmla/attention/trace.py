@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .mods import ELEMENTS, Capture, Mod, Number
 from .operators import OPERATORS, Refused, Value, View, Writer
 
-__all__ = ["Capture", "Number", "TracedMod", "name_of", "trace"]
+__all__ = ["name_of", "trace"]
 
 ARGUMENTS = {
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
@@ -33,43 +34,7 @@ _PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "
 """Where and as what torch would make a tensor; its dtype is that of the result."""
 
 
-class Capture(NamedTuple):
-    """A tensor that a function reads: ``mod.t<i>`` in the text, i being its place among the captures."""
-
-    tensor: Any
-    c_type: str
-    rank: int
-
-
-class Number(NamedTuple):
-    """A number that a function closes over, ``mod.n<i>`` in the text: a Python number, or a 0-d tensor of the
-    CPU, which is read at every call.
-    """
-
-    source: Any
-    is_integer: bool
-
-
-class TracedMod(NamedTuple):
-    """A function as the kernel has it."""
-
-    text: str  # statements, the last of which returns
-    captures: tuple[Capture, ...]
-    numbers: tuple[Number, ...]
-
-
-_ELEMENTS = {
-    torch.bool: "Bool",
-    torch.uint8: "unsigned char",
-    torch.int8: "signed char",
-    torch.int16: "short",
-    torch.int32: "int",
-    torch.int64: "i64",
-    torch.bfloat16: "Bf16",
-    torch.float16: "F16",
-    torch.float32: "float",
-    torch.float64: "double",
-}
+_DTYPES = {getattr(torch, name): name for name in ELEMENTS}
 
 
 def name_of(mod: Callable[..., Any]) -> str:
@@ -80,7 +45,7 @@ def name_of(mod: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__)
 
 
-def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any = "cpu") -> TracedMod:
+def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any = "cpu") -> Mod:
     """Record a function and write it as CUDA.
 
     Parameters
@@ -116,7 +81,7 @@ def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], devic
             values[node] = _written(writer, node, values, name)
         else:
             returned = node.args[0]
-    return TracedMod(
+    return Mod(
         _with_return(writer, values.get(returned, returned) if _is_node(returned) else returned, kind, name),
         tuple(captures),
         tuple(Number(source, _is_integer(source)) for source in writer.numbers),
@@ -146,19 +111,19 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
 
 def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
     """A tensor that the function closes over."""
-    if tensor.dtype not in _ELEMENTS:
+    if tensor.dtype not in _DTYPES:
         raise NotImplementedError(f"{name}: reads a captured tensor of dtype {tensor.dtype}")
     if tensor.ndim == 0 and tensor.device.type == "cpu":
         c_dtype = torch.float32 if tensor.dtype.is_floating_point else torch.int64
         if tensor.dtype == torch.bool:
             return Value(torch.bool, (), (f"({writer.number(tensor)} != 0)",))
         return writer.cast(Value(c_dtype, (), (writer.number(tensor),)), tensor.dtype)
-    known = [place for place, capture in enumerate(captures) if capture.tensor is tensor]
+    known = [place for place, capture in enumerate(captures) if capture.array is tensor]
     if known:
         (place,) = known
     else:
         place = len(captures)
-        captures.append(Capture(tensor, _ELEMENTS[tensor.dtype], tensor.ndim))
+        captures.append(Capture(tensor, _DTYPES[tensor.dtype], tensor.ndim))
     return View(place, tensor.dtype, tuple(range(extent) for extent in tensor.shape))
 
 

@@ -1,0 +1,181 @@
+"""Score and mask functions as a kernel takes them: a header of CUDA text, and the bytes of its parameters."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from ..call.arrays import inspect, is_array
+
+__all__ = ["ELEMENTS", "HEADER_NAME", "Capture", "CudaMod", "Mod", "Number", "header", "pack"]
+
+Kind = Literal["score_mod", "mask_mod"]
+HEADER_NAME = "user/mods.cuh"
+_IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+_RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod"}
+ELEMENTS = {
+    "bool": "Bool",
+    "uint8": "unsigned char",
+    "int8": "signed char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "i64",
+    "bfloat16": "Bf16",
+    "float16": "F16",
+    "float32": "float",
+    "float64": "double",
+}
+"""What a captured array of a dtype is in cuda_src/attention/mods.cuh."""
+
+
+class Capture(NamedTuple):
+    """An array that a function reads, ``mod.t<i>`` in its text."""
+
+    array: Any
+    dtype: str
+    rank: int
+
+
+class Number(NamedTuple):
+    """A number that a function closes over, ``mod.n<i>`` in its text: a Python number, or a 0-d tensor of the
+    CPU, which is read at every call.
+    """
+
+    source: Any
+    is_integer: bool
+
+
+class Mod(NamedTuple):
+    """A function as a kernel has it."""
+
+    text: str  # statements, the last of which returns
+    captures: tuple[Capture, ...]
+    numbers: tuple[Number, ...]
+
+
+class CudaMod:
+    """A score or mask function in CUDA C++.
+
+    Parameters
+    ----------
+    code : str
+        An expression, or statements that `return` one: float for a score function, bool for a mask function.
+        It can use ``score`` (float, score functions only), ``b``, ``h``, ``q_idx``, ``kv_idx``, ``q_len`` and
+        ``kv_len`` (int), and the names in `captures`.
+    captures : mapping of str to array or number, optional
+        An array is read as ``name(i, j, ...)``, with an index for each of its dimensions: a float, an i64 for
+        integers, a bool. Indices below 0 count from the end; what is outside is moved inside. A number is a
+        float or an i64 of that name, and not part of the text: another one needs no new kernel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The code is no str; a name is no identifier or has a meaning already; a capture is no array or number.
+
+    Notes
+    -----
+    The code is compiled as it stands and runs on the GPU with all that a kernel may do: take none from whom
+    you would not take a program.
+    """
+
+    def __init__(self, code: str, captures: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(code, str) or not code.strip():
+            raise TypeError(f"code: expected CUDA text, got {code!r}")
+        self.code = code
+        self.captures = dict(captures or {})
+        for name, capture in self.captures.items():
+            if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
+                raise ValueError(f"captures: expected names that are C identifiers, got {name!r}")
+            if name in _RESERVED:
+                raise ValueError(f"captures: expected names without a meaning of their own, got {name!r}")
+            if not is_array(capture) and not isinstance(capture, (int, float)):
+                raise TypeError(f"captures: expected {name} to be an array or a number, got {capture!r}")
+
+    def mod(self) -> Mod:
+        """The function as a kernel has it."""
+        lines: list[str] = []
+        captures: list[Capture] = []
+        numbers: list[Number] = []
+        for name, capture in self.captures.items():
+            if is_array(capture):
+                view = inspect(capture, name)
+                if view.dtype not in ELEMENTS:
+                    raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
+                lines.append(
+                    f"const auto {name} = [&](auto... at) {{ return wide(mod.t{len(captures)}(at...)); }};"
+                )
+                captures.append(Capture(capture, view.dtype, len(view.shape)))
+            else:
+                is_integer = isinstance(capture, int)
+                c_type = "i64" if is_integer else "float"
+                lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
+                numbers.append(Number(capture, is_integer))
+        has_return = re.search(r"\breturn\b", self.code) is not None
+        lines.append('#line 1 "user\'s code"')
+        lines.append(self.code if has_return else f"return {self.code};")
+        return Mod("\n".join(lines), tuple(captures), tuple(numbers))
+
+
+# ---- what a variant of the kernel is made of
+
+
+def header(score: Mod | None, mask: Mod | None) -> str:
+    """The text of the header `HEADER_NAME`: the types ScoreMod and MaskMod."""
+    return "\n".join(
+        [
+            "#pragma once",
+            '#include "attention/mods.cuh"',
+            *_type_of("ScoreMod", score, "float", "float score, ", "score"),
+            *_type_of("MaskMod", mask, "bool", "", "true"),
+            "",
+        ]
+    )
+
+
+def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) -> list[str]:
+    """A type with the captures and numbers of a function as members, which is called as the function is."""
+    fields = []
+    if mod is not None:
+        fields = [f"Captured<{ELEMENTS[c.dtype]}, {c.rank}> t{i};" for i, c in enumerate(mod.captures)]
+        fields += [f"{'i64' if n.is_integer else 'float'} n{i};" for i, n in enumerate(mod.numbers)]
+    text = f"return {neutral};" if mod is None else mod.text
+    return [
+        f"struct {name} {{",
+        f"static constexpr bool kIsThere = {'false' if mod is None else 'true'};",
+        *(fields or ["i64 nothing;"]),
+        f"__device__ __forceinline__ {result} operator()(",
+        f"    {first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len) const {{",
+        f"[[maybe_unused]] const {name}& mod = *this;",
+        text,
+        "}",
+        "};",
+    ]
+
+
+class Place(NamedTuple):
+    """Where a captured array lies: strides in elements."""
+
+    ptr: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+
+
+def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
+    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8."""
+    if mod is None or not (mod.captures or mod.numbers):
+        return bytes(8)
+    packed = b""
+    for capture, place in zip(mod.captures, places, strict=True):
+        count = max(1, capture.rank)
+        strides, sizes = (([*x, 0])[:count] for x in (place.strides, place.shape))
+        packed += struct.pack(f"<Q{count}q{count}i", place.ptr, *strides, *sizes)
+        packed += bytes(-len(packed) % 8)
+    for number in mod.numbers:
+        value = number.source if isinstance(number.source, (int, float)) else number.source.item()
+        if number.is_integer:
+            packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
+        else:
+            packed += struct.pack("<f", value)
+    return packed + bytes(-len(packed) % 8)

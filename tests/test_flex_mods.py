@@ -1,0 +1,102 @@
+"""Score and mask functions as types of a kernel: their text compiles, their bytes are what the text reads."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from cuda_probe import headers
+
+from rawmla.attention.mods import HEADER_NAME, Capture, CudaMod, Mod, Number, Place, header, pack
+from rawmla.jit import nvrtc
+from rawmla.jit.sources import SourceSet
+
+MIXED = Mod(
+    "const float bias = mod.t1(h, q_idx, kv_idx) * mod.n0;\n"
+    "return score + mod.t0() + bias + static_cast<float>(mod.n1) * mod.n2 + mod.t2(b);",
+    (Capture(None, "float32", 0), Capture(None, "bfloat16", 3), Capture(None, "int64", 1)),
+    (Number(0.5, False), Number(-7, True), Number(2.25, False)),
+)
+PLACES = (Place(0x1000, (), ()), Place(0x2000, (4, 50, 60), (3000, 60, 1)), Place(0x3000, (9,), (2,)))
+CODES = (
+    ("score - slope * (q_idx - kv_idx)", "score_mod", {"slope": 0.5}),
+    ("if (q_idx < kv_idx) return -kInfinity;\nreturn score * scale;", "score_mod", {"scale": 2}),
+    ("q_idx - kv_idx <= width && q_idx < q_len", "mask_mod", {"width": 100}),
+)
+
+
+def compiled(text: str, conditions: str = "") -> str:
+    """The log of the compiler for a kernel that calls both functions; raises where there is an error."""
+    main = f"""#include "{HEADER_NAME}"
+{conditions}
+extern "C" __global__ void probe(const __grid_constant__ ScoreMod score, const __grid_constant__ MaskMod mask,
+                                 float* out) {{
+    const int i = threadIdx.x;
+    out[i] = mask(0, 1, i, 2 * i, 100, 100) ? score(out[i], 0, 1, i, 2 * i, 100, 100) : 0.0f;
+}}
+"""
+    sources = SourceSet("probe.cu", main.encode(), (*headers(), (HEADER_NAME, text.encode())))
+    result = nvrtc.compile_source(sources, ("-arch=sm_90a", "-std=c++20", "--ptxas-options=-v"))
+    assert result.cubin is not None, result.log
+    return result.log
+
+
+def test_without_functions() -> None:
+    compiled(
+        header(None, None),
+        "static_assert(!ScoreMod::kIsThere && !MaskMod::kIsThere && sizeof(MaskMod) == 8);",
+    )
+    assert pack(None, ()) == bytes(8)
+
+
+def test_bytes_are_as_the_compiler_lays_them_out() -> None:
+    packed = pack(MIXED, PLACES)
+    sizes = {
+        "ScoreMod": len(packed),
+        "Captured<float, 0>": 24,
+        "Captured<Bf16, 3>": 48,
+        "Captured<i64, 1>": 24,
+    }
+    compiled(
+        header(MIXED, None),
+        "\n".join(f"static_assert(sizeof({name}) == {size});" for name, size in of_types.items()),
+    )
+    assert struct.unpack_from("<Q3q3i", packed, 24) == (0x2000, 3000, 60, 1, 4, 50, 60)
+    assert struct.unpack_from("<Qqi", packed, 72) == (0x3000, 2, 9)
+    assert struct.unpack_from("<f4xqf", packed, 96) == (0.5, -7, 2.25)
+
+
+@pytest.mark.parametrize(("code", "kind", "captures"), CODES)
+def test_cuda_text(code: str, kind: str, captures: dict[str, Any]) -> None:
+    mod = CudaMod(code, captures).mod()
+    compiled(header(mod, None) if kind == "score_mod" else header(None, mod))
+    assert [number.source for number in mod.numbers] == list(captures.values())
+    assert not any(repr(value) in mod.text for value in captures.values())
+
+
+def test_a_number_is_no_part_of_the_text() -> None:
+    first, second = (CudaMod("score * scale", {"scale": scale}).mod() for scale in (2.0, 3.5))
+    assert header(first, None) == header(second, None)
+    assert pack(first, ()) != pack(second, ())
+
+
+def test_errors_point_at_the_users_line() -> None:
+    mod = CudaMod("const float x = score;\nreturn y;").mod()
+    with pytest.raises(AssertionError, match=r"user's code\(2\): error: identifier \"y\" is undefined"):
+        compiled(header(mod, None))
+
+
+@pytest.mark.parametrize(
+    ("code", "captures", "error", "message"),
+    (
+        (3, {}, TypeError, "^code: expected CUDA text, got 3"),
+        ("  ", {}, TypeError, "^code: expected CUDA text"),
+        ("score", {"a b": 1}, ValueError, "C identifiers, got 'a b'"),
+        ("score", {"q_idx": 1}, ValueError, "got 'q_idx'"),
+        ("score", {"table": [1, 2]}, TypeError, "expected table to be an array or a number"),
+    ),
+)
+def test_refused(code: Any, captures: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CudaMod(code, captures)
