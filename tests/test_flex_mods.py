@@ -60,7 +60,7 @@ def test_bytes_are_as_the_compiler_lays_them_out() -> None:
     }
     compiled(
         header(MIXED, None),
-        "\n".join(f"static_assert(sizeof({name}) == {size});" for name, size in of_types.items()),
+        "\n".join(f"static_assert(sizeof({name}) == {size});" for name, size in sizes.items()),
     )
     assert struct.unpack_from("<Q3q3i", packed, 24) == (0x2000, 3000, 60, 1, 4, 50, 60)
     assert struct.unpack_from("<Qqi", packed, 72) == (0x3000, 2, 9)
