@@ -1,0 +1,122 @@
+"""Traces of functions, kept for as long as nothing that a function reads is of another kind.
+
+A function is known by its code and by what it reads: cells, globals, defaults, arguments of
+functools.partial. Tensors count by dtype, rank and short dimensions, everything else by value. A function that
+reads what is not known here, such as an object of a user's class, is traced at every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from .mods import Mod
+from .operators import MAX_ELEMENTS
+from .trace import trace
+
+__all__ = ["traced"]
+
+MAX_TRACES = 256
+
+
+class _Unknown(Exception):
+    """What a function reads cannot be compared."""
+
+
+class _Kept(NamedTuple):
+    """A trace, with the places of its tensors among those that the function reads."""
+
+    mod: Mod
+    captures: tuple[int, ...]
+    numbers: tuple[int | None, ...]  # None: the source that the trace has
+
+
+_kept: OrderedDict[Any, _Kept] = OrderedDict()
+
+
+def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any) -> Mod:
+    """A function as CUDA text with the tensors that it reads now; errors as of `trace`."""
+    tensors: list[torch.Tensor] = []
+    try:
+        key = (kind, str(device), _described(function, tensors, set()))
+        found = _kept.get(key)
+    except (_Unknown, TypeError):  # TypeError: what cannot be hashed
+        return trace(function, kind, device)
+    if found is None:
+        mod = trace(function, kind, device)
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        captures = [places.get(id(capture.array)) for capture in mod.captures]
+        if None not in captures:
+            numbers = tuple(places.get(id(number.source)) for number in mod.numbers)
+            _kept[key] = _Kept(mod, tuple(place for place in captures if place is not None), numbers)
+            if len(_kept) > MAX_TRACES:
+                _kept.popitem(last=False)
+        return mod
+    _kept.move_to_end(key)
+    mod, captures_at, numbers_at = found
+    return Mod(
+        mod.text,
+        tuple(
+            capture._replace(array=tensors[place])
+            for capture, place in zip(mod.captures, captures_at, strict=True)
+        ),
+        tuple(
+            number if place is None else number._replace(source=tensors[place])
+            for number, place in zip(mod.numbers, numbers_at, strict=True)
+        ),
+    )
+
+
+def _described(x: Any, tensors: list[torch.Tensor], around: set[int]) -> Any:
+    """What a trace depends on of `x`, to be compared; its tensors are added to `tensors`.
+
+    `around` has the ids of the functions that are being described.
+    """
+    if isinstance(x, torch.Tensor):
+        for place, tensor in enumerate(tensors):
+            if tensor is x:
+                return ("again", place)
+        tensors.append(x)
+        short = tuple(extent if extent <= MAX_ELEMENTS else None for extent in x.shape)
+        return ("tensor", x.dtype, short, x.requires_grad, x.device.type)
+    if x is None or isinstance(x, (bool, int, str, bytes, torch.dtype, torch.device)):
+        return (type(x), x)
+    if isinstance(x, float):
+        return (float, repr(x))
+    if isinstance(x, (tuple, list)):
+        return (type(x), tuple(_described(one, tensors, around) for one in x))
+    if isinstance(x, dict):
+        return (dict, tuple((name, _described(one, tensors, around)) for name, one in x.items()))
+    if isinstance(x, functools.partial):
+        return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
+    if isinstance(x, types.FunctionType):
+        return _described_function(x, tensors, around)
+    if isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverloadPacket)):
+        return x
+    raise _Unknown
+
+
+def _described_function(function: types.FunctionType, tensors: list[torch.Tensor], around: set[int]) -> Any:
+    if id(function) in around:  # it calls itself
+        return function.__code__
+    around = around | {id(function)}
+    code = function.__code__
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    names = [name for name in _names_of(code) if name in function.__globals__]
+    read = [function.__globals__[name] for name in names]
+    parts = (cells, function.__defaults__, function.__kwdefaults__, read)
+    return (code, tuple(names), *(_described(part, tensors, around) for part in parts))
+
+
+def _names_of(code: types.CodeType) -> list[str]:
+    """Names that the code, or that of a function in it, may look up among the globals."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += _names_of(constant)
+    return names
