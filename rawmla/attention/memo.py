@@ -1,8 +1,8 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
 A function is known by its code and by what it reads: cells, globals, defaults, arguments of
-functools.partial. Tensors count by dtype, rank and short dimensions, everything else by value. A function that
-reads what is not known here, such as an object of a user's class, is traced at every call.
+functools.partial. Tensors count by dtype, rank and short dimensions, everything else by value. A function
+that reads what is not known here, such as an object of a user's class, is traced at every call.
 """
 
 from __future__ import annotations
