@@ -7,11 +7,14 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 
+// kKeepsMaxima: rows' maxima are wanted; references may be smaller.
+template <bool kKeepsMaxima = false>
 struct LazySoftmax {
     float m[2] = {-kInfinity, -kInfinity};  // references, in units of the scores
     float l[2] = {0.0f, 0.0f};              // this thread's share of the row sums
     float factor[2] = {1.0f, 1.0f};         // for O before P V of the block
     bool rescales = false;                  // whether a factor of the warp is not 1
+    float top_score[2] = {-kInfinity, -kInfinity};
 
     // Replaces the scores of a block by their probabilities. `masked`: scores may be -inf. All lanes of a
     // warp call.
@@ -25,6 +28,7 @@ struct LazySoftmax {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             top[r] = quad_max(top[r]);
+            if constexpr (kKeepsMaxima) top_score[r] = fmaxf(top_score[r], top[r]);
             // Not for -inf against -inf; a row depends on itself alone.
             follows[r] = (top[r] - m[r]) * scale_log2 > kLazyLog2;
         }

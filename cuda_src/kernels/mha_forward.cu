@@ -1,6 +1,7 @@
 // Multi-head attention, forward: varlen or fixed lengths, interval masks, groups of query heads, keys in
-// arrays and, with PAGED, in pages of a cache before them. docs/kernels/mha_forward.md has the schedule;
-// rawmla/kernels/mha_forward.py and, with PAGED, prefix_prefill.py choose the variant and its parameters.
+// arrays and, with PAGED, in pages of a cache before them; with FLEX, functions of the user's and lists of
+// blocks. docs/kernels/mha_forward.md has the schedule; rawmla/kernels/mha_forward.py, prefix_prefill.py with
+// PAGED and flex_forward.py with FLEX choose the variant and its parameters.
 //
 // Roles of a CTA, which takes one tile (mha/tiles.cuh) after another:
 //   warpgroup 0, warp 0   schedules tiles and copies Q and K to shared memory with TMA
@@ -30,6 +31,12 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#if FLEX
+#include "mha/list_keys.cuh"
+using OwnKeys = ListKeys;
+#else
+using OwnKeys = ArrayKeys;
+#endif
 
 constexpr int kThreads = 128 * (kConsumers + 1 + kPagesGathered);
 constexpr int kRegisters = kConsumers == 3 ? 160 : kConsumers == 2 && kPagesGathered ? 192 : 232;
@@ -75,7 +82,7 @@ struct KeyLoader {
             if (!found) break;
             q_is_loaded = false;
             if constexpr (kPagesGathered) smem.turns_k.wait_for_loader(n);
-            load<ArrayKeys>(params, smem, tile);
+            load<OwnKeys>(params, smem, tile);
             if constexpr (kPagesGathered) {
                 smem.turns_k.pass_to_gatherer();
                 stage.number += tile.spans[kPages].blocks();
@@ -136,7 +143,7 @@ struct ValueLoader {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
             if constexpr (kPagesGathered) smem.turns_v.wait_for_loader(reader.count);
-            load<ArrayKeys>(params, smem, tile);
+            load<OwnKeys>(params, smem, tile);
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
             if constexpr (kPagesGathered) {
                 smem.turns_v.pass_to_gatherer();
@@ -184,7 +191,7 @@ __device__ __forceinline__ void trim_values(const Params& params, SharedMemoryPl
     for (TileReader reader;; ++reader.count) {
         const Tile& tile = reader.next(smem);
         if (tile.request < 0) break;
-        trimmer.trim<ArrayKeys>(params, smem, tile);
+        trimmer.trim<OwnKeys>(params, smem, tile);
         if constexpr (kPagesByTma) trimmer.trim<PagedKeys>(params, smem, tile);
         reader.release();
     }
@@ -226,7 +233,7 @@ struct Consumer {
 
     __device__ __forceinline__ void attend(const Tile& tile, const TileReader& reader) {
         Output o;
-        LazySoftmax softmax;
+        LazySoftmax<kMaxScores> softmax;
         ScoreStep<kSoftcap, kAlibi> score_step;
         if constexpr (kAlibi) {
 #pragma unroll
@@ -242,7 +249,7 @@ struct Consumer {
 
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[wg]), reader.count & 1);
         Scales scales;
-        attend_span<ArrayKeys>(tile, o, softmax, score_step, scales);
+        attend_span<OwnKeys>(tile, o, softmax, score_step, scales);
         if constexpr (kPagesByTma) attend_span<PagedKeys>(tile, o, softmax, score_step, scales);
         if constexpr (kPagesGathered) {
             if constexpr (kCacheIsFp8) enter_pages(o, softmax, scales);
@@ -257,7 +264,8 @@ struct Consumer {
     };
     // Scores of FP8 keys are in other units than those of the request's own, and so is P V: references of the
     // softmax and O are brought to them.
-    __device__ __forceinline__ void enter_pages(Output& o, LazySoftmax& softmax, Scales& scales) const {
+    __device__ __forceinline__ void enter_pages(Output& o, LazySoftmax<kMaxScores>& softmax,
+                                                Scales& scales) const {
         scales.k = not_zero(params.k_scale == nullptr ? params.k_scale_value : *params.k_scale);
         scales.v = not_zero(params.v_scale == nullptr ? params.v_scale_value : *params.v_scale);
         if constexpr (!kAlibi) {
@@ -307,12 +315,46 @@ struct Consumer {
         named_barrier_arrive(NB_TURN + (wg + 1 == kConsumers ? 0 : wg + 1), 256);
     }
 
-    // From scores of a block to probabilities.
+#if FLEX
+    // The functions of the call, applied to the scores of a block that begins with `first_key`. `asks`: the
+    // block may be a partial one, and is if `partial`.
+    __device__ __forceinline__ void apply_mods(const Tile& tile, int first_key, bool asks, bool partial,
+                                               Scores& s) const {
+        const int q_len = tile.q_len, kv_len = tile.k_len, b = tile.request, h = tile.head;
+        const int first = first_key + 2 * (lane_index() % 4);
+        // Rows past the last token take part, since all lanes do what one does; their results go nowhere.
+        const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
+#pragma unroll
+        for (int j = 0; j < kTileKeys / 2; ++j) {
+            const int r = (j >> 1) & 1, kv_idx = first + OwnKeys::column_of(j);
+            if constexpr (ScoreMod::kIsThere)
+                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[r], kv_idx, q_len, kv_len);
+            if (asks) {
+                bool seen = static_cast<u32>(kv_idx) < static_cast<u32>(kv_len);
+                if constexpr (MaskMod::kIsThere)
+                    seen &= !partial | params.mask_mod(b, h, q_idx[r], kv_idx, q_len, kv_len);
+                s[j] = seen ? s[j] : -kInfinity;
+            }
+        }
+        if (!asks && first_key + kTileKeys > kv_len) {
+#pragma unroll
+            for (int j = 0; j < kTileKeys / 2; ++j)
+                if (first + OwnKeys::column_of(j) >= kv_len) s[j] = -kInfinity;
+        }
+    }
+#endif
+
+    // From scores of a block to probabilities. Flex attention has `first_key` of the block.
     template <class Keys>
-    __device__ __forceinline__ void probabilities(const Tile& tile, int block, bool masked, Scores& s,
-                                                  LazySoftmax& softmax,
+    __device__ __forceinline__ void probabilities(const Tile& tile, int block, int first_key, bool masked,
+                                                  bool partial, Scores& s, LazySoftmax<kMaxScores>& softmax,
                                                   const ScoreStep<kSoftcap, kAlibi>& score_step,
                                                   const Scales& scales) const {
+#if FLEX
+        apply_mods(tile, first_key, masked, partial, s);
+        softmax.block(s, softmax_scale_log2(scales), true);
+        return;
+#endif
         const Span& span = tile.spans[Keys::kSpan];
         const int first_column = block * kTileKeys + 2 * (lane_index() % 4);
         if constexpr (kAlibi || kSoftcap)
@@ -329,11 +371,30 @@ struct Consumer {
         softmax.block(s, softmax_scale_log2(scales), masked);
     }
 
+    // Read before the wait for the product, under which its latency passes.
+    template <class Keys>
+    __device__ __forceinline__ int first_key_of(const Tile& tile, int block) const {
+#if FLEX
+        return Keys::first_key(params, tile, block);
+#else
+        return 0;
+#endif
+    }
+    __device__ __forceinline__ bool is_partial(const Tile& tile, int block) const {
+#if FLEX
+        return block >= tile.full_steps;
+#else
+        return true;
+#endif
+    }
+
     template <class Keys>
     __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
-                                         Scores& s, Output& o, Probabilities& p, LazySoftmax& softmax,
+                                         Scores& s, Output& o, Probabilities& p,
+                                         LazySoftmax<kMaxScores>& softmax,
                                          const ScoreStep<kSoftcap, kAlibi>& score_step,
                                          const Scales& scales) {
+        const int first_key = first_key_of<Keys>(tile, block);
         wait_k();
         take_turn();
         issue_qk<Keys>(s, desc[0], desc[1]);
@@ -343,7 +404,7 @@ struct Consumer {
         wgmma_wait_group<1>();
         wgmma_pin(s);
         free_k();
-        probabilities<Keys>(tile, block, masked, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, masked, masked, s, softmax, score_step, scales);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -353,7 +414,7 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void attend_span(const Tile& tile, Output& o, LazySoftmax& softmax,
+    __device__ __forceinline__ void attend_span(const Tile& tile, Output& o, LazySoftmax<kMaxScores>& softmax,
                                                 const ScoreStep<kSoftcap, kAlibi>& score_step,
                                                 const Scales& scales) {
         const Span& span = tile.spans[Keys::kSpan];
@@ -366,20 +427,26 @@ struct Consumer {
         const u64 desc[3] = {Rows::k_major(smem_address(smem.q) + wg * sizeof(smem.q[0])),
                              Keys::k_descriptor(smem_address(smem.k)),
                              Keys::v_descriptor(smem_address(smem.v))};
+        const int first_key = first_key_of<Keys>(tile, block);
+        const bool partial = is_partial(tile, block);
         wait_k();
         issue_qk<Keys>(s, desc[0], desc[1]);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         free_k();
         ++number;
-        probabilities<Keys>(tile, block, true, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, true, partial, s, softmax, score_step, scales);
         Keys::pack(s, p);
         if (Keys::kSpan > 0) softmax.rescale(o);
 
         // Blocks [plain_begin, plain_end) are seen whole by all rows of the warpgroup that exist.
         const int first_row = tile.first_token + (wg * 64 >> params.log2_group);
         const int last_row = tile.first_token + (wg * 64 + 63 >> params.log2_group);
+#if FLEX
+        const int plain_end = warp_uniform(tile.full_steps);
+#else
         const int plain_end = warp_uniform(span.clip(keys_of_token(params, tile, first_row)).end) / kTileKeys;
+#endif
         const int plain_begin =
             kWindow
                 ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
@@ -405,7 +472,7 @@ struct Consumer {
 
     // Results of the tile, which is free then, as is Q.
     __device__ __forceinline__ void store(const Tile& tile, const TileReader& reader, Output& o,
-                                          LazySoftmax& softmax, const Scales& scales) const {
+                                          LazySoftmax<kMaxScores>& softmax, const Scales& scales) const {
         float factor[2];
         const bool split = params.splits > 1;
 #pragma unroll
@@ -421,6 +488,11 @@ struct Consumer {
             float* lse = split ? params.lse_accum + tile.split * params.accum_rows : params.lse;
             if (lse != nullptr && leads_quad() && token < tile.q_rows)
                 lse[place_of(tile, token, head)] = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
+#if FLEX
+            if (kMaxScores && params.max_scores != nullptr && leads_quad() && token < tile.q_rows)
+                params.max_scores[place_of(tile, token, head)] =
+                    softmax.top_score[r] * softmax_scale_log2(scales) * kLn2;
+#endif
         }
         if (kOutIsFp8 && !split) {
             const float scale = params.out_scale == nullptr ? params.out_scale_value : *params.out_scale;

@@ -1,6 +1,9 @@
 // Parameters of multi-head attention; rawmla/kernels/mha_forward.py or prefix_prefill.py fills them in.
 #pragma once
 #include "common/types.cuh"
+#if FLEX
+#include "user/mods.cuh"
+#endif
 
 struct Params {
     // q and out: (column, head in the group, token, group, batch); k and v: (column, token, head, batch)
@@ -17,6 +20,13 @@ struct Params {
     const float *k_scale, *v_scale, *out_scale;  // null: the numbers at the end
     float *o_accum, *lse_accum;                  // of splits: kernels/mha_combine.cu
     int* counter;                                // tiles taken after each CTA's first; null: by turns
+#if FLEX
+    float* max_scores;  // as lse; null: not wanted
+    // mha/list_keys.cuh; null: there are none
+    const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;
+    ScoreMod score_mod;
+    MaskMod mask_mod;
+#endif
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 accum_rows;  // of a split
@@ -47,6 +57,14 @@ struct Params {
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2
     float score_scale, score_factor;  // mha/scores.cuh
     float k_scale_value, v_scale_value, out_scale_value;
+#if FLEX
+    i64 counts_strides[6], lists_strides[6];  // (batch, head, row) of partial and of full blocks
+    int list_columns[2];                      // of the lists of partial and of full blocks
+    int mask_batches, mask_heads;             // that have lists of their own
+    int block_q, block_k;                     // query tokens and keys of a block
+    int block_tiles;                          // steps of a block
+    int k_batches;                            // 1: all requests read the same K and V
+#endif
 };
 
 constexpr int kNoBound = 1 << 30;

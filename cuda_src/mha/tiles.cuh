@@ -43,6 +43,11 @@ struct Tile {
     int q_len, k_len;      // those that exist
     int offset;            // the key that the first query token is aligned to
     Span spans[kSpans];
+#if FLEX
+    // mha/list_keys.cuh
+    const int *partial_blocks, *full_blocks;
+    int full_steps;
+#endif
 };
 
 // The keys that a query token sees.
@@ -63,6 +68,36 @@ __device__ __forceinline__ KeyInterval keys_of_tokens(const Params& params, cons
     keys.end = last < first ? 0 : keys_of_token(params, tile, last).end;
     return keys;
 }
+
+#if FLEX
+// The row of lists that the tile walks, in steps of kTileKeys keys. A list may claim more blocks than there are.
+__device__ __forceinline__ int list_of(const Params& params, const Tile& tile, int kind, const int* counts,
+                                       const int* lists, const int*& list) {
+    list = nullptr;
+    if (counts == nullptr) return 0;
+    const i64 batch = tile.request % params.mask_batches, head = tile.head % params.mask_heads;
+    const i64 row = tile.first_token / params.block_q;
+    const i64* strides = params.counts_strides + 3 * kind;
+    const int count = counts[batch * strides[0] + head * strides[1] + row * strides[2]];
+    strides = params.lists_strides + 3 * kind;
+    list = lists + batch * strides[0] + head * strides[1] + row * strides[2];
+    return max_int(min_int(count, params.list_columns[kind]), 0);
+}
+template <int kTileKeys>
+__device__ __forceinline__ void find_steps(const Params& params, Tile& tile) {
+    Span& span = tile.spans[kArrays];
+    span = {0, tile.k_len, 0, ceil_div(tile.k_len, kTileKeys), false, false};
+    tile.full_steps = span.end_block;
+    tile.partial_blocks = tile.full_blocks = nullptr;
+    if (params.kv_num_blocks == nullptr) return;
+    const int partial =
+        list_of(params, tile, 0, params.kv_num_blocks, params.kv_indices, tile.partial_blocks);
+    const int full =
+        list_of(params, tile, 1, params.full_kv_num_blocks, params.full_kv_indices, tile.full_blocks);
+    tile.full_steps = full * params.block_tiles;
+    span.end_block = tile.full_steps + partial * params.block_tiles;
+}
+#endif
 
 // Gives out the tiles of a call. All lanes of a warp call; they agree.
 template <int kTileRows, int kTileKeys>
@@ -154,7 +189,11 @@ struct TileScheduler {
             tile.head -= tile.request * params.heads;
         }
         find_tokens(params, tile);
+#if FLEX
+        find_steps<kTileKeys>(params, tile);
+#else
         find_spans(params, tile);
+#endif
     }
     // Where the tile's request lies, and how many tokens it has.
     __device__ __forceinline__ static void find_tokens(const Params& params, Tile& tile) {

@@ -20,6 +20,7 @@ __all__ = [
     "CType",
     "Member",
     "ParamStruct",
+    "bytes_type",
     "struct_type",
 ]
 
@@ -70,6 +71,12 @@ U32 = CType("unsigned int", "I", 4, 4)
 F32 = CType("float", "f", 4, 4)
 TENSOR_MAP = CType("TensorMap", "128s", 128, 64)
 
+
+def bytes_type(name: str, size: int) -> CType:
+    """The type of a C++ struct of which only the bytes are known, a multiple of 8."""
+    return CType(name, f"{size}s", size, 8)
+
+
 # The native size_t packs in half the time of "Q".
 _CHANGING_CODES = {POINTER: "N", TENSOR_MAP: TENSOR_MAP.code}
 
@@ -97,7 +104,7 @@ class ParamStruct:
     changing : sequence of str
         Names of the members that change from launch to launch, in the order in which
         `PreparedLaunch.launch` takes them; of an array, the names of its elements. They have to be the first
-        members, and pointers or tensor maps.
+        members, and pointers, tensor maps or bytes.
 
     Attributes
     ----------
@@ -134,7 +141,10 @@ class ParamStruct:
         self.members = tuple(members)
         fixed = _split(declared, list(changing))
         self.changing = struct.Struct(
-            "@" + "".join(_CHANGING_CODES[one.type] * (one.length or 1) for one in declared[:fixed])
+            "@"
+            + "".join(
+                _CHANGING_CODES.get(one.type, one.type.code) * (one.length or 1) for one in declared[:fixed]
+            )
         )
         self.pack = _packer(struct.Struct(codes), self.members[:fixed], self.members[fixed:])
 
@@ -164,7 +174,7 @@ def _packer(
     """
     values = []
     for member in changing:
-        values += [repr(b"") if member.type is TENSOR_MAP else "0"] * (member.length or 1)
+        values += ["0" if member.type is POINTER else repr(b"")] * (member.length or 1)
     for member in fixed:
         values.append(f"*{member.name}" if member.length or member.type.members else member.name)
     names = ", ".join(member.name for member in fixed)

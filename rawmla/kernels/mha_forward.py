@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mha_combine
 from .common import DTYPES, LOG2_E, ceil_div
@@ -98,34 +98,43 @@ class Tile(NamedTuple):
     keys: int
 
 
-PARAMS = ParamStruct(
-    TENSOR_MAP("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
-    POINTER(
-        "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "attn_sink", "alibi_slopes"
-    ),
-    POINTER("block_table", "k_cache", "v_cache", "k_scale", "v_scale", "out_scale"),
-    POINTER("o_accum", "lse_accum", "counter"),
-    I64("out_stride_b", "out_stride_s", "out_stride_h"),
-    I64("lse_stride_b", "lse_stride_h", "accum_rows"),
-    I64("table_stride"),
-    I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
-    I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
-    I32("seqlen_q", "seqlen_k", "total_k"),
-    I32("window_left", "window_right"),
-    I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
-    I32("num_blocks", "block_size"),
-    U32("block_magic", "block_bytes_inverse"),
-    I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack"),
-    I32("cache_by_tma", "own_in_cache", "skip_decode"),
-    F32("softmax_scale_log2", "score_scale", "score_factor"),
-    F32("k_scale_value", "v_scale_value", "out_scale_value"),
-    changing=(
-        *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
-        *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-        *("attn_sink", "alibi_slopes", "block_table", "k_cache", "v_cache"),
-        *("k_scale", "v_scale", "out_scale", "o_accum", "lse_accum", "counter"),
-    ),
+CHANGING = (
+    *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
+    *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+    *("attn_sink", "alibi_slopes", "block_table", "k_cache", "v_cache"),
+    *("k_scale", "v_scale", "out_scale", "o_accum", "lse_accum", "counter"),
 )
+"""Members that change from launch to launch, the first ones."""
+
+
+def params_of(
+    more_changing: Sequence[Declaration] = (), more: Sequence[Declaration] = ()
+) -> ParamStruct:
+    """Params of cuda_src/mha/params.cuh, with members that only some variants have."""
+    return ParamStruct(
+        TENSOR_MAP(*CHANGING[:6]),
+        POINTER(*CHANGING[6:]),
+        more_changing,
+        I64("out_stride_b", "out_stride_s", "out_stride_h"),
+        I64("lse_stride_b", "lse_stride_h", "accum_rows"),
+        I64("table_stride"),
+        I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
+        I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
+        I32("seqlen_q", "seqlen_k", "total_k"),
+        I32("window_left", "window_right"),
+        I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
+        I32("num_blocks", "block_size"),
+        U32("block_magic", "block_bytes_inverse"),
+        I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack"),
+        I32("cache_by_tma", "own_in_cache", "skip_decode"),
+        F32("softmax_scale_log2", "score_scale", "score_factor"),
+        F32("k_scale_value", "v_scale_value", "out_scale_value"),
+        more,
+        changing=(*CHANGING, *(one.name for one in more_changing)),
+    )
+
+
+PARAMS = params_of()
 """Params of cuda_src/mha/params.cuh."""
 NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 NO_PAGES = {
@@ -167,10 +176,21 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
     registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
     keys = min(128, (registers - d_v // 2) * 4 // 3)
-    # K and V beside Q.
+    return Tile(consumers, min(keys, _keys_beside_q(d_qk, d_v, consumers, pages)) // 16 * 16)
+
+
+def tile_in_blocks(d_qk: int, d_v: int) -> Tile:
+    """The tile of a pair of head dimensions that `padded` returned, whose keys divide blocks of 128."""
+    consumers = 2
+    most = min(128, (196 - d_v // 2) * 4 // 3, _keys_beside_q(d_qk, d_v, consumers, NO_CACHE))
+    return Tile(consumers, 1 << most.bit_length() - 1)
+
+
+def _keys_beside_q(d_qk: int, d_v: int, consumers: int, pages: Pages) -> int:
+    """Keys of which there is room for K and V in shared memory."""
     q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
     room = MAX_SMEM_BYTES - _BARRIER_BYTES - consumers * WARPGROUP_ROWS * q_columns * 2
-    return Tile(consumers, min(keys, room // _key_bytes(d_qk, d_v, pages)) // 16 * 16)
+    return room // _key_bytes(d_qk, d_v, pages)
 
 
 def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
@@ -195,6 +215,23 @@ def spec(
     """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
     d_qk, d_v = padded(d_qk), padded(d_v)
     tile = tile_of(d_qk, d_v, softcap or alibi, pages)
+    features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
+    return variant(dtype, d_qk, d_v, tile, features, pages)
+
+
+FEATURES = {"ALIBI": False, "FLEX": False, "MAX_SCORES": False, "SOFTCAP": False, "WINDOW": False}
+
+
+def variant(
+    dtype: str,
+    d_qk: int,
+    d_v: int,
+    tile: Tile,
+    features: dict[str, bool],
+    pages: Pages = NO_CACHE,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> jit.KernelSpec:
+    """The variant with a tile, for head dimensions that `padded` returned."""
     row_bytes = tile.consumers * WARPGROUP_ROWS * _CHUNK * 2
     smem_bytes = row_bytes * _chunks(d_qk) + tile.keys * _key_bytes(d_qk, d_v, pages) + _BARRIER_BYTES
     # O lies where Q was, but where there is room for both.
@@ -203,7 +240,6 @@ def spec(
     return jit.KernelSpec(
         "mha_forward",
         (
-            ("ALIBI", alibi),
             ("CACHE_TYPE", pages.cache_type),
             ("CONSUMERS", tile.consumers),
             ("DTYPE", DTYPES[dtype]),
@@ -213,12 +249,12 @@ def spec(
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
             ("SMEM_BYTES", smem_bytes),
-            ("SOFTCAP", softcap),
             ("TILE_KEYS", tile.keys),
-            ("WINDOW", window),
+            *(FEATURES | features).items(),
         ),
         threads=128 * (tile.consumers + 1 + (pages.source == GATHERED)),
         smem_bytes=smem_bytes,
+        headers=headers,
     )
 
 

@@ -1,0 +1,240 @@
+"""Host side of cuda_src/kernels/mha_forward.cu with FLEX: attention with functions of the user's and lists of
+blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
+from . import mha_forward
+from .common import LOG2_E, ceil_div
+from .mha_forward import (
+    COUNTER_BYTES,
+    MAX_MAPS,
+    NO_BOUND,
+    NO_MAP,
+    NO_PAGES,
+    WARPGROUP_ROWS,
+    Tile,
+    key_map,
+    padded,
+    query_map,
+    tile_in_blocks,
+    variant,
+)
+
+__all__ = ["BlockLists", "FlexAddresses", "FlexForwardCall", "PreparedFlexForward", "spec", "tile_of"]
+
+_SECTION_BYTES = 32 * 2**20
+NO_LISTS = (0, 0, 0)
+
+
+class BlockLists(NamedTuple):
+    """Lists of blocks as they lie; of partial and of full blocks, strides in elements of (batch, head, row)."""
+
+    counts_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    lists_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    columns: tuple[int, int]
+    batches: int
+    heads: int
+    block_q: int
+    block_k: int
+
+
+class FlexForwardCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays. Strides are in elements, for (request,
+    token, head).
+    """
+
+    device: int
+    dtype: str
+    b: int
+    k_batches: int  # b or 1
+    h_q: int
+    h_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    d_qk: int
+    d_v: int
+    q_strides: tuple[int, int, int]
+    k_strides: tuple[int, int, int]
+    v_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+    scale: float
+    lists: BlockLists | None  # None: all keys are attended
+    header: tuple[str, str]  # name and text
+    has_score_mod: bool
+    score_mod_bytes: int
+    mask_mod_bytes: int
+    max_scores: bool
+
+
+class FlexAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    max_scores: int
+    kv_num_blocks: int
+    kv_indices: int
+    full_kv_num_blocks: int
+    full_kv_indices: int
+
+
+@cache
+def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
+    """Params of cuda_src/mha/params.cuh for functions with parameters of so many bytes."""
+    return mha_forward.params_of(
+        [
+            *POINTER("max_scores", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+            *bytes_type("ScoreMod", score_mod_bytes)("score_mod"),
+            *bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
+        ],
+        [
+            *I64("counts_strides", "lists_strides", length=6),
+            *I32("list_columns", length=2),
+            *I32("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles", "k_batches"),
+        ],
+    )
+
+
+def tile_of(d_qk: int, d_v: int) -> Tile:
+    """The tile for head dimensions as an array has them."""
+    return tile_in_blocks(padded(d_qk), padded(d_v))
+
+
+def spec(
+    dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
+) -> jit.KernelSpec:
+    """The variant for head dimensions, with a tile of so many keys; ``header`` is of `rawmla.attention.mods`."""
+    tile = tile_of(d_qk, d_v)._replace(keys=keys)
+    features = {"FLEX": True, "MAX_SCORES": max_scores}
+    return variant(dtype, padded(d_qk), padded(d_v), tile, features, headers=(header,))
+
+
+class PreparedFlexForward:
+    """The launch of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes; 0: none.
+    """
+
+    def __init__(self, call: FlexForwardCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        tile = tile_of(call.d_qk, call.d_v)
+        chosen = spec(call.dtype, call.d_qk, call.d_v, tile.keys, call.max_scores, call.header)
+        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
+        self._call = call
+        self._tile_keys = tile.keys
+        tile_rows = tile.consumers * WARPGROUP_ROWS
+        tiles_per_head = ceil_div(call.seqlen_q, tile_rows)
+        tiles = call.h_q * tiles_per_head * call.b
+        sms = jit.device_info(call.device).sm_count
+        self._is_counted = tiles > sms
+        self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
+        lists = call.lists or BlockLists((NO_LISTS, NO_LISTS), (NO_LISTS, NO_LISTS), (0, 0), 1, 1, 1, 1)
+        self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
+        # A function takes scores in natural units; else their scale is part of the softmax.
+        scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
+        params = self._params.pack(
+            out_stride_b=call.out_strides[0],
+            out_stride_s=call.out_strides[1],
+            out_stride_h=call.out_strides[2],
+            lse_stride_b=call.h_q * call.seqlen_q,
+            lse_stride_h=call.seqlen_q,
+            accum_rows=0,
+            b=call.b,
+            heads=call.h_q,
+            log2_group=0,
+            heads_per_kv=call.h_q // call.h_kv,
+            d_v=call.d_v,
+            out_by_rows=call.d_v % 8 != 0,
+            seqlen_q=call.seqlen_q,
+            seqlen_k=call.seqlen_k,
+            total_k=call.seqlen_k,
+            window_left=NO_BOUND,
+            window_right=NO_BOUND,
+            tiles_per_head=tiles_per_head,
+            tiles=tiles,
+            splits=1,
+            section=_section(call),
+            sink_dtype=0,
+            alibi_stride_b=0,
+            softmax_scale_log2=softmax_scale * LOG2_E,
+            score_scale=scale,
+            score_factor=1.0,
+            counts_strides=(*lists.counts_strides[0], *lists.counts_strides[1]),
+            lists_strides=(*lists.lists_strides[0], *lists.lists_strides[1]),
+            list_columns=tuple(min(most, ceil_div(call.seqlen_k, lists.block_k)) for most in lists.columns),
+            mask_batches=lists.batches,
+            mask_heads=lists.heads,
+            block_q=lists.block_q,
+            block_k=lists.block_k,
+            block_tiles=ceil_div(min(lists.block_k, call.seqlen_k), tile.keys),
+            k_batches=call.k_batches,
+            **NO_PAGES,
+        )
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
+        # What functions read may be loaded ahead of griddepcontrol.wait, so nothing overlaps the kernel before.
+        self._launch = kernel.prepare(
+            (min(tiles, sms), 1, 1), params, self._params.changing, pdl=False
+        ).launch
+
+    def launch(
+        self, stream: int, addresses: FlexAddresses, score_mod: bytes, mask_mod: bytes, scratch: int
+    ) -> None:
+        """Enqueue the kernel, and before it the clearing of a counter where needed. ``score_mod`` and
+        ``mask_mod`` are of `rawmla.attention.mods.pack`, ``scratch`` the address of 16-byte aligned scratch,
+        or 0.
+        """
+        arrays = addresses[:4]
+        maps = self._maps.get(arrays) or self._encode(arrays)
+        counter = 0
+        if self._is_counted:
+            counter = scratch
+            jit.clear(counter, COUNTER_BYTES, stream, self._call.device)
+        out, lse, *others = addresses[3:]
+        self._launch(
+            stream, *maps, NO_MAP, NO_MAP, out, lse, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, counter,
+            *others, score_mod, mask_mod,
+        )  # fmt: skip
+
+    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The tensor maps of q, k, v and out."""
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+
+        def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+            return query_map(address, dtype, d, 1, call.h_q, call.seqlen_q, call.b, strides)
+
+        def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+            return key_map(
+                address, dtype, d, self._tile_keys, call.h_kv, call.seqlen_k, call.k_batches, strides
+            )
+
+        q, k, v, out = arrays
+        if len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[arrays] = (
+            of_queries(q, call.d_qk, call.q_strides),
+            of_keys(k, call.d_qk, call.k_strides),
+            of_keys(v, call.d_v, call.v_strides),
+            of_queries(out, call.d_v, call.out_strides),
+        )
+        return maps
+
+
+def _section(call: FlexForwardCall) -> int:
+    """Heads whose K and V fit in a good part of L2: a power of two, or all there are."""
+    kv_bytes = 2 * call.seqlen_k * (call.d_qk + call.d_v)
+    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * (call.h_q // call.h_kv)
+    return min(1 << (most.bit_length() - 1), call.h_q * call.b)
