@@ -11,7 +11,11 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; "" for a name that is itself a module.
 _MODULE_OF = {
+    "AuxOutput": "attention.flex",
+    "AuxRequest": "attention.flex",
+    "BlockMask": "attention.block_mask",
     "CompileError": "errors",
+    "CudaMod": "attention.mods",
     "FlashMLASchedMeta": "mla.plan",
     "KernelNotReadyError": "errors",
     "LaunchError": "errors",
@@ -20,9 +24,11 @@ _MODULE_OF = {
     "NoGPUError": "errors",
     "RawMLAError": "errors",
     "UnsupportedGPUError": "errors",
+    "and_masks": "attention.block_mask",
     "compat": "",
     "context_attention_fwd": "mha.prefix",
     "convert_indices": "mla.indices",
+    "create_block_mask": "attention.create",
     "dequantize_k_cache": "mla.cache",
     "flash_attn_func": "mha.attention",
     "flash_attn_varlen_func": "mha.attention",
@@ -30,10 +36,13 @@ _MODULE_OF = {
     "flash_attn_varlen_qkvpacked_func": "mha.attention",
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
+    "flex_attention": "attention.flex",
     "gather_kv_cache": "mla.cache",
     "get_mla_metadata": "mla.plan",
     "install_flash_mla": "compat",
     "merge_attn_states": "mla.merge",
+    "noop_mask": "attention.block_mask",
+    "or_masks": "attention.block_mask",
     "quantize_k_cache": "mla.cache",
     "reference": "",
     "uninstall_flash_mla": "compat",
@@ -47,6 +56,15 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
+    from .attention.block_mask import BlockMask as BlockMask
+    from .attention.block_mask import and_masks as and_masks
+    from .attention.block_mask import noop_mask as noop_mask
+    from .attention.block_mask import or_masks as or_masks
+    from .attention.create import create_block_mask as create_block_mask
+    from .attention.flex import AuxOutput as AuxOutput
+    from .attention.flex import AuxRequest as AuxRequest
+    from .attention.flex import flex_attention as flex_attention
+    from .attention.mods import CudaMod as CudaMod
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import CompileError as CompileError

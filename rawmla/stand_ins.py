@@ -60,7 +60,7 @@ class NoFramework:
         """As of `Framework`."""
         return StandIn()
 
-    def aligned_copy(self, array: Any, name: str) -> Any:
+    def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
         """As of `Framework`."""
         return StandIn()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-__all__ = ["BlockMask", "and_masks", "noop_mask", "or_masks"]
+__all__ = ["BlockMask", "and_masks", "as_block_size", "noop_mask", "or_masks"]
 
 Mask = Callable[..., Any]
 DEFAULT_BLOCK_SIZE = 128
@@ -113,7 +113,7 @@ class BlockMask:
         self.full_kv_num_blocks, self.full_kv_indices = full_kv_num_blocks, full_kv_indices
         self.q_num_blocks, self.q_indices = q_num_blocks, q_indices
         self.full_q_num_blocks, self.full_q_indices = full_q_num_blocks, full_q_indices
-        self.BLOCK_SIZE = _block_size(BLOCK_SIZE)
+        self.BLOCK_SIZE = as_block_size(BLOCK_SIZE)
         self.mask_mod = mask_mod
 
     @classmethod
@@ -137,7 +137,7 @@ class BlockMask:
             (full_kv_num_blocks, full_kv_indices, "full_kv"),
         ):
             _check_lists(counts, indices, name)
-        q_size, kv_size = _block_size(BLOCK_SIZE)
+        q_size, kv_size = as_block_size(BLOCK_SIZE)
         rows, columns = kv_indices.shape[-2:]
         if seq_lengths is None:
             seq_lengths = (rows * q_size, columns * kv_size)
@@ -272,7 +272,8 @@ class BlockMask:
         return BlockMask(*moved)
 
 
-def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    """BLOCK_SIZE as (query tokens, keys)."""
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or any(not isinstance(one, int) or one < 1 or one % 16 for one in pair):
         raise ValueError(f"BLOCK_SIZE: expected a multiple of 16, or a pair of them, got {size!r}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from ..errors import INSTALL_HINT, MissingDependencyError
 from . import tracing
@@ -53,8 +53,10 @@ class Framework(Protocol):
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """A contiguous copy of the argument `name`, made on the framework's current stream."""
 
-    def aligned_copy(self, array: Any, name: str) -> Any:
-        """A copy of the argument `name` with `aligned_strides`, made on the framework's current stream."""
+    def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
+        """A copy of the argument `name` with `aligned_strides`, made on the framework's current stream, in
+        another dtype if one is named.
+        """
 
     def fill(self, array: Any, value: float) -> None:
         """Set every element, on the framework's current stream."""
@@ -194,10 +196,11 @@ class TorchFramework:
         """See `Framework.contiguous_copy`; not part of any autograd graph."""
         return array.detach().clone(memory_format=self._torch.contiguous_format)
 
-    def aligned_copy(self, array: Any, name: str) -> Any:
+    def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
         """See `Framework.aligned_copy`; not part of any autograd graph."""
         *sizes, columns = array.shape
-        copy = array.new_empty((*sizes, _aligned(columns)))[..., :columns]
+        wanted = array.dtype if dtype is None else self._dtype_of_name[dtype]
+        copy = array.new_empty((*sizes, _aligned(columns)), dtype=wanted)[..., :columns]
         return copy.copy_(array.detach())
 
     def fill(self, array: Any, value: float) -> None:
@@ -313,11 +316,12 @@ class CupyFramework:
         with self._on(self._copying_device(array, name)):
             return array.copy(order="C")
 
-    def aligned_copy(self, array: Any, name: str) -> Any:
+    def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
         """See `Framework.aligned_copy`."""
         *sizes, columns = array.shape
+        wanted = array.dtype if dtype is None else self._dtype(dtype)
         with self._on(self._copying_device(array, name)):
-            copy = self._cupy.empty((*sizes, _aligned(columns)), array.dtype)[..., :columns]
+            copy = self._cupy.empty((*sizes, _aligned(columns)), wanted)[..., :columns]
             copy[...] = array
         return copy
 
@@ -438,6 +442,11 @@ def _find_reader(cls: type) -> Reader | None:
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _read_dlpack
     return None
+
+
+def framework_named(name: Literal["torch", "cupy"]) -> Framework:
+    """torch, which somebody has imported, or CuPy."""
+    return _torch() if name == "torch" else _cupy()
 
 
 def _torch() -> TorchFramework:

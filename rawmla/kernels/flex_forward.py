@@ -34,7 +34,7 @@ NO_LISTS = (0, 0, 0)
 
 
 class BlockLists(NamedTuple):
-    """Lists of blocks as they lie; of partial and of full blocks, strides in elements of (batch, head, row)."""
+    """Lists of partial and of full blocks as they lie: strides in elements of (batch, head, row)."""
 
     counts_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
     lists_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -113,7 +113,9 @@ def tile_of(d_qk: int, d_v: int) -> Tile:
 def spec(
     dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
 ) -> jit.KernelSpec:
-    """The variant for head dimensions, with a tile of so many keys; ``header`` is of `rawmla.attention.mods`."""
+    """The variant for head dimensions, with a tile of so many keys; ``header`` is of
+    `rawmla.attention.mods`.
+    """
     tile = tile_of(d_qk, d_v)._replace(keys=keys)
     features = {"FLEX": True, "MAX_SCORES": max_scores}
     return variant(dtype, padded(d_qk), padded(d_v), tile, features, headers=(header,))
@@ -179,12 +181,12 @@ class PreparedFlexForward:
             mask_heads=lists.heads,
             block_q=lists.block_q,
             block_k=lists.block_k,
-            block_tiles=ceil_div(min(lists.block_k, call.seqlen_k), tile.keys),
+            block_tiles=max(1, ceil_div(min(lists.block_k, call.seqlen_k), tile.keys)),
             k_batches=call.k_batches,
             **NO_PAGES,
         )
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
-        # What functions read may be loaded ahead of griddepcontrol.wait, so nothing overlaps the kernel before.
+        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
         self._launch = kernel.prepare(
             (min(tiles, sms), 1, 1), params, self._params.changing, pdl=False
         ).launch
@@ -217,11 +219,12 @@ class PreparedFlexForward:
             return query_map(address, dtype, d, 1, call.h_q, call.seqlen_q, call.b, strides)
 
         def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return key_map(
-                address, dtype, d, self._tile_keys, call.h_kv, call.seqlen_k, call.k_batches, strides
-            )
+            tokens = max(1, call.seqlen_k)
+            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, call.k_batches, strides)
 
         q, k, v, out = arrays
+        if not call.seqlen_k:  # nothing is read through these maps, but there is no map of nothing
+            k = v = q
         if len(self._maps) >= MAX_MAPS:
             self._maps.clear()
         maps = self._maps[arrays] = (

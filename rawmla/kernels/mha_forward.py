@@ -107,9 +107,7 @@ CHANGING = (
 """Members that change from launch to launch, the first ones."""
 
 
-def params_of(
-    more_changing: Sequence[Declaration] = (), more: Sequence[Declaration] = ()
-) -> ParamStruct:
+def params_of(more_changing: Sequence[Declaration] = (), more: Sequence[Declaration] = ()) -> ParamStruct:
     """Params of cuda_src/mha/params.cuh, with members that only some variants have."""
     return ParamStruct(
         TENSOR_MAP(*CHANGING[:6]),

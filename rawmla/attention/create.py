@@ -1,0 +1,161 @@
+"""`create_block_mask`: the block mask of a function, found on the device."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .. import jit
+from ..call.arrays import Framework, framework_named, inspect
+from ..call.checks import as_bool, as_int, show
+from ..kernels import block_mask as kernels
+from ..kernels.block_mask import Grid, ListAddresses
+from ..kernels.mha_forward import NO_BOUND
+from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
+from .functions import as_mod, header_of, packed
+from .mods import CudaMod
+
+__all__ = ["create_block_mask"]
+
+
+def create_block_mask(
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The blocks of a mask function: which of them are empty, partial or full.
+
+    Parameters
+    ----------
+    mask_mod : callable, CudaMod or str
+        `mask_mod(b, h, q_idx, kv_idx)`: whether a query token attends a key. As for `flex_attention`.
+    B, H : int or None
+        Requests and heads that have masks of their own; None is 1.
+    Q_LEN, KV_LEN : int
+        Query tokens and keys.
+    device : int, str or torch.device, optional
+        A CUDA device; None is that of the arrays of a `CudaMod`, else the current one.
+    BLOCK_SIZE : int or pair of int
+        Query tokens and keys of a block, multiples of 16.
+    separate_full_blocks : bool
+        False: all blocks that are not empty are partial.
+    _compile, compute_dq_write_order, dq_kv_order
+        Change nothing.
+
+    Returns
+    -------
+    BlockMask
+        With arrays of torch, or of CuPy where `mask_mod` is a `CudaMod` that reads arrays of CuPy, or torch
+        is not installed. Lists are ascending; behind their ends come the other blocks. A block is full if the
+        function holds for all its positions and it lies inside (Q_LEN, KV_LEN); a block that the end of the
+        sequence cuts is partial.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RawMLAError
+        As of `flex_attention`.
+
+    Notes
+    -----
+    Allocates the lists, and one byte for each block; time and memory are proportional to the positions that
+    the function is asked for and to the blocks, and no mask of Q_LEN x KV_LEN is in memory. Enqueues three
+    kernels on the current stream; never synchronises. It may be captured in a CUDA graph; its lists then
+    follow arrays that the function reads.
+
+    The operation is the function of this name in torch (torch.nn.attention.flex_attention).
+
+    Examples
+    --------
+    >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
+    >>> print(mask)
+    """
+    block_q, block_k = as_block_size(BLOCK_SIZE)
+    grid = Grid(
+        batches=_as_size("B", 1 if B is None else B, 1),
+        heads=_as_size("H", 1 if H is None else H, 1),
+        q_len=_as_size("Q_LEN", Q_LEN, 0),
+        kv_len=_as_size("KV_LEN", KV_LEN, 0),
+        block_q=block_q,
+        block_k=block_k,
+    )
+    separate = as_bool("separate_full_blocks", separate_full_blocks)
+    framework, ordinal = _place(mask_mod, device)
+    mask = as_mod(mask_mod, "mask_mod", ordinal)
+    if mask is None:
+        raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
+    mask_bytes = packed(mask, "mask_mod", ordinal, framework)
+    where: Any = {
+        "device": ordinal,
+        "stream": framework.current_stream(ordinal),
+        "capturing": framework.capture_query(ordinal),
+    }
+    header = header_of(None, mask)
+    for spec in (kernels.states_spec(header), kernels.LISTS_SPEC):
+        jit.get_kernel(spec, ordinal, capturing=where["capturing"])
+    states = framework.empty((max(grid.blocks, 1),), "uint8", ordinal)
+    address = framework.pointer(states)
+    kernels.states(grid, header, mask_mod=mask_bytes, address=address, **where)
+    made = []
+    for by_columns in (False, True):
+        lines, entries = (grid.columns, grid.rows) if by_columns else (grid.rows, grid.columns)
+        arrays: list[Any] = []
+        for _ in range(1 + separate):
+            arrays.append(framework.empty((grid.batches, grid.heads, lines), "int32", ordinal))
+            arrays.append(framework.empty((grid.batches, grid.heads, lines, entries), "int32", ordinal))
+        pointers = [framework.pointer(array) for array in arrays] + [0, 0] * (not separate)
+        kernels.lists(grid, address, ListAddresses(*pointers), by_columns=by_columns, **where)
+        made += arrays + [None, None] * (not separate)
+    kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q = made
+    return BlockMask(
+        (grid.q_len, grid.kv_len), kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q,
+        (block_q, block_k), mask_mod,
+    )  # fmt: skip
+
+
+def _as_size(name: str, value: Any, least: int) -> int:
+    size = as_int(name, value)
+    if not least <= size < NO_BOUND:
+        raise ValueError(f"{name}: expected {least} to 2**30 - 1, got {size}")
+    return size
+
+
+def _place(mask_mod: Any, device: Any) -> tuple[Framework, int]:
+    """The framework and the ordinal of the device of a new mask."""
+    arrays = []
+    if isinstance(mask_mod, CudaMod):
+        arrays = [
+            inspect(x, f"captures: {name}") for name, x in mask_mod.captures.items() if hasattr(x, "shape")
+        ]
+    ordinal = arrays[0].device if arrays and device is None else _ordinal(device)
+    if arrays:
+        return arrays[0].framework, ordinal
+    return framework_named("torch" if _has_torch() else "cupy"), ordinal
+
+
+def _has_torch() -> bool:
+    if "torch" not in sys.modules:
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            return False
+    return True
+
+
+def _ordinal(device: Any) -> int:
+    """The ordinal of a CUDA device."""
+    if device is None or device == "cuda":
+        return jit.current_device()
+    if isinstance(device, int) and not isinstance(device, bool):
+        return device
+    kind, _, number = str(device).partition(":")
+    if kind != "cuda" or (number and not number.isdigit()):
+        raise ValueError(f"device: expected a CUDA device, got {show(device)}")
+    return int(number) if number else jit.current_device()

@@ -1,0 +1,381 @@
+"""Flex attention: `flex_attention`, from its arguments to the launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import jit
+from ..call.arrays import READERS, Fields, NewArray, read_given
+from ..call.checks import as_bool, show
+from ..call.memo import Memo, kind_of
+from ..kernels import block_mask as mask_kernels
+from ..kernels.block_mask import Grid, ListAddresses
+from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall, PreparedFlexForward
+from ..mha.arguments import fresh_out_strides
+from .block_mask import noop_mask
+from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
+from .functions import IDENTITY, as_mod, check_on_device, header_of, packed, within_blocks
+from .mods import Mod
+
+__all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
+
+
+class AuxRequest(NamedTuple):
+    """Which further results `flex_attention` gives."""
+
+    lse: bool = False
+    max_scores: bool = False
+
+
+class AuxOutput(NamedTuple):
+    """Further results of `flex_attention`; None: not asked for."""
+
+    lse: Any = None
+    max_scores: Any = None
+
+
+_PROMISES = {"ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "PRESCALE_QK"}
+_TUNING = {
+    *("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2", "num_warps", "num_stages"),
+    *("USE_TMA", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION"),
+}
+_SCRATCH_STEP = 16
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+    deterministic: bool | None = None,
+    out: Any = None,
+) -> Any:
+    """Attention with a score function and a mask of the caller's, which become part of the kernel.
+
+    For every request b, query head h, query token and key: `s = scale * q @ k` in float32, then
+    `s = score_mod(s, b, h, q_idx, kv_idx)`; positions outside of the listed blocks of `block_mask`, and those
+    of its partial blocks for which `mask_mod(b, h, q_idx, kv_idx)` is False, are left out; then
+    `lse = log(sum(exp(s)))` and `out = exp(s - lse) @ v`. Products take query's dtype and add up in float32,
+    and probabilities are rounded to it before the second product.
+
+    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory. All,
+    also those that the functions read, are on the device of `query`. Arrays of two frameworks in one call
+    need the same current stream in both. Strides are in elements.
+
+    Parameters
+    ----------
+    query : array
+        bfloat16 or float16 `[B, Hq, L, E]`, E 1 to 256.
+    key, value : array
+        `[Bkv, Hkv, S, E]` and `[Bkv, Hkv, S, Ev]` in query's dtype, Ev 1 to 256. Bkv is B, or 1: then all
+        requests read the same. With `enable_gqa` query head h reads KV head `h // (Hq / Hkv)`, and Hq is a
+        multiple of Hkv. Torch tensors of float8_e4m3fn or float8_e5m2 too, which are converted once.
+        query, key and value are read where they lie if their last dimension is contiguous, their address a
+        multiple of 16 bytes, and every other stride 0 or a positive multiple of 8. Any other one is copied
+        once, on the same stream.
+    score_mod : callable, CudaMod or str, optional
+        `score_mod(score, b, h, q_idx, kv_idx)`, score in natural units. A Python function works on 0-d torch
+        tensors and is traced (torch is needed for it); `CudaMod` and its text are CUDA C++. Numbers and
+        tensors that it closes over are read at every call, and others need no new kernel.
+    block_mask : BlockMask, optional
+        Of rawmla, or torch's. Its `seq_lengths` are (L, S). Batch and head are taken modulo those of its
+        lists. Blocks of a multiple of 128 tokens are fast; others, of multiples of 16, are brought to 128
+        at every call. V of a listed block has to be finite. None: everything is attended.
+    scale : float, optional
+        Finite; None is `E**-0.5`.
+    enable_gqa : bool
+        Hq may be a multiple of Hkv.
+    return_lse : bool
+        Give (out, lse). Not together with `return_aux`.
+    kernel_options : dict, optional
+        torch's promises and tuning names, which change nothing here; BACKEND only as "AUTO".
+    return_aux : AuxRequest, optional
+        Which of lse and max_scores to give: (out, AuxOutput). torch's AuxRequest too.
+    deterministic : bool, optional
+        Changes nothing: the same call always gives the same bits.
+    out : array, optional
+        `[B, Hq, L, Ev]` in query's dtype, written and returned. Never copied: 16-byte aligned, last dimension
+        contiguous, other strides positive multiples of 8, no element twice. It must not overlap an input.
+
+    Returns
+    -------
+    out : array
+        `[B, Hq, L, Ev]` in query's dtype. A fresh one has its dimensions in the order of strides of `query`;
+        where Ev is no multiple of 8, its rows are padded to one. 0 in a row with nothing to attend.
+    lse, max_scores : array
+        float32 `[B, Hq, L]`, natural logarithm of the sum of exponentials, and largest score, after score_mod
+        and masks; -inf in a row with nothing to attend.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
+        tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
+    NotImplementedError
+        A Python function calls an operator that kernels do not have; the text names both.
+    RawMLAError
+        A subclass says what is missing: GPU, driver, NVRTC, torch, a compiled kernel inside a graph capture;
+        or that CUDA text does not compile, with the caller's line.
+
+    Notes
+    -----
+    Allocates the copies that are named above, the results, and scratch with the framework of `query`: 16
+    bytes, and with blocks that are brought to 128 one byte for each block of the mask and 8 bytes for each of
+    128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
+    stream. Never synchronises, never reads a list or a captured array on the host. There is no backward yet.
+
+    Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
+    loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
+
+    The operation is the function of this name in torch (torch.nn.attention.flex_attention).
+
+    Examples
+    --------
+    >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
+    >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
+    """
+    return_lse = as_bool("return_lse", return_lse)
+    enable_gqa = as_bool("enable_gqa", enable_gqa)
+    if deterministic is not None:
+        as_bool("deterministic", deterministic)
+    wants_lse, wants_max = _wanted(return_lse, return_aux)
+    _check_options(kernel_options)
+    scale = None if scale is None else _as_scale(scale)
+    q, k, v = [READERS[type(x)](x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    out_view = read_given(out, "out")
+    lists = lists_of(block_mask)
+    views = (q, k, v, out_view, *(() if lists is None else lists.views))
+    kind = (*[kind_of(view) for view in views], enable_gqa, None if lists is None else lists.sizes)
+    checked = _checked.get(kind) or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
+    device, framework = q[4], q[5]
+    for name, view in zip(("key", "value", "out", *LISTS), views[1:], strict=False):
+        if view is not None and view[5] is not framework:
+            check_on_device(name, view, device, framework)
+
+    score = as_mod(score_mod, "score_mod", device)
+    mask = None
+    if checked.lists is not None and block_mask.mask_mod is not noop_mask:
+        mask = as_mod(block_mask.mask_mod, "mask_mod", device)
+    if scale is None:
+        scale = checked.default_scale
+    if score is None and scale <= 0:
+        score = IDENTITY  # softmax looks for maxima of unscaled scores
+    if checked.cut is not None:
+        mask = within_blocks(mask, checked.cut.given)
+    score_bytes = packed(score, "score_mod", device, framework)
+    mask_bytes = packed(mask, "mask_mod", device, framework)
+    header = header_of(score, mask)
+    call_key = (header, scale, score is not None, wants_lse, wants_max)
+    prepared = checked.calls.get(call_key) or checked.calls.keep(
+        call_key, _prepare(checked, call_key, len(score_bytes), len(mask_bytes), q, out_view)
+    )
+    made = prepared.allocate()
+    scratch = made.pop()
+    if out_view is None:
+        out = made.pop(0)
+    lse = made.pop(0) if wants_lse else None
+    max_scores = made.pop(0) if wants_max else None
+    if prepared.launch is not None:
+        out_ptr = framework.pointer(out) if out_view is None else out_view[0]
+        further = [0 if array is None else framework.pointer(array) for array in (lse, max_scores)]
+        _launch(
+            checked, prepared, (q, k, v), lists, (out_ptr, *further), scratch, score_bytes, mask, mask_bytes
+        )
+    if return_aux is not None:
+        return out, AuxOutput(lse, max_scores)
+    return (out, lse) if return_lse else out
+
+
+def _wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+    """Whether lse and max_scores are results."""
+    if return_aux is None:
+        return return_lse, False
+    if return_lse:
+        raise ValueError("return_lse: expected False with return_aux, which has lse too, got True")
+    if not hasattr(return_aux, "lse"):
+        raise TypeError(f"return_aux: expected an AuxRequest, got {show(return_aux)}")
+    wants_max = getattr(return_aux, "max_scores", False)
+    return as_bool("return_aux.lse", return_aux.lse), as_bool("return_aux.max_scores", wants_max)
+
+
+def _check_options(options: dict[str, Any] | None) -> None:
+    if options is None:
+        return
+    if not isinstance(options, dict):
+        raise TypeError(f"kernel_options: expected a dict, got {show(options)}")
+    for name, value in options.items():
+        plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
+        if name == "BACKEND":
+            if value != "AUTO":
+                raise ValueError(f"kernel_options: expected BACKEND to be 'AUTO', got {value!r}")
+        elif plain not in _TUNING and name not in _PROMISES:
+            known = ", ".join(sorted({*_PROMISES, *_TUNING, "BACKEND"}))
+            raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
+
+
+def _as_scale(scale: Any) -> float:
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
+        raise TypeError(f"scale: expected a float or None, got {show(scale)}")
+    number = float(scale)
+    if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
+        raise ValueError(f"scale: expected a finite float32, got {number}")
+    return number
+
+
+class _Prepared(NamedTuple):
+    """What a call does."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes out, unless it is given, lse and max_scores where they are wanted, and the scratch, or None."""
+    launch: Callable[..., None] | None
+    """Enqueues the kernel; None without queries."""
+    counter_bytes: int
+
+
+_checked: Memo[FlexChecked] = Memo(shared=True)
+
+
+def _prepare(
+    checked: FlexChecked,
+    key: tuple[Any, ...],
+    score_bytes: int,
+    mask_bytes: int,
+    q: Fields,
+    out: Fields | None,
+) -> _Prepared:
+    """Load the kernels of a call and work out their parameters."""
+    header, scale, has_score_mod, wants_lse, wants_max = key
+    _, _, _, dtype, device, framework, _ = q
+    b, h_q, seqlen_q = checked.b, checked.h_q, checked.seqlen_q
+    results: list[NewArray] = []
+    if out is None:
+        results.append(((b, h_q, seqlen_q, checked.d_v), dtype, fresh_out_strides(q, checked.d_v)))
+    results += [((b, h_q, seqlen_q), "float32")] * (wants_lse + wants_max)
+    if not b or not seqlen_q:
+        return _Prepared(framework.allocator(results, 0, device), None, 0)
+    capturing = framework.capture_query(device)
+    lists = checked.lists
+    if checked.cut is not None:
+        lists = _lists_in_scratch(checked.cut.walked)
+        for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
+            jit.get_kernel(spec, device, capturing=capturing)
+    q_strides, k_strides, v_strides, out_strides = checked.strides
+    prepared = PreparedFlexForward(
+        FlexForwardCall(
+            device=device,
+            dtype=dtype,
+            b=b,
+            k_batches=checked.k_batches,
+            h_q=h_q,
+            h_kv=checked.h_kv,
+            seqlen_q=seqlen_q,
+            seqlen_k=checked.seqlen_k,
+            d_qk=checked.d_qk,
+            d_v=checked.d_v,
+            q_strides=q_strides,
+            k_strides=k_strides,
+            v_strides=v_strides,
+            out_strides=out_strides,
+            scale=scale,
+            lists=lists,
+            header=header,
+            has_score_mod=has_score_mod,
+            score_mod_bytes=score_bytes,
+            mask_mod_bytes=mask_bytes,
+            max_scores=wants_max,
+        ),
+        capturing,
+    )
+    scratch_bytes = prepared.scratch_bytes
+    if checked.cut is not None:
+        scratch_bytes = _Scratch(0, prepared.scratch_bytes, checked.cut).end
+    return _Prepared(
+        framework.allocator(results, scratch_bytes, device), prepared.launch, prepared.scratch_bytes
+    )
+
+
+def _lists_in_scratch(grid: Grid) -> BlockLists:
+    """How the lists lie that the kernels of a call make."""
+    rows, columns = grid.rows, grid.columns
+    counts = (grid.heads * rows, rows, 1)
+    lists = (grid.heads * rows * columns, rows * columns, columns)
+    return BlockLists(
+        (counts, counts),
+        (lists, lists),
+        (columns, columns),
+        grid.batches,
+        grid.heads,
+        grid.block_q,
+        grid.block_k,
+    )
+
+
+class _Scratch:
+    """Addresses in the scratch of a call whose lists are brought to other blocks."""
+
+    def __init__(self, address: int, counter_bytes: int, cut: Recut) -> None:
+        lines = 4 * cut.walked.batches * cut.walked.heads * cut.walked.rows
+        sizes = (counter_bytes, cut.given.blocks, lines, 4 * cut.walked.blocks, lines, 4 * cut.walked.blocks)
+        places = [address]
+        for size in sizes:
+            places.append(places[-1] + -(-size // _SCRATCH_STEP) * _SCRATCH_STEP)
+        self.counter, self.states, *lists, self.end = places
+        self.lists = ListAddresses(*lists)
+
+
+def _launch(
+    checked: FlexChecked,
+    prepared: _Prepared,
+    views: tuple[Fields, Fields, Fields],
+    lists: GivenLists | None,
+    results: tuple[int, ...],
+    scratch: Any,
+    score_bytes: bytes,
+    mask: Mod | None,
+    mask_bytes: bytes,
+) -> None:
+    """Enqueue the copies and kernels of a call."""
+    _, _, _, dtype, device, framework, _ = views[0]
+    stream = framework.current_stream(device)
+    alive = []
+    addresses = []
+    for name, view, is_copied in zip(("query", "key", "value"), views, checked.copied, strict=True):
+        if is_copied:
+            alive.append(view[5].aligned_copy(view[6], name, dtype))
+            addresses.append(view[5].pointer(alive[-1]))
+        else:
+            addresses.append(view[0])
+    of_lists = [0, 0, 0, 0]
+    if checked.lists is not None and lists is not None:
+        for i, given in enumerate(lists.views):
+            if given is not None and checked.list_copies[i]:
+                alive.append(given[5].aligned_copy(given[6], LISTS[i], "int32"))
+                of_lists[i] = given[5].pointer(alive[-1])
+            elif given is not None:
+                of_lists[i] = given[0]
+    scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
+    if checked.cut is not None and checked.lists is not None:
+        by_caller, by_kernel = checked.cut
+        places = _Scratch(scratch_ptr, prepared.counter_bytes, checked.cut)
+        where: Any = {"device": device, "stream": stream, "capturing": framework.capture_query(device)}
+        jit.clear(places.states, -(-by_caller.blocks // 4) * 4, stream, device)
+        mask_kernels.scatter(by_caller, checked.lists, of_lists, places.states, **where)
+        blocks = (by_caller.block_q, by_caller.block_k)
+        mask_kernels.lists(by_kernel, places.states, places.lists, state_blocks=blocks, **where)
+        of_lists = list(places.lists)
+        mask_bytes = packed(mask, "mask_mod", device, framework, states=places.states)
+    assert prepared.launch is not None
+    prepared.launch(
+        stream, FlexAddresses(*addresses, *results, *of_lists), score_bytes, mask_bytes, scratch_ptr
+    )

@@ -1,0 +1,272 @@
+"""What flex attention checks of its arrays, and what follows from their kinds."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+from ..call.arrays import Fields, Framework, aligned_strides, read_given
+from ..call.checks import show
+from ..call.memo import Memo
+from ..kernels.block_mask import Grid
+from ..kernels.flex_forward import BlockLists, tile_of
+from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
+from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
+from .functions import check_on_device
+
+__all__ = ["LISTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
+
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+Strides = tuple[int, int, int]
+
+
+class GivenLists(NamedTuple):
+    """The lists of a block mask."""
+
+    views: tuple[Fields, Fields, Fields | None, Fields | None]  # in the order of LISTS
+    sizes: tuple[Any, ...]  # BLOCK_SIZE and seq_lengths
+
+
+def lists_of(block_mask: Any) -> GivenLists | None:
+    """The lists of a mask; None where everything is attended, as torch's mask of one huge block says too."""
+    if block_mask is None:
+        return None
+    missing = [name for name in (*LISTS, "BLOCK_SIZE", "mask_mod") if not hasattr(block_mask, name)]
+    if missing:
+        raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
+    block_q, block_k = block_mask.BLOCK_SIZE
+    lengths = tuple(getattr(block_mask, "seq_lengths", (0, 0)))
+    if lengths == (1, 1) and min(block_q, block_k) >= NO_BOUND:
+        return None
+    counts, indices, full_counts, full_indices = [
+        read_given(getattr(block_mask, name), f"block_mask.{name}") for name in LISTS
+    ]
+    if counts is None or indices is None:
+        raise ValueError("block_mask: expected kv_num_blocks and kv_indices, got None")
+    if (full_counts is None) != (full_indices is None):
+        raise ValueError("block_mask: expected full_kv_num_blocks and full_kv_indices, or none of them")
+    views = counts, indices, full_counts, full_indices
+    return GivenLists(views, (int(block_q), int(block_k), *lengths))
+
+
+class Recut(NamedTuple):
+    """Of a mask whose blocks the kernel cannot walk: they are brought to blocks that it can."""
+
+    given: Grid
+    walked: Grid
+
+
+class FlexChecked(NamedTuple):
+    """What follows from the kinds of the arrays, which passed the checks."""
+
+    b: int
+    k_batches: int
+    h_q: int
+    h_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    d_qk: int
+    d_v: int
+    strides: tuple[Strides, Strides, Strides, Strides]  # of q, k, v and out: (request, token, head)
+    copied: tuple[bool, bool, bool]  # q, k and v
+    list_copies: tuple[bool, bool, bool, bool]  # of the lists
+    default_scale: float
+    lists: BlockLists | None
+    cut: Recut | None
+    calls: Memo[Any]
+
+
+def check_arrays(
+    q: Fields, k: Fields, v: Fields, out: Fields | None, lists: GivenLists | None, enable_gqa: bool
+) -> FlexChecked:
+    """Check the arrays of a call against each other."""
+    _, q_shape, _, dtype, device, framework, _ = q
+    if dtype != "bfloat16" and dtype != "float16":
+        more = "; float32 is not supported yet" if dtype == "float32" else ""
+        raise TypeError(f"query: expected dtype bfloat16 or float16, got {dtype}{more}")
+    for name, sizes, view in (("query", "Hq, L, E", q), ("key", "Hkv, S, E", k), ("value", "Hkv, S, Ev", v)):
+        if len(view[1]) != 4:
+            batch = "B" if name == "query" else "Bkv"
+            raise ValueError(f"{name}: expected shape [{batch}, {sizes}], got {list(view[1])}")
+    for name, view in (("key", k), ("value", v)):
+        if view[3] != dtype and view[3] not in FP8:
+            raise TypeError(f"{name}: expected dtype {dtype}, that of query, or FP8, got {view[3]}")
+    b, h_q, seqlen_q, d_qk = q_shape
+    k_batches, h_kv, seqlen_k, k_dim = k[1]
+    d_v = v[1][3]
+    check_head_dim("query", "a last dimension (E)", d_qk, q_shape)
+    check_head_dim("value", "a last dimension (Ev)", d_v, v[1])
+    if k_dim != d_qk:
+        raise ValueError(f"key: expected a last dimension of {d_qk}, that of query, got shape {list(k[1])}")
+    if tuple(v[1][:3]) != tuple(k[1][:3]):
+        raise ValueError(
+            f"value: expected shape {[*k[1][:3], 'Ev']}, but for Ev that of key, got {list(v[1])}"
+        )
+    if k_batches not in (b, 1):
+        raise ValueError(f"key: expected a batch of {b}, that of query, or 1, got shape {list(k[1])}")
+    if not h_q or not h_kv or h_q % h_kv or (h_q != h_kv and not enable_gqa):
+        rule = "to be a positive multiple of" if enable_gqa else "to be, without enable_gqa, equal to"
+        raise ValueError(f"query: expected Hq {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
+    for name, shape in (("query", q_shape), ("key", k[1])):
+        if shape[2] >= NO_BOUND:
+            raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
+    if out is None:
+        out_strides = fresh_out_strides(q, d_v)[:-1]
+    else:
+        if out[3] != dtype or tuple(out[1]) != (b, h_q, seqlen_q, d_v):
+            raise ValueError(
+                f"out: expected {dtype} [{b}, {h_q}, {seqlen_q}, {d_v}], got {out[3]} {list(out[1])}"
+            )
+        out_strides = check_out_layout(out)
+    for name, other in (("key", k), ("value", v), ("out", out)):
+        if other is not None:
+            check_on_device(name, other, device, framework)
+    steps = [walked(view) if view[3] == dtype else None for view in (q, k, v)]
+    strides = [
+        aligned_strides(tuple(view[1]))[:-1] if step is None else step
+        for view, step in zip((q, k, v), steps, strict=True)
+    ]
+    found: BlockLists | None = None
+    cut: Recut | None = None
+    list_copies = (False, False, False, False)
+    if lists is not None and seqlen_q and seqlen_k:
+        found, list_copies = _check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
+        cut = _cut(found, seqlen_q, seqlen_k, tile_of(d_qk, d_v).keys)
+    elif lists is not None:
+        _check_lengths(lists, seqlen_q, seqlen_k)
+    return FlexChecked(
+        b=b,
+        k_batches=k_batches,
+        h_q=h_q,
+        h_kv=h_kv,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        d_qk=d_qk,
+        d_v=d_v,
+        strides=cast(Any, tuple((batch, token, head) for batch, head, token in (*strides, out_strides))),
+        copied=cast(Any, tuple(step is None for step in steps)),
+        list_copies=list_copies,
+        default_scale=d_qk**-0.5,
+        lists=found,
+        cut=cut,
+        calls=Memo(),
+    )
+
+
+def _check_lengths(lists: GivenLists, seqlen_q: int, seqlen_k: int) -> None:
+    _, _, *lengths = lists.sizes
+    if tuple(lengths) != (seqlen_q, seqlen_k):
+        small = lengths[0] < seqlen_q or lengths[1] < seqlen_k
+        remedy = "make one for these lengths" if small else "make one for these lengths, or use _adjust"
+        raise ValueError(
+            f"block_mask: expected seq_lengths of ({seqlen_q}, {seqlen_k}), those of query and key, got "
+            f"{tuple(lengths)}: it is too {'small' if small else 'large'}; {remedy}"
+        )
+
+
+class _Pair(NamedTuple):
+    """Lists of one kind of blocks."""
+
+    counts_strides: Strides
+    lists_strides: Strides
+    batches: int
+    heads: int
+    columns: int
+    copied: tuple[bool, bool]
+
+
+_NO_PAIR = _Pair((0, 0, 0), (0, 0, 0), 1, 1, 0, (False, False))
+
+
+def _check_lists(
+    lists: GivenLists, b: int, h_q: int, seqlen_q: int, seqlen_k: int, device: int, framework: Framework
+) -> tuple[BlockLists, tuple[bool, bool, bool, bool]]:
+    """Check the lists of a mask; returns how they lie, and which have to be copied."""
+    _check_lengths(lists, seqlen_q, seqlen_k)
+    block_q, block_k, *_ = lists.sizes
+    if block_q < 1 or block_k < 1 or block_q % 16 or block_k % 16:
+        raise ValueError(f"block_mask: expected a BLOCK_SIZE of multiples of 16, got {(block_q, block_k)}")
+    for name, view in zip(LISTS, lists.views, strict=True):
+        if view is not None:
+            check_on_device(f"block_mask.{name}", view, device, framework)
+            if view[3] not in INTEGERS:
+                raise TypeError(f"block_mask.{name}: expected dtype int32, got {view[3]}")
+    rows = -(-seqlen_q // block_q)
+    counts, indices, full_counts, full_indices = lists.views
+    partial = _check_pair(LISTS[0], counts, LISTS[1], indices, rows)
+    full = _NO_PAIR
+    if full_counts is not None and full_indices is not None:
+        full = _check_pair(LISTS[2], full_counts, LISTS[3], full_indices, rows)
+        if (full.batches, full.heads) != (partial.batches, partial.heads):
+            raise ValueError(
+                "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
+                f"{(partial.batches, partial.heads)} and {(full.batches, full.heads)}"
+            )
+    found = BlockLists(
+        (partial.counts_strides, full.counts_strides),
+        (partial.lists_strides, full.lists_strides),
+        (partial.columns, full.columns),
+        partial.batches,
+        partial.heads,
+        _no_longer(block_q, seqlen_q),
+        _no_longer(block_k, seqlen_k),
+    )
+    return found, (*partial.copied, *full.copied)
+
+
+def _check_pair(counts_name: str, counts: Fields, lists_name: str, indices: Fields, rows: int) -> _Pair:
+    """Check the lists of one kind of blocks."""
+    _, shape, strides, dtype, *_ = indices
+    _, counts_shape, counts_strides, counts_dtype, *_ = counts
+    if not 2 <= len(shape) <= 4 or tuple(shape[:-1]) != tuple(counts_shape):
+        raise ValueError(
+            f"block_mask.{lists_name}: expected shape [B, H, rows, columns] where {counts_name} is "
+            f"[B, H, rows], got {list(shape)} and {list(counts_shape)}"
+        )
+    if shape[-2] < rows:
+        raise ValueError(
+            f"block_mask.{lists_name}: expected at least {rows} rows of blocks, as query has, got shape "
+            f"{list(shape)}"
+        )
+    copies_counts, copies = counts_dtype != "int32", dtype != "int32"
+    copies = copies or (strides[-1] != 1 and shape[-1] > 1)
+    if copies_counts:
+        counts_strides = aligned_strides(tuple(counts_shape))
+    if copies:
+        strides = aligned_strides(tuple(shape))
+    batches, heads, _, columns = (1, 1, *shape)[-4:]
+    if not batches or not heads:
+        raise ValueError(f"block_mask.{lists_name}: expected at least one batch and head, got {list(shape)}")
+    return _Pair(
+        _stepped(counts_strides, shape[:-1]),
+        _stepped(strides[:-1], shape[:-1]),
+        batches,
+        heads,
+        columns,
+        (copies_counts, copies),
+    )
+
+
+def _stepped(strides: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
+    """Strides of (batch, head, row), 0 where there is one only."""
+    steps = [0 if extent == 1 else step for extent, step in zip(shape, strides, strict=True)]
+    batch, head, row = (0, 0, *steps)[-3:]
+    return batch, head, row
+
+
+def _no_longer(block: int, length: int) -> int:
+    """The size of a block, of which there is one, cut to what the length needs."""
+    return min(block, -(-length // 128) * 128)
+
+
+def _cut(lists: BlockLists, seqlen_q: int, seqlen_k: int, keys: int) -> Recut | None:
+    """The blocks that lists are brought to; None where the kernel walks them as they are: its tiles divide
+    them, or there is one block.
+    """
+    rows = 2 * WARPGROUP_ROWS
+    block_q, block_k = lists.block_q, lists.block_k
+    if (block_q % rows == 0 or block_q >= seqlen_q) and (block_k % keys == 0 or block_k >= seqlen_k):
+        return None
+    sizes = (lists.batches, lists.heads, seqlen_q, seqlen_k)
+    return Recut(Grid(*sizes, block_q, block_k), Grid(*sizes, rows, max(rows, keys)))

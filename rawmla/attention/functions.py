@@ -1,0 +1,133 @@
+"""Score and mask functions of a call: Python callables, `CudaMod` or CUDA text, as a kernel takes them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from ..call.arrays import Framework, contiguous_strides, inspect
+from ..call.checks import check_place, show
+from ..errors import MissingDependencyError
+from ..jit import NO_LAUNCH
+from ..kernels.block_mask import Grid
+from .mods import HEADER_NAME, Capture, CudaMod, Kind, Mod, Number, Place, header, pack
+
+__all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "packed", "within_blocks"]
+
+IDENTITY = Mod("return score;", (), ())
+"""The score function that changes nothing."""
+
+
+def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
+    """A function that a user gave, traced if it is one of Python; None for None.
+
+    Raises
+    ------
+    TypeError
+        It is none of the kinds.
+    MissingDependencyError
+        It is a Python function, and torch, which traces it, is not installed.
+    NotImplementedError, ValueError
+        As `rawmla.attention.trace.trace`.
+    """
+    if function is None:
+        return None
+    if isinstance(function, str):
+        function = CudaMod(function)
+    if isinstance(function, CudaMod):
+        return function.mod()
+    if not callable(function):
+        raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{kind}: a Python function is traced by torch, which cannot be imported ({error}); without "
+            "torch, give it as CUDA text: rawmla.CudaMod"
+        ) from error
+    from .memo import traced
+
+    return traced(function, kind, torch.device("cuda", device))
+
+
+def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
+    """Name and text of the header that a kernel with these functions includes."""
+    return HEADER_NAME, _header(_text_of(score), _text_of(mask))
+
+
+def packed(mod: Mod | None, kind: Kind, device: int, framework: Framework, states: int = 0) -> bytes:
+    """The bytes of a function's parameters; checks that the arrays that it reads are on the device.
+
+    ``states`` is the address of the states of `within_blocks`.
+    """
+    places = []
+    for capture in mod.captures if mod is not None else ():
+        if isinstance(capture.array, Place):
+            places.append(capture.array._replace(ptr=states))
+            continue
+        name = f"{kind}: an array that it reads"
+        view = inspect(capture.array, name)
+        check_on_device(name, view, device, framework)
+        places.append(Place(view.ptr, view.shape, view.strides))
+    return pack(mod, places)
+
+
+_Text = tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...]]
+
+
+def _text_of(mod: Mod | None) -> _Text | None:
+    """What the text of a kernel depends on."""
+    if mod is None:
+        return None
+    captures = tuple([(capture.dtype, capture.rank) for capture in mod.captures])
+    return mod.text, captures, tuple([number.is_integer for number in mod.numbers])
+
+
+@lru_cache(maxsize=1024)
+def _header(score: _Text | None, mask: _Text | None) -> str:
+    def mod_of(text: _Text | None) -> Mod | None:
+        if text is None:
+            return None
+        statements, captures, numbers = text
+        return Mod(
+            statements,
+            tuple(Capture(None, dtype, rank) for dtype, rank in captures),
+            tuple(Number(0, is_integer) for is_integer in numbers),
+        )
+
+    return header(mod_of(score), mod_of(mask))
+
+
+def check_on_device(name: str, view: Any, device: int, framework: Framework) -> None:
+    """Check that an array is on the device of the query and, if it is of another framework, on its stream."""
+    given_framework = view[5]
+    if given_framework is framework or framework.current_stream(device) == NO_LAUNCH:
+        if view[4] != device:
+            raise ValueError(
+                f"{name}: expected an array on device cuda:{device}, that of query, got cuda:{view[4]}"
+            )
+    else:
+        check_place(name, view, device, framework, "query")
+
+
+def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
+    """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
+    asking ``mask`` in partial ones. The states of the blocks (cuda_src/attention/block_states.cuh) are read
+    where `packed` says.
+    """
+    captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
+    batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]
+    lines = [
+        f"const int block_state = mod.t{len(captures)}(b % {batches}, h % {heads}, q_idx / {block_q}, "
+        f"kv_idx / {block_k});",
+        "if (block_state != 1) return block_state == 2;",
+        "return true;" if mask is None else mask.text,
+    ]
+    shape = (grid.batches, grid.heads, grid.rows, grid.columns)
+    states = Place(0, shape, contiguous_strides(shape))
+    numbers = (grid.batches, grid.heads, grid.block_q, grid.block_k)
+    return Mod(
+        "\n".join(lines),
+        (*captures, Capture(states, "uint8", 4)),
+        (*known, *[Number(number, True) for number in numbers]),
+    )

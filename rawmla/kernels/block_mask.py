@@ -1,0 +1,216 @@
+"""Host side of cuda_src/kernels/block_mask_states.cu, block_mask_lists.cu and block_mask_scatter.cu: block
+masks from functions, and from lists whose blocks the attention kernel cannot walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from .. import jit
+from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
+from .common import ceil_div
+from .flex_forward import BlockLists
+
+__all__ = [
+    "LISTS_PARAMS",
+    "SCATTER_PARAMS",
+    "Grid",
+    "ListAddresses",
+    "lists",
+    "scatter",
+    "states",
+    "states_params",
+]
+
+_STATES_THREADS = 256
+_WARPS = 4
+_CTAS = 2048
+"""At most: warps and CTAs take several lines or blocks one after the other."""
+
+
+class Grid(NamedTuple):
+    """The blocks of a mask."""
+
+    batches: int
+    heads: int
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_k: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of blocks."""
+        return ceil_div(self.q_len, self.block_q)
+
+    @property
+    def columns(self) -> int:
+        """Columns of blocks."""
+        return ceil_div(self.kv_len, self.block_k)
+
+    @property
+    def blocks(self) -> int:
+        """All blocks: bytes of their states."""
+        return self.batches * self.heads * self.rows * self.columns
+
+
+class ListAddresses(NamedTuple):
+    """Where lists go; the last two are 0 where full blocks are not kept apart."""
+
+    partial_counts: int
+    partial_blocks: int
+    full_counts: int
+    full_blocks: int
+
+
+@cache
+def states_params(mask_mod_bytes: int) -> ParamStruct:
+    """Params of block_mask_states.cu for a function with parameters of so many bytes."""
+    return ParamStruct(
+        bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
+        POINTER("states"),
+        I64("blocks"),
+        I32("heads", "rows", "columns", "block_q", "block_k", "q_len", "kv_len"),
+        changing=("mask_mod", "states"),
+    )
+
+
+LISTS_PARAMS = ParamStruct(
+    POINTER("states", "partial_counts", "partial_blocks", "full_counts", "full_blocks"),
+    I64("all_lines", "mask_blocks", "line_step", "entry_step"),
+    I32("lines", "entries", "list_line", "list_entry", "state_line", "state_entry"),
+    I32("line_tokens", "entry_tokens"),
+)
+SCATTER_PARAMS = ParamStruct(
+    POINTER("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "states"),
+    I64("counts_strides", "lists_strides", length=6),
+    I64("all_rows"),
+    I32("list_columns", length=2),
+    I32("heads", "rows", "columns"),
+)
+
+
+def states_spec(header: tuple[str, str]) -> jit.KernelSpec:
+    """The variant for a function; ``header`` is of `rawmla.attention.mods`."""
+    return jit.KernelSpec("block_mask_states", (), threads=_STATES_THREADS, smem_bytes=0, headers=(header,))
+
+
+LISTS_SPEC = jit.KernelSpec("block_mask_lists", (), threads=32 * _WARPS, smem_bytes=0)
+SCATTER_SPEC = jit.KernelSpec("block_mask_scatter", (), threads=32 * _WARPS, smem_bytes=0)
+
+
+def states(
+    grid: Grid,
+    header: tuple[str, str],
+    mask_mod: bytes,
+    address: int,
+    *,
+    device: int,
+    stream: int,
+    capturing: Callable[[], bool],
+) -> None:
+    """Enqueue the kernel that writes the states of all blocks; ``mask_mod`` is of
+    `rawmla.attention.mods.pack`.
+    """
+    kernel = jit.get_kernel(states_spec(header), device, capturing=capturing)
+    if not grid.blocks:
+        return
+    struct = states_params(len(mask_mod))
+    params = bytearray(
+        struct.pack(
+            blocks=grid.blocks,
+            heads=grid.heads,
+            rows=grid.rows,
+            columns=grid.columns,
+            block_q=grid.block_q,
+            block_k=grid.block_k,
+            q_len=grid.q_len,
+            kv_len=grid.kv_len,
+        )
+    )
+    struct.changing.pack_into(params, 0, mask_mod, address)
+    kernel.launch((min(grid.blocks, _CTAS), 1, 1), bytes(params), stream)
+
+
+def lists(
+    listed: Grid,
+    address: int,
+    made: ListAddresses,
+    *,
+    by_columns: bool = False,
+    state_blocks: tuple[int, int] | None = None,
+    device: int,
+    stream: int,
+    capturing: Callable[[], bool],
+) -> None:
+    """Enqueue the kernel that lists blocks by rows, or by columns.
+
+    ``state_blocks``: (query tokens, keys) of the blocks that have the states at ``address``, where they are
+    others than those to be listed.
+    """
+    kernel = jit.get_kernel(LISTS_SPEC, device, capturing=capturing)
+    state_q, state_k = state_blocks or (listed.block_q, listed.block_k)
+    columns = ceil_div(listed.kv_len, state_k)
+    by_q = (listed.rows, listed.block_q, state_q, listed.q_len, columns)
+    by_k = (listed.columns, listed.block_k, state_k, listed.kv_len, 1)
+    line, entry = (by_k, by_q) if by_columns else (by_q, by_k)
+    all_lines = listed.batches * listed.heads * line[0]
+    if not all_lines:
+        return
+    params = LISTS_PARAMS.pack(
+        states=address,
+        partial_counts=made.partial_counts,
+        partial_blocks=made.partial_blocks,
+        full_counts=made.full_counts,
+        full_blocks=made.full_blocks,
+        all_lines=all_lines,
+        mask_blocks=ceil_div(listed.q_len, state_q) * columns,
+        line_step=line[4],
+        entry_step=entry[4],
+        lines=line[0],
+        entries=entry[0],
+        list_line=line[1],
+        list_entry=entry[1],
+        state_line=line[2],
+        state_entry=entry[2],
+        line_tokens=line[3],
+        entry_tokens=entry[3],
+    )
+    kernel.launch((min(ceil_div(all_lines, _WARPS), _CTAS), 1, 1), params, stream)
+
+
+def scatter(
+    given: Grid,
+    lists: BlockLists,
+    addresses: Sequence[int],
+    address: int,
+    *,
+    device: int,
+    stream: int,
+    capturing: Callable[[], bool],
+) -> None:
+    """Enqueue the kernel that writes the states of the blocks in lists, over zeros."""
+    kernel = jit.get_kernel(SCATTER_SPEC, device, capturing=capturing)
+    all_rows = given.batches * given.heads * given.rows
+    if not all_rows or not given.columns:
+        return
+    params = SCATTER_PARAMS.pack(
+        **dict(
+            zip(
+                ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+                addresses,
+                strict=True,
+            )
+        ),
+        states=address,
+        counts_strides=(*lists.counts_strides[0], *lists.counts_strides[1]),
+        lists_strides=(*lists.lists_strides[0], *lists.lists_strides[1]),
+        all_rows=all_rows,
+        list_columns=lists.columns,
+        heads=given.heads,
+        rows=given.rows,
+        columns=given.columns,
+    )
+    kernel.launch((min(ceil_div(all_rows, _WARPS), _CTAS), 1, 1), params, stream)
