@@ -34,6 +34,7 @@ struct float2 { float x, y; };
 const float kInfinity = INFINITY, kNaN = NAN, kLn2 = 0.693147180559945309f, kLog2E = 1.44269504088896341f;
 inline int min_int(int a, int b) { return a < b ? a : b; }
 inline int max_int(int a, int b) { return a > b ? a : b; }
+template <class T> inline T __ldg(const T* src) { return *src; }
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }

@@ -25,6 +25,24 @@ __device__ __forceinline__ T value_of(T x) {
     return x;
 }
 
+// Loads that may move: no kernel writes what it reads so.
+template <class T>
+__device__ __forceinline__ T load_read_only(const T* src) {
+    return __ldg(src);
+}
+__device__ __forceinline__ Bf16 load_read_only(const Bf16* src) { return {__ldg(&src->bits)}; }
+__device__ __forceinline__ F16 load_read_only(const F16* src) { return {__ldg(&src->bits)}; }
+__device__ __forceinline__ Bool load_read_only(const Bool* src) { return {__ldg(&src->byte)}; }
+
+template <bool kFirst, class A, class B>
+struct Either {
+    using Type = A;
+};
+template <class A, class B>
+struct Either<false, A, B> {
+    using Type = B;
+};
+
 // An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no function
 // can read another array's memory.
 __device__ __forceinline__ int inside(int index, int size) {
@@ -35,9 +53,14 @@ __device__ __forceinline__ int inside(i64 index, int size) {
     return static_cast<int>(index < 0 ? 0 : index < size ? index : size - 1);
 }
 
+// How an array lies: anyhow; so that 32 bits count its elements; and with a contiguous last dimension too.
+enum class Layout : int { kAny = 0, kSmall = 1, kSmallRows = 2 };
+
 // Of kRank dimensions; nothing writes to it while the kernel runs.
-template <class T, int kRank>
+template <class T, int kRank, Layout kLayout = Layout::kAny>
 struct Captured {
+    using Offset = typename Either<kLayout == Layout::kAny, i64, int>::Type;
+
     const T* data;
     i64 strides[kRank == 0 ? 1 : kRank];  // elements
     int sizes[kRank == 0 ? 1 : kRank];
@@ -45,17 +68,19 @@ struct Captured {
     template <class... Indices>
     __device__ __forceinline__ auto operator()(Indices... indices) const {
         static_assert(sizeof...(Indices) == kRank);
-        return value_of(data[offset<0>(indices...)]);
+        return value_of(load_read_only(data + offset<0>(indices...)));
     }
 
   private:
     template <int kDim>
-    __device__ __forceinline__ i64 offset() const {
+    __device__ __forceinline__ Offset offset() const {
         return 0;
     }
     template <int kDim, class Index, class... Others>
-    __device__ __forceinline__ i64 offset(Index index, Others... others) const {
-        return inside(index, sizes[kDim]) * strides[kDim] + offset<kDim + 1>(others...);
+    __device__ __forceinline__ Offset offset(Index index, Others... others) const {
+        const Offset place = inside(index, sizes[kDim]);
+        if constexpr (kLayout == Layout::kSmallRows && kDim == kRank - 1) return place;
+        return place * static_cast<Offset>(strides[kDim]) + offset<kDim + 1>(others...);
     }
 };
 

@@ -12,8 +12,8 @@ from ..kernels import block_mask as kernels
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.mha_forward import NO_BOUND
 from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
-from .functions import as_mod, header_of, packed
-from .mods import CudaMod
+from .functions import as_mod, header_of, placed
+from .mods import CudaMod, pack
 
 __all__ = ["create_block_mask"]
 
@@ -91,7 +91,7 @@ def create_block_mask(
     mask = as_mod(mask_mod, "mask_mod", ordinal)
     if mask is None:
         raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
-    mask_bytes = packed(mask, "mask_mod", ordinal, framework)
+    mask, places = placed(mask, "mask_mod", ordinal, framework)
     where: Any = {
         "device": ordinal,
         "stream": framework.current_stream(ordinal),
@@ -102,7 +102,7 @@ def create_block_mask(
         jit.get_kernel(spec, ordinal, capturing=where["capturing"])
     states = framework.empty((max(grid.blocks, 1),), "uint8", ordinal)
     address = framework.pointer(states)
-    kernels.states(grid, header, mask_mod=mask_bytes, address=address, **where)
+    kernels.states(grid, header, mask_mod=pack(mask, places), address=address, **where)
     made = []
     for by_columns in (False, True):
         lines, entries = (grid.columns, grid.rows) if by_columns else (grid.rows, grid.columns)

@@ -18,8 +18,8 @@ from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall, P
 from ..mha.arguments import fresh_out_strides
 from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
-from .functions import IDENTITY, as_mod, check_on_device, header_of, packed, within_blocks
-from .mods import Mod
+from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, within_blocks
+from .mods import Mod, Place, pack
 
 __all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
 
@@ -173,9 +173,10 @@ def flex_attention(
         score = IDENTITY  # softmax looks for maxima of unscaled scores
     if checked.cut is not None:
         mask = within_blocks(mask, checked.cut.given)
-    score_bytes = packed(score, "score_mod", device, framework)
-    mask_bytes = packed(mask, "mask_mod", device, framework)
+    score, score_places = placed(score, "score_mod", device, framework)
+    mask, mask_places = placed(mask, "mask_mod", device, framework)
     header = header_of(score, mask)
+    score_bytes, mask_bytes = pack(score, score_places), pack(mask, mask_places)
     call_key = (header, scale, score is not None, wants_lse, wants_max)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
         call_key, _prepare(checked, call_key, len(score_bytes), len(mask_bytes), q, out_view)
@@ -190,7 +191,7 @@ def flex_attention(
         out_ptr = framework.pointer(out) if out_view is None else out_view[0]
         further = [0 if array is None else framework.pointer(array) for array in (lse, max_scores)]
         _launch(
-            checked, prepared, (q, k, v), lists, (out_ptr, *further), scratch, score_bytes, mask, mask_bytes
+            checked, prepared, (q, k, v), lists, (out_ptr, *further), scratch, score_bytes, mask, mask_places
         )
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
@@ -343,7 +344,7 @@ def _launch(
     scratch: Any,
     score_bytes: bytes,
     mask: Mod | None,
-    mask_bytes: bytes,
+    mask_places: list[Place],
 ) -> None:
     """Enqueue the copies and kernels of a call."""
     _, _, _, dtype, device, framework, _ = views[0]
@@ -374,7 +375,8 @@ def _launch(
         blocks = (by_caller.block_q, by_caller.block_k)
         mask_kernels.lists(by_kernel, places.states, places.lists, state_blocks=blocks, **where)
         of_lists = list(places.lists)
-        mask_bytes = packed(mask, "mask_mod", device, framework, states=places.states)
+        mask_places = [*mask_places[:-1], mask_places[-1]._replace(ptr=places.states)]
+    mask_bytes = pack(mask, mask_places)
     assert prepared.launch is not None
     prepared.launch(
         stream, FlexAddresses(*addresses, *results, *of_lists), score_bytes, mask_bytes, scratch_ptr

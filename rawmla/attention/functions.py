@@ -10,9 +10,9 @@ from ..call.checks import check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
-from .mods import HEADER_NAME, Capture, CudaMod, Kind, Mod, Number, Place, header, pack
+from .mods import HEADER_NAME, Capture, CudaMod, Kind, Layout, Mod, Number, Place, header
 
-__all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "packed", "within_blocks"]
+__all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "placed", "within_blocks"]
 
 IDENTITY = Mod("return score;", (), ())
 """The score function that changes nothing."""
@@ -50,36 +50,38 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
     return traced(function, kind, torch.device("cuda", device))
 
 
+def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
+    """A function with the layouts of the arrays that it reads, and where they lie; checks their device."""
+    if mod is None or not mod.captures:
+        return mod, []
+    places = []
+    name = f"{kind}: an array that it reads"
+    for capture in mod.captures:
+        if isinstance(capture.array, Place):
+            places.append(capture.array)
+        else:
+            view = inspect(capture.array, name)
+            check_on_device(name, view, device, framework)
+            places.append(Place(view.ptr, view.shape, view.strides))
+    captures = [
+        capture._replace(layout=place.layout()) for capture, place in zip(mod.captures, places, strict=True)
+    ]
+    return mod._replace(captures=tuple(captures)), places
+
+
 def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
     """Name and text of the header that a kernel with these functions includes."""
     return HEADER_NAME, _header(_text_of(score), _text_of(mask))
 
 
-def packed(mod: Mod | None, kind: Kind, device: int, framework: Framework, states: int = 0) -> bytes:
-    """The bytes of a function's parameters; checks that the arrays that it reads are on the device.
-
-    ``states`` is the address of the states of `within_blocks`.
-    """
-    places = []
-    for capture in mod.captures if mod is not None else ():
-        if isinstance(capture.array, Place):
-            places.append(capture.array._replace(ptr=states))
-            continue
-        name = f"{kind}: an array that it reads"
-        view = inspect(capture.array, name)
-        check_on_device(name, view, device, framework)
-        places.append(Place(view.ptr, view.shape, view.strides))
-    return pack(mod, places)
-
-
-_Text = tuple[str, tuple[tuple[str, int], ...], tuple[bool, ...]]
+_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...]]
 
 
 def _text_of(mod: Mod | None) -> _Text | None:
     """What the text of a kernel depends on."""
     if mod is None:
         return None
-    captures = tuple([(capture.dtype, capture.rank) for capture in mod.captures])
+    captures = tuple([(capture.dtype, capture.rank, capture.layout) for capture in mod.captures])
     return mod.text, captures, tuple([number.is_integer for number in mod.numbers])
 
 
@@ -91,7 +93,7 @@ def _header(score: _Text | None, mask: _Text | None) -> str:
         statements, captures, numbers = text
         return Mod(
             statements,
-            tuple(Capture(None, dtype, rank) for dtype, rank in captures),
+            tuple(Capture(None, *capture) for capture in captures),
             tuple(Number(0, is_integer) for is_integer in numbers),
         )
 
@@ -112,8 +114,8 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
 
 def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
     """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
-    asking ``mask`` in partial ones. The states of the blocks (cuda_src/attention/block_states.cuh) are read
-    where `packed` says.
+    asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
+    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
     batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]

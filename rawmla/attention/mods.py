@@ -30,12 +30,17 @@ ELEMENTS = {
 """What a captured array of a dtype is in cuda_src/attention/mods.cuh."""
 
 
+Layout = Literal["kAny", "kSmall", "kSmallRows"]
+"""How a captured array lies: the enum of this name in cuda_src/attention/mods.cuh."""
+
+
 class Capture(NamedTuple):
     """An array that a function reads, ``mod.t<i>`` in its text."""
 
     array: Any
     dtype: str
     rank: int
+    layout: Layout = "kAny"
 
 
 class Number(NamedTuple):
@@ -138,7 +143,10 @@ def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) 
     """A type with the captures and numbers of a function as members, which is called as the function is."""
     fields = []
     if mod is not None:
-        fields = [f"Captured<{ELEMENTS[c.dtype]}, {c.rank}> t{i};" for i, c in enumerate(mod.captures)]
+        fields = [
+            f"Captured<{ELEMENTS[c.dtype]}, {c.rank}, Layout::{c.layout}> t{i};"
+            for i, c in enumerate(mod.captures)
+        ]
         fields += [f"{'i64' if n.is_integer else 'float'} n{i};" for i, n in enumerate(mod.numbers)]
     text = f"return {neutral};" if mod is None else mod.text
     return [
@@ -160,6 +168,13 @@ class Place(NamedTuple):
     ptr: int
     shape: Sequence[int]
     strides: Sequence[int]
+
+    def layout(self) -> Layout:
+        """What indexing may rely on."""
+        steps = [(extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True)]
+        if sum(max(step, 0) for step in steps) >= 2**31 or any(abs(x) >= 2**31 for x in self.strides):
+            return "kAny"
+        return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
 def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
+from ..jit.table import BoundedTable
 from . import mha_forward
 from .common import LOG2_E, ceil_div
 from .mha_forward import (
@@ -132,9 +133,8 @@ class PreparedFlexForward:
 
     def __init__(self, call: FlexForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        tile = tile_of(call.d_qk, call.d_v)
-        chosen = spec(call.dtype, call.d_qk, call.d_v, tile.keys, call.max_scores, call.header)
-        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
+        keys, kernel = _kernel(call, capturing)
+        tile = tile_of(call.d_qk, call.d_v)._replace(keys=keys)
         self._call = call
         self._tile_keys = tile.keys
         tile_rows = tile.consumers * WARPGROUP_ROWS
@@ -234,6 +234,25 @@ class PreparedFlexForward:
             of_queries(out, call.d_v, call.out_strides),
         )
         return maps
+
+
+_keys_of: BoundedTable[jit.KernelSpec, int] = BoundedTable(512)
+"""By the variant with the largest tile: the keys of the one that is used."""
+
+
+def _kernel(call: FlexForwardCall, capturing: Callable[[], bool]) -> tuple[int, jit.Kernel]:
+    """The keys of a tile and the kernel: half the keys where functions need more registers than are left."""
+    most = tile_of(call.d_qk, call.d_v).keys
+    largest = spec(call.dtype, call.d_qk, call.d_v, most, call.max_scores, call.header)
+    keys = _keys_of.get(largest)
+    if keys is None and capturing():
+        jit.get_kernel(largest, call.device, capturing=capturing)
+    if keys is None:
+        jit.require_supported(call.device)
+        keys = most if most < 128 or not jit.build(largest).losses else most // 2
+        _keys_of[largest] = keys
+    chosen = spec(call.dtype, call.d_qk, call.d_v, keys, call.max_scores, call.header)
+    return keys, jit.get_kernel(chosen, call.device, capturing=capturing)
 
 
 def _section(call: FlexForwardCall) -> int:
