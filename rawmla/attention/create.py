@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 from .. import jit
+from ..call import tracing
 from ..call.arrays import Framework, framework_named, inspect
 from ..call.checks import as_bool, as_int, show
 from ..kernels import block_mask as kernels
@@ -14,8 +15,9 @@ from ..kernels.mha_forward import NO_BOUND
 from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
 from .functions import as_mod, header_of, placed
 from .mods import CudaMod, pack
+from .traced import outside_of_graphs
 
-__all__ = ["create_block_mask"]
+__all__ = ["create_block_mask", "make"]
 
 
 def create_block_mask(
@@ -77,6 +79,23 @@ def create_block_mask(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> print(mask)
     """
+    given = (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+    if tracing.is_traced(None):
+        return cast(BlockMask, outside_of_graphs().create_block_mask(*given))
+    return make(*given)
+
+
+def make(
+    mask_mod: Any,
+    B: Any,
+    H: Any,
+    Q_LEN: Any,
+    KV_LEN: Any,
+    device: Any,
+    BLOCK_SIZE: Any,
+    separate_full_blocks: Any,
+) -> BlockMask:
+    """`create_block_mask`, which torch does not look into."""
     block_q, block_k = as_block_size(BLOCK_SIZE)
     grid = Grid(
         batches=_as_size("B", 1 if B is None else B, 1),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import jit
+from ..call import tracing
 from ..call.arrays import READERS, Fields, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
@@ -20,8 +21,9 @@ from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
 from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, within_blocks
 from .mods import Mod, Place, pack
+from .traced import outside_of_graphs
 
-__all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
+__all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
 
 
 class AuxRequest(NamedTuple):
@@ -145,6 +147,30 @@ def flex_attention(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
     """
+    chosen = (
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
+        deterministic, out,
+    )  # fmt: skip
+    if tracing.is_traced(query):
+        return outside_of_graphs().flex_attention(*chosen)
+    return attend(*chosen)
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: Any,
+    enable_gqa: Any,
+    return_lse: Any,
+    kernel_options: Any,
+    return_aux: Any,
+    deterministic: Any,
+    out: Any,
+) -> Any:
+    """`flex_attention`, which torch does not look into."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
