@@ -43,7 +43,7 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
     """A function as CUDA text with the tensors that it reads now; errors as of `trace`."""
     tensors: list[torch.Tensor] = []
     try:
-        key = (kind, str(device), _described(function, tensors, set()))
+        key = (kind, device, _described(function, tensors, frozenset()))
         found = _kept.get(key)
     except (_Unknown, TypeError):  # TypeError: what cannot be hashed
         return trace(function, kind, device)
@@ -72,11 +72,15 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
     )
 
 
-def _described(x: Any, tensors: list[torch.Tensor], around: set[int]) -> Any:
+def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
     """What a trace depends on of `x`, to be compared; its tensors are added to `tensors`.
 
     `around` has the ids of the functions that are being described.
     """
+    if x.__class__ is types.FunctionType:  # first what mods are mostly made of
+        return _described_function(x, tensors, around)
+    if x.__class__ is int:
+        return (int, x)
     if isinstance(x, torch.Tensor):
         for place, tensor in enumerate(tensors):
             if tensor is x:
@@ -94,14 +98,14 @@ def _described(x: Any, tensors: list[torch.Tensor], around: set[int]) -> Any:
         return (dict, tuple((name, _described(one, tensors, around)) for name, one in x.items()))
     if isinstance(x, functools.partial):
         return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
-    if isinstance(x, types.FunctionType):
-        return _described_function(x, tensors, around)
     if isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverloadPacket)):
         return x
     raise _Unknown
 
 
-def _described_function(function: types.FunctionType, tensors: list[torch.Tensor], around: set[int]) -> Any:
+def _described_function(
+    function: types.FunctionType, tensors: list[torch.Tensor], around: frozenset[int]
+) -> Any:
     if id(function) in around:  # it calls itself
         return function.__code__
     around = around | {id(function)}
@@ -113,10 +117,11 @@ def _described_function(function: types.FunctionType, tensors: list[torch.Tensor
     return (code, tuple(names), *(_described(part, tensors, around) for part in parts))
 
 
-def _names_of(code: types.CodeType) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def _names_of(code: types.CodeType) -> tuple[str, ...]:
     """Names that the code, or that of a function in it, may look up among the globals."""
     names = list(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             names += _names_of(constant)
-    return names
+    return tuple(names)
