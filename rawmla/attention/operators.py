@@ -258,7 +258,7 @@ for _name in (
 OPERATORS["sgn"] = OPERATORS["sign"]
 for _name in (
     *("reciprocal", "exp", "exp2", "log", "log2", "log10", "tanh", "sigmoid", "silu", "frac", "softplus"),
-    *("leaky_relu", "elu"),
+    *("leaky_relu", "elu", "sin", "cos", "tan"),
 ):
     OPERATORS[_name] = _in_float(f"torch_{_name}")
 for _name in (
@@ -267,9 +267,6 @@ for _name in (
         "rsqrt",
         "expm1",
         "log1p",
-        "sin",
-        "cos",
-        "tan",
         "asin",
         "acos",
         "atan",
