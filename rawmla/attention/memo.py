@@ -8,6 +8,7 @@ that reads what is not known here, such as an object of a user's class, is trace
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from .trace import trace
 __all__ = ["traced"]
 
 MAX_TRACES = 256
+_STEADY = {"torch", *sys.stdlib_module_names}
+"""Modules whose attributes, and those of their classes, stay as they are."""
 
 
 class _Unknown(Exception):
@@ -98,8 +101,12 @@ def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> A
         return (dict, tuple((name, _described(one, tensors, around)) for name, one in x.items()))
     if isinstance(x, functools.partial):
         return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
-    if isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverloadPacket)):
+    if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverloadPacket)):
         return x
+    if isinstance(x, (types.ModuleType, type)):
+        name = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
+        if name.partition(".")[0] in _STEADY:
+            return x
     raise _Unknown
 
 
@@ -108,6 +115,8 @@ def _described_function(
 ) -> Any:
     if id(function) in around:  # it calls itself
         return function.__code__
+    if function.__dict__:
+        raise _Unknown
     around = around | {id(function)}
     code = function.__code__
     cells = [cell.cell_contents for cell in function.__closure__ or ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ __all__ = ["ELEMENTS", "HEADER_NAME", "Capture", "CudaMod", "Mod", "Number", "he
 
 Kind = Literal["score_mod", "mask_mod"]
 HEADER_NAME = "user/mods.cuh"
+_FLOAT32_MAX = 3.4028234663852886e38
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod"}
 ELEMENTS = {
@@ -190,7 +192,11 @@ def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
     for number in mod.numbers:
         value = number.source if isinstance(number.source, (int, float)) else number.source.item()
         if number.is_integer:
+            if not -(2**63) <= value < 2**63:
+                raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
             packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
         else:
+            if abs(value) > _FLOAT32_MAX:  # infinite in float32
+                value = math.copysign(math.inf, value)
             packed += struct.pack("<f", value)
     return packed + bytes(-len(packed) % 8)
