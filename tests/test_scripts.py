@@ -27,6 +27,7 @@ from benchlib import (  # noqa: E402
     columns,
     families,
     files,
+    flex_cases,
     mha_cases,
     nogpu,
     plot,
@@ -50,6 +51,8 @@ def made_up_row(case: Any, us: float, family: families.Family | None = None) -> 
     row = {"case": case.id, **case.fields(), "us": us}
     if family.name == "metadata":
         return {**row, "unrested_us": us}
+    if family.name == "block masks":
+        return {**row, "us_min": us, "us_max": us, "call_us": us + 50}
     row["gbps"] = case.bytes_moved() / us / 1e3
     if family.attention:
         row |= {"us_min": us, "us_max": us, "rel_l2": 0.002, "unrested_us": 1.05 * us}
@@ -72,6 +75,8 @@ def made_up_us(case: Any) -> float:
 def made_up_run() -> dict[str, Any]:
     rows = [made_up_row(case, made_up_us(case)) for case in families.all_cases()]
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0, "decode_call_quiet_us": 14.0}
+    host |= {"flex_call_us": 55.0, "flex_call_p90_us": 61.0, "flex_call_quiet_us": 52.0}
+    host["flex_first_call_s"] = 4.3
     method = "a method"
     return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
 
@@ -643,7 +648,7 @@ def without_measuring(
 ) -> list[str]:
     """Make the timed program run here, with made-up rows. Returns what is done, in order."""
     torch = pytest.importorskip("torch")
-    from benchlib import measure
+    from benchlib import flex_measure, measure
 
     done: list[str] = []
 
@@ -662,7 +667,11 @@ def without_measuring(
     environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
     monkeypatch.setattr(bench, "environment", did("environment", environment))
     monkeypatch.setattr(measure, "measure_ceilings", did("ceilings", CEILINGS[0]))
-    monkeypatch.setattr(measure, "time_host", did("host", made_up_run()["host"]))
+    host = made_up_run()["host"]
+    of_decoding = {key: value for key, value in host.items() if key.startswith("decode")}
+    of_flex = {key: value for key, value in host.items() if key.startswith("flex")}
+    monkeypatch.setattr(measure, "time_host", did("host", of_decoding))
+    monkeypatch.setattr(flex_measure, "time_host", did("host of flex", of_flex))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return done
 
@@ -695,7 +704,8 @@ def test_a_timed_run(
     chosen = families.select("^decode-b128|metadata|merge")
     assert [name for name, _ in seen] == [case.id for case in chosen]
     assert {settings for _, settings in seen} == {families.Settings(5, 2.0, False)}
-    assert done[:3] == ["compile", "environment", "ceilings"] and done[-2:] == ["ceilings", "host"]
+    assert done[:3] == ["compile", "environment", "ceilings"]
+    assert done[-3:] == ["ceilings", "host", "host of flex"]
     printed = capsys.readouterr()
     assert all(case.id in printed.out and case.id in printed.err for case in chosen)
     for reason in ("not for plans", "not here"):
@@ -705,7 +715,8 @@ def test_a_timed_run(
     assert result["timed"] is True and result["sustain_seconds"] == 2.0
     assert [row["case"] for row in result["rows"]] == [case.id for case in chosen]
     assert families.DENSE_METHOD in result["method"] and families.SPARSE_METHOD not in result["method"]
-    assert result["errors"] == [] and len(result["ceilings"]) == 2 and "decode_call_us" in result["host"]
+    assert result["errors"] == [] and len(result["ceilings"]) == 2
+    assert result["host"] == made_up_run()["host"] and report.describe_host(result["host"]) in printed.out
     assert len(result["source_sha256"]) == 64 and os.listdir(tmp_path) == ["bench.json"]
 
 
@@ -1350,7 +1361,8 @@ def test_calls_per_graph() -> None:
     pytest.importorskip("torch")
     from benchlib import measure
 
-    for case in (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases()):
+    chosen = (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases())
+    for case in (*chosen, *flex_cases.flex_cases()):
         calls = measure.calls_per_graph(case)
         assert 2 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
         assert calls == 10 or (calls + 1) * case.flops() > measure.GRAPH_FLOPS
