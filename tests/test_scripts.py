@@ -1,5 +1,6 @@
 """The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
 
+import gc
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -948,6 +950,28 @@ def test_the_ways_of_timing(replay: float, monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.naps[0][1] == timing.REST_AFTER_LOAD_SECONDS
 
 
+def test_what_a_graph_reads_outlives_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import timing
+
+    class Tensor:
+        """Something that calls read, such as the block mask of a peer."""
+
+    def graph_over(tensor: Tensor) -> timing.Graph:
+        return timing.Graph(timing.repeat(lambda _: tensor, 1), 1)
+
+    on_fake_gpu(monkeypatch, 1e-3)
+    read = Tensor()
+    alive = weakref.ref(read)
+    graph = graph_over(read)
+    del read
+    gc.collect()
+    assert alive() is not None
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_load_shorter_than_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from benchlib import timing
@@ -1079,7 +1103,7 @@ def test_libraries_run_beside_in_turns_and_alike(monkeypatch: pytest.MonkeyPatch
         raise ImportError("no module named b")
 
     def broken(*_: Any) -> Any:
-        raise ValueError("no such shape")
+        raise ValueError("no such shape\nand many more lines")
 
     others = (
         peers.Peer("A", "a", lambda case, inputs: [call("slow"), call("fast")]),

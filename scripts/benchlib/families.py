@@ -157,9 +157,8 @@ FLEX_METHOD = (
     "Flex attention: torch's flex_attention runs beside, compiled before it is timed, as Triton and, where "
     "flash_attn.cute can be imported, with the FLASH backend; in turns as for dense attention, but not "
     "beside a bias table, a prefix and other forms of the causal case. Fewer calls in a graph as for sparse "
-    "prefill; "
-    f"FLOPs = 4 * d * h_q * positions in blocks of {flex_cases.BLOCK} x {flex_cases.BLOCK} of which any is "
-    "attended; bytes = q, k, v and out once, lse and max_scores where asked for."
+    f"prefill; FLOPs = 4 * d * h_q * positions in blocks of {flex_cases.BLOCK} x {flex_cases.BLOCK} of which "
+    "any is attended; bytes = q, k, v and out once, lse and max_scores where asked for."
 )
 BLOCK_MASK_METHOD = (
     "Block masks: create_block_mask of a causal Python function, traced before; in a graph of 10 calls, and "
