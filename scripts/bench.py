@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, prefix prefill, and of
-what goes with them.
+"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, prefix prefill, flex
+attention, and of what goes with them.
 
 On a machine with a Hopper GPU and torch: compiles what is not compiled yet and times every case (or those
 that --cases selects) next to the ceilings of the same run. A case that fails is reported, and the others
@@ -74,7 +74,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--compare",
         action="store_true",
         help="time flash_mla, FlashAttention-3 and torch where importable, in turns with rawmla (cuDNN and"
-        " FlashAttention-4 beside dense attention: always)",
+        " FlashAttention-4 beside dense attention, torch's flex attention beside ours: always)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline PNG to FILE")
     options = parser.parse_args(arguments)
@@ -158,11 +158,6 @@ def sustain_seconds(chosen: Sequence[families.Case], wanted: float) -> float:
     return min(wanted, SUSTAINED_TOTAL_SECONDS / max(count, 1))
 
 
-def one_line(error: Exception) -> str:
-    """The kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
-
-
 def time_case(case: families.Case, settings: families.Settings) -> dict[str, Any]:
     """The row of a case; of one that fails a row with its `error`."""
     import torch
@@ -171,7 +166,7 @@ def time_case(case: families.Case, settings: families.Settings) -> dict[str, Any
         row = families.family_of(case.id).measure(case, settings)
         torch.cuda.empty_cache()
     except Exception as error:  # whatever went wrong, the other cases are still worth their time
-        row = {"case": case.id, **case.fields(), "error": one_line(error)}
+        row = {"case": case.id, **case.fields(), "error": report.one_line(error)}
     return row
 
 
@@ -200,7 +195,7 @@ def measure_all(result: dict[str, Any], options: argparse.Namespace, settings: f
     What fails is one line of `result["errors"]`, and the rest goes on. Only without the first ceilings,
     which need no kernel of rawmla, nothing is measured.
     """
-    from benchlib import measure
+    from benchlib import flex_measure, measure
 
     result["ceilings"] = [measure.measure_ceilings(settings.replays)]
     rows = result["rows"]
@@ -216,8 +211,9 @@ def measure_all(result: dict[str, Any], options: argparse.Namespace, settings: f
     try:
         result["ceilings"].append(measure.measure_ceilings(settings.replays))
         result["host"] = measure.time_host()
+        result["host"] |= flex_measure.time_host()
     except Exception as error:  # as for a case
-        result["errors"].append(f"ceilings and host time after the cases: {one_line(error)}")
+        result["errors"].append(f"ceilings and host time after the cases: {report.one_line(error)}")
     report.add_shares(rows, report.best_ceilings(result["ceilings"]))
     store(result, options.json)
 

@@ -1,5 +1,6 @@
 """The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
 
+import gc
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from benchlib import (  # noqa: E402
     columns,
     families,
     files,
+    flex_cases,
     mha_cases,
     nogpu,
     plot,
@@ -50,6 +53,8 @@ def made_up_row(case: Any, us: float, family: families.Family | None = None) -> 
     row = {"case": case.id, **case.fields(), "us": us}
     if family.name == "metadata":
         return {**row, "unrested_us": us}
+    if family.name == "block masks":
+        return {**row, "us_min": us, "us_max": us, "call_us": us + 50}
     row["gbps"] = case.bytes_moved() / us / 1e3
     if family.attention:
         row |= {"us_min": us, "us_max": us, "rel_l2": 0.002, "unrested_us": 1.05 * us}
@@ -72,6 +77,8 @@ def made_up_us(case: Any) -> float:
 def made_up_run() -> dict[str, Any]:
     rows = [made_up_row(case, made_up_us(case)) for case in families.all_cases()]
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0, "decode_call_quiet_us": 14.0}
+    host |= {"flex_call_us": 55.0, "flex_call_p90_us": 61.0, "flex_call_quiet_us": 52.0}
+    host["flex_first_call_s"] = 4.3
     method = "a method"
     return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
 
@@ -643,7 +650,7 @@ def without_measuring(
 ) -> list[str]:
     """Make the timed program run here, with made-up rows. Returns what is done, in order."""
     torch = pytest.importorskip("torch")
-    from benchlib import measure
+    from benchlib import flex_measure, measure
 
     done: list[str] = []
 
@@ -662,7 +669,11 @@ def without_measuring(
     environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
     monkeypatch.setattr(bench, "environment", did("environment", environment))
     monkeypatch.setattr(measure, "measure_ceilings", did("ceilings", CEILINGS[0]))
-    monkeypatch.setattr(measure, "time_host", did("host", made_up_run()["host"]))
+    host = made_up_run()["host"]
+    of_decoding = {key: value for key, value in host.items() if key.startswith("decode")}
+    of_flex = {key: value for key, value in host.items() if key.startswith("flex")}
+    monkeypatch.setattr(measure, "time_host", did("host", of_decoding))
+    monkeypatch.setattr(flex_measure, "time_host", did("host of flex", of_flex))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return done
 
@@ -695,7 +706,8 @@ def test_a_timed_run(
     chosen = families.select("^decode-b128|metadata|merge")
     assert [name for name, _ in seen] == [case.id for case in chosen]
     assert {settings for _, settings in seen} == {families.Settings(5, 2.0, False)}
-    assert done[:3] == ["compile", "environment", "ceilings"] and done[-2:] == ["ceilings", "host"]
+    assert done[:3] == ["compile", "environment", "ceilings"]
+    assert done[-3:] == ["ceilings", "host", "host of flex"]
     printed = capsys.readouterr()
     assert all(case.id in printed.out and case.id in printed.err for case in chosen)
     for reason in ("not for plans", "not here"):
@@ -705,7 +717,8 @@ def test_a_timed_run(
     assert result["timed"] is True and result["sustain_seconds"] == 2.0
     assert [row["case"] for row in result["rows"]] == [case.id for case in chosen]
     assert families.DENSE_METHOD in result["method"] and families.SPARSE_METHOD not in result["method"]
-    assert result["errors"] == [] and len(result["ceilings"]) == 2 and "decode_call_us" in result["host"]
+    assert result["errors"] == [] and len(result["ceilings"]) == 2
+    assert result["host"] == made_up_run()["host"] and report.describe_host(result["host"]) in printed.out
     assert len(result["source_sha256"]) == 64 and os.listdir(tmp_path) == ["bench.json"]
 
 
@@ -937,6 +950,28 @@ def test_the_ways_of_timing(replay: float, monkeypatch: pytest.MonkeyPatch) -> N
     assert gpu.naps[0][1] == timing.REST_AFTER_LOAD_SECONDS
 
 
+def test_what_a_graph_reads_outlives_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import timing
+
+    class Tensor:
+        """Something that calls read, such as the block mask of a peer."""
+
+    def graph_over(tensor: Tensor) -> timing.Graph:
+        return timing.Graph(timing.repeat(lambda _: tensor, 1), 1)
+
+    on_fake_gpu(monkeypatch, 1e-3)
+    read = Tensor()
+    alive = weakref.ref(read)
+    graph = graph_over(read)
+    del read
+    gc.collect()
+    assert alive() is not None
+    del graph
+    gc.collect()
+    assert alive() is None
+
+
 def test_a_load_shorter_than_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from benchlib import timing
@@ -1068,7 +1103,7 @@ def test_libraries_run_beside_in_turns_and_alike(monkeypatch: pytest.MonkeyPatch
         raise ImportError("no module named b")
 
     def broken(*_: Any) -> Any:
-        raise ValueError("no such shape")
+        raise ValueError("no such shape\nand many more lines")
 
     others = (
         peers.Peer("A", "a", lambda case, inputs: [call("slow"), call("fast")]),
@@ -1350,7 +1385,8 @@ def test_calls_per_graph() -> None:
     pytest.importorskip("torch")
     from benchlib import measure
 
-    for case in (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases()):
+    chosen = (*cases.prefill_cases(), *mha_cases.mha_cases(), *prefix_cases.prefix_cases())
+    for case in (*chosen, *flex_cases.flex_cases()):
         calls = measure.calls_per_graph(case)
         assert 2 <= calls <= 10 and calls * case.flops() <= measure.GRAPH_FLOPS
         assert calls == 10 or (calls + 1) * case.flops() > measure.GRAPH_FLOPS
@@ -1627,6 +1663,270 @@ def test_timed_prefix_prefill_and_its_check(
     for a, k in called:
         assert all(x is y for x, y in zip(a, given, strict=True)) and k.keys() == keywords.keys()
         assert all(k[name] is keywords[name] for name in k)
+
+
+def test_flex_counts() -> None:
+    """Densities and rates that were published with times, and blocks counted pair by pair."""
+    by_id = {case.id: case for case in flex_cases.flex_cases()}
+    for name, density, us, tflops in (
+        ("flex-b2-s8192-h16-d128-causal", 0.508, 963, 580),
+        ("flex-b2-s8192-h16-d128-full", 1, 2237, 492),
+        ("flex-b2-s8192-h16kv2-d128-causal", 0.508, 1341, 416),
+        ("flex-b2-s8192-h16-d128-window1024", 0.132, 490, 296),
+        ("flex-b2-s8192-h16-d128-causal-alibi", 0.508, 1472, 379),
+        ("flex-b2-s8192-h16-d64-causal", 0.508, 775, 360),
+    ):
+        assert by_id[name].density() == pytest.approx(density, abs=0.0005)
+        assert by_id[name].flops() / us / 1e6 == pytest.approx(tflops, abs=0.7)
+    for mask, extent in (("window", 150), ("documents", 90), ("prefix", 200), ("causal", 0), ("full", 0)):
+        case = flex_cases.FlexCase(3, 512, h_q=4, h_kv=2, d=8, mask=mask, extent=extent, further=True)
+        pairs = np.zeros((512, 512), dtype=bool)
+        for token in range(512):
+            begin, end = case.visible(token)
+            pairs[token, begin:end] = True
+        blocks = pairs.reshape(4, 128, 4, 128).any(axis=(1, 3))
+        assert [set(np.flatnonzero(row)) for row in blocks] == case.attended(128)
+        assert case.flops() == 3 * 4 * 4 * 8 * int(blocks.sum()) * 128**2
+        assert case.bytes_moved() == 3 * 512 * (2 * 2 * 8 * (4 + 2) + 4 * (4 + 4))
+    compared = [case for case in flex_cases.flex_cases() if case.is_compared]
+    assert len(compared) == 8 and not any(case.further or case.cuda_text for case in compared)
+
+
+def test_stored_rows_of_flex_attention_match_one_case_each(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    for case in flex_cases.flex_cases():
+        path.write_text(json.dumps({"Another@1": [{**case.fields(), "us": 10.0}]}))
+        assert against.load(path) == [against.Stored("Another", case.id, {"no rests": 10.0})]
+
+
+FLEX_CASES = (
+    flex_cases.FlexCase(2, 40, h_q=4, h_kv=2, d=24, score="alibi"),
+    flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, score="softcap", block_size=16),
+    flex_cases.FlexCase(1, 40, h_q=2, h_kv=1, d=16, mask="window", extent=7, score="bias"),
+    flex_cases.FlexCase(3, 40, h_q=2, h_kv=2, d=16, mask="documents", extent=9, further=True),
+    flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, mask="prefix", extent=13),
+    flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, mask="full"),
+    flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, cuda_text=True),
+)
+
+
+UNFUSED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@UNFUSED
+@pytest.mark.parametrize("case", FLEX_CASES, ids=lambda case: case.id)
+def test_timed_flex_attention_and_its_check(
+    case: flex_cases.FlexCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definition of the check agrees with torch's, which asks the functions of the case; rawmla can trace
+    these, knows them again, and gets them.
+    """
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import flex_attention as torch_flex
+
+    import rawmla
+    from benchlib import flex_measure
+    from rawmla.attention import memo, mods
+
+    inputs = flex_measure.make_inputs(case, "cpu")
+    score, mask = flex_measure.functions(case, inputs)
+    assert (score is None, mask is None) == (case.score is None, case.mask == "full")
+    given = {"score_mod": score, "mask_mod": mask}
+    traced = {kind: memo.traced(one, kind, "cpu") for kind, one in given.items() if one is not None}
+    with monkeypatch.context() as patched:
+        patched.setattr(memo, "trace", None)
+        again = flex_measure.functions(case, inputs)
+        for kind, one in zip(given, again, strict=True):
+            assert one is None or memo.traced(one, kind, "cpu").text == traced[kind].text
+
+    block_mask = mask and torch_flex.create_block_mask(mask, None, None, case.s, case.s, device="cpu")
+    doubles = [array.double() for array in (inputs.q, inputs.k, inputs.v)]
+    keywords = {"enable_gqa": case.h_kv != case.h_q}
+    torch._dynamo.reset()  # it compiles a few variants of its eager attention at most
+    lse_too = torch_flex.AuxRequest(lse=True)
+    out, aux = torch_flex.flex_attention(*doubles, score, block_mask, return_aux=lse_too, **keywords)
+    lse = aux.lse
+    largest = torch.empty(out.shape[:3], dtype=torch.float64)
+    for request in range(case.b):
+        for token in range(case.s):
+            got = flex_measure.attention_of_token(case, inputs, request, token)
+            largest[request, :, token] = got[2]
+            for one, want in zip(got, (out, lse), strict=False):
+                torch.testing.assert_close(one, want[request, :, token].double(), rtol=1e-6, atol=1e-6)
+            assert (got[2] <= got[1]).all()
+    right = out.to(inputs.q.dtype)
+    further = rawmla.AuxOutput(lse.float(), largest.float()) if case.further else None
+    results = (right, further) if case.further else (right,)
+    error = flex_measure.check_output(case, inputs, *results)
+    assert 0 < error < 0.003
+    with pytest.raises(AssertionError, match="has an error"):
+        flex_measure.check_output(case, inputs, 1.02 * right)
+    for name in ("lse", "max_scores") if case.further else ():
+        wrong = further._replace(**{name: getattr(further, name) + 0.01})
+        with pytest.raises(AssertionError, match=f"{name} of token 0 of request 0 has an error"):
+            flex_measure.check_output(case, inputs, right, wrong)
+
+    called: list[Any] = []
+    made: list[Any] = []
+    answer = results if case.further else right
+    monkeypatch.setattr(
+        rawmla, "flex_attention", lambda *a, **k: (called.append((a, k)), answer)[1], raising=False
+    )
+    monkeypatch.setattr(
+        rawmla, "create_block_mask", lambda *a, **k: (made.append((a, k)), "mask")[1], raising=False
+    )
+    monkeypatch.setattr(flex_measure, "make_inputs", lambda _: inputs)
+    ready = flex_measure.prepare(case)
+    assert (ready.sets, ready.calls, ready.rel_l2) == (1, 10, error)
+    ready.call(0)
+    assert len(called) == 2 and called[0] == called[1]
+    (arguments, options), request = called[0], rawmla.AuxRequest(lse=True, max_scores=True)
+    assert options == {**keywords, "return_aux": request if case.further else None}
+    assert all(x is y for x, y in zip(arguments, (inputs.q, inputs.k, inputs.v), strict=False))
+    assert (arguments[3] is None) == (case.score is None)
+    assert arguments[4] == (None if case.mask == "full" else "mask")
+    if case.mask != "full":
+        (((function, *sizes), options),) = made
+        assert sizes == [None, None, case.s, case.s]
+        assert options == {"device": "cuda", "BLOCK_SIZE": case.block_size}
+        assert isinstance(function, mods.CudaMod) == case.cuda_text
+
+
+@UNFUSED
+def test_peers_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are compiled once, get what ours gets, and are not compared where they give something else."""
+    torch = pytest.importorskip("torch")
+    from torch.nn.attention import flex_attention as torch_flex
+
+    from benchlib import flex_measure, peers
+
+    triton, flash = peers.FLEX
+    eager = torch_flex.flex_attention
+    seen: list[dict[str, Any]] = []
+    compiled: list[Any] = []
+    factor = 1.0
+
+    def attention(q: Any, k: Any, v: Any, *functions: Any, kernel_options: Any, **keywords: Any) -> Any:
+        seen.append(kernel_options)
+        return factor * eager(q, k, v, *functions, **keywords)
+
+    compile_really = torch.compile
+
+    def compile_now(function: Any, **keywords: Any) -> Any:
+        if function is not attention:  # torch's own, for its eager answer
+            return compile_really(function, **keywords)
+        assert keywords == {"dynamic": False, "fullgraph": True}
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch_flex, "flex_attention", attention)
+    monkeypatch.setattr(torch, "compile", compile_now)
+    plain = [case for case in FLEX_CASES if not (case.further or case.cuda_text)]
+    for case in plain:
+        inputs = flex_measure.make_inputs(case, "cpu")
+        (call,) = triton.calls(case, inputs)
+        call(0)
+        assert seen == [None, None] and len(compiled) == 1
+        seen.clear()
+        compiled.clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ImportError):
+        flash.calls(case, inputs)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", types.ModuleType("flash_attn.cute"))
+    assert len(flash.calls(case, inputs)) == 1 and seen == [{"BACKEND": "FLASH"}]
+    factor = 1.02
+    for peer in peers.FLEX:
+        with pytest.raises(AssertionError, match="has an error"):
+            peer.calls(case, inputs)
+
+
+def test_flex_attention_is_compared_where_torch_has_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchlib import flex_measure, measure, peers
+
+    seen: list[Any] = []
+    monkeypatch.setattr(measure, "time_attention", lambda *arguments: seen.append(arguments))
+    for case in flex_cases.flex_cases():
+        FAMILY_BY_NAME[case.id].measure(case, families.Settings(5, 2.0, False))
+        beside = peers.FLEX if case.is_compared else ()
+        assert seen.pop() == (case, flex_measure.prepare, families.Settings(5, 2.0, True), beside)
+
+
+def test_block_mask_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    import rawmla
+    from benchlib import flex_measure, measure
+
+    case = flex_cases.BlockMaskCase(1024)
+
+    def made(seq: int, mask: Any) -> Any:
+        """A mask of rawmla from torch's lists."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        theirs = create_block_mask(mask, None, None, seq, seq, device="cpu")
+        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        lists = [getattr(theirs, name) for name in names]
+        return rawmla.BlockMask.from_kv_blocks(*lists, seq_lengths=(seq, seq))
+
+    right = made(1024, flex_measure.causal)
+    flex_measure.check_block_mask(case, right)
+    with pytest.raises(AssertionError, match="other blocks than"):
+        flex_measure.check_block_mask(case, made(1024, lambda b, h, q, k: q <= k))
+    with pytest.raises(AssertionError, match="other full blocks"):
+        flex_measure.check_block_mask(case, made(1024, lambda b, h, q, k: (q >= k) & (q != 1000)))
+
+    called: list[Any] = []
+    monkeypatch.setattr(
+        rawmla, "create_block_mask", lambda *a, **k: (called.append((a, k)), right)[1], raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(flex_measure, "rest", lambda: None)
+    monkeypatch.setattr(measure, "HOST_BURSTS", 1)
+    without_timing(monkeypatch)
+    row = flex_measure.time_block_mask(case, 5)
+    assert row["case"] == case.id and row["us"] == 20.0 and row["call_us"] > 0
+    arguments = ((flex_measure.causal, None, None, 1024, 1024), {"device": "cuda"})
+    assert all(one == arguments for one in called) and len(called) > 2
+
+
+def test_host_time_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timed calls have the same functions; the first call of another one finds an empty cache."""
+    torch = pytest.importorskip("torch")
+    import rawmla
+    from benchlib import flex_measure, measure
+    from rawmla.attention.trace import trace
+
+    called: list[tuple[Any, str]] = []
+
+    def attention(q: Any, k: Any, v: Any, score: Any, block_mask: Any) -> None:
+        called.append((score, os.environ["RAWMLA_CACHE_DIR"]))
+        assert block_mask == "mask" and q.shape[2] == flex_measure.HOST_TOKENS
+        if called[-1][1] != "before":
+            assert os.listdir(called[-1][1]) == [] and "sin" in trace(score, "score_mod", "cpu").text
+
+    make_inputs = flex_measure.make_inputs
+    monkeypatch.setattr(flex_measure, "make_inputs", lambda case: make_inputs(case, "cpu"))
+    monkeypatch.setenv("RAWMLA_CACHE_DIR", "before")
+    monkeypatch.setattr(rawmla, "flex_attention", attention, raising=False)
+    monkeypatch.setattr(rawmla, "create_block_mask", lambda *a, **k: "mask", raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(measure, "HOST_BURSTS", 2)
+    figures = flex_measure.time_host()
+    assert set(figures) == {key for key in made_up_run()["host"] if key.startswith("flex")}
+    assert figures["flex_call_quiet_us"] <= figures["flex_call_us"] <= figures["flex_call_p90_us"]
+    *warm, (_, folder) = called
+    assert len(warm) == 3 * measure.HOST_CALLS and len(set(warm)) == 1 and warm[0][1] == "before"
+    assert not os.path.exists(folder) and os.environ["RAWMLA_CACHE_DIR"] == "before"
+
+
+def test_host_time_in_words() -> None:
+    host = made_up_run()["host"]
+    text = report.describe_host(host)
+    assert text.startswith("host time of one decode call 15.0 µs") and "one flex call 55.0 µs" in text
+    assert text.endswith("the first flex call of a new function 4.3 s, with its compilation")
+    older_host = {key: value for key, value in host.items() if key.startswith("decode")}
+    assert report.describe_host(older_host) == text[: text.index("; host time of one flex call")]
 
 
 def test_rotated_sets() -> None:

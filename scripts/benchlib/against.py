@@ -52,6 +52,12 @@ MATCH_FIELDS = (
     "alibi",
     "fp8_out",
     "ragged",
+    "mask",
+    "extent",
+    "score",
+    "block_size",
+    "cuda_text",
+    "further",
 )
 """Fields that identify a case in a list of other libraries' times. A stored row is of a case when every one
 of these that it has is equal."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from . import cache_cases, cases, columns, mha_cases, prefix_cases
+from . import cache_cases, cases, columns, flex_cases, mha_cases, prefix_cases
 from .columns import Column, Row
 
 
@@ -84,6 +84,19 @@ def _time_prefix(case: prefix_cases.PrefixCase, settings: Settings) -> Row:
     return measure.time_attention(case, prefix_measure.prepare, settings, ())
 
 
+def _time_flex(case: flex_cases.FlexCase, settings: Settings) -> Row:
+    from . import flex_measure, measure, peers
+
+    beside = peers.FLEX if case.is_compared else ()
+    return measure.time_attention(case, flex_measure.prepare, replace(settings, compare=True), beside)
+
+
+def _time_block_mask(case: flex_cases.BlockMaskCase, settings: Settings) -> Row:
+    from . import flex_measure
+
+    return flex_measure.time_block_mask(case, settings.replays)
+
+
 def _time_metadata(case: cases.MetadataCase, settings: Settings) -> Row:
     from . import measure
 
@@ -140,6 +153,17 @@ PREFIX_METHOD = (
     "queries see; bytes = q, k and v of the new tokens, what is seen of the cache, and out once. The stored "
     "times are those of vLLM's Triton kernel; ratios to it are to be 3, 2.5 at least, and 10 with a window."
 )
+FLEX_METHOD = (
+    "Flex attention: torch's flex_attention runs beside, compiled before it is timed, as Triton and, where "
+    "flash_attn.cute can be imported, with the FLASH backend; in turns as for dense attention, but not "
+    "beside a bias table, a prefix and other forms of the causal case. Fewer calls in a graph as for sparse "
+    f"prefill; FLOPs = 4 * d * h_q * positions in blocks of {flex_cases.BLOCK} x {flex_cases.BLOCK} of which "
+    "any is attended; bytes = q, k, v and out once, lse and max_scores where asked for."
+)
+BLOCK_MASK_METHOD = (
+    "Block masks: create_block_mask of a causal Python function, traced before; in a graph of 10 calls, and "
+    "the median of eager calls that are each waited for."
+)
 AROUND_METHOD = (
     "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
 )
@@ -173,6 +197,14 @@ FAMILIES = (
         columns.PREFIX,
         PREFIX_METHOD,
         attention=True,
+    ),
+    Family("flex attention", flex_cases.flex_cases, _time_flex, columns.FLEX, FLEX_METHOD, attention=True),
+    Family(
+        "block masks",
+        flex_cases.block_mask_cases,
+        _time_block_mask,
+        columns.BLOCK_MASKS,
+        BLOCK_MASK_METHOD,
     ),
     Family(
         "metadata",

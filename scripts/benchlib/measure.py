@@ -18,9 +18,11 @@ from .against import WAYS
 from .cases import D_V, DecodeCase, MetadataCase, PrefillCase, SparseCase
 from .columns import OURS, Row
 from .families import Settings
+from .flex_cases import FlexCase
 from .mha_cases import MhaCase
 from .peers import Peer
 from .prefix_cases import PrefixCase
+from .report import one_line
 from .timing import CALLS_PER_GRAPH, REST_SECONDS, Graph, repeat, rest, slope, time_graph
 
 MATMUL_SIZE = 8192
@@ -37,7 +39,7 @@ GRAPH_FLOPS = 5 * 10**12
 """Operations of one graph at most, unless one call has more: 8 ms or so. Replays of ten calls of 4 ms would
 mostly run at the power limit, and the GPU would idle for seconds after them."""
 
-AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase | PrefixCase
+AttentionCase = DecodeCase | SparseCase | PrefillCase | MhaCase | PrefixCase | FlexCase
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Prepared:
     calls: int = CALLS_PER_GRAPH
 
 
-def calls_per_graph(case: PrefillCase | MhaCase | PrefixCase) -> int:
+def calls_per_graph(case: PrefillCase | MhaCase | PrefixCase | FlexCase) -> int:
     """CALLS_PER_GRAPH, or fewer calls, as many as GRAPH_FLOPS allows."""
     return max(1, min(CALLS_PER_GRAPH, GRAPH_FLOPS // case.flops()))
 
@@ -110,7 +112,7 @@ def time_beside(
         except ImportError:
             failures[peer.name] = f"{peer.modules}: not importable here"
         except Exception as error:  # a peer's failure is a result to report, whatever its kind
-            failures[peer.name] = f"{type(error).__name__}: {error}"
+            failures[peer.name] = one_line(error)
     if len(graphs) == 1:
         return {}, failures
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in graphs}
@@ -315,14 +317,25 @@ def measure_ceilings(replays: int) -> dict[str, float]:
 
 
 def time_host() -> dict[str, float]:
-    """Host microseconds of one eager decode call, warm, metadata given, on a small case; the queue never
-    fills. Median and ninth decile of all calls, and the median of the quietest burst of them: a host with
-    neighbours is slow for hundredths of a second at a time.
-    """
+    """Host microseconds of one eager decode call, warm, metadata given, on a small case."""
     case = DecodeCase(2, 1, 1024, 16, causal=False, varlen=False)
     inputs = make_inputs(case)
     meta, num_splits = plan(case, inputs.cache_seqlens)
     table = inputs.block_tables[0]
+
+    def call() -> None:
+        rawmla.flash_mla_with_kvcache(
+            inputs.q, inputs.k_cache, table, inputs.cache_seqlens, D_V, meta, num_splits
+        )
+
+    return host_figures("decode", call)
+
+
+def host_figures(name: str, call: Callable[[], None]) -> dict[str, float]:
+    """Host microseconds of one call, warm; the queue never fills. Median and ninth decile of all calls, and
+    the median of the quietest burst of them: a host with neighbours is slow for hundredths of a second at a
+    time.
+    """
 
     def burst() -> list[float]:
         samples = []
@@ -330,9 +343,7 @@ def time_host() -> dict[str, float]:
             if i % 20 == 0:
                 torch.cuda.synchronize()
             start = time.perf_counter_ns()
-            rawmla.flash_mla_with_kvcache(
-                inputs.q, inputs.k_cache, table, inputs.cache_seqlens, D_V, meta, num_splits
-            )
+            call()
             samples.append((time.perf_counter_ns() - start) / 1e3)
         torch.cuda.synchronize()
         return samples
@@ -344,7 +355,7 @@ def time_host() -> dict[str, float]:
         bursts.append(burst())
     calls = sorted(sample for samples in bursts for sample in samples)
     return {
-        "decode_call_us": statistics.median(calls),
-        "decode_call_p90_us": calls[int(0.9 * len(calls))],
-        "decode_call_quiet_us": min(map(statistics.median, bursts)),
+        f"{name}_call_us": statistics.median(calls),
+        f"{name}_call_p90_us": calls[int(0.9 * len(calls))],
+        f"{name}_call_quiet_us": min(map(statistics.median, bursts)),
     }

@@ -6,6 +6,7 @@ from typing import Any
 
 from .cases import D_V, DecodeCase, PrefillCase, SparseCase
 from .columns import CUDNN, FLASH_ATTENTION_4
+from .flex_cases import FlexCase
 from .mha_cases import MhaCase
 
 FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -149,6 +150,42 @@ def _flash_attention_4(case: MhaCase, inputs: Any) -> list[Call]:
     return [call]
 
 
+def _torch_flex(kernel_options: dict[str, Any] | None) -> Callable[[FlexCase, Any], list[Call]]:
+    def calls(case: FlexCase, inputs: Any) -> list[Call]:
+        if kernel_options is not None:
+            import flash_attn.cute  # noqa: F401  (torch's error for want of it is none of an import)
+        import torch
+        from torch.nn.attention import flex_attention as module
+
+        from .flex_measure import check_output, functions
+
+        score, mask = functions(case, inputs)
+        block_mask = None
+        if mask is not None:
+            block_mask = module.create_block_mask(
+                mask, None, None, case.s, case.s, device=inputs.q.device.type
+            )
+        # Else it would stop compiling after some cases, since they share a function.
+        torch._dynamo.reset()
+        compiled = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
+
+        def call(_: int) -> Any:
+            return compiled(
+                inputs.q,
+                inputs.k,
+                inputs.v,
+                score,
+                block_mask,
+                enable_gqa=case.h_kv != case.h_q,
+                kernel_options=kernel_options,
+            )
+
+        check_output(case, inputs, call(0))
+        return [call]
+
+    return calls
+
+
 DENSE = (
     Peer("FlashMLA", "flash_mla", _flash_mla),
     Peer("FlashAttention-3", "flash_attn_interface or flash_attn", _flash_attention_3),
@@ -159,4 +196,8 @@ PREFILL = (Peer("FlashMLA", "flash_mla", _flash_mla_prefill),)
 MHA = (
     Peer(CUDNN, "torch", _cudnn),
     Peer(FLASH_ATTENTION_4, "flash_attn.cute", _flash_attention_4),
+)
+FLEX = (
+    Peer("torch's Triton", "torch", _torch_flex(None)),
+    Peer("torch's FLASH", "flash_attn.cute", _torch_flex({"BACKEND": "FLASH"})),
 )

@@ -10,6 +10,12 @@ from .against import NOTE, WAYS, Stored, better, means, pairs
 from .columns import EMPTY, NAME, OURS, Column, Row, texts
 from .families import FAMILIES, Family, family_of
 
+
+def one_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
+
+
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
 
@@ -152,8 +158,16 @@ def describe_ceilings(ceilings: list[dict[str, float]]) -> str:
 
 
 def describe_host(host: dict[str, float]) -> str:
-    """One line on the host time of a decode call."""
-    return (
-        f"host time of one decode call {host['decode_call_us']:.1f} µs (median; nine of ten calls up to "
-        f"{host['decode_call_p90_us']:.1f}, median of the quietest burst {host['decode_call_quiet_us']:.1f})"
-    )
+    """One line on the host time of a decode call, and of a flex call where it was measured."""
+    texts = [
+        f"host time of one {name} call {host[f'{name}_call_us']:.1f} µs (median; nine of ten calls up to "
+        f"{host[f'{name}_call_p90_us']:.1f}, median of the quietest burst "
+        f"{host[f'{name}_call_quiet_us']:.1f})"
+        for name in ("decode", "flex")
+        if f"{name}_call_us" in host
+    ]
+    if "flex_first_call_s" in host:
+        texts.append(
+            f"the first flex call of a new function {host['flex_first_call_s']:.1f} s, with its compilation"
+        )
+    return "; ".join(texts)

@@ -67,6 +67,7 @@ class Graph:
 
     def __init__(self, calls: Callable[[], None], count: int) -> None:
         self.count = count
+        self.calls = calls  # what they read stays allocated
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
