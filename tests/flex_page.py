@@ -1,4 +1,4 @@
-"""The examples of docs/flex.md: they are run as they stand, and what they pass to `flex_attention` is kept."""
+"""The examples of docs/flex.md: run as they stand, and what they pass to `flex_attention` is kept."""
 
 from __future__ import annotations
 
@@ -65,6 +65,22 @@ def run(
 def _execute(block: str, device: str, names: dict[str, Any]) -> None:
     code = block.replace("import rawmla\n", "").replace('"cuda"', f'"{device}"')
     exec(compile(code, "docs/flex.md", "exec"), names)
+
+
+def create_block_mask(*arguments: Any, **keywords: Any) -> rawmla.BlockMask:
+    """A mask of rawmla with lists that torch makes on the CPU."""
+    from torch.nn.attention import flex_attention
+
+    made = flex_attention.create_block_mask(*arguments, **keywords, device="cpu")
+    return rawmla.BlockMask.from_kv_blocks(
+        made.kv_num_blocks,
+        made.kv_indices,
+        made.full_kv_num_blocks,
+        made.full_kv_indices,
+        made.BLOCK_SIZE,
+        made.mask_mod,
+        made.seq_lengths,
+    )
 
 
 def positions(call: Call) -> tuple[Any, Any, Any, Any]:

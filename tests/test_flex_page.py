@@ -1,4 +1,4 @@
-"""The examples of docs/flex.md without a GPU: their steps on the CPU, their masks, the kernels that they need."""
+"""The examples of docs/flex.md without a GPU: steps on the CPU, masks, the kernels that they need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flex_page import CUPY_EXAMPLES, EXAMPLES, PAGE, SETUP, Call, positions, reference, run, seen
+from flex_page import (
+    CUPY_EXAMPLES,
+    EXAMPLES,
+    PAGE,
+    SETUP,
+    Call,
+    create_block_mask,
+    positions,
+    reference,
+    run,
+    seen,
+)
 
 import rawmla
 from rawmla import jit
@@ -23,23 +34,9 @@ TOKENS = 300  # no multiple of a block
 examples = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def create_block_mask(*arguments: Any, **keywords: Any) -> rawmla.BlockMask:
-    """A mask of rawmla with lists that torch makes on the CPU."""
-    attention = pytest.importorskip("torch.nn.attention.flex_attention")
-    made = attention.create_block_mask(*arguments, **keywords, device="cpu")
-    return rawmla.BlockMask.from_kv_blocks(
-        made.kv_num_blocks,
-        made.kv_indices,
-        made.full_kv_num_blocks,
-        made.full_kv_indices,
-        made.BLOCK_SIZE,
-        made.mask_mod,
-        made.seq_lengths,
-    )
-
-
 def on_the_cpu(name: str) -> tuple[dict[str, Any], Call]:
     """Run an example with block masks by torch, and without attention."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
     return run(name, lambda *arguments, **keywords: None, create_block_mask, "cpu", TOKENS)
 
 
@@ -135,5 +132,6 @@ def test_text_of_causal() -> None:
 
 def test_picture() -> None:
     """The picture that the page shows."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
     picture = str(create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512))
     assert "\n".join(f"    {line}" for line in picture.splitlines()) in PAGE
