@@ -67,8 +67,8 @@ def main() -> None:
     out = rawmla.flex_attention(q, k, v, score_mod, mask)
     assert isinstance(out, cupy.ndarray) and out.dtype == cupy.float16
     want = plain(q, k, v, slopes, document)
-    error = cupy.linalg.norm(out.astype(cupy.float32) - want, axis=-1)
-    difference = float((error / cupy.linalg.norm(want, axis=-1)).max())
+    off = cupy.linalg.norm(out.astype(cupy.float32) - want, axis=-1)
+    difference = float((off / cupy.linalg.norm(want, axis=-1)).max())
     if not difference <= TOLERANCE:  # nor NaN
         sys.exit(f"flex_cupy: a row differs by {difference:.4f} of its norm from float32 math")
 
