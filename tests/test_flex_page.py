@@ -34,10 +34,10 @@ TOKENS = 300  # no multiple of a block
 examples = pytest.mark.parametrize("name", EXAMPLES)
 
 
-def on_the_cpu(name: str) -> tuple[dict[str, Any], Call]:
+def on_the_cpu(name: str, dtype: Any = None) -> tuple[dict[str, Any], Call]:
     """Run an example with block masks by torch, and without attention."""
     pytest.importorskip("torch.nn.attention.flex_attention")
-    return run(name, lambda *arguments, **keywords: None, create_block_mask, "cpu", TOKENS)
+    return run(name, lambda *arguments, **keywords: None, create_block_mask, "cpu", TOKENS, dtype)
 
 
 def build(*functions: Any) -> None:
@@ -77,13 +77,13 @@ def test_masks_show_what_their_functions_show(name: str) -> None:
 
 
 def test_pages_hold_the_same_attention() -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
-    _, paged = on_the_cpu("paged")
+    _, paged = on_the_cpu("paged", torch.float16)
     torch.manual_seed(0)
-    _, plain = on_the_cpu("ALiBi")
-    assert torch.equal(paged.query, plain.query) and paged.key.shape[0] == 1
+    _, plain = on_the_cpu("ALiBi", torch.float16)
+    assert torch.equal(paged.query, plain.query)
+    assert paged.key.shape[0] == 1 and paged.key.dtype == torch.float16
     torch.testing.assert_close(reference(paged), reference(plain))
 
 
