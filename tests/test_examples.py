@@ -25,6 +25,8 @@ LINES = {  # at most
     "cupy_only": 90,
     "decode_torch": 90,
     "deepseek_v3_transformers": 200,
+    "flex_attention": 120,
+    "flex_cupy": 90,
     "prefix_prefill": 120,
     "serve_step": 170,
     "sparse_decode_fp8": 90,
@@ -231,6 +233,83 @@ def test_varlen_prefill_finds_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = small_varlen_prefill(monkeypatch, ("return torch.cat(outs)", "return torch.cat(outs[::-1])"))
     with pytest.raises(SystemExit, match="a row differs from torch's"):
         names["main"]()
+
+
+def small_flex_attention(monkeypatch: pytest.MonkeyPatch, *changes: tuple[str, str]) -> dict[str, Any]:
+    """The program with plain attention in float64 over torch's lists of blocks."""
+    import torch
+    from flex_page import Call, create_block_mask, reference
+
+    names = on_the_reference("flex_attention", *changes)
+    names |= {"HEADS": 2, "TOKENS": 300, "WINDOW": 64, "LENGTHS": [100, 3, 197], "CALLS": 1, "REPEATS": 1}
+    stand_in = names["rawmla"]
+    stand_in.and_masks, stand_in.create_block_mask = rawmla.and_masks, create_block_mask
+    stand_in.flex_attention = lambda *arguments: reference(Call(*arguments)).bfloat16()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return names
+
+
+def test_flex_attention_on_the_cpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    small_flex_attention(monkeypatch)["main"]()
+    out = capsys.readouterr().out
+    rows = re.findall(r"^(.{16}) +(\d+) % +0\.00\d\d +\d+\.\d{3}$", out, re.MULTILINE)
+    assert [name.strip() for name, _ in rows] == ["causal", "sliding window", "documents", "ALiBi", "softcap"]
+    assert int(rows[1][1]) < int(rows[0][1])  # the block at the bottom left is outside of the window
+    assert out.endswith("flex_attention: all cases agree with float32 math\n")
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("masked_fill(~mask_mod(b, h, i, j)", "masked_fill(~mask_mod(b, h, j, i)"),
+        ("scores = score_mod(scores, b, h, i, j)", "score_mod(scores, b, h, i, j)"),
+        ("* D**-0.5", ""),
+    ],
+)
+def test_flex_attention_finds_mistakes(right: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the program compares with is not what it calls."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    names = small_flex_attention(monkeypatch, (right, wrong))
+    with pytest.raises(SystemExit, match="a row differs by"):
+        names["main"]()
+
+
+def flex_cupy_with_numpy(*changes: tuple[str, str]) -> dict[str, Any]:
+    """The program with NumPy in place of CuPy, and with plain attention that knows what its text says."""
+    import numpy as np
+
+    def attend(q: Any, k: Any, v: Any, score_mod: Any, mask: Any = None) -> Any:
+        document, slopes = mask.captures["document"], score_mod.captures["slopes"]
+        back = np.arange(len(document))[:, None] - np.arange(len(document))
+        scores = q.astype(float) @ k.astype(float).swapaxes(-1, -2) * q.shape[-1] ** -0.5
+        scores = np.exp(scores - slopes[:, None, None] * back)
+        scores[..., (back < 0) | (document[:, None] != document)] = 0
+        return (scores / scores.sum(-1, keepdims=True) @ v.astype(float)).astype(np.float16)
+
+    names = on_the_reference("flex_cupy", ("\nimport cupy\n", "\nimport numpy as cupy\n"), *changes)
+    names |= {"LENGTHS": [70, 1, 29], "milliseconds": lambda call: 1.0}
+    names["rawmla"].CudaMod = lambda code, captures: SimpleNamespace(code=code, captures=captures)
+    names["rawmla"].create_block_mask = lambda mask_mod, *sizes: mask_mod
+    names["rawmla"].flex_attention = attend
+    return names
+
+
+def test_flex_cupy_with_numpy(capsys: pytest.CaptureFixture[str]) -> None:
+    flex_cupy_with_numpy()["main"]()
+    assert re.search(
+        r"^flex_cupy: every row within 0\.000\d of its norm", capsys.readouterr().out, re.MULTILINE
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("(back < 0) | ", ""), ("scores -= slopes", "scores += slopes")]
+)
+def test_flex_cupy_finds_mistakes(right: str, wrong: str) -> None:
+    with pytest.raises(SystemExit, match="a row differs by"):
+        flex_cupy_with_numpy((right, wrong))["main"]()
 
 
 DEEPSEEK_ROWS = r"(?:(?:bf16|FP8 v32) +(?:transformers, bf16|with rawmla) +[\d.]+ +[\d.]+ +\d+ of 271\n){4}"

@@ -29,7 +29,7 @@ def test_example_compiles_and_is_short() -> None:
     assert len([line for line in example().splitlines() if line.strip()]) <= 15
 
 
-FURTHER = ("sparse example", "prefill example", "dense attention example")
+FURTHER = ("sparse example", "prefill example", "dense attention example", "flex example")
 
 
 @pytest.mark.parametrize("marker", FURTHER)
@@ -79,6 +79,10 @@ def test_example_on_the_gpu() -> None:
     assert tuple(out.shape) == (2, 1000, 16, 128)  # type: ignore[attr-defined]
     assert tuple(lse.shape) == (2, 16, 1000)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+    exec(compile(block_after("flex example"), "README.md", "exec"), names)
+    out = names["flex_out"]
+    assert tuple(out.shape) == (2, 16, 1000, 128)  # type: ignore[attr-defined]
+    assert bool(torch.isfinite(out).all())
 
 
 def test_commands_are_one_line_each() -> None:

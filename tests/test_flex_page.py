@@ -1,0 +1,137 @@
+"""The examples of docs/flex.md without a GPU: steps on the CPU, masks, the kernels that they need."""
+
+from __future__ import annotations
+
+import ast
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from flex_page import (
+    CUPY_EXAMPLES,
+    EXAMPLES,
+    PAGE,
+    SETUP,
+    Call,
+    create_block_mask,
+    positions,
+    reference,
+    run,
+    seen,
+)
+
+import rawmla
+from rawmla import jit
+from rawmla.attention import mods
+from rawmla.attention.functions import header_of
+from rawmla.kernels.block_mask import states_spec
+from rawmla.kernels.flex_forward import spec, tile_of
+
+TOKENS = 300  # no multiple of a block
+
+examples = pytest.mark.parametrize("name", EXAMPLES)
+
+
+def on_the_cpu(name: str, dtype: Any = None) -> tuple[dict[str, Any], Call]:
+    """Run an example with block masks by torch, and without attention."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    return run(name, lambda *arguments, **keywords: None, create_block_mask, "cpu", TOKENS, dtype)
+
+
+def build(*functions: Any) -> None:
+    """Compile the kernels of a score and a mask function, whose arrays are contiguous."""
+    score, mask = [
+        function
+        and function._replace(captures=tuple(c._replace(layout="kSmallRows") for c in function.captures))
+        for function in functions
+    ]
+    jit.build(spec("bfloat16", 128, 128, tile_of(128, 128).keys, False, header_of(score, mask)))
+    if mask is not None:
+        jit.build(states_spec(header_of(None, mask)))
+
+
+def test_every_block_is_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert sorted(blocks) == sorted([SETUP, *EXAMPLES.values(), *CUPY_EXAMPLES.values()])
+    assert len(EXAMPLES) == 10 and set(CUPY_EXAMPLES) <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("block", [*EXAMPLES.values(), *CUPY_EXAMPLES.values()])
+def test_blocks_compute_out(block: str) -> None:
+    last = ast.parse(block).body[-1]
+    assert isinstance(last, ast.Assign) and ast.unparse(last.targets[0]) == "out"
+    assert ast.unparse(last.value).startswith("rawmla.flex_attention(q, ")
+
+
+@examples
+def test_masks_show_what_their_functions_show(name: str) -> None:
+    """The lists hide nothing that the function shows, and show nothing that it hides."""
+    _, call = on_the_cpu(name)
+    if call.block_mask is None:
+        return
+    shown, by_lists = call.block_mask.mask_mod(*positions(call)), seen(call)
+    assert bool((shown == by_lists).all())
+    assert bool(by_lists.any(-1).all()) and not bool(by_lists.all())
+
+
+def test_pages_hold_the_same_attention() -> None:
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    _, paged = on_the_cpu("paged", torch.float16)
+    torch.manual_seed(0)
+    _, plain = on_the_cpu("ALiBi", torch.float16)
+    assert torch.equal(paged.query, plain.query)
+    assert paged.key.shape[0] == 1 and paged.key.dtype == torch.float16
+    torch.testing.assert_close(reference(paged), reference(plain))
+
+
+@examples
+def test_functions_become_kernels(name: str) -> None:
+    _, call = on_the_cpu(name)
+    from rawmla.attention.trace import trace
+
+    score = None if call.score_mod is None else trace(call.score_mod, "score_mod")
+    mask = None if call.block_mask is None else trace(call.block_mask.mask_mod, "mask_mod")
+    assert score is not None or mask is not None
+    build(score, mask)
+
+
+@pytest.mark.xfail(strict=True, reason="NVRTC takes the generic lambda of CudaMod.mod for a host function")
+@pytest.mark.parametrize("name", CUPY_EXAMPLES)
+def test_cuda_text_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NumPy's arrays in place of CuPy's."""
+    monkeypatch.setattr(mods, "inspect", lambda x, name: SimpleNamespace(dtype=str(x.dtype), shape=x.shape))
+    monkeypatch.setattr(mods, "is_array", lambda x: isinstance(x, np.ndarray))
+    given: dict[str, Any] = {}
+
+    def create(mask_mod: Any, *sizes: Any) -> str:
+        given["mask"] = rawmla.CudaMod(mask_mod) if isinstance(mask_mod, str) else mask_mod
+        return "mask"
+
+    def attend(q: Any, k: Any, v: Any, score_mod: Any = None, block_mask: Any = None) -> None:
+        given["score"] = score_mod
+
+    stand_in = SimpleNamespace(CudaMod=rawmla.CudaMod, create_block_mask=create, flex_attention=attend)
+    names = {"rawmla": stand_in, "cupy": np, "H": 8, "L": TOKENS, "q": None, "k": None, "v": None}
+    code = CUPY_EXAMPLES[name].replace("import cupy\n", "")
+    exec(compile(code, "docs/flex.md", "exec"), names)
+    assert given["score"] is not None or given["mask"].captures
+    build(*[None if given[x] is None else given[x].mod() for x in ("score", "mask")])
+
+
+def test_text_of_causal() -> None:
+    """The text that the page shows."""
+    from rawmla.attention.trace import trace
+
+    names, _ = on_the_cpu("causal")
+    text = trace(names["causal"], "mask_mod").text
+    assert "\n".join(f"    {line}" for line in text.splitlines()) in PAGE
+
+
+def test_picture() -> None:
+    """The picture that the page shows."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    picture = str(create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512))
+    assert "\n".join(f"    {line}" for line in picture.splitlines()) in PAGE
