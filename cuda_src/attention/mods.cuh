@@ -91,6 +91,16 @@ template <class T>
 __device__ __forceinline__ i64 wide(T x) {
     return x;
 }
+// A captured array under the name that the user gave it. (The compiler takes a generic lambda for host code.)
+template <class Array>
+struct Named {
+    const Array& array;
+
+    template <class... Indices>
+    __device__ __forceinline__ auto operator()(Indices... indices) const {
+        return wide(array(indices...));
+    }
+};
 
 // ---- arithmetic
 

@@ -324,22 +324,23 @@ struct Consumer {
         const int first = first_key + 2 * (lane_index() % 4);
         // Rows past the last token take part, since all lanes do what one does; their results go nowhere.
         const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
+        if (asks || first_key + kTileKeys > kv_len) {
 #pragma unroll
-        for (int j = 0; j < kTileKeys / 2; ++j) {
-            const int r = (j >> 1) & 1, kv_idx = first + OwnKeys::column_of(j);
-            if constexpr (ScoreMod::kIsThere)
-                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[r], kv_idx, q_len, kv_len);
-            if (asks) {
-                bool seen = static_cast<u32>(kv_idx) < static_cast<u32>(kv_len);
+            for (int j = 0; j < kTileKeys / 2; ++j) {
+                const int r = (j >> 1) & 1, key = first + OwnKeys::column_of(j);
+                const int kv_idx = min_int(key, kv_len - 1);
+                if constexpr (ScoreMod::kIsThere)
+                    s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[r], kv_idx, q_len, kv_len);
+                bool seen = key < kv_len;
                 if constexpr (MaskMod::kIsThere)
-                    seen &= !partial | params.mask_mod(b, h, q_idx[r], kv_idx, q_len, kv_len);
+                    if (asks) seen &= !partial | params.mask_mod(b, h, q_idx[r], kv_idx, q_len, kv_len);
                 s[j] = seen ? s[j] : -kInfinity;
             }
-        }
-        if (!asks && first_key + kTileKeys > kv_len) {
+        } else if constexpr (ScoreMod::kIsThere) {
 #pragma unroll
             for (int j = 0; j < kTileKeys / 2; ++j)
-                if (first + OwnKeys::column_of(j) >= kv_len) s[j] = -kInfinity;
+                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
+                                        first + OwnKeys::column_of(j), q_len, kv_len);
         }
     }
 #endif

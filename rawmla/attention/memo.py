@@ -56,7 +56,9 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
         captures = [places.get(id(capture.array)) for capture in mod.captures]
         if None not in captures:
             numbers = tuple(places.get(id(number.source)) for number in mod.numbers)
-            _kept[key] = _Kept(mod, tuple(place for place in captures if place is not None), numbers)
+            _kept[key] = _Kept(
+                _without_tensors(mod), tuple(place for place in captures if place is not None), numbers
+            )
             if len(_kept) > MAX_TRACES:
                 _kept.popitem(last=False)
         return mod
@@ -71,6 +73,18 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
         tuple(
             number if place is None else number._replace(source=tensors[place])
             for number, place in zip(mod.numbers, numbers_at, strict=True)
+        ),
+    )
+
+
+def _without_tensors(mod: Mod) -> Mod:
+    """A trace that keeps no memory of the caller's alive."""
+    return Mod(
+        mod.text,
+        tuple(capture._replace(array=None) for capture in mod.captures),
+        tuple(
+            number._replace(source=None) if isinstance(number.source, torch.Tensor) else number
+            for number in mod.numbers
         ),
     )
 

@@ -110,9 +110,8 @@ class CudaMod:
                 view = inspect(capture, name)
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
-                lines.append(
-                    f"const auto {name} = [&](auto... at) {{ return wide(mod.t{len(captures)}(at...)); }};"
-                )
+                at = f"mod.t{len(captures)}"
+                lines.append(f"const Named<decltype({at})> {name}{{{at}}};")
                 captures.append(Capture(capture, view.dtype, len(view.shape)))
             else:
                 is_integer = isinstance(capture, int)
