@@ -13,8 +13,9 @@ from ..call.arrays import READERS, Fields, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
+from ..kernels import flex_forward
 from ..kernels.block_mask import Grid, ListAddresses
-from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall, PreparedFlexForward
+from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall
 from ..mha.arguments import fresh_out_strides
 from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
@@ -271,7 +272,7 @@ def _prepare(
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
     q_strides, k_strides, v_strides, out_strides = checked.strides
-    prepared = PreparedFlexForward(
+    prepared = flex_forward.PreparedFlexForward(
         FlexForwardCall(
             device=device,
             dtype=dtype,
