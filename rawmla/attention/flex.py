@@ -45,6 +45,7 @@ _TUNING = {
     *("USE_TMA", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION"),
 }
 _SCRATCH_STEP = 16
+_FURTHER = ("key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
 
 
 def flex_attention(
@@ -160,7 +161,7 @@ def flex_attention(
     kind = (*[kind_of(view) for view in views], enable_gqa, None if lists is None else lists.sizes)
     checked = _checked.get(kind) or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
     device, framework = q[4], q[5]
-    for name, view in zip(("key", "value", "out", *LISTS), views[1:], strict=False):
+    for name, view in zip(_FURTHER, views[1:], strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
