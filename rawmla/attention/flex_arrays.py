@@ -203,6 +203,11 @@ def _check_lists(
                 "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
                 f"{(partial.batches, partial.heads)} and {(full.batches, full.heads)}"
             )
+    if b % partial.batches or h_q % partial.heads:
+        raise ValueError(
+            f"block_mask: expected a batch that divides {b}, that of query, and heads that divide {h_q}, those "
+            f"of query, got {partial.batches} and {partial.heads}"
+        )
     found = BlockLists(
         (partial.counts_strides, full.counts_strides),
         (partial.lists_strides, full.lists_strides),
