@@ -113,7 +113,6 @@ class CudaMod:
                 lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
                 numbers.append(Number(capture, is_integer))
         has_return = re.search(r"\breturn\b", self.code) is not None
-        lines.append('#line 1 "user\'s code"')
         lines.append(self.code if has_return else f"return {self.code};")
         return Mod("\n".join(lines), tuple(captures), tuple(numbers))
 
