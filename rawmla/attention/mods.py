@@ -113,7 +113,7 @@ class CudaMod:
                 lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
                 numbers.append(Number(capture, is_integer))
         has_return = re.search(r"\breturn\b", self.code) is not None
-        lines.append(self.code if has_return else f"return {self.code};")
+        lines.append(self.code if has_return else f"return {self.code}\n;")  # may end with a comment
         return Mod("\n".join(lines), tuple(captures), tuple(numbers))
 
 
