@@ -19,6 +19,8 @@ FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Strides = tuple[int, int, int]
+_UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
+"""Names of the functions of a mask that was indexed, rawmla's and torch's."""
 
 
 class GivenLists(NamedTuple):
@@ -35,6 +37,11 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     missing = [name for name in (*LISTS, "BLOCK_SIZE", "mask_mod") if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
+    if getattr(block_mask.mask_mod, "__name__", "") in _UNSET_MASKS:
+        raise ValueError(
+            "block_mask: expected one whose mask_mod counts requests, heads and tokens as the mask does, got one "
+            "that was indexed; assign a function for this part to block_mask.mask_mod"
+        )
     block_q, block_k = block_mask.BLOCK_SIZE
     lengths = tuple(getattr(block_mask, "seq_lengths", (0, 0)))
     if lengths == (1, 1) and min(block_q, block_k) >= NO_BOUND:
