@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,8 @@ class CudaMod:
                 raise ValueError(f"captures: expected names without a meaning of their own, got {name!r}")
             if not is_array(capture) and not isinstance(capture, (int, float)):
                 raise TypeError(f"captures: expected {name} to be an array or a number, got {capture!r}")
+            if isinstance(capture, int) and not -(2**63) <= capture < 2**63:
+                raise ValueError(f"captures: expected {name} to be an int of 64 bits, got {capture}")
 
     def mod(self) -> Mod:
         """The function as a kernel has it."""
@@ -176,5 +179,5 @@ def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
         if number.is_integer:
             packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
         else:
-            packed += struct.pack("<f", value)
+            packed += struct.pack("<f", ctypes.c_float(value).value)  # infinite where it is too large
     return packed + bytes(-len(packed) % 8)
