@@ -169,8 +169,8 @@ def flex_attention(
     mask = None
     if checked.lists is not None and block_mask.mask_mod is not noop_mask:
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
-    if not (checked.b and checked.seqlen_q and checked.seqlen_k):
-        score = None  # nothing calls it, and what it reads may be empty
+    if not checked.scores:
+        score = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
     if score is None and scale <= 0:

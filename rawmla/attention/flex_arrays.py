@@ -79,6 +79,7 @@ class FlexChecked(NamedTuple):
     copied: tuple[bool, bool, bool]  # q, k and v
     list_copies: tuple[bool, bool, bool, bool]  # of the lists
     default_scale: float
+    scores: bool  # there are any: functions are called
     lists: BlockLists | None
     cut: Recut | None
     calls: Memo[Any]
@@ -137,7 +138,8 @@ def check_arrays(
     found: BlockLists | None = None
     cut: Recut | None = None
     list_copies = (False, False, False, False)
-    if lists is not None and seqlen_q and seqlen_k:
+    scores = min(b, seqlen_q, seqlen_k) > 0
+    if lists is not None and scores:
         found, list_copies = _check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
         cut = _cut(found, seqlen_q, seqlen_k, tile_of(d_qk, d_v).keys)
     elif lists is not None:
@@ -155,6 +157,7 @@ def check_arrays(
         copied=cast(Any, tuple(step is None for step in steps)),
         list_copies=list_copies,
         default_scale=d_qk**-0.5,
+        scores=scores,
         lists=found,
         cut=cut,
         calls=Memo(),
