@@ -39,7 +39,7 @@ def lists_of(block_mask: Any) -> GivenLists | None:
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
     if getattr(block_mask.mask_mod, "__name__", "") in _UNSET_MASKS:
         raise ValueError(
-            "block_mask: expected one whose mask_mod counts requests, heads and tokens as the mask does, got one "
+            "block_mask: expected a mask_mod that counts requests, heads and tokens as the mask does, got a mask "
             "that was indexed; assign a function for this part to block_mask.mask_mod"
         )
     block_q, block_k = block_mask.BLOCK_SIZE
@@ -215,8 +215,8 @@ def _check_lists(
             )
     if b % partial.batches or h_q % partial.heads:
         raise ValueError(
-            f"block_mask: expected a batch that divides {b}, that of query, and heads that divide {h_q}, those "
-            f"of query, got {partial.batches} and {partial.heads}"
+            f"block_mask: expected a batch and heads that divide those of query, {b} and {h_q}, got "
+            f"{partial.batches} and {partial.heads}"
         )
     found = BlockLists(
         (partial.counts_strides, full.counts_strides),
