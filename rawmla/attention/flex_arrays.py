@@ -13,11 +13,13 @@ from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
-__all__ = ["LISTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
+__all__ = ["LISTS", "MASK_PARTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+MASK_PARTS = (*LISTS, "BLOCK_SIZE", "mask_mod", "seq_lengths")
+"""The attributes of a BlockMask that a call looks at."""
 Strides = tuple[int, int, int]
 _UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
 """Names of the functions of a mask that was indexed, rawmla's and torch's."""
@@ -34,16 +36,16 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     """The lists of a mask; None where everything is attended, as torch's mask of one huge block says too."""
     if block_mask is None:
         return None
-    missing = [name for name in (*LISTS, "BLOCK_SIZE", "mask_mod") if not hasattr(block_mask, name)]
+    missing = [name for name in MASK_PARTS if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
     if getattr(block_mask.mask_mod, "__name__", "") in _UNSET_MASKS:
         raise ValueError(
-            "block_mask: expected a mask_mod that counts requests, heads and tokens as the mask does, got a mask "
-            "that was indexed; assign a function for this part to block_mask.mask_mod"
+            "block_mask: expected a mask_mod that counts requests, heads and tokens as the mask does, got a "
+            "mask that was indexed; assign a function for this part to block_mask.mask_mod"
         )
     block_q, block_k = block_mask.BLOCK_SIZE
-    lengths = tuple(getattr(block_mask, "seq_lengths", (0, 0)))
+    lengths = tuple(block_mask.seq_lengths)
     if lengths == (1, 1) and min(block_q, block_k) >= NO_BOUND:
         return None
     counts, indices, full_counts, full_indices = [
