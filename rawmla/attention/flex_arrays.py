@@ -124,10 +124,10 @@ def check_arrays(
     if out is None:
         out_strides = fresh_out_strides(q, d_v)[:-1]
     else:
-        if out[3] != dtype or tuple(out[1]) != (b, h_q, seqlen_q, d_v):
-            raise ValueError(
-                f"out: expected {dtype} [{b}, {h_q}, {seqlen_q}, {d_v}], got {out[3]} {list(out[1])}"
-            )
+        if out[3] != dtype:
+            raise TypeError(f"out: expected dtype {dtype}, that of query, got {out[3]}")
+        if tuple(out[1]) != (b, h_q, seqlen_q, d_v):
+            raise ValueError(f"out: expected shape [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out[1])}")
         out_strides = check_out_layout(out)
     for name, other in (("key", k), ("value", v), ("out", out)):
         if other is not None:

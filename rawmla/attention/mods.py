@@ -103,7 +103,7 @@ class CudaMod:
         numbers: list[Number] = []
         for name, capture in self.captures.items():
             if is_array(capture):
-                view = inspect(capture, name)
+                view = inspect(capture, f"captures: {name}")
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
                 lines.append(
