@@ -54,7 +54,9 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     if counts is None or indices is None:
         raise ValueError("block_mask: expected kv_num_blocks and kv_indices, got None")
     if (full_counts is None) != (full_indices is None):
-        raise ValueError("block_mask: expected full_kv_num_blocks and full_kv_indices, or none of them")
+        raise ValueError(
+            "block_mask: expected full_kv_num_blocks and full_kv_indices or none of them, got one"
+        )
     views = counts, indices, full_counts, full_indices
     return GivenLists(views, (int(block_q), int(block_k), *lengths))
 
