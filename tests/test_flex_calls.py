@@ -1114,7 +1114,7 @@ class TestPythonFunctions:
     def test_numbers(self, world: World, torch: Any) -> None:
         """Another number is another parameter; one on the host is read."""
         for slope in (0.5, 2.5, torch.tensor(3.5)):
-            call(plain(), score_mod=lambda score, b, h, q, k, s=slope: score * s)  # noqa: B023
+            call(plain(), score_mod=lambda score, b, h, q, k, s=slope: score * s)
         assert [struct.unpack("<f4x", launch.score_mod)[0] for launch in world.flex] == [0.5, 2.5, 3.5]
         assert len({launch.call.header for launch in world.flex}) == 1
 
