@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from inspect import isfunction
+from types import SimpleNamespace
 from typing import Any
 
 import rawmla
 
 from . import jit
+from .attention import create, flex
+from .attention.flex_arrays import MASK_PARTS
 from .call.arrays import READERS, Fields, Framework, is_array
 from .kernels.operations import specs_of
 from .mha import attention, prefix
@@ -110,7 +113,8 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     Parameters
     ----------
     function : callable
-        A function of rawmla that takes arrays, such as `rawmla.flash_mla_with_kvcache`.
+        A function of rawmla that takes arrays, such as `rawmla.flash_mla_with_kvcache`, or
+        `rawmla.create_block_mask`.
     *args, **kwargs
         Its arguments. Arrays are looked at as in the call itself, and neither read nor written. A plan object
         is not filled, and no result is given.
@@ -132,12 +136,14 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     """
     if not any(function is known for known in _functions()):
         raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
+    if function is create.create_block_mask:  # no array tells its framework
+        function = create.load
     function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
 
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules = (attention, cache, decode, indices, merge, plan, prefix, sparse_prefill)
+    modules = (attention, cache, create, decode, flex, indices, merge, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
     return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
 
@@ -160,6 +166,9 @@ def _stand_in(value: Any) -> Any:
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)
         return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
+    if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
+        parts = {name: getattr(value, name) for name in MASK_PARTS if hasattr(value, name)}
+        return SimpleNamespace(**{name: _stand_in(part) for name, part in parts.items()})
     return StandIn(value) if is_array(value) else value
 
 

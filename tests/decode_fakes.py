@@ -13,13 +13,14 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common, mha_forward, mla_sparse_prefill, prefix_prefill
+from rawmla.kernels import common, flex_forward, mha_forward, mla_sparse_prefill, prefix_prefill
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse as sparse_decode
 
 SM_COUNT = 132
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Arguments = dict[str, Any]
 
 
@@ -77,10 +78,10 @@ class FakeFramework:
         self.copied.append(array)
         return array.but(strides=None, ptr=0xC0000)
 
-    def aligned_copy(self, array: FakeArray, name: str) -> FakeArray:
-        assert name in ("q", "k", "v", "kv", "qkv")
+    def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
+        assert name in ("q", "k", "v", "kv", "qkv", "query", "key", "value", *LISTS)
         self.copied.append(array)
-        return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied))
+        return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
     def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
@@ -117,15 +118,19 @@ class World:
     sparse: list[SimpleNamespace]  # the same of sparse calls
     mha: list[SimpleNamespace]  # and of dense attention
     prefix: list[SimpleNamespace]  # and of prefix prefill
+    flex: list[SimpleNamespace]  # and of flex attention
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
+    loaded: list[Any]  # specs of the kernels that are launched by themselves
+    enqueued: list[SimpleNamespace]  # their launches, and what was cleared
 
     @property
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.prefix or self.plans
-        return not (made.allocated or made.copied or made.filled or launched)
+        launched = self.decodes or self.sparse or self.mha or self.prefix or self.flex or self.plans
+        loaded = self.loaded or self.enqueued
+        return not (made.allocated or made.copied or made.filled or launched or loaded)
 
 
 class PreparedDecode:
@@ -204,9 +209,39 @@ class PreparedPrefix(PreparedMha):
     scratch_bytes = property(lambda self: 0 if self.call.causal else 48)  # type: ignore[assignment]
 
 
+class PreparedFlex(PreparedMha):
+    """Stands in for the launch of flex attention."""
+
+    addresses = flex_forward.FlexAddresses
+    scratch_bytes = 16
+
+    def launch(  # type: ignore[override]
+        self, stream: int, addresses: Any, score_mod: bytes, mask_mod: bytes, scratch: int
+    ) -> None:
+        super().launch(stream, addresses, scratch)
+        self.launches[-1].score_mod, self.launches[-1].mask_mod = score_mod, mask_mod
+        assert (len(score_mod), len(mask_mod)) == (self.call.score_mod_bytes, self.call.mask_mod_bytes)
+
+
+class LoadedKernel:
+    """Stands in for a kernel that is launched by itself."""
+
+    def __init__(self, made: World, spec: Any, device: int, capturing: Callable[[], bool]) -> None:
+        assert capturing() is False
+        self.made, self.spec, self.device = made, spec, device
+        made.loaded.append(spec)
+
+    def launch(self, grid: tuple[int, int, int], params: bytes, stream: int) -> None:
+        launch = SimpleNamespace(name=self.spec.name, grid=grid, params=params, stream=stream)
+        self.made.enqueued.append(launch)
+
+
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), [], [], [], [], [], [])
+    made = World(FakeFramework(), *[[] for _ in range(9)])
+
+    def clear(address: int, size: int, stream: int, device: int) -> None:
+        made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
 
     def read(x: FakeArray, name: str) -> arrays.Fields:
         made.reads.append(name)
@@ -219,6 +254,9 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
     monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", partial(PreparedPrefix, made.prefix))
+    monkeypatch.setattr(flex_forward, "PreparedFlexForward", partial(PreparedFlex, made.flex))
+    monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
+    monkeypatch.setattr(jit, "clear", clear)
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
     monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)

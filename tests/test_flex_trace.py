@@ -237,3 +237,30 @@ def test_refused(mod: Any, kind: Any, error: type[Exception], texts: tuple[str, 
         trace(mod, kind)
     for text in texts:
         assert text in str(caught.value)
+
+
+class Scaled:
+    """A function as an object, and as one of its methods."""
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, scale: float = 2.5) -> Any:
+        return score * scale
+
+
+def _with_keyword(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, scale: float = 2.5) -> Any:
+    return score * scale
+
+
+@pytest.mark.parametrize(
+    "mod", (Scaled(), Scaled().__call__, _with_keyword, lambda score, *others: score * 2.5)
+)
+def test_further_parameters(mod: Any) -> None:
+    (number,) = trace(mod, "score_mod").numbers
+    assert number.source == 2.5
+
+
+@pytest.mark.parametrize("mod", (lambda score, b, h, q: score, lambda: 1, lambda s, b, h, q, k, more: s))
+def test_other_arguments(mod: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"^score_mod .*<lambda>: expected a function of \(score, b, h, q_idx, kv"
+    ):
+        trace(mod, "score_mod")

@@ -9,6 +9,7 @@ import pytest
 from decode_fakes import (
     B,
     FakeArray,
+    FakeFramework,
     World,
     change,
     dense_arguments,
@@ -19,6 +20,7 @@ from decode_fakes import (
 )
 
 import rawmla
+from rawmla.attention import create
 from rawmla.jit import NO_LAUNCH
 from rawmla.kernels import mla_cache_write, mla_merge_states
 
@@ -115,3 +117,105 @@ def test_the_call_itself_is_not_mistaken_for_it(world: World) -> None:
     rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
     assert [launch.stream for launch in world.decodes] == [NO_LAUNCH, 0x51, NO_LAUNCH]
     assert out is world.framework.allocated[0]
+
+
+L, S = 300, 500
+
+
+def flex_arguments(**changes: Any) -> dict[str, Any]:
+    query, key = (
+        FakeArray((2, 4, L, 64), "bfloat16", ptr=0x1000),
+        FakeArray((2, 4, S, 64), "bfloat16", ptr=0x2000),
+    )
+    return {"query": query, "key": key, "value": key, **changes}
+
+
+def flex_mask(size: int, dtype: str = "int32") -> rawmla.BlockMask:
+    shape = (1, 1, -(-L // size), -(-S // size))
+    lists = [FakeArray(shape[:3], ptr=0x3000), FakeArray(shape, dtype, ptr=0x4000)]
+    bias = FakeArray((4, L), "float32", ptr=0x5000)
+    mod = rawmla.CudaMod("bias(h, q_idx) < limit", {"bias": bias, "limit": 0.5})
+    return rawmla.BlockMask((L, S), *lists, BLOCK_SIZE=size, mask_mod=mod)
+
+
+@pytest.mark.parametrize("size", (128, 32, 2**20))
+def test_flex_attention(world: World, size: int) -> None:
+    """Its kernels are those of the call; captured arrays stay what they are, whatever their stream."""
+    arguments = flex_arguments(block_mask=flex_mask(size))
+    other = FakeFramework("other", stream=0x99)
+    bias = FakeArray((4, S), "float32", ptr=0x6000, framework=other)
+    arguments["score_mod"] = rawmla.CudaMod("score + bias(h, kv_idx)", {"bias": bias})
+    assert rawmla.warmup_call(rawmla.flex_attention, **arguments, return_lse=True) is None
+    (launch,) = world.flex
+    assert launch.stream == NO_LAUNCH and launch.addresses[:3] == (0x1000, 0x2000, 0x2000)
+    assert {x.stream for x in world.enqueued} <= {NO_LAUNCH}
+    assert not world.framework.allocated and not world.framework.copied
+    loaded, other.stream = list(world.loaded), world.framework.stream
+    rawmla.flex_attention(**arguments, return_lse=True)
+    assert world.flex[1].call == launch.call and world.flex[1].stream == 0x51
+    assert world.loaded == loaded * 2
+
+
+@pytest.mark.parametrize("name", ("kv_num_blocks", "kv_indices"))
+def test_flex_attention_with_what_would_be_copied(world: World, name: str) -> None:
+    mask = flex_mask(128)
+    setattr(mask, name, getattr(mask, name).but(dtype="int64"))
+    key = FakeArray((2, 4, S, 64), "float8_e4m3fn", ptr=0x2000)
+    rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(block_mask=mask, key=key, value=key))
+    assert world.flex[0].stream == NO_LAUNCH
+    assert not world.framework.allocated and not world.framework.copied
+
+
+def test_flex_attention_with_torchs_mask(world: World) -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = flex.create_block_mask(flex.noop_mask, 1, 1, L, S, device="cpu")
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        setattr(mask, name, FakeArray(tuple(getattr(mask, name).shape), "int64", ptr=0x3000))
+    rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(), block_mask=mask)
+    assert world.flex[0].stream == NO_LAUNCH and not world.framework.copied
+
+
+def test_flex_attention_refuses_what_the_call_refuses(world: World) -> None:
+    elsewhere = FakeArray((4,), "float32", device=1)
+    for changes, text in (
+        ({"score_mod": rawmla.CudaMod("bias(h)", {"bias": elsewhere})}, "^score_mod: an array .* got cuda:1"),
+        ({"block_mask": flex_mask(128)._adjust}, "^block_mask: expected a BlockMask, got method"),
+        ({"scale": FakeArray(())}, "^scale: expected a float or None, got array"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(**changes))
+    assert world.untouched
+
+
+def test_create_block_mask(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels are loaded; nothing is made, neither with a framework nor as lists."""
+    monkeypatch.setattr(create, "framework_named", lambda name: world.framework)
+    arguments: dict[str, Any] = {"device": 1, "BLOCK_SIZE": 64, "dq_kv_order": False}
+    assert rawmla.warmup_call(rawmla.create_block_mask, "q_idx > 3", None, 2, L, S, **arguments) is None
+    assert not world.enqueued and not world.framework.allocated
+    loaded = list(world.loaded)
+    rawmla.create_block_mask("q_idx > 3", None, 2, L, S, **arguments)
+    assert {x.stream for x in world.enqueued} == {0x52} and set(world.loaded) == set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    (
+        ({"Q_LEN": 2.5}, TypeError, "^Q_LEN: expected an int"),
+        ({"BLOCK_SIZE": 100}, ValueError, "^BLOCK_SIZE: expected"),
+        ({"mask_mod": None}, TypeError, "^mask_mod: expected a function"),
+        ({"other": 1}, TypeError, "unexpected keyword argument 'other'"),
+        ({"mask_mod": rawmla.CudaMod("q_idx >= kv_idx")}, None, ""),
+    ),
+)
+def test_create_block_mask_refuses_what_the_call_refuses(
+    world: World, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kind: Any, text: str
+) -> None:
+    monkeypatch.setattr(create, "framework_named", lambda name: world.framework)
+    arguments = {"mask_mod": "q_idx > 3", "B": 1, "H": 1, "Q_LEN": L, "KV_LEN": S, "device": 0, **changes}
+    if kind is None:
+        rawmla.warmup_call(rawmla.create_block_mask, **arguments)
+    else:
+        with pytest.raises(kind, match=text):
+            rawmla.warmup_call(rawmla.create_block_mask, **arguments)
+    assert bool(world.loaded) == (kind is None)

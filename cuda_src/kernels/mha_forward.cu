@@ -441,7 +441,7 @@ struct Consumer {
         if (Keys::kSpan > 0) softmax.rescale(o);
 
         // Blocks [plain_begin, plain_end) are seen whole by all rows of the warpgroup that exist.
-        const int first_row = tile.first_token + (wg * 64 >> params.log2_group);
+        [[maybe_unused]] const int first_row = tile.first_token + (wg * 64 >> params.log2_group);
         const int last_row = tile.first_token + (wg * 64 + 63 >> params.log2_group);
 #if FLEX
         const int plain_end = warp_uniform(tile.full_steps);

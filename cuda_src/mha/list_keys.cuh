@@ -7,7 +7,7 @@
 struct ListKeys : ArrayKeys {
     // The key that a step begins with. It may lie past the last one, where a block does.
     __device__ __forceinline__ static int first_key(const Params& params, const Tile& tile, int step) {
-        if (tile.partial_blocks == nullptr) return step * kTileKeys;
+        if (params.kv_num_blocks == nullptr) return step * kTileKeys;
         const bool full = step < tile.full_steps;
         if (!full) step -= tile.full_steps;
         const int entry = params.block_tiles == 1 ? step : step / params.block_tiles;

@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from ..call.checks import as_int
+
 __all__ = ["BlockMask", "and_masks", "as_block_size", "noop_mask", "or_masks"]
 
 Mask = Callable[..., Any]
 DEFAULT_BLOCK_SIZE = 128
+MAX_BLOCK_SIZE = 2**30
 PICTURE_SIDE = 20
 PICTURES = 4
 
@@ -274,10 +277,13 @@ class BlockMask:
 
 def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """BLOCK_SIZE as (query tokens, keys)."""
-    pair = (size, size) if isinstance(size, int) else tuple(size)
-    if len(pair) != 2 or any(not isinstance(one, int) or one < 1 or one % 16 for one in pair):
-        raise ValueError(f"BLOCK_SIZE: expected a multiple of 16, or a pair of them, got {size!r}")
-    first, second = pair
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    sizes = [as_int("BLOCK_SIZE", one) for one in pair]
+    if len(sizes) != 2 or any(not 1 <= one <= MAX_BLOCK_SIZE or one % 16 for one in sizes):
+        raise ValueError(
+            f"BLOCK_SIZE: expected a multiple of 16 up to 2**30, or a pair of them, got {size!r}"
+        )
+    first, second = sizes
     return first, second
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, cast
+from inspect import signature
+from typing import Any, NamedTuple, cast
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import Framework, framework_named, inspect
+from ..call.arrays import Framework, NewArray, framework_named, inspect, is_array
 from ..call.checks import as_bool, as_int, show
 from ..kernels import block_mask as kernels
 from ..kernels.block_mask import Grid, ListAddresses
@@ -17,7 +18,7 @@ from .functions import as_mod, header_of, placed
 from .mods import CudaMod, pack
 from .traced import outside_of_graphs
 
-__all__ = ["create_block_mask", "make"]
+__all__ = ["create_block_mask", "load", "make"]
 
 
 def create_block_mask(
@@ -85,7 +86,55 @@ def create_block_mask(
     return make(*given)
 
 
-def make(
+def make(*given: Any) -> BlockMask:
+    """`create_block_mask`, which torch does not look into."""
+    prepared = _prepare(*given)
+    grid, separate, framework, ordinal, header, mask_bytes = prepared
+    where: Any = {
+        "device": ordinal,
+        "stream": framework.current_stream(ordinal),
+        "capturing": framework.capture_query(ordinal),
+    }
+    shapes: list[NewArray] = []
+    for lines, entries in ((grid.rows, grid.columns), (grid.columns, grid.rows)):
+        counts = (grid.batches, grid.heads, lines)
+        shapes += [(counts, "int32"), ((*counts, entries), "int32")] * (1 + separate)
+    *arrays, states = framework.allocator(shapes, max(grid.blocks, 1), ordinal)()
+    address = framework.pointer(states)
+    kernels.states(grid, header, mask_mod=mask_bytes, address=address, **where)
+    lists: list[Any] = []
+    half = len(arrays) // 2
+    for by_columns, made in ((False, arrays[:half]), (True, arrays[half:])):
+        made += [None] * (4 - half)
+        pointers = [0 if array is None else framework.pointer(array) for array in made]
+        kernels.lists(grid, address, ListAddresses(*pointers), by_columns=by_columns, **where)
+        lists += made
+    kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q = lists
+    return BlockMask(
+        (grid.q_len, grid.kv_len), kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q,
+        (grid.block_q, grid.block_k), given[0],
+    )  # fmt: skip
+
+
+def load(*args: Any, **kwargs: Any) -> None:
+    """Check the arguments of a call of `create_block_mask`, and load its kernels."""
+    given = signature(create_block_mask).bind(*args, **kwargs)
+    given.apply_defaults()
+    _prepare(**given.arguments)
+
+
+class _Prepared(NamedTuple):
+    """What a call does."""
+
+    grid: Grid
+    separate: bool
+    framework: Framework
+    device: int
+    header: tuple[str, str]
+    mask_mod: bytes
+
+
+def _prepare(
     mask_mod: Any,
     B: Any,
     H: Any,
@@ -94,8 +143,9 @@ def make(
     device: Any,
     BLOCK_SIZE: Any,
     separate_full_blocks: Any,
-) -> BlockMask:
-    """`create_block_mask`, which torch does not look into."""
+    **unused: Any,
+) -> _Prepared:
+    """Check the arguments of a call, and load its kernels."""
     block_q, block_k = as_block_size(BLOCK_SIZE)
     grid = Grid(
         batches=_as_size("B", 1 if B is None else B, 1),
@@ -110,33 +160,14 @@ def make(
     mask = as_mod(mask_mod, "mask_mod", ordinal)
     if mask is None:
         raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
-    mask, places = placed(mask, "mask_mod", ordinal, framework)
-    where: Any = {
-        "device": ordinal,
-        "stream": framework.current_stream(ordinal),
-        "capturing": framework.capture_query(ordinal),
-    }
+    mask_bytes = b""
+    if grid.blocks:  # else what it reads may be empty
+        mask, places = placed(mask, "mask_mod", ordinal, framework)
+        mask_bytes = pack(mask, places)
     header = header_of(None, mask)
     for spec in (kernels.states_spec(header), kernels.LISTS_SPEC):
-        jit.get_kernel(spec, ordinal, capturing=where["capturing"])
-    states = framework.empty((max(grid.blocks, 1),), "uint8", ordinal)
-    address = framework.pointer(states)
-    kernels.states(grid, header, mask_mod=pack(mask, places), address=address, **where)
-    made = []
-    for by_columns in (False, True):
-        lines, entries = (grid.columns, grid.rows) if by_columns else (grid.rows, grid.columns)
-        arrays: list[Any] = []
-        for _ in range(1 + separate):
-            arrays.append(framework.empty((grid.batches, grid.heads, lines), "int32", ordinal))
-            arrays.append(framework.empty((grid.batches, grid.heads, lines, entries), "int32", ordinal))
-        pointers = [framework.pointer(array) for array in arrays] + [0, 0] * (not separate)
-        kernels.lists(grid, address, ListAddresses(*pointers), by_columns=by_columns, **where)
-        made += arrays + [None, None] * (not separate)
-    kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q = made
-    return BlockMask(
-        (grid.q_len, grid.kv_len), kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q,
-        (block_q, block_k), mask_mod,
-    )  # fmt: skip
+        jit.get_kernel(spec, ordinal, capturing=framework.capture_query(ordinal))
+    return _Prepared(grid, separate, framework, ordinal, header, mask_bytes)
 
 
 def _as_size(name: str, value: Any, least: int) -> int:
@@ -150,9 +181,7 @@ def _place(mask_mod: Any, device: Any) -> tuple[Framework, int]:
     """The framework and the ordinal of the device of a new mask."""
     arrays = []
     if isinstance(mask_mod, CudaMod):
-        arrays = [
-            inspect(x, f"captures: {name}") for name, x in mask_mod.captures.items() if hasattr(x, "shape")
-        ]
+        arrays = [inspect(x, f"captures: {name}") for name, x in mask_mod.captures.items() if is_array(x)]
     ordinal = arrays[0].device if arrays and device is None else _ordinal(device)
     if arrays:
         return arrays[0].framework, ordinal
@@ -172,7 +201,7 @@ def _ordinal(device: Any) -> int:
     """The ordinal of a CUDA device."""
     if device is None or device == "cuda":
         return jit.current_device()
-    if isinstance(device, int) and not isinstance(device, bool):
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
         return device
     kind, _, number = str(device).partition(":")
     if kind != "cuda" or (number and not number.isdigit()):

@@ -14,8 +14,9 @@ from ..call.arrays import READERS, Fields, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
+from ..kernels import flex_forward
 from ..kernels.block_mask import Grid, ListAddresses
-from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall, PreparedFlexForward
+from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall
 from ..mha.arguments import fresh_out_strides
 from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
@@ -46,6 +47,7 @@ _TUNING = {
     *("USE_TMA", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION"),
 }
 _SCRATCH_STEP = 16
+_FURTHER = ("key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
 
 
 def flex_attention(
@@ -185,7 +187,7 @@ def attend(
     kind = (*[kind_of(view) for view in views], enable_gqa, None if lists is None else lists.sizes)
     checked = _checked.get(kind) or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
     device, framework = q[4], q[5]
-    for name, view in zip(("key", "value", "out", *LISTS), views[1:], strict=False):
+    for name, view in zip(_FURTHER, views[1:], strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
@@ -193,6 +195,8 @@ def attend(
     mask = None
     if checked.lists is not None and block_mask.mask_mod is not noop_mask:
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
+    if not checked.scores:
+        score = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
     if score is None and scale <= 0:
@@ -298,7 +302,7 @@ def _prepare(
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
     q_strides, k_strides, v_strides, out_strides = checked.strides
-    prepared = PreparedFlexForward(
+    prepared = flex_forward.PreparedFlexForward(
         FlexForwardCall(
             device=device,
             dtype=dtype,

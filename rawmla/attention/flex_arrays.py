@@ -13,12 +13,16 @@ from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
-__all__ = ["LISTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
+__all__ = ["LISTS", "MASK_PARTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+MASK_PARTS = (*LISTS, "BLOCK_SIZE", "mask_mod", "seq_lengths")
+"""The attributes of a BlockMask that a call looks at."""
 Strides = tuple[int, int, int]
+_UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
+"""Names of the functions of a mask that was indexed, rawmla's and torch's."""
 
 
 class GivenLists(NamedTuple):
@@ -32,11 +36,16 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     """The lists of a mask; None where everything is attended, as torch's mask of one huge block says too."""
     if block_mask is None:
         return None
-    missing = [name for name in (*LISTS, "BLOCK_SIZE", "mask_mod") if not hasattr(block_mask, name)]
+    missing = [name for name in MASK_PARTS if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
+    if getattr(block_mask.mask_mod, "__name__", "") in _UNSET_MASKS:
+        raise ValueError(
+            "block_mask: expected a mask_mod that counts requests, heads and tokens as the mask does, got a "
+            "mask that was indexed; assign a function for this part to block_mask.mask_mod"
+        )
     block_q, block_k = block_mask.BLOCK_SIZE
-    lengths = tuple(getattr(block_mask, "seq_lengths", (0, 0)))
+    lengths = tuple(block_mask.seq_lengths)
     if lengths == (1, 1) and min(block_q, block_k) >= NO_BOUND:
         return None
     counts, indices, full_counts, full_indices = [
@@ -45,7 +54,9 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     if counts is None or indices is None:
         raise ValueError("block_mask: expected kv_num_blocks and kv_indices, got None")
     if (full_counts is None) != (full_indices is None):
-        raise ValueError("block_mask: expected full_kv_num_blocks and full_kv_indices, or none of them")
+        raise ValueError(
+            "block_mask: expected full_kv_num_blocks and full_kv_indices or none of them, got one"
+        )
     views = counts, indices, full_counts, full_indices
     return GivenLists(views, (int(block_q), int(block_k), *lengths))
 
@@ -72,6 +83,7 @@ class FlexChecked(NamedTuple):
     copied: tuple[bool, bool, bool]  # q, k and v
     list_copies: tuple[bool, bool, bool, bool]  # of the lists
     default_scale: float
+    scores: bool  # there are any: functions are called
     lists: BlockLists | None
     cut: Recut | None
     calls: Memo[Any]
@@ -114,10 +126,10 @@ def check_arrays(
     if out is None:
         out_strides = fresh_out_strides(q, d_v)[:-1]
     else:
-        if out[3] != dtype or tuple(out[1]) != (b, h_q, seqlen_q, d_v):
-            raise ValueError(
-                f"out: expected {dtype} [{b}, {h_q}, {seqlen_q}, {d_v}], got {out[3]} {list(out[1])}"
-            )
+        if out[3] != dtype:
+            raise TypeError(f"out: expected dtype {dtype}, that of query, got {out[3]}")
+        if tuple(out[1]) != (b, h_q, seqlen_q, d_v):
+            raise ValueError(f"out: expected shape [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out[1])}")
         out_strides = check_out_layout(out)
     for name, other in (("key", k), ("value", v), ("out", out)):
         if other is not None:
@@ -130,7 +142,8 @@ def check_arrays(
     found: BlockLists | None = None
     cut: Recut | None = None
     list_copies = (False, False, False, False)
-    if lists is not None and seqlen_q and seqlen_k:
+    scores = min(b, seqlen_q, seqlen_k) > 0
+    if lists is not None and scores:
         found, list_copies = _check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
         cut = _cut(found, seqlen_q, seqlen_k, tile_of(d_qk, d_v).keys)
     elif lists is not None:
@@ -148,6 +161,7 @@ def check_arrays(
         copied=cast(Any, tuple(step is None for step in steps)),
         list_copies=list_copies,
         default_scale=d_qk**-0.5,
+        scores=scores,
         lists=found,
         cut=cut,
         calls=Memo(),
@@ -203,6 +217,11 @@ def _check_lists(
                 "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
                 f"{(partial.batches, partial.heads)} and {(full.batches, full.heads)}"
             )
+    if b % partial.batches or h_q % partial.heads:
+        raise ValueError(
+            f"block_mask: expected a batch and heads that divide those of query, {b} and {h_q}, got "
+            f"{partial.batches} and {partial.heads}"
+        )
     found = BlockLists(
         (partial.counts_strides, full.counts_strides),
         (partial.lists_strides, full.lists_strides),

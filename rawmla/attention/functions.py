@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..call.arrays import Framework, contiguous_strides, inspect
-from ..call.checks import check_place, show
+from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
@@ -62,6 +62,10 @@ def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tu
         else:
             view = inspect(capture.array, name)
             check_on_device(name, view, device, framework)
+            if not all(0 < size <= INT32_MAX for size in view.shape):
+                raise ValueError(
+                    f"{name}: expected dimensions of 1 to 2**31 - 1, got shape {list(view.shape)}"
+                )
             places.append(Place(view.ptr, view.shape, view.strides))
     captures = [
         capture._replace(layout=place.layout()) for capture, place in zip(mod.captures, places, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -99,6 +99,8 @@ class CudaMod:
                 raise ValueError(f"captures: expected names without a meaning of their own, got {name!r}")
             if not is_array(capture) and not isinstance(capture, (int, float)):
                 raise TypeError(f"captures: expected {name} to be an array or a number, got {capture!r}")
+            if isinstance(capture, int) and not -(2**63) <= capture < 2**63:
+                raise ValueError(f"captures: expected {name} to be an int of 64 bits, got {capture}")
 
     def mod(self) -> Mod:
         """The function as a kernel has it."""
@@ -107,7 +109,7 @@ class CudaMod:
         numbers: list[Number] = []
         for name, capture in self.captures.items():
             if is_array(capture):
-                view = inspect(capture, name)
+                view = inspect(capture, f"captures: {name}")
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
                 at = f"mod.t{len(captures)}"
@@ -119,8 +121,7 @@ class CudaMod:
                 lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
                 numbers.append(Number(capture, is_integer))
         has_return = re.search(r"\breturn\b", self.code) is not None
-        lines.append('#line 1 "user\'s code"')
-        lines.append(self.code if has_return else f"return {self.code};")
+        lines.append(self.code if has_return else f"return {self.code}\n;")  # may end with a comment
         return Mod("\n".join(lines), tuple(captures), tuple(numbers))
 
 
@@ -195,7 +196,5 @@ def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
                 raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
             packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
         else:
-            if abs(value) > _FLOAT32_MAX:  # infinite in float32
-                value = math.copysign(math.inf, value)
-            packed += struct.pack("<f", value)
+            packed += struct.pack("<f", ctypes.c_float(value).value)  # infinite where it is too large
     return packed + bytes(-len(packed) % 8)

@@ -6,6 +6,7 @@ arguments; `rawmla.attention.operators` writes each as CUDA. Nothing is launched
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable
 from typing import Any, Literal
@@ -59,10 +60,12 @@ def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], devic
 
     Raises
     ------
+    TypeError
+        It does not take the arguments of its kind.
     NotImplementedError
         It calls an operator that kernels do not have, or holds more than a short vector in between.
     ValueError
-        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. Both name
+        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. All name
         the function.
     """
     name = f"{kind} {name_of(mod)}"
@@ -90,6 +93,7 @@ def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], devic
 
 def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
     """The graph of the operators that a function calls."""
+    _check_arguments(mod, kind, name)
     with FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty((), dtype=torch.float32 if argument == "score" else torch.int32, device=device)
@@ -97,7 +101,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
         ]
         try:
             with TransformGetItemToIndex():
-                return make_fx(mod, tracing_mode="real")(*fakes)
+                # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
+                return make_fx(lambda *arguments: mod(*arguments), tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
             raise ValueError(
                 f"{name}: expected a function that does not branch on its arguments or on tensors' values "
@@ -107,6 +112,21 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
             raise NotImplementedError(
                 f"{name}: calls {error.func}, whose result has a shape that depends on values"
             ) from error
+
+
+def _check_arguments(mod: Any, kind: str, name: str) -> None:
+    """Check that a function takes the arguments of its kind."""
+    wanted = ARGUMENTS[kind]
+    try:
+        parameters = inspect.signature(mod)
+    except (TypeError, ValueError):  # one of C may not say
+        return
+    try:
+        parameters.bind(*wanted)
+    except TypeError as error:
+        raise TypeError(
+            f"{name}: expected a function of ({', '.join(wanted)}), got one of {parameters}"
+        ) from error
 
 
 def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
