@@ -13,6 +13,8 @@ from test_flex_calls import EXPECTED_LISTS, HQ, L, S, read_struct
 from rawmla import jit
 from rawmla.attention.functions import header_of
 from rawmla.attention.mods import CudaMod
+from rawmla.errors import KernelNotReadyError
+from rawmla.jit.table import BoundedTable
 from rawmla.kernels import flex_forward, mha_forward
 from rawmla.kernels.flex_forward import FlexAddresses, PreparedFlexForward
 
@@ -56,6 +58,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[_Kernel]:
         return loaded[-1]
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(jit, "require_supported", lambda device: None)
+    monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[]))
+    monkeypatch.setattr(flex_forward, "_keys_of", BoundedTable(4))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SMS))
     return loaded
 
@@ -258,3 +263,30 @@ def test_text_is_part_of_the_variant() -> None:
     first, second = (flex_forward.spec("bfloat16", 64, 64, 128, False, header) for header in (one, other))
     assert first != second and first.label != second.label
     assert first == flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(CudaMod("score").mod(), None))
+
+
+def test_a_smaller_tile_where_functions_would_spill(
+    kernels: list[_Kernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+
+    def build(spec: Any) -> Any:
+        built.append(spec)
+        return SimpleNamespace(losses=["register spills"])
+
+    monkeypatch.setattr(jit, "build", build)
+    for _ in range(2):
+        prepared()
+    keys = [dict(kernel.spec.defines)["TILE_KEYS"] for kernel in kernels]
+    assert keys == [64, 64] and [dict(spec.defines)["TILE_KEYS"] for spec in built] == [128]
+
+
+def test_nothing_is_built_in_a_capture(kernels: list[_Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_loaded(spec: Any, device: int, capturing: Any) -> Any:
+        assert capturing()
+        raise KernelNotReadyError("not loaded")
+
+    monkeypatch.setattr(jit, "get_kernel", not_loaded)
+    monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("built in a capture"))
+    with pytest.raises(KernelNotReadyError):
+        PreparedFlexForward(CALL, lambda: True)

@@ -98,7 +98,6 @@ def test_functions_become_kernels(name: str) -> None:
     build(score, mask)
 
 
-@pytest.mark.xfail(strict=True, reason="NVRTC takes the generic lambda of CudaMod.mod for a host function")
 @pytest.mark.parametrize("name", CUPY_EXAMPLES)
 def test_cuda_text_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With NumPy's arrays in place of CuPy's."""
