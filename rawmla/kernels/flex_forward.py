@@ -24,13 +24,13 @@ from .mha_forward import (
     key_map,
     padded,
     query_map,
+    section,
     tile_in_blocks,
     variant,
 )
 
 __all__ = ["BlockLists", "FlexAddresses", "FlexForwardCall", "PreparedFlexForward", "spec", "tile_of"]
 
-_SECTION_BYTES = 32 * 2**20
 NO_LISTS = (0, 0, 0)
 
 
@@ -168,7 +168,7 @@ class PreparedFlexForward:
             tiles_per_head=tiles_per_head,
             tiles=tiles,
             splits=1,
-            section=_section(call),
+            section=section(call.seqlen_k, call.d_qk, call.d_v, call.h_q // call.h_kv, call.h_q * call.b),
             sink_dtype=0,
             alibi_stride_b=0,
             softmax_scale_log2=softmax_scale * LOG2_E,
@@ -245,18 +245,10 @@ def _kernel(call: FlexForwardCall, capturing: Callable[[], bool]) -> tuple[int, 
     most = tile_of(call.d_qk, call.d_v).keys
     largest = spec(call.dtype, call.d_qk, call.d_v, most, call.max_scores, call.header)
     keys = _keys_of.get(largest)
-    if keys is None and capturing():
-        jit.get_kernel(largest, call.device, capturing=capturing)
     if keys is None:
+        if capturing():
+            return most, jit.get_kernel(largest, call.device, capturing=capturing)
         jit.require_supported(call.device)
-        keys = most if most < 128 or not jit.build(largest).losses else most // 2
-        _keys_of[largest] = keys
+        keys = _keys_of[largest] = most // 2 if jit.build(largest).losses else most
     chosen = spec(call.dtype, call.d_qk, call.d_v, keys, call.max_scores, call.header)
     return keys, jit.get_kernel(chosen, call.device, capturing=capturing)
-
-
-def _section(call: FlexForwardCall) -> int:
-    """Heads whose K and V fit in a good part of L2: a power of two, or all there are."""
-    kv_bytes = 2 * call.seqlen_k * (call.d_qk + call.d_v)
-    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * (call.h_q // call.h_kv)
-    return min(1 << (most.bit_length() - 1), call.h_q * call.b)

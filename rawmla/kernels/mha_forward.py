@@ -327,7 +327,7 @@ class PreparedMhaForward:
             tiles_per_head=tiles_per_head,
             tiles=tiles,
             splits=splits,
-            section=_section(call, heads) if unequal else 1,
+            section=self._section(heads) if unequal else 1,
             sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sink else 0,
             alibi_stride_b=call.alibi_stride_b,
             softmax_scale_log2=1.0 if alibi else factor,
@@ -339,6 +339,11 @@ class PreparedMhaForward:
         self._launch = kernel.prepare(
             (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self._is_counted
         ).launch
+
+    def _section(self, heads: int) -> int:
+        call = self._call
+        all_heads = heads * (1 if call.varlen else call.b)
+        return section(call.max_seqlen_k, call.d_qk, call.d_v, heads // call.h_kv, all_heads)
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
         """Enqueue the kernel; before it the clearing of a counter, or behind it the combine, where needed.
@@ -472,9 +477,10 @@ def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
     return group if together < 0.9 * apart else 1
 
 
-def _section(call: MhaForwardCall, heads: int) -> int:
-    """Heads whose K and V fit in a good part of L2: a power of two, or all there are."""
-    group = heads // call.h_kv
-    kv_bytes = 2 * call.max_seqlen_k * (call.d_qk + call.d_v)
-    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * group
-    return min(1 << (most.bit_length() - 1), heads * (1 if call.varlen else call.b))
+def section(seqlen_k: int, d_qk: int, d_v: int, per_kv_head: int, heads: int) -> int:
+    """Heads, of so many, whose K and V fit in a good part of L2: a power of two, or all there are. So many
+    read a KV head.
+    """
+    kv_bytes = 2 * seqlen_k * (d_qk + d_v)
+    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * per_kv_head
+    return min(1 << (most.bit_length() - 1), heads)
