@@ -25,8 +25,8 @@ __device__ __forceinline__ T value_of(T x) {
     return x;
 }
 
-// An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no function
-// can read another array's memory.
+// An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no
+// function can read another array's memory.
 __device__ __forceinline__ int inside(int index, int size) {
     return max_int(min_int(index < 0 ? index + size : index, size - 1), 0);
 }
