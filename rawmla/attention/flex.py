@@ -125,7 +125,8 @@ def flex_attention(
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
         tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
     NotImplementedError
-        A Python function calls an operator that kernels do not have; the text names both.
+        A Python function calls an operator that kernels do not have; the text names both. Or query, key or
+        value is a nested tensor.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, torch, a compiled kernel inside a graph capture;
         or that CUDA text does not compile, with the caller's line.
@@ -154,7 +155,7 @@ def flex_attention(
     wants_lse, wants_max = _wanted(return_lse, return_aux)
     _check_options(kernel_options)
     scale = None if scale is None else _as_scale(scale)
-    q, k, v = [READERS[type(x)](x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    q, k, v = [_read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -199,6 +200,15 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _read(x: Any, name: str) -> Fields:
+    if getattr(x, "is_nested", False):
+        raise NotImplementedError(
+            f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
+            "that keeps them apart"
+        )
+    return READERS[type(x)](x, name)
 
 
 def _wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
