@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from .. import jit
+from ..call import tracing
 from ..call.arrays import Framework, NewArray, framework_named, inspect, is_array
 from ..call.checks import as_bool, as_int, show
 from ..kernels import block_mask as kernels
@@ -15,8 +16,9 @@ from ..kernels.mha_forward import NO_BOUND
 from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
 from .functions import as_mod, header_of, packed
 from .mods import CudaMod
+from .traced import between_graphs
 
-__all__ = ["create_block_mask", "load"]
+__all__ = ["create_block_mask", "load", "make"]
 
 
 def create_block_mask(
@@ -69,7 +71,7 @@ def create_block_mask(
     Allocates the lists, and one byte for each block; time and memory are proportional to the positions that
     the function is asked for and to the blocks, and no mask of Q_LEN x KV_LEN is in memory. Enqueues three
     kernels on the current stream; never synchronises. It may be captured in a CUDA graph; its lists then
-    follow arrays that the function reads.
+    follow arrays that the function reads. torch.compile runs the call between two graphs.
 
     The operation is the function of this name in torch (torch.nn.attention.flex_attention).
 
@@ -78,6 +80,21 @@ def create_block_mask(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> print(mask)
     """
+    call = between_graphs().make if tracing.is_traced(None) else make
+    return call(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
+
+
+def make(
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any,
+    BLOCK_SIZE: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """`create_block_mask`."""
     prepared = _prepare(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     grid, separate, framework, ordinal, header, mask_bytes = prepared
     where: Any = {

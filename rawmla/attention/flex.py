@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import jit
+from ..call import tracing
 from ..call.arrays import READERS, Fields, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
@@ -21,8 +22,9 @@ from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
 from .functions import IDENTITY, as_mod, check_on_device, header_of, packed, within_blocks
 from .mods import Mod
+from .traced import between_graphs
 
-__all__ = ["AuxOutput", "AuxRequest", "flex_attention"]
+__all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
 
 
 class AuxRequest(NamedTuple):
@@ -138,6 +140,8 @@ def flex_attention(
     128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
     stream. Never synchronises, never reads a list or a captured array on the host. There is no backward yet.
 
+    torch.compile runs the call between two graphs.
+
     Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
     loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
 
@@ -148,6 +152,28 @@ def flex_attention(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
     """
+    call = between_graphs().attend if tracing.is_traced(query) else attend
+    return call(
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
+        deterministic, out,
+    )  # fmt: skip
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
+    return_aux: Any,
+    deterministic: bool | None,
+    out: Any,
+) -> Any:
+    """`flex_attention`."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
