@@ -1,8 +1,8 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
-A function is known by its code and by what it reads: cells, globals, defaults, arguments of
-functools.partial. Tensors count by dtype, rank and short dimensions, everything else by value. A function
-that reads what is not known here, such as an object of a user's class, is traced at every call.
+A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
+functools.partial. Tensors count by dtype and shape, everything else by value. A function that reads what is
+not known here, such as an object or a module of a user's, is traced at every call.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .mods import Mod
-from .operators import MAX_ELEMENTS
 from .trace import trace
 
 __all__ = ["traced"]
 
 MAX_TRACES = 256
+_KNOWN = ("builtins", "functools", "math", "numpy", "operator", "torch")
+"""Packages whose attributes nobody changes."""
 
 
 class _Unknown(Exception):
@@ -82,8 +83,8 @@ def _described(x: Any, tensors: list[torch.Tensor], around: set[int]) -> Any:
             if tensor is x:
                 return ("again", place)
         tensors.append(x)
-        short = tuple(extent if extent <= MAX_ELEMENTS else None for extent in x.shape)
-        return ("tensor", x.dtype, short, x.requires_grad, x.device.type)
+        # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
+        return ("tensor", x.dtype, tuple(x.shape), x.requires_grad, x.device.type)
     if x is None or isinstance(x, (bool, int, str, bytes, torch.dtype, torch.device)):
         return (type(x), x)
     if isinstance(x, float):
@@ -96,8 +97,14 @@ def _described(x: Any, tensors: list[torch.Tensor], around: set[int]) -> Any:
         return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
     if isinstance(x, types.FunctionType):
         return _described_function(x, tensors, around)
-    if isinstance(x, (types.ModuleType, types.BuiltinFunctionType, type, torch._ops.OpOverloadPacket)):
+    if isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (types.ModuleType, type)):
+        raise _Unknown  # a method of an object, which may change
+    if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverloadPacket)):
         return x
+    if isinstance(x, (types.ModuleType, type)):
+        home = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
+        if home.partition(".")[0] in _KNOWN:
+            return x
     raise _Unknown
 
 
@@ -109,7 +116,7 @@ def _described_function(function: types.FunctionType, tensors: list[torch.Tensor
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     names = [name for name in _names_of(code) if name in function.__globals__]
     read = [function.__globals__[name] for name in names]
-    parts = (cells, function.__defaults__, function.__kwdefaults__, read)
+    parts = (cells, function.__defaults__, function.__kwdefaults__, function.__dict__, read)
     return (code, tuple(names), *(_described(part, tensors, around) for part in parts))
 
 
