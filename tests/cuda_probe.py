@@ -43,7 +43,7 @@ def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str], declarations: 
 
     `declarations` stand ahead of the conditions.
     """
-    sources = collect(find_source_root(), spec.name)
+    sources = collect(find_source_root(), spec.name, spec.headers)
     main = sources.main + f"\n{declarations}\n{_asserts(conditions)}".encode()
     options = (*nvrtc.compiler_options(spec), "--fdevice-syntax-only")
     _compile(SourceSet(sources.main_name, main, sources.headers), options)
@@ -54,7 +54,7 @@ def ptx(spec: KernelSpec) -> str:
     options = [
         option for option in nvrtc.compiler_options(spec) if not option.startswith(("-arch", "--ptxas"))
     ]
-    return _ptx(collect(find_source_root(), spec.name), options)
+    return _ptx(collect(find_source_root(), spec.name, spec.headers), options)
 
 
 def assemble(text: str) -> str:

@@ -1095,6 +1095,18 @@ class TestOtherLists:
         assert set(world.loaded) == {mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC}
 
 
+@pytest.mark.parametrize("layout", ("strided", "jagged"))
+@pytest.mark.parametrize("name", ("query", "key", "value"))
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(world: World, name: str, layout: str) -> None:
+    torch = pytest.importorskip("torch")
+    parts = [torch.zeros(3, 8, 64), torch.zeros(5, 8, 64)]
+    nested = torch.nested.nested_tensor(parts, layout=getattr(torch, layout))
+    with pytest.raises(NotImplementedError, match=f"^{name}: expected a dense tensor, got a nested one"):
+        call(plain() | {name: nested})
+    assert world.untouched
+
+
 class TestPythonFunctions:
     """Functions that torch traces."""
 

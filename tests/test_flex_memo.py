@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from rawmla.attention import memo  # noqa: E402
+from rawmla.attention.trace import trace  # noqa: E402
 
 SCALE = 2.0
 
@@ -29,7 +31,7 @@ def biased(table: Any, factor: Any = 1.0) -> Callable[..., Any]:
 
 
 def test_other_tensors_of_the_kind(traces: list[Any]) -> None:
-    first, second = torch.randn(50), torch.randn(70)
+    first, second = torch.randn(50), torch.randn(50)
     mods = [memo.traced(biased(table), "score_mod", "cpu") for table in (first, second, first)]
     assert len(traces) == 1
     for mod, table in zip(mods, (first, second, first), strict=True):
@@ -55,14 +57,85 @@ def test_other_kinds(traces: list[Any], other: Callable[..., Any]) -> None:
     assert len(traces) == 2
 
 
-def test_short_dimensions_are_part_of_the_text(traces: list[Any]) -> None:
-    def distance(places: Any) -> Callable[..., Any]:
-        return lambda s, b, h, q, k: s - (places[q] - places[k]).abs().sum()
+def test_another_size_is_the_same_text(traces: list[Any]) -> None:
+    """It is traced again, for the kernel that there is."""
+    mods = [memo.traced(biased(torch.randn(n, 70)[0]), "score_mod", "cpu") for n in (1, 2)]
+    mods += [memo.traced(biased(torch.randn(80)), "score_mod", "cpu")]
+    assert len(traces) == 2 and len({mod.text for mod in mods}) == 1
 
-    mods = [memo.traced(distance(torch.randn(n, 3)), "score_mod", "cpu") for n in (100, 200)]
-    assert len(traces) == 1 and mods[0].text == mods[1].text
-    memo.traced(distance(torch.randn(100, 4)), "score_mod", "cpu")
-    assert len(traces) == 2
+
+@pytest.mark.parametrize(
+    "reading",
+    (
+        lambda table: lambda s, b, h, q, k: s + table[torch.clamp(q - k, 0, table.shape[0] - 1)],
+        lambda table: lambda s, b, h, q, k: torch.where(q < len(table), s, 2 * s),
+        lambda table: lambda s, b, h, q, k: s + table[-30:][k],
+        lambda table: lambda s, b, h, q, k: s + table[20:][k],
+        lambda table: lambda s, b, h, q, k: s + table.unbind(0)[-1],
+    ),
+    ids=("shape", "len", "last", "first", "unbind"),
+)
+def test_sizes_that_are_read(traces: list[Any], reading: Callable[..., Any]) -> None:
+    """Those of the very call hold."""
+    for table in (torch.randn(50), torch.randn(70)):
+        kept = memo.traced(reading(table), "score_mod", "cpu")
+        fresh = trace(reading(table), "score_mod", "cpu")
+        assert kept.text == fresh.text
+        assert [number.source for number in kept.numbers] == [number.source for number in fresh.numbers]
+
+
+class Settings:
+    """What functions below read."""
+
+    scale = 2.0
+
+
+MODULE = types.ModuleType("settings")
+
+
+def _with_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * _with_attribute.scale  # type: ignore[attr-defined]
+
+
+def _of_a_class(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * Settings.scale
+
+
+def _of_a_module(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * MODULE.scale
+
+
+@pytest.mark.parametrize(
+    ("holder", "mod"), ((_with_attribute, _with_attribute), (Settings, _of_a_class), (MODULE, _of_a_module))
+)
+def test_attributes_that_change(
+    holder: Any, mod: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for scale in (2.0, 3.0):
+        monkeypatch.setattr(holder, "scale", scale, raising=False)
+        (number,) = memo.traced(mod, "score_mod", "cpu").numbers
+        assert number.source == scale
+
+
+def test_methods_of_objects_that_change() -> None:
+    scales = [2.0]
+    get = scales.__getitem__
+    for scale in (2.0, 3.0):
+        scales[0] = scale
+        (number,) = memo.traced(lambda s, b, h, q, k: s * get(0), "score_mod", "cpu").numbers
+        assert number.source == scale
+
+
+def test_modules_of_torch_are_known(traces: list[Any]) -> None:
+    import math
+
+    for _ in range(2):
+        memo.traced(
+            lambda s, b, h, q, k: torch.nn.functional.silu(s) * math.pi + q.to(torch.float32),
+            "score_mod",
+            "cpu",
+        )
+    assert len(traces) == 1
 
 
 def test_globals(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +160,7 @@ def test_functions_of_functions(traces: list[Any]) -> None:
     def both(*mods: Callable[..., Any]) -> Callable[..., Any]:
         return lambda s, b, h, q, k: mods[1](mods[0](s, b, h, q, k), b, h, q, k)
 
-    for table in (torch.randn(50), torch.randn(60)):
+    for table in (torch.randn(50), torch.randn(50)):
         mod = memo.traced(both(biased(table), biased(table, 3.0)), "score_mod", "cpu")
         assert [capture.array is table for capture in mod.captures] == [True]
     assert len(traces) == 1

@@ -43,8 +43,8 @@ struct Either<false, A, B> {
     using Type = B;
 };
 
-// An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no function
-// can read another array's memory.
+// An index as torch takes it, negative ones from the end; what is outside is moved inside, so that no
+// function can read another array's memory.
 __device__ __forceinline__ int inside(int index, int size) {
     return max_int(min_int(index < 0 ? index + size : index, size - 1), 0);
 }

@@ -1,9 +1,9 @@
-// Lists of the blocks of a mask, from their states (attention/block_states.cuh): of each line of blocks, which
-// are partial and which are full, ascending, then the others. A line is a row or a column of blocks. Without
-// lists of full blocks, those are in the other list.
+// Lists of the blocks of a mask, from their states (attention/block_states.cuh): of each line of blocks,
+// which are partial and which are full, ascending, then the others. A line is a row or a column of blocks.
+// Without lists of full blocks, those are in the other list.
 //
-// The listed blocks may be larger than those that have the states. One is full if all that it overlaps are, and
-// empty if they are.
+// The listed blocks may be larger than those that have the states. One is full if all that it overlaps are,
+// and empty if they are.
 //
 // A warp takes a line.
 #include "attention/block_states.cuh"

@@ -1,5 +1,5 @@
-// The states of the blocks of a mask function: empty, partial or full (attention/block_states.cuh). A block that
-// the end of the queries or keys cuts is partial, unless it is empty.
+// The states of the blocks of a mask function: empty, partial or full (attention/block_states.cuh). A block
+// that the end of the queries or keys cuts is partial, unless it is empty.
 //
 // A CTA takes one block after another: warps its rows, lanes its columns.
 #include "attention/block_states.cuh"

@@ -1,6 +1,6 @@
-// Keys in arrays, of which a tile attends the blocks in two lists (flex attention): partial ones, where the mask
-// function is asked, and full ones. As for other sources, steps are taken from the last to the first: those of
-// partial blocks, then those of full ones. Without lists all keys are full blocks.
+// Keys in arrays, of which a tile attends the blocks in two lists (flex attention): partial ones, where the
+// mask function is asked, and full ones. As for other sources, steps are taken from the last to the first:
+// those of partial blocks, then those of full ones. Without lists all keys are full blocks.
 #pragma once
 #include "mha/array_keys.cuh"
 

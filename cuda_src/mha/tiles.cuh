@@ -70,7 +70,8 @@ __device__ __forceinline__ KeyInterval keys_of_tokens(const Params& params, cons
 }
 
 #if FLEX
-// The row of lists that the tile walks, in steps of kTileKeys keys. A list may claim more blocks than there are.
+// The row of lists that the tile walks, in steps of kTileKeys keys. A list may claim more blocks than there
+// are.
 __device__ __forceinline__ int list_of(const Params& params, const Tile& tile, int kind, const int* counts,
                                        const int* lists, const int*& list) {
     list = nullptr;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from inspect import signature
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import tracing
@@ -16,7 +16,7 @@ from ..kernels.mha_forward import NO_BOUND
 from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
 from .functions import as_mod, header_of, placed
 from .mods import CudaMod, pack
-from .traced import outside_of_graphs
+from .traced import between_graphs
 
 __all__ = ["create_block_mask", "load", "make"]
 
@@ -71,7 +71,7 @@ def create_block_mask(
     Allocates the lists, and one byte for each block; time and memory are proportional to the positions that
     the function is asked for and to the blocks, and no mask of Q_LEN x KV_LEN is in memory. Enqueues three
     kernels on the current stream; never synchronises. It may be captured in a CUDA graph; its lists then
-    follow arrays that the function reads.
+    follow arrays that the function reads. torch.compile runs the call between two graphs.
 
     The operation is the function of this name in torch (torch.nn.attention.flex_attention).
 
@@ -80,15 +80,22 @@ def create_block_mask(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> print(mask)
     """
-    given = (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
-    if tracing.is_traced(None):
-        return cast(BlockMask, outside_of_graphs().create_block_mask(*given))
-    return make(*given)
+    call = between_graphs().make if tracing.is_traced(None) else make
+    return call(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
 
 
-def make(*given: Any) -> BlockMask:
-    """`create_block_mask`, which torch does not look into."""
-    prepared = _prepare(*given)
+def make(
+    mask_mod: Any,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any,
+    BLOCK_SIZE: int | tuple[int, int],
+    separate_full_blocks: bool,
+) -> BlockMask:
+    """`create_block_mask`."""
+    prepared = _prepare(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
     grid, separate, framework, ordinal, header, mask_bytes = prepared
     where: Any = {
         "device": ordinal,
@@ -112,7 +119,7 @@ def make(*given: Any) -> BlockMask:
     kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q = lists
     return BlockMask(
         (grid.q_len, grid.kv_len), kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q,
-        (grid.block_q, grid.block_k), given[0],
+        (grid.block_q, grid.block_k), mask_mod,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from .block_mask import noop_mask
 from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
 from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, within_blocks
 from .mods import Mod, Place, pack
-from .traced import outside_of_graphs
+from .traced import between_graphs
 
 __all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
 
@@ -127,7 +127,8 @@ def flex_attention(
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
         tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
     NotImplementedError
-        A Python function calls an operator that kernels do not have; the text names both.
+        A Python function calls an operator that kernels do not have; the text names both. Or query, key or
+        value is a nested tensor.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, torch, a compiled kernel inside a graph capture;
         or that CUDA text does not compile, with the caller's line.
@@ -139,6 +140,8 @@ def flex_attention(
     128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
     stream. Never synchronises, never reads a list or a captured array on the host. There is no backward yet.
 
+    torch.compile runs the call between two graphs.
+
     Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
     loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
 
@@ -149,13 +152,11 @@ def flex_attention(
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
     >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
     """
-    chosen = (
+    call = between_graphs().attend if tracing.is_traced(query) else attend
+    return call(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
         deterministic, out,
     )  # fmt: skip
-    if tracing.is_traced(query):
-        return outside_of_graphs().flex_attention(*chosen)
-    return attend(*chosen)
 
 
 def attend(
@@ -164,15 +165,15 @@ def attend(
     value: Any,
     score_mod: Any,
     block_mask: Any,
-    scale: Any,
-    enable_gqa: Any,
-    return_lse: Any,
-    kernel_options: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: dict[str, Any] | None,
     return_aux: Any,
-    deterministic: Any,
+    deterministic: bool | None,
     out: Any,
 ) -> Any:
-    """`flex_attention`, which torch does not look into."""
+    """`flex_attention`."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
@@ -180,7 +181,7 @@ def attend(
     wants_lse, wants_max = _wanted(return_lse, return_aux)
     _check_options(kernel_options)
     scale = None if scale is None else _as_scale(scale)
-    q, k, v = [READERS[type(x)](x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    q, k, v = [_read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -226,6 +227,15 @@ def attend(
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _read(x: Any, name: str) -> Fields:
+    if getattr(x, "is_nested", False):
+        raise NotImplementedError(
+            f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
+            "that keeps them apart"
+        )
+    return READERS[type(x)](x, name)
 
 
 def _wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:

@@ -127,7 +127,7 @@ def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
         f"const int block_state = mod.t{len(captures)}(b % {batches}, h % {heads}, q_idx / {block_q}, "
         f"kv_idx / {block_k});",
         "if (block_state != 1) return block_state == 2;",
-        "return true;" if mask is None else mask.text,
+        "return true;" if mask is None else f"{{\n{mask.text}\n}}",  # with its own names
     ]
     shape = (grid.batches, grid.heads, grid.rows, grid.columns)
     states = Place(0, shape, contiguous_strides(shape))

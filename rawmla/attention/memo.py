@@ -1,8 +1,8 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
-A function is known by its code and by what it reads: cells, globals, defaults, arguments of
-functools.partial. Tensors count by dtype, rank and short dimensions, everything else by value. A function
-that reads what is not known here, such as an object of a user's class, is traced at every call.
+A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
+functools.partial. Tensors count by dtype and shape, everything else by value. A function that reads what is
+not known here, such as an object or a module of a user's, is traced at every call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from .mods import Mod
-from .operators import MAX_ELEMENTS
 from .trace import trace
 
 __all__ = ["traced"]
@@ -103,8 +102,8 @@ def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> A
             if tensor is x:
                 return ("again", place)
         tensors.append(x)
-        short = tuple(extent if extent <= MAX_ELEMENTS else None for extent in x.shape)
-        return ("tensor", x.dtype, short, x.requires_grad, x.device.type)
+        # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
+        return ("tensor", x.dtype, tuple(x.shape), x.requires_grad, x.device.type)
     if x is None or isinstance(x, (bool, int, str, bytes, torch.dtype, torch.device)):
         return (type(x), x)
     if isinstance(x, float):
@@ -115,11 +114,13 @@ def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> A
         return (dict, tuple((name, _described(one, tensors, around)) for name, one in x.items()))
     if isinstance(x, functools.partial):
         return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
+    if isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (types.ModuleType, type)):
+        raise _Unknown  # a method of an object, which may change
     if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverloadPacket)):
         return x
     if isinstance(x, (types.ModuleType, type)):
-        name = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
-        if name.partition(".")[0] in _STEADY:
+        home = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
+        if home.partition(".")[0] in _STEADY:
             return x
     raise _Unknown
 
@@ -136,7 +137,7 @@ def _described_function(
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     names = [name for name in _names_of(code) if name in function.__globals__]
     read = [function.__globals__[name] for name in names]
-    parts = (cells, function.__defaults__, function.__kwdefaults__, read)
+    parts = (cells, function.__defaults__, function.__kwdefaults__, function.__dict__, read)
     return (code, tuple(names), *(_described(part, tensors, around) for part in parts))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["outside_of_graphs"]
+__all__ = ["between_graphs"]
 
 
-def outside_of_graphs() -> Any:
-    """The module with the functions of this folder that torch.compile does not look into."""
-    from ..torch_ops import flex_calls
+def between_graphs() -> Any:
+    """The module with the operations of this folder as calls that torch.compile does not follow."""
+    from . import uncompiled
 
-    return flex_calls
+    return uncompiled

@@ -1,0 +1,88 @@
+"""Flex attention in programs of torch.compile, which runs the calls between its graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from decode_fakes import World, make_world
+
+import rawmla
+from rawmla import jit
+from rawmla.attention import create
+from rawmla.call import arrays
+
+torch: Any = pytest.importorskip("torch")
+
+B, H, L, D = 1, 2, 128, 64
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """Tensors of the host pass for some of device 0, and results are such."""
+    made = make_world(monkeypatch)
+    framework: Any = made.framework
+
+    def read(x: Any, name: str) -> arrays.Fields:
+        return x.data_ptr(), x.shape, x.stride(), str(x.dtype)[6:], 0, framework, x
+
+    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Any:
+        return torch.zeros(shape, dtype=getattr(torch, dtype))
+
+    def allocator(given: Any, scratch_bytes: int, device: int) -> Any:
+        wanted = [*[array[:2] for array in given], ((scratch_bytes,), "uint8")]
+        return lambda: [empty(*array, device) for array in wanted]
+
+    monkeypatch.setitem(arrays.READERS, torch.Tensor, read)
+    monkeypatch.setattr(framework, "allocator", allocator)
+    monkeypatch.setattr(framework, "pointer", lambda x: x.data_ptr())
+    monkeypatch.setattr(create, "framework_named", lambda name: framework)
+    monkeypatch.setattr(jit, "current_device", lambda: 0)
+    torch._dynamo.reset()
+    return made
+
+
+def queries() -> Any:
+    return torch.ones(B, H, L, D, dtype=torch.bfloat16)
+
+
+def test_calls(world: World) -> None:
+    bias = torch.randn(H)
+
+    def step(query: Any, slope: float) -> Any:
+        mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, L, L)
+        doubled = query * 2
+        out, lse = rawmla.flex_attention(
+            doubled, query, query, lambda s, b, h, q, k: s * slope + bias[h], mask, return_lse=True
+        )
+        return out + 1, lse
+
+    query = queries()
+    compiled = torch.compile(step, backend="eager")
+    for slope in (2.0, 3.0):
+        step(query, slope)
+        out, lse = compiled(query, slope)
+        assert out.shape == query.shape and bool((out == 1).all()) and lse.shape == (B, H, L)
+        plain, traced = world.flex[-2:]
+        assert (plain.call, plain.score_mod) == (traced.call, traced.score_mod)
+        assert traced.addresses.k == query.data_ptr() and traced.addresses.q != query.data_ptr()
+    assert len(world.flex) == 4 and len(world.enqueued) == 12
+
+
+def test_breaks(world: World) -> None:
+    """One for a call, whatever it does inside."""
+
+    def step(query: Any) -> Any:
+        return rawmla.flex_attention(query * 2, query, query, lambda s, b, h, q, k: s * 2) + 1
+
+    found = torch._dynamo.explain(step)(queries())
+    assert (found.graph_break_count, found.graph_count) == (1, 2)
+
+
+def test_errors(world: World) -> None:
+    def step(query: Any) -> Any:
+        return rawmla.flex_attention(query * 2, query, query, kernel_options={"BACKEND": "FLASH"})
+
+    with pytest.raises(ValueError, match="^kernel_options: expected BACKEND to be 'AUTO'"):
+        torch.compile(step, backend="eager")(queries())
+    assert not world.flex

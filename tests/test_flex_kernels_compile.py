@@ -1,0 +1,236 @@
+"""The kernels of flex attention as the compiler makes them, with functions and without, and what their C++
+and their Python side have to agree on.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from cuda_probe import assert_in_kernel
+from test_params import conditions_of, has_members
+
+import rawmla
+from rawmla import jit
+from rawmla.attention.functions import header_of, within_blocks
+from rawmla.attention.mods import Capture, CudaMod, Mod, Number, Place, pack
+from rawmla.jit import KernelSpec
+from rawmla.jit.builder import Builder
+from rawmla.jit.cache import DiskCache
+from rawmla.jit.params import ParamStruct
+from rawmla.jit.sources import find_source_root
+from rawmla.jit.spec import MAX_SMEM_BYTES
+from rawmla.kernels import block_mask, flex_forward
+
+GRID = block_mask.Grid(2, 3, 300, 500, 32, 96)
+SCORE = Mod(
+    "return score + mod.n0 * static_cast<float>(q_idx - kv_idx) + mod.t0(h, q_idx);",
+    (Capture(None, "bfloat16", 2),),
+    (Number(0.5, False),),
+)
+MASK = Mod("return mod.t0(b, q_idx) == mod.t0(b, kv_idx);", (Capture(None, "int32", 2),), ())
+CAUSAL = CudaMod("q_idx >= kv_idx && q_idx - kv_idx < width", {"width": 100}).mod()
+FUNCTIONS: dict[str, tuple[Mod | None, Mod | None]] = {
+    "neither": (None, None),
+    "mask": (None, CAUSAL),
+    "score": (SCORE, None),
+    "both": (SCORE, CAUSAL),
+    "both read": (SCORE, MASK),
+    "small blocks": (None, within_blocks(MASK, GRID)),
+}
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+class Variant(NamedTuple):
+    """One of `flex_forward.spec`."""
+
+    dtype: str
+    dims: tuple[int, int]
+    functions: str
+    max_scores: bool
+
+    @property
+    def spec(self) -> KernelSpec:
+        keys = flex_forward.tile_of(*self.dims).keys
+        return flex_forward.spec(
+            self.dtype, *self.dims, keys, self.max_scores, header_of(*FUNCTIONS[self.functions])
+        )
+
+
+VARIANTS = [
+    Variant(dtype, dims, functions, max_scores)
+    for dims in DIMS
+    for dtype, functions, max_scores in (
+        ("bfloat16", "neither", False),
+        ("float16", "neither", True),
+        ("bfloat16", "mask", True),
+        ("float16", "mask", False),
+        ("bfloat16", "score", False),
+        ("float16", "score", True),
+        ("bfloat16", "both", False),
+        ("bfloat16", "both", True),
+    )
+]
+SPECS = [
+    *[variant.spec for variant in VARIANTS],
+    block_mask.states_spec(header_of(None, CAUSAL)),
+    block_mask.states_spec(header_of(None, MASK)),
+    block_mask.LISTS_SPEC,
+    block_mask.SCATTER_SPEC,
+]
+IDS = [
+    *[f"{v.dtype} {v.dims[0]}x{v.dims[1]} {v.functions}{' max' * v.max_scores}" for v in VARIANTS],
+    *("states", "states that read", "lists", "scatter"),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=IDS)
+def test_compiles_without_spills(spec: KernelSpec) -> None:
+    """These functions leave the kernel as good as one without: users' own may not."""
+    built = jit.build(spec)
+    assert built.losses == []
+    assert re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill st\w+, (\d+) bytes spill l", built.log
+    ) == [("0", "0", "0")], built.log
+    # C7504 to C7509: setmaxnreg without effect. C7510 to C7515 and C7518: wgmma serialised.
+    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
+    assert "warning" not in built.log.lower(), built.log
+    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+    assert spec.threads % 32 == 0
+
+
+@pytest.mark.parametrize("functions", ("both read", "small blocks"))
+@pytest.mark.parametrize("dims", DIMS)
+def test_functions_that_read_along_keys(dims: tuple[int, int], functions: str) -> None:
+    """They may cost registers, as users' own may, but products do not wait for each other."""
+    built = jit.build(Variant("bfloat16", dims, functions, False).spec)
+    assert built.cubin[:4] == b"\x7fELF"
+    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
+
+
+@pytest.mark.parametrize("spec", SPECS[-4:], ids=IDS[-4:])
+def test_threads(spec: KernelSpec) -> None:
+    assert_in_kernel(spec, [f"{'kThreads' if 'states' in spec.name else '32 * kWarps'} == {spec.threads}"])
+
+
+@pytest.mark.parametrize("dims", DIMS)
+def test_tiles(dims: tuple[int, int]) -> None:
+    spec = Variant("bfloat16", dims, "both", False).spec
+    tile = flex_forward.tile_of(*dims)
+    assert_in_kernel(
+        spec,
+        [
+            f"kThreads == {spec.threads}",
+            f"sizeof(SharedMemoryPlan) <= {spec.smem_bytes}",
+            f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0",
+            f"64 * kConsumers == {128}",
+        ],
+    )
+
+
+def bytes_of(mod: Mod | None) -> int:
+    """Bytes of a function's parameters."""
+    captures = mod.captures if mod is not None else ()
+    return len(pack(mod, [Place(0, (1,) * one.rank, (1,) * one.rank) for one in captures]))
+
+
+STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
+    *[
+        (
+            Variant("bfloat16", (64, 64), functions, False).spec,
+            flex_forward.params_of(*map(bytes_of, FUNCTIONS[functions])),
+        )
+        for functions in FUNCTIONS
+    ],
+    *[
+        (block_mask.states_spec(header_of(None, mask)), block_mask.states_params(bytes_of(mask)))
+        for _, mask in FUNCTIONS.values()
+    ],
+    (block_mask.LISTS_SPEC, block_mask.LISTS_PARAMS),
+    (block_mask.SCATTER_SPEC, block_mask.SCATTER_PARAMS),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "declared"),
+    STRUCTS,
+    ids=[*FUNCTIONS, *[f"states {name}" for name in FUNCTIONS], "lists", "scatter"],
+)
+def test_cpp_has_the_same_members(spec: KernelSpec, declared: ParamStruct) -> None:
+    count = len(declared.members)
+    conditions = [f"sizeof(Params) == {declared.size}", f"Has{count}<Params> && !Has{count + 1}<Params>"]
+    for member in declared.members:
+        conditions += conditions_of(member.name, member.type, member.length, member.offset)
+    assert_in_kernel(spec, conditions, has_members(count) + has_members(count + 1))
+
+
+def test_other_functions_have_other_structs() -> None:
+    """The comparison above can fail."""
+    spec = Variant("bfloat16", (64, 64), "both", False).spec
+    with pytest.raises(AssertionError, match="static assert"):
+        assert_in_kernel(spec, [f"sizeof(Params) == {flex_forward.params_of(8, 8).size}"])
+
+
+def test_states() -> None:
+    """The three states have the numbers that the mask function of small blocks compares with."""
+    assert_in_kernel(block_mask.LISTS_SPEC, ["kEmpty == 0 && kPartial == 1 && kFull == 2"])
+    mask = within_blocks(None, GRID)
+    assert "if (block_state != 1) return block_state == 2;" in mask.text
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> Builder:
+    return Builder(find_source_root(), DiskCache(tmp_path / "cache", 10**8))
+
+
+@pytest.mark.parametrize("kernel", ("attention", "states"))
+@pytest.mark.parametrize(
+    "lines", (("q_idx >= wrong_name",), ("int x = q_idx;", "x += 1;", "return x >= wrong_name;"))
+)
+def test_a_mistake_is_shown_where_it_is(builder: Builder, kernel: str, lines: tuple[str, ...]) -> None:
+    header = header_of(None, CudaMod("\n".join(lines), {"width": 5}).mod())
+    spec = (
+        block_mask.states_spec(header)
+        if kernel == "states"
+        else flex_forward.spec("bfloat16", 64, 64, 128, False, header)
+    )
+    with pytest.raises(rawmla.CompileError) as caught:
+        builder.build(spec)
+    wrong = header[1].split("\n").index(lines[-1] if len(lines) > 1 else f"return {lines[-1]}") + 1
+    assert (
+        f'user/mods.cuh, line {wrong}: error: identifier "wrong_name" is undefined' in caught.value.user_lines
+    )
+    assert re.search(rf"> {wrong} \| .*{re.escape(lines[-1])}\n +\| +\^", caught.value.user_lines)
+    assert caught.value.user_lines in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "captures", "text"),
+    (
+        ("score +", {}, "expected an expression"),
+        ("score + bias(h)", {"bias": 2}, "bias"),
+        ("return missing;", {}, "missing"),
+    ),
+)
+def test_mistakes_of_score_functions(builder: Builder, code: str, captures: Any, text: str) -> None:
+    header = header_of(CudaMod(code, captures).mod(), CAUSAL)
+    with pytest.raises(rawmla.CompileError) as caught:
+        builder.build(flex_forward.spec("bfloat16", 64, 64, 128, False, header))
+    assert "user/mods.cuh, line " in caught.value.user_lines and text in caught.value.user_lines
+
+
+def test_text_with_comments_and_names_of_the_kernel(builder: Builder) -> None:
+    """What a user calls things does not meet the names of the kernel."""
+    captures = {"params": 2.0, "tile": 3, "block": 1, "kTileKeys": 5.0, "stage": 1.0}
+    mod = CudaMod("score * params + tile + block + kTileKeys * stage  // all of them", captures).mod()
+    assert builder.build(flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(mod, None))).losses == []
+
+
+def test_two_functions_with_the_same_names(builder: Builder) -> None:
+    score = CudaMod("const float x = score * n; return x;", {"n": 2.0}).mod()
+    text = "const int x = q_idx + n, block_state = 3; return x > kv_idx + block_state;"
+    mask = CudaMod(text, {"n": 2}).mod()
+    spec = flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(score, within_blocks(mask, GRID)))
+    assert builder.build(spec).cubin[:4] == b"\x7fELF"
