@@ -179,7 +179,8 @@ def create_block_mask(
     by_rows = [x for kind in kinds for x in _lists(kind)]
     by_columns = [x for kind in kinds for x in _lists(kind.swapaxes(2, 3))]
     nothing = [None, None] * (2 - len(kinds))
-    return BlockMask(lengths, *by_rows, *nothing, *by_columns, *nothing, sizes, mask_mod)
+    lists: Any = (*by_rows, *nothing, *by_columns, *nothing)
+    return BlockMask(lengths, *lists, BLOCK_SIZE=sizes, mask_mod=mask_mod)
 
 
 def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -220,7 +221,8 @@ def _positions(block_mask: Any, seqlen_q: int, seqlen_k: int) -> _Listed | None:
         return None
     if lengths != (seqlen_q, seqlen_k):
         raise ValueError(
-            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, those of query and key, got {lengths}"
+            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, those of query and key, "
+            f"got {lengths}"
         )
     partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlen_q, seqlen_k)
     if block_mask.full_kv_num_blocks is None:
