@@ -157,7 +157,9 @@ def test_lists_of_inputs(name: str, separate: bool) -> None:
 @pytest.mark.parametrize("layout", ("plain", "slice", "tokens"))
 @pytest.mark.parametrize("mask", ("", "checkered", "per head", "padding"))
 def test_what_no_result_depends_on_holds_the_gap(mask: str, layout: str) -> None:
-    case = FlexCase(b=2, h_kv=2, s_q=130, s_k=400, d_qk=8, d_v=16, block=(64, 64), mask=mask, layout=layout)
+    case = FlexCase(
+        b=2, h_kv=2, s_q=130, s_k=400, d_qk=8, d_v=16, block=(64, 64), mask=mask, layout=layout, gap_keys=1
+    )
     inputs = make_flex_inputs(case, "cpu")
     holds = [torch.ones(x.shape[:-1], dtype=torch.bool) for x in (inputs.q, inputs.k, inputs.v)]
     if inputs.mask is not None:

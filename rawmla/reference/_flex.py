@@ -179,8 +179,8 @@ def create_block_mask(
     by_rows = [x for kind in kinds for x in _lists(kind)]
     by_columns = [x for kind in kinds for x in _lists(kind.swapaxes(2, 3))]
     nothing = [None, None] * (2 - len(kinds))
-    lists: Any = (*by_rows, *nothing, *by_columns, *nothing)
-    return BlockMask(lengths, *lists, BLOCK_SIZE=sizes, mask_mod=mask_mod)
+    parts: list[Any] = [lengths, *by_rows, *nothing, *by_columns, *nothing, sizes, mask_mod]
+    return BlockMask(*parts)
 
 
 def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

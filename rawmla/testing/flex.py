@@ -121,15 +121,17 @@ class Sizes:
 Builder = Callable[[Sizes], Function]
 
 
-def _plain(python: Callable[..., Any], code: str, arrays: Callable[..., Any], **flags: bool) -> Builder:
+def _plain(
+    python: Callable[..., Any], code: str, arrays: Callable[..., Any], positive: bool = False
+) -> Builder:
     """A function without captures; `arrays` takes xp and no captures."""
-    made = Function(python, code, lambda xp, t, *at: arrays(xp, *at), **flags)
+    made = Function(python, code, lambda xp, t, *at: arrays(xp, *at), positive=positive)
     return lambda sizes: made
 
 
-def _same(function: Callable[..., Any], code: str, **flags: bool) -> Builder:
+def _same(function: Callable[..., Any], code: str, positive: bool = False) -> Builder:
     """A function without captures whose arithmetic is that of tensors and of NumPy arrays."""
-    return _plain(function, code, lambda xp, *at: function(*at), **flags)
+    return _plain(function, code, lambda xp, *at: function(*at), positive)
 
 
 def _torch() -> Any:
@@ -520,6 +522,7 @@ class FlexCase:
         scale: as in the call.
         gap: what memory holds that no result may depend on: around the arrays, K of keys that no query
             attends, V of keys in no listed block.
+        gap_keys: V holds it in runs of so many keys only, none of which is in a listed block.
     """
 
     b: int = 2
@@ -539,6 +542,7 @@ class FlexCase:
     layout: str = "plain"
     scale: float | None = None
     gap: float = nan
+    gap_keys: int = 128
     seed: int = 0
 
     @property
@@ -583,8 +587,8 @@ class FlexInputs:
 
 def with_mask_mod(block_mask: BlockMask, mask_mod: Any) -> BlockMask:
     """The same lists with another function."""
-    *others, _ = block_mask.as_tuple(flatten=False)
-    return BlockMask(*others, mask_mod)
+    parts: list[Any] = [*block_mask.as_tuple(flatten=False)[:-1], mask_mod]
+    return BlockMask(*parts)
 
 
 def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
@@ -611,15 +615,16 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
         lengths = (case.s_q, case.s_k)
         block_mask = block_mask_of(seen, lengths, case.block, mask.python, separate=case.separate)
         if case.s_q and case.s_k:
-            listed = listed_keys(block_mask)
-            hidden = ~_of_kv_heads(seen.any(2), case), ~_of_kv_heads(listed, case)
+            listed = _whole_runs(_of_kv_heads(listed_keys(block_mask), case), case.gap_keys)
+            hidden = ~_of_kv_heads(seen.any(2), case), ~listed
             values["k"][hidden[0]], values["v"][hidden[1]] = case.gap, case.gap
     made = []
     for name in ("q", "k", "v"):
         dtype = case.kv_dtype if case.kv_dtype and name != "q" else case.dtype
         array = _empty(shapes[name], case.layout, case.gap, getattr(torch, dtype), device)
         made.append(array.copy_(values[name]))
-    return FlexInputs(case, *made, score, mask, block_mask)
+    q, k, v = made
+    return FlexInputs(case, q, k, v, score, mask, block_mask)
 
 
 def _empty(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
@@ -650,6 +655,13 @@ def _of_kv_heads(keys: Any, case: FlexCase) -> Any:
     return keys.any(0, keepdim=True) if case.b_kv == 1 else keys
 
 
+def _whole_runs(keys: Any, size: int) -> Any:
+    """bool `[.., s_k]`: the keys of aligned runs of which one is marked."""
+    runs = keys.new_zeros((*keys.shape[:-1], -(-keys.shape[-1] // size), size))
+    runs.flatten(-2)[..., : keys.shape[-1]] = keys
+    return runs.any(-1).repeat_interleave(size, -1)[..., : keys.shape[-1]]
+
+
 def block_mask_of(
     seen: Any, lengths: tuple[int, int], block: tuple[int, int], mask_mod: Any, *, separate: bool = True
 ) -> BlockMask:
@@ -661,11 +673,13 @@ def block_mask_of(
     padded[:, :, : lengths[0], : lengths[1]] = seen
     blocks = padded.view(*seen.shape[:2], rows, block[0], columns, block[1])
     some, full = blocks.any(5).any(3), blocks.all(5).all(3)
-    lists: list[Any] = []
+    parts: list[Any] = [lengths]
     for listed in (some & ~full, full) if separate else (some,):
         order = torch.argsort((~listed).int(), dim=-1, stable=True)
-        lists += [listed.sum(-1, dtype=torch.int32), order.int()]
-    return BlockMask(lengths, *lists, BLOCK_SIZE=block, mask_mod=mask_mod)
+        parts += [listed.sum(-1, dtype=torch.int32), order.int()]
+    parts += [None] * (9 - len(parts))
+    parts += [block, mask_mod]
+    return BlockMask(*parts)
 
 
 def listed_keys(block_mask: Any) -> Any:
@@ -679,7 +693,7 @@ def listed_positions(block_mask: Any) -> tuple[Any, Any]:
     import torch
 
     (s_q, s_k), (size_q, size_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
-    found = []
+    found: list[Any] = []
     for name in ("kv", "full_kv"):
         counts, indices = (getattr(block_mask, f"{name}_{what}") for what in ("num_blocks", "indices"))
         if counts is None:
