@@ -30,6 +30,7 @@ from rawmla.testing.flex import (
 from rawmla.testing.flex import reference as torch_reference
 
 torch = pytest.importorskip("torch")
+from rawmla.attention.trace import trace  # noqa: E402
 
 SIZES = Sizes(3, 4, 150, 170, device="cpu")
 FUNCTIONS = [*[("score_mod", name) for name in SCORES], *[("mask_mod", name) for name in MASKS]]
@@ -59,7 +60,7 @@ def points(name: str, count: int = 300) -> tuple[Any, Any]:
 @needs_host_compiler
 @pytest.mark.parametrize(("kind", "name"), FUNCTIONS)
 def test_forms_agree(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python on numbers, as CUDA text, as arrays of NumPy and of torch."""
+    """As Python on numbers, as CUDA text, traced, as arrays of NumPy and of torch."""
 
     def inspect(x: Any, name: str) -> Any:
         """As that of rawmla.call.arrays, but for tensors of the CPU."""
@@ -71,10 +72,11 @@ def test_forms_agree(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     want = wanted(function.python, kind, scores, at)
     first = (scores,) if kind == "score_mod" else ()
     in_cuda = evaluate(function.cuda().mod(), kind, scores, at)
+    traced = evaluate(trace(function.python, kind), kind, scores, at)
     in_torch = function.torch()(*first, *at.unbind(1)).expand(len(at)).float()
     in_numpy = function.numpy()(*[x.numpy() for x in first], *[x.numpy() for x in at.unbind(1)])
     in_numpy = torch.from_numpy(np.broadcast_to(in_numpy, len(at)).astype(np.float32))
-    for got in (in_cuda, in_torch, in_numpy):
+    for got in (in_cuda, traced, in_torch, in_numpy):
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
     assert not bool(want.isnan().any())
     assert name in ("identity", "empty") or len(want.unique()) > 1

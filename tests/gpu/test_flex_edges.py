@@ -188,7 +188,7 @@ def test_block_masks_of_torch() -> None:
     want = attend(inputs)
     mask = theirs.create_block_mask(inputs.mask.python, 2, None, 300, 500, device="cuda")
     assert_same_results("torch's", attend(inputs, block_mask=mask), want)
-    part = theirs.create_block_mask(inputs.mask.python, 5, 8, 300, 500, device="cuda")[:2, :4]
+    part = theirs.create_block_mask(inputs.mask.python, 2, 8, 300, 500, device="cuda")[:, :4]
     part.mask_mod = inputs.mask.python
     assert_same_results("indexed", attend(inputs, block_mask=part), want)
     whole = make_flex_inputs(FlexCase(s_q=300, s_k=500))
