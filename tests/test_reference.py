@@ -197,8 +197,10 @@ def test_strides_do_not_matter() -> None:
 
 
 FUNCTIONS = (
+    "and_masks",
     "context_attention_fwd",
     "convert_indices",
+    "create_block_mask",
     "dequantize_k_cache",
     "flash_attn_func",
     "flash_attn_varlen_func",
@@ -206,9 +208,12 @@ FUNCTIONS = (
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "flex_attention",
     "gather_kv_cache",
     "get_mla_metadata",
     "merge_attn_states",
+    "noop_mask",
+    "or_masks",
     "quantize_k_cache",
     "write_kv_cache",
 )

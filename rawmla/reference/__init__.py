@@ -14,8 +14,9 @@ Results come in the kind of the first array:
   functions return, rounded at the end.
 
 Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions; dense attention
-(`flash_attn_*`) and prefix prefill (`context_attention_fwd`) check what their definition needs and no more:
-they take float32 and any head dimension.
+(`flash_attn_*`), prefix prefill (`context_attention_fwd`) and flex attention (`flex_attention`,
+`create_block_mask`) check what their definition needs and no more: they take float32 and any head dimension.
+Score and mask functions are functions of NumPy arrays.
 """
 
 from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
@@ -40,6 +41,7 @@ from ._cache import (
     round_to_bf16,
     write_kv_cache,
 )
+from ._flex import and_masks, create_block_mask, flex_attention, noop_mask, or_masks
 from ._mha import (
     flash_attn_backward,
     flash_attn_func,
@@ -90,9 +92,11 @@ __all__ = [
     "FlashMLASchedMeta",
     "Plan",
     "SchedConfig",
+    "and_masks",
     "bf16_bits",
     "context_attention_fwd",
     "convert_indices",
+    "create_block_mask",
     "decode_bf16",
     "decode_e4m3",
     "decode_e5m2",
@@ -107,9 +111,12 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "flex_attention",
     "gather_kv_cache",
     "get_mla_metadata",
     "merge_attn_states",
+    "noop_mask",
+    "or_masks",
     "plan",
     "plan_blocks",
     "quantize_k_cache",

@@ -1,0 +1,281 @@
+"""Flex attention and block masks, written as they are defined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..attention.block_mask import BlockMask, and_masks, noop_mask, or_masks
+from ..call.checks import as_bool, as_int, show
+from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, like, read, store
+from ._cache import decode_e4m3, decode_e5m2
+from ._mha import _sum
+
+__all__ = ["and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
+
+_DECODERS = {"float8_e4m3fn": decode_e4m3, "float8_e5m2": decode_e5m2}
+_HUGE_BLOCK = 2**30
+_Bools = NDArray[np.bool_]
+
+
+class _Listed(NamedTuple):
+    """The positions in blocks of lists, bool `[Z, H, L, S]`; batch and head are taken modulo Z and H."""
+
+    partial: _Bools
+    full: _Bools
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+    deterministic: bool | None = None,
+    out: Any = None,
+) -> Any:
+    """Attention with a score function and a mask of the caller's.
+
+    For every request b, query head h, query token and key: `s = scale * query·key`, then
+    `s = score_mod(s, b, h, q_idx, kv_idx)`. Positions in full blocks of the mask are attended, those in
+    partial blocks where `mask_mod(b, h, q_idx, kv_idx)` holds, and no others.
+
+    Args:
+        query: `[B, Hq, L, E]`.
+        key, value: `[Bkv, Hkv, S, E]`, `[Bkv, Hkv, S, Ev]`; Bkv is B or 1. float8_e4m3fn and float8_e5m2 too.
+        score_mod: a function of NumPy arrays: of scores `[L, S]`, two integers, query tokens `[L, 1]` and
+            keys `[1, S]`.
+        block_mask: its mask_mod is such a function, without the scores. None: everything is attended.
+        scale: `E ** -0.5` when None.
+        enable_gqa: Hq may be a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
+        return_lse: give (out, lse).
+        kernel_options, deterministic: do not change what is computed.
+        return_aux: what has the attributes lse and max_scores: give (out, AuxOutput of these).
+        out: optional array `[B, Hq, L, Ev]` that receives the result. A tensor is also what is returned.
+
+    Returns:
+        out: `[B, Hq, L, Ev]`; float64, or a tensor of query's dtype.
+        lse, max_scores: `[B, Hq, L]`, natural logarithm of the sum of `exp` of the scores that are attended,
+        and the largest of these; float64, or float32 tensors.
+        Rows with nothing to attend have out 0, lse and max_scores -inf.
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes that do not fit; `return_lse` together with `return_aux`; a mask of other lengths.
+    """
+    q, k, v = (read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    _check_shapes(q, k, v, as_bool("enable_gqa", enable_gqa))
+    return_lse = as_bool("return_lse", return_lse)
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse: expected False with return_aux, which has lse too, got True")
+    b, h_q, seqlen_q, d_qk = q.shape
+    seqlen_k, d_v = v.shape[2:]
+    if out is not None:
+        check_target(out, "out")
+        if tuple(out.shape) != (b, h_q, seqlen_q, d_v):
+            raise ValueError(f"out: expected [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out.shape)}")
+    factor = d_qk**-0.5 if scale is None else float(scale)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    listed = _positions(block_mask, seqlen_q, seqlen_k)
+    group = h_q // k.shape[1]
+    queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
+    results = np.zeros((b, h_q, seqlen_q, d_v))
+    lse, top = np.full((b, h_q, seqlen_q), -np.inf), np.full((b, h_q, seqlen_q), -np.inf)
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
+    for request in range(b):
+        for head in range(h_q):
+            pair = (request % k.shape[0], head // group)
+            at = (np.int64(request), np.int64(head), i, j)
+            with np.errstate(all="ignore"):  # masked pairs may be anything
+                scores = factor * (queries[request, head] @ keys[pair].T)
+                if score_mod is not None:
+                    scores = np.broadcast_to(score_mod(scores, *at), scores.shape).astype(np.float64)
+            visible = np.ones(scores.shape, bool)
+            if listed is not None:
+                batches, heads = listed.full.shape[:2]
+                place = (request % batches, head % heads)
+                visible = listed.full[place] | listed.partial[place] & _mask(block_mask.mask_mod, at)
+            place = (request, head)
+            results[place], lse[place], top[place] = _attend(scores, visible, values[pair])
+    if out is not None:
+        store(out, ..., results)
+    result = out if is_tensor(out) else like(results, q.dtype, q)
+    if return_lse:
+        return result, like(lse, "float32", q)
+    if return_aux is None:
+        return result
+    from ..attention.flex import AuxOutput
+
+    wanted = (return_aux.lse, lse), (getattr(return_aux, "max_scores", False), top)
+    return result, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in wanted])
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> BlockMask:
+    """The blocks of a mask function: which of them are empty, partial or full.
+
+    A block is full if the function holds for all its positions and it lies inside (Q_LEN, KV_LEN), else
+    partial if it holds for some.
+
+    Args:
+        mask_mod: a function of NumPy arrays: of two integers, query tokens `[Q_LEN, 1]` and keys
+            `[1, KV_LEN]`.
+        B, H: requests and heads that have masks of their own; None is 1.
+        Q_LEN, KV_LEN: query tokens and keys.
+        BLOCK_SIZE: query tokens and keys of a block.
+        separate_full_blocks: False: full blocks are listed as partial.
+        device, _compile, compute_dq_write_order, dq_kv_order: do not change what is computed.
+
+    Returns:
+        A BlockMask of NumPy arrays, int32; lists are ascending, with the other blocks behind their ends.
+
+    Raises:
+        TypeError, ValueError: an argument is no integer, negative, or no block size.
+    """
+    b, h = (1 if x is None else as_int(name, x) for name, x in (("B", B), ("H", H)))
+    lengths = as_int("Q_LEN", Q_LEN), as_int("KV_LEN", KV_LEN)
+    for name, size, least in (("B", b, 1), ("H", h, 1), ("Q_LEN", lengths[0], 0), ("KV_LEN", lengths[1], 0)):
+        if size < least:
+            raise ValueError(f"{name}: expected {least} or more, got {size}")
+    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    if len(sizes) != 2 or any(size < 1 or size % 16 for size in sizes):
+        raise ValueError(f"BLOCK_SIZE: expected a multiple of 16, or a pair of them, got {BLOCK_SIZE!r}")
+    rows, columns = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
+    some, full = np.zeros((b, h, rows, columns), bool), np.zeros((b, h, rows, columns), bool)
+    i, j = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :]
+    for request in range(b):
+        for head in range(h):
+            # Positions past the lengths are not seen, so that no block with one of them is full.
+            seen = np.zeros((rows * sizes[0], columns * sizes[1]), bool)
+            seen[: lengths[0], : lengths[1]] = _mask(mask_mod, (np.int64(request), np.int64(head), i, j))
+            blocks = seen.reshape(rows, sizes[0], columns, sizes[1])
+            some[request, head], full[request, head] = blocks.any((1, 3)), blocks.all((1, 3))
+    if separate_full_blocks:
+        kinds = [some & ~full, full]
+    else:
+        kinds = [some]
+    by_rows = [x for kind in kinds for x in _lists(kind)]
+    by_columns = [x for kind in kinds for x in _lists(kind.swapaxes(2, 3))]
+    nothing = [None, None] * (2 - len(kinds))
+    parts: list[Any] = [lengths, *by_rows, *nothing, *by_columns, *nothing, sizes, mask_mod]
+    return BlockMask(*parts)
+
+
+def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """How many are listed, and which, ascending, with the others behind them."""
+    order = np.argsort(~is_listed, axis=-1, kind="stable")
+    return is_listed.sum(-1).astype(np.int32), order.astype(np.int32)
+
+
+def _mask(mask_mod: Callable[..., Any], at: tuple[Any, ...]) -> _Bools:
+    """What a mask function gives, `[L, S]`."""
+    *_, i, j = at
+    with np.errstate(all="ignore"):
+        return np.broadcast_to(mask_mod(*at), (len(i), j.shape[1])).astype(bool)
+
+
+def _attend(
+    scores: NDArray[np.float64], visible: _Bools, v: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """out, lse and largest scores of one head of one request."""
+    scores = np.where(visible, scores, -np.inf)
+    top = scores.max(1, initial=-np.inf)
+    with np.errstate(all="ignore"):
+        weights = np.exp(scores - np.where(top == -np.inf, 0, top)[:, None])
+        total = weights.sum(1)
+        lse = np.where(top == -np.inf, 0, top) + np.log(total)
+        weights = weights / np.where(total == 0, 1, total)[:, None]
+    return _sum(weights, visible, v), lse, top
+
+
+def _positions(block_mask: Any, seqlen_q: int, seqlen_k: int) -> _Listed | None:
+    """What the lists of a mask say of each position; None: all are attended."""
+    if block_mask is None:
+        return None
+    if not hasattr(block_mask, "kv_indices"):
+        raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)}")
+    lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    if lengths == (1, 1) and min(sizes) >= _HUGE_BLOCK:  # torch's way to say that there is none
+        return None
+    if lengths != (seqlen_q, seqlen_k):
+        raise ValueError(
+            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, those of query and key, "
+            f"got {lengths}"
+        )
+    partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlen_q, seqlen_k)
+    if block_mask.full_kv_num_blocks is None:
+        return _Listed(partial, np.zeros_like(partial))
+    full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlen_q, seqlen_k)
+    return _Listed(partial, full)
+
+
+def _covered(
+    counts: Any, indices: Any, sizes: tuple[int, ...], seqlen_q: int, seqlen_k: int
+) -> NDArray[np.bool_]:
+    """The positions in listed blocks, `[Z, H, L, S]`."""
+    number = read(counts, "block_mask").values
+    blocks = read(indices, "block_mask").values
+    number, blocks = number.reshape((1, 1, *number.shape)[-3:]), blocks.reshape((1, 1, *blocks.shape)[-4:])
+    rows, columns = -(-seqlen_q // sizes[0]), -(-seqlen_k // sizes[1])
+    listed = np.zeros((*number.shape[:2], rows, columns), bool)
+    for place in np.ndindex(*number.shape[:2], rows):
+        count = min(int(number[place]), columns, blocks.shape[-1])
+        for block in blocks[place][: max(0, count)]:
+            if 0 <= block < columns:
+                listed[place][block] = True
+    return listed[:, :, np.arange(seqlen_q) // sizes[0]][..., np.arange(seqlen_k) // sizes[1]]
+
+
+def _numbers(array: Array) -> NDArray[np.float64]:
+    decode = _DECODERS.get(array.dtype)
+    return array.values.astype(np.float64) if decode is None else decode(array.values).astype(np.float64)
+
+
+def _check_shapes(q: Array, k: Array, v: Array, enable_gqa: bool) -> None:
+    check_dtype("query", q, FLOAT_DTYPES)
+    for name, array in (("key", k), ("value", v)):
+        if array.dtype not in _DECODERS:
+            check_dtype(name, array, (q.dtype,), ", that of query")
+    for name, array in (("query", q), ("key", k), ("value", v)):
+        if len(array.shape) != 4 or not array.shape[-1]:
+            raise ValueError(
+                f"{name}: expected four dimensions, the last of them at least 1, got {list(array.shape)}"
+            )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"key: expected a last dimension of {q.shape[3]}, that of query, got shape {list(k.shape)}"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"value: expected shape {[*k.shape[:3], 'Ev']}, but for Ev that of key, got {list(v.shape)}"
+        )
+    if k.shape[0] not in (q.shape[0], 1):
+        raise ValueError(
+            f"key: expected a batch of {q.shape[0]}, that of query, or 1, got shape {list(k.shape)}"
+        )
+    h_q, h_kv = q.shape[1], k.shape[1]
+    if not h_q or not h_kv or h_q % h_kv or (h_q != h_kv and not enable_gqa):
+        rule = "to be a positive multiple of" if enable_gqa else "to be, without enable_gqa, equal to"
+        raise ValueError(f"query: expected Hq {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")

@@ -1,0 +1,202 @@
+"""`rawmla.create_block_mask` on the GPU, held against torch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_support import cupy, no_kernel_loaded, torch
+from test_frameworks import to_cupy
+from test_graphs import capture
+
+import rawmla
+from rawmla.jit import launch
+from rawmla.testing.flex import MASKS, FlexCase
+
+if torch is not None:
+    from torch.nn.attention.flex_attention import create_block_mask as torchs
+
+BLOCKS = (16, 32, 96, 128, 256, (128, 256), (256, 128), (32, 64))
+LENGTHS = ((1, 1), (37, 277), (256, 256), (300, 1025), (1023, 64))
+LISTS = ("kv", "full_kv", "q", "full_q")
+B, H = 3, 4
+
+
+def sizes(lengths: tuple[int, int]) -> Any:
+    return FlexCase(b=B, h_q=H, s_q=lengths[0], s_k=lengths[1]).sizes("cuda")
+
+
+def assert_same_lists(name: str, got: Any, want: Any) -> None:
+    """Raise unless all lists are equal, also behind their ends; `want` may have CuPy arrays."""
+    assert tuple(got.BLOCK_SIZE) == tuple(want.BLOCK_SIZE) and got.seq_lengths == want.seq_lengths
+    for lists in LISTS:
+        for what in ("num_blocks", "indices"):
+            one, other = (getattr(mask, f"{lists}_{what}") for mask in (got, want))
+            assert (one is None) == (other is None), (name, lists, what)
+            if one is None:
+                continue
+            one, other = torch.as_tensor(one), torch.as_tensor(other)
+            assert one.dtype == other.dtype == torch.int32 and one.is_cuda and one.is_contiguous()
+            assert torch.equal(one, other), f"{name}: {lists}_{what}"
+
+
+@pytest.mark.parametrize("form", ("python", "cuda"))
+@pytest.mark.parametrize("name", MASKS)
+def test_is_torchs(name: str, form: str) -> None:
+    for lengths in LENGTHS:
+        mask = MASKS[name](sizes(lengths))
+        for block in BLOCKS:
+            got = rawmla.create_block_mask(mask.form(form), B, H, *lengths, BLOCK_SIZE=block)
+            want = torchs(mask.python, B, H, *lengths, device="cuda", BLOCK_SIZE=block)
+            assert_same_lists(f"{lengths} {block}", got, want)
+            assert got.shape == tuple(want.shape) and got.sparsity() == pytest.approx(want.sparsity())
+
+
+def test_one_of_everything() -> None:
+    """B and H of None and 1, blocks longer than the sequence, devices by every name."""
+    mask = MASKS["window"](sizes((300, 500))).python
+    for b, h in ((None, None), (1, None), (None, 4), (3, 1)):
+        for block in ((512, 1024), (128, 2**20)):
+            got = rawmla.create_block_mask(mask, b, h, 300, 500, BLOCK_SIZE=block)
+            want = torchs(mask, b, h, 300, 500, device="cuda", BLOCK_SIZE=block[0])
+            assert got.shape == tuple(want.shape)
+            assert got.kv_num_blocks.shape == (b or 1, h or 1, -(-300 // block[0]))
+    want = rawmla.create_block_mask(mask, None, None, 300, 500)
+    for device in ("cuda", "cuda:0", 0, torch.device("cuda"), torch.device("cuda", 0)):
+        assert_same_lists(str(device), rawmla.create_block_mask(mask, None, None, 300, 500, device), want)
+
+
+def test_blocks_longer_than_the_sequence() -> None:
+    """One block, which the end cuts: partial, also where all of it is seen."""
+    got = rawmla.create_block_mask(lambda b, h, q, k: k >= 0, None, None, 300, 500, BLOCK_SIZE=(512, 1024))
+    assert got.kv_num_blocks.tolist() == [[[1]]] and got.full_kv_num_blocks.tolist() == [[[0]]]
+    assert got.kv_indices.tolist() == got.full_kv_indices.tolist() == [[[[0]]]]
+
+
+@pytest.mark.parametrize("name", ("causal", "per head", "padding", "checkered"))
+def test_without_full_blocks(name: str) -> None:
+    mask = MASKS[name](sizes((300, 500))).python
+    got = rawmla.create_block_mask(mask, B, H, 300, 500, separate_full_blocks=False)
+    apart = rawmla.create_block_mask(mask, B, H, 300, 500)
+    assert (
+        got.full_kv_num_blocks is got.full_kv_indices is got.full_q_num_blocks is got.full_q_indices is None
+    )
+    assert torch.equal(got.kv_num_blocks, apart.kv_num_blocks + apart.full_kv_num_blocks)
+    assert torch.equal(got.q_num_blocks, apart.q_num_blocks + apart.full_q_num_blocks)
+    assert torch.equal(got.to_dense(), apart.to_dense())
+
+
+@pytest.mark.parametrize("lengths", ((0, 300), (300, 0), (0, 0)), ids=str)
+def test_nothing_to_list(lengths: tuple[int, int]) -> None:
+    got = rawmla.create_block_mask(lambda b, h, q, k: q >= k, 2, 3, *lengths)
+    rows, columns = (-(-n // 128) for n in lengths)
+    assert got.kv_num_blocks.shape == (2, 3, rows) and got.kv_indices.shape == (2, 3, rows, columns)
+    assert got.q_num_blocks.shape == (2, 3, columns) and got.q_indices.shape == (2, 3, columns, rows)
+    assert not bool(got.kv_num_blocks.any()) and not bool(got.q_num_blocks.any())
+
+
+def test_more_blocks_than_ctas() -> None:
+    """Several blocks, and lines, for each CTA; more entries in a line than lanes."""
+    mask = MASKS["per batch"](sizes((2000, 3000))).python
+    got = rawmla.create_block_mask(mask, 40, 9, 2000, 3000, BLOCK_SIZE=(64, 32))
+    want = torchs(mask, 40, 1, 2000, 3000, device="cuda", BLOCK_SIZE=(64, 32))
+    for lists in LISTS:
+        for what in ("num_blocks", "indices"):
+            one, other = (getattr(x, f"{lists}_{what}") for x in (got, want))
+            assert torch.equal(one, other.expand_as(one)), f"{lists}_{what}"
+
+
+def test_long_sequence() -> None:
+    """8 GiB if the mask were in memory."""
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    got = rawmla.create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 1000), None, None, 2**16, 2**17)
+    assert torch.cuda.max_memory_allocated() - held < 64 * 2**20
+    rows = torch.arange(512, device="cuda")
+    first = ((rows * 128 - 999).clamp(min=0)) // 128
+    assert torch.equal((got.kv_num_blocks + got.full_kv_num_blocks)[0, 0].long(), rows - first + 1)
+
+
+@pytest.mark.parametrize("form", ("python", "cuda"))
+def test_graph(form: str) -> None:
+    """Lists of a replay follow tensors that the mask reads."""
+    mask = MASKS["documents"](sizes((300, 500)))
+    documents = mask.captures["documents"]
+
+    def make() -> Any:
+        return rawmla.create_block_mask(mask.form(form), B, None, 300, 500)
+
+    make()
+    graph, got = capture(make)
+    for turn in range(3):
+        graph.replay()
+        want = torchs(mask.python, B, None, 300, 500, device="cuda")
+        assert_same_lists(f"replay {turn}", got, want)
+        documents.copy_((documents * (turn + 2)) // 3)
+
+
+def test_kernel_missing_in_a_capture() -> None:
+    mask = MASKS["window"](sizes((300, 500)))
+    with no_kernel_loaded():
+        with (
+            pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            rawmla.create_block_mask(mask.python, None, None, 300, 500)
+        assert launch.loaded_labels() == []
+
+
+def test_kernels_are_used_again() -> None:
+    """Numbers, tensors, lengths, sizes and blocks are parameters."""
+    with no_kernel_loaded():
+        for width, length, block in ((5, 300, 128), (70, 1000, 64), (1, 16, 16)):
+
+            def window(b: Any, h: Any, q: Any, k: Any, width: int = width) -> Any:
+                return q - k < width
+
+            rawmla.create_block_mask(window, None, None, length, length, BLOCK_SIZE=block)
+        assert len(launch.loaded_labels()) == 2
+        torch.cuda.synchronize()  # before the kernels are let go of
+
+
+def test_side_stream() -> None:
+    """The kernels run on the current stream, after what fills the tensor that the mask reads."""
+    limit = torch.zeros(1, dtype=torch.int32, device="cuda")
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k < limit[0]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # so that the allocator holds memory for the stream
+        for _ in range(2):
+            rawmla.create_block_mask(mask, None, None, 300, 500)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        limit.fill_(200)
+        got = rawmla.create_block_mask(mask, None, None, 300, 500)
+        assert not stream.query(), "the call waited for the device"
+    stream.synchronize()
+    assert got.full_kv_num_blocks.tolist() == [[[1, 1, 0]]]
+    assert got.kv_num_blocks.tolist() == [[[1, 1, 2]]]
+
+
+def test_cupy() -> None:
+    """CUDA text that reads CuPy arrays gives CuPy lists; its methods work on them."""
+    mask = MASKS["documents"](sizes((300, 500)))
+    documents = mask.captures["documents"]
+    torch.cuda.synchronize()
+    mod = rawmla.CudaMod(mask.code, {"documents": to_cupy(documents)})
+    got = rawmla.create_block_mask(mod, B, None, 300, 500)
+    want = rawmla.create_block_mask(mask.python, B, None, 300, 500)
+    assert isinstance(got.kv_indices, cupy.ndarray)
+    cupy.cuda.get_current_stream().synchronize()
+    for lists in LISTS:
+        for what in ("num_blocks", "indices"):
+            one, other = (getattr(x, f"{lists}_{what}") for x in (got, want))
+            assert torch.equal(torch.from_dlpack(one), other), f"{lists}_{what}"
+    assert got.shape == want.shape and got.sparsity() == pytest.approx(want.sparsity())
+    assert got.to_dense().tolist() == want.to_dense().tolist()
+    assert got.to_string() == want.to_string()
+    part = got[1:, :, :2]
+    assert part.to_dense().tolist() == want[1:, :, :2].to_dense().tolist()
