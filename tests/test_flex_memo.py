@@ -189,25 +189,3 @@ def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in (1.0, 2.0, 3.0, 3.0, 1.0):
         memo.traced(biased(table, factor), "score_mod", "cpu")
     assert len(traces) == 4
-
-
-class Settings:
-    window = 5
-
-
-def test_attributes_that_may_change_are_read_again() -> None:
-    def by_class(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx - kv_idx <= Settings.window
-
-    def by_function(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return q_idx - kv_idx <= by_function.window  # type: ignore[attr-defined]
-
-    by_function.window = 5  # type: ignore[attr-defined]
-    cases: list[tuple[Any, Any]] = [(by_class, Settings), (by_function, by_function)]
-    for function, owner in cases:
-        first = memo.traced(function, "mask_mod", "cpu")
-        owner.window = 7
-        second = memo.traced(function, "mask_mod", "cpu")
-        owner.window = 5
-        assert [number.source for number in first.numbers] == [5]
-        assert [number.source for number in second.numbers] == [7]
