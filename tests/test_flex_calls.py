@@ -458,6 +458,7 @@ EXPECTED = FlexForwardCall(
     v_strides=(HKV * S * EV, EV, S * EV),
     out_strides=(HQ * L * EV, EV, L * EV),
     scale=E**-0.5,
+    states=None,
     lists=None,
     header=("", ""),
     has_score_mod=False,
@@ -514,6 +515,7 @@ class TestLaunch:
             kv_indices=0x5000,
             full_kv_num_blocks=0x6000,
             full_kv_indices=0x7000,
+            states=0,
         )
         assert launch.score_mod == struct.pack("<Q2q2if4x", 0x9000, 7, 1, HQ, 7, 0.5)
         assert launch.mask_mod == bytes(8)
@@ -526,7 +528,7 @@ class TestLaunch:
         out = call(plain())
         assert out is world.framework.allocated[0] and len(world.framework.allocated) == 2
         launch = only(world)
-        assert launch.call == EXPECTED and launch.addresses[4:] == (0,) * 6
+        assert launch.call == EXPECTED and launch.addresses[4:] == (0,) * 7
         assert launch.text.count("kIsThere = false") == 2
 
     def test_positional(self, world: World) -> None:
@@ -722,7 +724,7 @@ class TestArrays:
         call(arguments)
         launch = only(world)
         assert (launch.call.seqlen_k, launch.call.lists, launch.call.has_score_mod) == (0, None, False)
-        assert launch.addresses[6:] == (0,) * 4 and launch.text.count("kIsThere = false") == 2
+        assert launch.addresses[6:] == (0,) * 5 and launch.text.count("kIsThere = false") == 2
         with pytest.raises(ValueError, match=r"^block_mask: expected seq_lengths of \(300, 0\).*too large"):
             call(arguments, block_mask=mask_of())
 
@@ -841,12 +843,12 @@ class TestLists:
         mask = mask_of()
         mask.kv_indices = mask.kv_indices.but(shape=(1, 1, ROWS, 0), ptr=0)
         assert self.lists(world, mask).columns == (0, COLUMNS)
-        assert world.flex[0].addresses[6:] == (0x4000, 0, 0x6000, 0x7000)
+        assert world.flex[0].addresses[6:] == (0x4000, 0, 0x6000, 0x7000, 0)
 
     def test_without_full_lists(self, world: World) -> None:
         found = self.lists(world, mask_of(full=False))
         assert found.lists_strides == ((0, 0, COLUMNS), (0, 0, 0)) and found.columns == (COLUMNS, 0)
-        assert world.flex[0].addresses[6:] == (0x4000, 0x5000, 0, 0)
+        assert world.flex[0].addresses[6:] == (0x4000, 0x5000, 0, 0, 0)
 
     def test_more_rows_and_columns(self, world: World) -> None:
         assert self.lists(world, mask_of(rows=9, columns=20)).columns == (20, 20)
@@ -862,7 +864,7 @@ class TestLists:
         # Rows of a copy are padded to a multiple of 8.
         assert found.counts_strides == ((HQ * 8, 8, 1), (HQ * ROWS, ROWS, 1))
         assert found.lists_strides == ((HQ * ROWS * 4, ROWS * 4, 4), (HQ * ROWS * 8, ROWS * 8, 8))
-        assert world.flex[0].addresses[6:] == (COPY + 0x1000, 0x5000, 0x6000, COPY + 0x2000)
+        assert world.flex[0].addresses[6:] == (COPY + 0x1000, 0x5000, 0x6000, COPY + 0x2000, 0)
 
     def test_a_last_dimension_with_steps_is_copied(self, world: World) -> None:
         mask = mask_of()
@@ -878,7 +880,7 @@ class TestLists:
         mask.seq_lengths = (1, 1)
         call(plain(), block_mask=mask)
         launch = only(world)
-        assert launch.call == EXPECTED and launch.addresses[6:] == (0,) * 4
+        assert launch.call == EXPECTED and launch.addresses[6:] == (0,) * 5
         assert launch.text.count("kIsThere = false") == 2
 
     def test_torchs_mask(self, world: World) -> None:
@@ -976,7 +978,9 @@ class TestOtherBlocks:
 
         # Lists, of which the attention kernel is told
         launch = only(world)
-        made = launch.addresses[6:]
+        made = launch.addresses[6:10]
+        assert launch.addresses.states == clear.address
+        assert launch.call.states == (rows, columns, block_q, block_k)
         assert read_struct(mask_kernels.LISTS_PARAMS, lists.params) == {
             "states": clear.address,
             "partial_counts": made[0],

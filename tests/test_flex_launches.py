@@ -32,6 +32,7 @@ ADDRESSES = FlexAddresses(
     kv_indices=0x5000,
     full_kv_num_blocks=0x6000,
     full_kv_indices=0x7000,
+    states=0xA000,
 )
 FUNCTIONS = {"score_mod", "mask_mod"}
 
@@ -226,7 +227,7 @@ def test_what_changes_from_launch_to_launch(kernels: list[_Kernel], monkeypatch:
         "mask_mod": b"m" * 24,
     }
     assert [given[name][:1] for name in names[:6]] == [b"\1", b"\2", b"\3", b"\4", b"\0", b"\0"]
-    assert second[-2:] == [b"t" * 16, b"n" * 24] and second[len(first) - 8] == 0xB000
+    assert second[-2:] == [b"t" * 16, b"n" * 24] and second[names.index("counter")] == 0xB000
 
 
 def test_without_a_counter(kernels: list[_Kernel], monkeypatch: pytest.MonkeyPatch) -> None:

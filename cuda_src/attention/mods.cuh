@@ -220,8 +220,8 @@ __device__ __forceinline__ float torch_sigmoid(float x) {
     return reciprocal_approx(1.0f + exp2_approx(x * -kLog2E));
 }
 __device__ __forceinline__ float torch_silu(float x) { return x * torch_sigmoid(x); }
-// Sine and cosine. sinf and cosf need local memory, for arguments beyond 100,000; here the multiple of pi / 2 is
-// taken off in float64, which leaves 1e-9 of absolute error at 10^7, and the rest is a polynomial.
+// Sine and cosine. sinf and cosf need local memory, for arguments beyond 100,000. Here the multiple of pi / 2
+// is taken off in float64, which leaves 1e-9 of absolute error at 10^7, and the rest is a polynomial.
 struct Turned {
     float rest;    // within pi / 4
     int quadrant;  // multiples of pi / 2

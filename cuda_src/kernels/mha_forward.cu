@@ -163,7 +163,7 @@ struct ValueLoader {
 #pragma unroll 1
         for (int block = span.end_block - 1; block >= span.first_block; --block) {
             loader.look_up(params, block);
-            u64* full = span.trims(block) ? smem.bar_v_landed : smem.bar_v_full;
+            u64* full = trims_values(params, tile, span, block) ? smem.bar_v_landed : smem.bar_v_full;
             const u32 place = stage.index();
             mbarrier_wait_parity(smem_address(&smem.bar_v_free[place]), stage.free_parity());
             loader.load_v(params, smem_address(smem.v[place]), smem_address(full + place));

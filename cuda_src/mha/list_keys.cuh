@@ -15,6 +15,30 @@ struct ListKeys : ArrayKeys {
         return block * params.block_k + (step - entry * params.block_tiles) * kTileKeys;
     }
 
+    // Clears V of the keys of a step that no query of the tile may see: their block is in no list of the
+    // caller's and may hold NaN, whose product with a probability of 0 must be 0.
+    template <int kThreads>
+    __device__ __forceinline__ static void clear_unlisted(const Params& params, const Tile& tile, int step,
+                                                          unsigned char* v, int thread) {
+        const int key = first_key(params, tile, step);
+        const int first_row = tile.first_token / params.state_q;
+        const int last_row = (min_int(tile.first_token + kTileRows, tile.q_len) - 1) / params.state_q;
+        const i64 head = static_cast<i64>(tile.request % params.mask_batches) * params.mask_heads +
+                         tile.head % params.mask_heads;
+        const unsigned char* states = params.states + head * params.state_rows * params.state_columns;
+        for (int row = thread; row < kTileKeys; row += kThreads) {
+            const int column = (key + row) / params.state_k;
+            bool listed = false;
+            for (int i = first_row; i <= last_row && column < params.state_columns; ++i)
+                listed |= states[static_cast<i64>(i) * params.state_columns + column] != 0;
+            if (listed) continue;
+#pragma unroll 1
+            for (int unit = 0; unit < 8 * kChunksV; ++unit)
+                *reinterpret_cast<uint4*>(v + unit / 8 * KeyRows::kBytes + row * KeyRows::kRowBytes +
+                                          unit % 8 * 16) = make_uint4(0, 0, 0, 0);
+        }
+    }
+
     struct Loader : ArrayKeys::Loader {
         const Tile& tile;
 

@@ -24,6 +24,8 @@ struct Params {
     float* max_scores;  // as lse; null: not wanted
     // mha/list_keys.cuh; null: there are none
     const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;
+    // Of lists that were brought to other blocks: attention/block_states.cuh of the caller's; else null
+    const unsigned char* states;
     ScoreMod score_mod;
     MaskMod mask_mod;
 #endif
@@ -64,6 +66,8 @@ struct Params {
     int block_q, block_k;                     // query tokens and keys of a block
     int block_tiles;                          // steps of a block
     int k_batches;                            // 1: all requests read the same K and V
+    int state_rows, state_columns;            // blocks of a head that have states
+    int state_q, state_k;                     // query tokens and keys of one
 #endif
 };
 

@@ -3,6 +3,19 @@
 #include "mha/cta.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
+#if FLEX
+#include "mha/list_keys.cuh"
+#endif
+
+// Whether V of this block is to be trimmed.
+__device__ __forceinline__ bool trims_values(const Params& params, const Tile& tile, const Span& span,
+                                             int block) {
+#if FLEX
+    return params.states != nullptr && block >= tile.full_steps;
+#else
+    return span.trims(block);
+#endif
+}
 
 // A warp, or the warpgroup that gathers.
 template <int kThreads>
@@ -15,6 +28,13 @@ struct ValueTrimmer {
     __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& smem, const Tile& tile) {
         const Span& span = tile.spans[Keys::kSpan];
         const int blocks = span.blocks();
+#if FLEX
+        if (params.states != nullptr)
+            for (int i = 0; i < span.end_block - tile.full_steps; ++i)
+                trim_block<Keys>(params, smem, tile, i);
+        loads += blocks;
+        return;
+#endif
         if (blocks > 0 && span.trims(span.end_block - 1)) trim_block<Keys>(params, smem, tile, 0);
         if (blocks > 1 && span.trims(span.first_block)) trim_block<Keys>(params, smem, tile, blocks - 1);
         loads += blocks;
@@ -30,8 +50,12 @@ struct ValueTrimmer {
         mbarrier_wait_parity(smem_address(&smem.bar_v_landed[stage]), landed >> stage & 1);
         landed ^= 1 << stage;
         const int block = span.end_block - 1 - index, thread = threadIdx.x % kThreads;
+#if FLEX
+        ListKeys::clear_unlisted<kThreads>(params, tile, block, smem.v[stage], thread);
+#else
         Keys::template trim<kThreads>(smem.v[stage],
                                       rows_to_keep<kTileRows, kTileKeys>(params, tile, span, block), thread);
+#endif
         fence_proxy_async();
         if constexpr (kThreads == 32) {
             __syncwarp();

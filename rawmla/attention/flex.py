@@ -307,8 +307,11 @@ def _prepare(
         return _Prepared(framework.allocator(results, 0, device), None, 0)
     capturing = framework.capture_query(device)
     lists = checked.lists
+    states: tuple[int, int, int, int] | None = None
     if checked.cut is not None:
         lists = _lists_in_scratch(checked.cut.walked)
+        given = checked.cut.given
+        states = (given.rows, given.columns, given.block_q, given.block_k)
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
     q_strides, k_strides, v_strides, out_strides = checked.strides
@@ -330,6 +333,7 @@ def _prepare(
             out_strides=out_strides,
             scale=scale,
             lists=lists,
+            states=states,
             header=header,
             has_score_mod=has_score_mod,
             score_mod_bytes=score_bytes,
@@ -397,7 +401,7 @@ def _launch(
             addresses.append(view[5].pointer(alive[-1]))
         else:
             addresses.append(view[0])
-    of_lists = [0, 0, 0, 0]
+    of_lists = [0, 0, 0, 0, 0]
     if checked.lists is not None and lists is not None:
         for i, given in enumerate(lists.views):
             if given is not None and checked.list_copies[i]:
@@ -411,10 +415,10 @@ def _launch(
         places = _Scratch(scratch_ptr, prepared.counter_bytes, checked.cut)
         where: Any = {"device": device, "stream": stream, "capturing": framework.capture_query(device)}
         jit.clear(places.states, -(-by_caller.blocks // 4) * 4, stream, device)
-        mask_kernels.scatter(by_caller, checked.lists, of_lists, places.states, **where)
+        mask_kernels.scatter(by_caller, checked.lists, of_lists[:4], places.states, **where)
         blocks = (by_caller.block_q, by_caller.block_k)
         mask_kernels.lists(by_kernel, places.states, places.lists, state_blocks=blocks, **where)
-        of_lists = list(places.lists)
+        of_lists = [*places.lists, places.states]
         mask_places = [*mask_places[:-1], mask_places[-1]._replace(ptr=places.states)]
     mask_bytes = pack(mask, mask_places)
     assert prepared.launch is not None

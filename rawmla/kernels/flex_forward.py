@@ -67,6 +67,8 @@ class FlexForwardCall(NamedTuple):
     out_strides: tuple[int, int, int]
     scale: float
     lists: BlockLists | None  # None: all keys are attended
+    states: tuple[int, int, int, int] | None
+    """Of lists made of others: rows and columns of blocks that have states, and tokens and keys of one."""
     header: tuple[str, str]  # name and text
     has_score_mod: bool
     score_mod_bytes: int
@@ -87,6 +89,7 @@ class FlexAddresses(NamedTuple):
     kv_indices: int
     full_kv_num_blocks: int
     full_kv_indices: int
+    states: int
 
 
 @cache
@@ -95,6 +98,7 @@ def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
     return mha_forward.params_of(
         [
             *POINTER("max_scores", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+            *POINTER("states"),
             *bytes_type("ScoreMod", score_mod_bytes)("score_mod"),
             *bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
         ],
@@ -102,6 +106,7 @@ def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
             *I64("counts_strides", "lists_strides", length=6),
             *I32("list_columns", length=2),
             *I32("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles", "k_batches"),
+            *I32("state_rows", "state_columns", "state_q", "state_k"),
         ],
     )
 
@@ -144,6 +149,7 @@ class PreparedFlexForward:
         self._is_counted = tiles > sms
         self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
         lists = call.lists or BlockLists((NO_LISTS, NO_LISTS), (NO_LISTS, NO_LISTS), (0, 0), 1, 1, 1, 1)
+        state_rows, state_columns, state_q, state_k = call.states or (0, 0, 1, 1)
         self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
         # A function takes scores in natural units; else their scale is part of the softmax.
         scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
@@ -183,6 +189,10 @@ class PreparedFlexForward:
             block_k=lists.block_k,
             block_tiles=max(1, ceil_div(min(lists.block_k, call.seqlen_k), tile.keys)),
             k_batches=call.k_batches,
+            state_rows=state_rows,
+            state_columns=state_columns,
+            state_q=state_q,
+            state_k=state_k,
             **NO_PAGES,
         )
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
