@@ -1,0 +1,26 @@
+// Parameters of the backward pass of multi-head attention; rawmla/kernels/mha_backward.py fills them in.
+#pragma once
+#include "common/types.cuh"
+
+struct Params {
+    // q and dout: (column, token, head, batch) in boxes of 64 columns and kBlockRows tokens; k and v: in boxes of
+    // 64 columns and the tile's keys
+    TensorMap q_map, dout_map, k_map, v_map;
+    const float *lse, *delta;  // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]
+    float* dq_accum;           // [query heads, blocks of the scratch, chunks of 64 columns, 64 * 64]
+    void *dk, *dv;
+    const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]; null: all requests have seqlen_q, seqlen_k tokens
+    const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
+    i64 dk_stride_b, dk_stride_s, dk_stride_h;
+    i64 dv_stride_b, dv_stride_s, dv_stride_h;
+    i64 blocks;  // of a head in the scratch
+    int b, heads_kv;
+    int group;  // query heads of a KV head
+    int d_qk, d_v;
+    int seqlen_q, seqlen_k;
+    int window_left, window_right;  // kNoBound: none
+    int tiles_per_head, section;    // without cu_seqlens_k
+    float scale_log2, scale;        // of the softmax, times log2(e) and as it is
+};
+
+constexpr int kNoBound = 1 << 30;
