@@ -22,3 +22,18 @@ struct RequestRows {
         }
     }
 };
+
+// The request that a block of the scratch belongs to; some blocks hold no rows.
+__device__ __forceinline__ int request_of_block(const int* cu_seqlens, int b, int seqlen, i64 block) {
+    if (cu_seqlens == nullptr) return block / ceil_div(seqlen, kBlockRows);
+    int first = 0, last = b - 1;
+    while (first < last) {
+        const int middle = (first + last + 1) / 2;
+        if (cu_seqlens[middle] / kBlockRows + middle <= block) {
+            first = middle;
+        } else {
+            last = middle - 1;
+        }
+    }
+    return first;
+}

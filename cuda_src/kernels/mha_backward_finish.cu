@@ -1,0 +1,57 @@
+// dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each block
+// of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread together.
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "mha/backward_rows.cuh"
+#include "ptx/sync.cuh"
+
+constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
+constexpr int kThreads = 128;
+
+struct Params {
+    const float* dq_accum;
+    void* dq;
+    const int* cu_seqlens_q;
+    i64 dq_stride_b, dq_stride_s, dq_stride_h;
+    i64 blocks;  // of a head
+    int b, seqlen_q, d_qk;
+    int chunks;
+    float scale;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mha_backward_finish(const __grid_constant__ Params params) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const i64 place = blockIdx.x, block = place % params.blocks;
+    const int head = place / params.blocks, thread = threadIdx.x;
+    const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
+    const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
+    const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
+    if (first_token >= rows.count) return;
+    u16* out = static_cast<u16*>(params.dq) + head * params.dq_stride_h;
+    if (params.cu_seqlens_q == nullptr) out += request * params.dq_stride_b;
+    const float4* sums =
+        reinterpret_cast<const float4*>(params.dq_accum) + place * params.chunks * 1024 + thread;
+    const int token = first_token + thread / 32 * 16 + thread % 32 / 4;
+    u16* row = out + (rows.begin + token) * params.dq_stride_s;
+    for (int chunk = 0; chunk < params.chunks; ++chunk) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            const float4 four = sums[chunk * 1024 + 128 * j];
+            const int column = 64 * chunk + 8 * j + 2 * (thread % 4);
+            const u32 pairs[2] = {pack_16bit<kDtype>(four.x * params.scale, four.y * params.scale),
+                                  pack_16bit<kDtype>(four.z * params.scale, four.w * params.scale)};
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (token + 8 * r >= rows.count) continue;
+                u16* dst = row + 8 * r * params.dq_stride_s + column;
+                if (column + 1 < params.d_qk) {
+                    *reinterpret_cast<u32*>(dst) = pairs[r];
+                } else if (column < params.d_qk) {
+                    *dst = static_cast<u16>(pairs[r]);
+                }
+            }
+        }
+    }
+}
