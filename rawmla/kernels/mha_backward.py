@@ -1,0 +1,257 @@
+"""Host side of cuda_src/kernels/mha_backward.cu and the kernels before and behind it: gradients of dense
+multi-head attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
+from .common import DTYPES, LOG2_E, ceil_div
+from .mha_forward import MAX_MAPS, key_map, padded
+
+__all__ = [
+    "FINISH_PARAMS",
+    "PARAMS",
+    "PREPARE_PARAMS",
+    "BackwardAddresses",
+    "BackwardCall",
+    "PreparedMhaBackward",
+    "specs",
+]
+
+BLOCK_ROWS = 64
+TILE_KEYS = 128
+_THREADS = 512
+_CHUNK = 64
+_STAGES = 2
+_CONSUMERS = 2
+_BARRIER_BYTES = 512
+_SECTION_HEADS = 2
+"""Heads whose tiles run together, so that what they add to dQ stays in L2: 2 and 4 were the best of 1 to 16 at
+8,192 tokens.
+"""
+Strides = tuple[int, int, int]
+
+
+class BackwardAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    dout: int
+    lse: int
+    dlse: int
+    dq: int
+    dk: int
+    dv: int
+    cu_seqlens_q: int
+    cu_seqlens_k: int
+    seqused_q: int
+    seqused_k: int
+
+
+class BackwardCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays. Strides are in elements, for (request,
+    token, head).
+    """
+
+    device: int
+    dtype: str
+    b: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    varlen: bool
+    max_seqlen_q: int
+    max_seqlen_k: int
+    total_q: int  # of the array with varlen, else of a request
+    total_k: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    dout_strides: Strides
+    lse_strides: Strides
+    dlse_strides: Strides
+    dq_strides: Strides
+    dk_strides: Strides
+    dv_strides: Strides
+    softmax_scale: float
+    window_left: int
+    window_right: int
+
+
+PREPARE_PARAMS = ParamStruct(
+    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum", "cu_seqlens_q", "seqused_q"),
+    I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
+    I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
+    I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
+    I64("blocks"),
+    I32("b", "heads", "seqlen_q", "d_v", "accum_columns"),
+    changing=(
+        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum", "cu_seqlens_q", "seqused_q",
+    ),
+)  # fmt: skip
+PARAMS = ParamStruct(
+    TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
+    POINTER("lse", "delta", "dq_accum", "dk", "dv"),
+    POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+    I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
+    I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
+    I64("blocks"),
+    I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
+    I32("tiles_per_head", "section"),
+    F32("scale_log2", "scale"),
+    changing=(
+        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "dq_accum", "dk", "dv",
+        "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+    ),
+)  # fmt: skip
+FINISH_PARAMS = ParamStruct(
+    POINTER("dq_accum", "dq", "cu_seqlens_q"),
+    I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
+    I64("blocks"),
+    I32("b", "seqlen_q", "d_qk", "chunks"),
+    F32("scale"),
+    changing=("dq_accum", "dq", "cu_seqlens_q"),
+)
+
+
+@cache
+def specs(dtype: str, d_qk: int, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
+    """The variants of the three kernels, in the order of their launch."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    chunks_qk, chunks_v = ceil_div(d_qk, _CHUNK), ceil_div(d_v, _CHUNK)
+    row_bytes = 2 * _CHUNK * (chunks_qk + chunks_v)
+    smem_bytes = (
+        TILE_KEYS * row_bytes
+        + _STAGES * BLOCK_ROWS * (row_bytes + 2 * TILE_KEYS + 8)
+        + BLOCK_ROWS * _CHUNK * 4 * chunks_qk
+        + _BARRIER_BYTES
+    )
+    kind = ("DTYPE", DTYPES[dtype])
+    main = (kind, ("D_QK", d_qk), ("D_V", d_v), ("SMEM_BYTES", smem_bytes))
+    return (
+        jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
+        jit.KernelSpec("mha_backward", main, threads=_THREADS, smem_bytes=smem_bytes),
+        jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
+    )
+
+
+class PreparedMhaBackward:
+    """The launches of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes.
+    """
+
+    def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        self._call = call
+        kernels = [
+            jit.get_kernel(spec, call.device, capturing=capturing)
+            for spec in specs(call.dtype, call.d_qk, call.d_v)
+        ]
+        seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
+        blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
+        tiles_per_head = ceil_div(seqlen_k, TILE_KEYS)
+        tiles = call.b * tiles_per_head
+        if call.varlen:  # at most
+            blocks = call.total_q // BLOCK_ROWS + call.b
+            tiles = min(tiles, call.total_k // TILE_KEYS + call.b)
+        chunks = ceil_div(padded(call.d_qk), _CHUNK)
+        rows = call.h_q * blocks * BLOCK_ROWS
+        self._places = (4 * rows, 8 * rows)
+        self.scratch_bytes = 8 * rows + 4 * rows * chunks * _CHUNK
+        sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
+        prepare = PREPARE_PARAMS.pack(
+            **_strides("out", call.out_strides),
+            **_strides("dout", call.dout_strides),
+            **_strides("lse", call.lse_strides),
+            **_strides("dlse", call.dlse_strides),
+            heads=call.h_q,
+            d_v=call.d_v,
+            accum_columns=chunks * _CHUNK,
+            **sizes,
+        )
+        main = PARAMS.pack(
+            **_strides("dk", call.dk_strides),
+            **_strides("dv", call.dv_strides),
+            heads_kv=call.h_kv,
+            group=call.h_q // call.h_kv,
+            d_qk=call.d_qk,
+            d_v=call.d_v,
+            seqlen_k=seqlen_k,
+            window_left=call.window_left,
+            window_right=call.window_right,
+            tiles_per_head=tiles_per_head,
+            section=min(_SECTION_HEADS, call.b * call.h_kv),
+            scale_log2=call.softmax_scale * LOG2_E,
+            scale=call.softmax_scale,
+            **sizes,
+        )
+        finish = FINISH_PARAMS.pack(
+            **_strides("dq", call.dq_strides),
+            d_qk=call.d_qk,
+            chunks=chunks,
+            scale=call.softmax_scale,
+            **sizes,
+        )
+        grids = (call.h_q * blocks, call.h_kv * tiles, call.h_q * blocks)
+        self._launches = [
+            kernel.prepare((grid, 1, 1), params, struct.changing, pdl=True).launch
+            for kernel, grid, params, struct in zip(
+                kernels,
+                grids,
+                (prepare, main, finish),
+                (PREPARE_PARAMS, PARAMS, FINISH_PARAMS),
+                strict=True,
+            )
+        ]
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+
+    def launch(self, stream: int, addresses: BackwardAddresses, scratch: int) -> None:
+        """Enqueue the three kernels. ``scratch`` is the address of 128-byte aligned scratch."""
+        (
+            q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+        ) = addresses  # fmt: skip
+        lse_log2 = scratch
+        delta, accum = [scratch + place for place in self._places]
+        arrays = q, dout, k, v
+        maps = self._maps.get(arrays) or self._encode(arrays)
+        prepare, main, finish = self._launches
+        prepare(stream, out, dout, lse, dlse, lse_log2, delta, accum, cu_seqlens_q, seqused_q)
+        main(
+            stream, *maps, lse_log2, delta, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        )  # fmt: skip
+        finish(stream, accum, dq, cu_seqlens_q)
+
+    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+        batches = 1 if call.varlen else call.b
+        q, dout, k, v = arrays
+        if len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[arrays] = (
+            key_map(q, dtype, call.d_qk, BLOCK_ROWS, call.h_q, call.total_q, batches, call.q_strides),
+            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, call.dout_strides),
+            key_map(k, dtype, call.d_qk, TILE_KEYS, call.h_kv, call.total_k, batches, call.k_strides),
+            key_map(v, dtype, call.d_v, TILE_KEYS, call.h_kv, call.total_k, batches, call.v_strides),
+        )
+        return maps
+
+
+def _strides(name: str, strides: Strides) -> dict[str, int]:
+    """The members of a parameter struct with the strides of an array."""
+    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))
