@@ -460,6 +460,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
+        if (tile.blocks() == 0) return;  // nobody waits for what would be copied
         if (warp_idx == 0) {
             if (elect_one_sync()) load(params, smem, tile);
         } else if (warp_idx == 1) {
@@ -469,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
     } else if (wg_idx == kConsumers + 1) {
         setmaxnreg_dec<kReducerRegisters>();
-        multiply_dq(params, smem, tile);
+        if (tile.blocks() > 0) multiply_dq(params, smem, tile);
     } else {
         setmaxnreg_inc<kRegisters>();
         Consumer{params, smem, tile, wg_idx - 1, warp_idx, threadIdx.x % 128 == 0}.run();
