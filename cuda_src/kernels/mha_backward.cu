@@ -24,6 +24,7 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kDimV = D_V;
+constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI;
 constexpr int kConsumers = 2;
 constexpr int kTileKeys = 64 * kConsumers;
 constexpr int kStages = 2;
@@ -269,14 +270,15 @@ struct Consumer {
             int left = blocks;
 #pragma unroll 1
             for (int member = 0; member < params.group; ++member) {
+                const int head = tile.kv_head * params.group + member;
 #pragma unroll 1
                 for (int block = tile.first_block; block < tile.end_block; ++block) {
                     const bool masked = block < plain_begin || block >= plain_end;
                     --left;
                     if (masked) {
-                        take_block<true>(block, left > 0, s, dk, dv);
+                        take_block<true>(head, block, left > 0, s, dk, dv);
                     } else {
-                        take_block<false>(block, left > 0, s, dk, dv);
+                        take_block<false>(head, block, left > 0, s, dk, dv);
                     }
                 }
             }
@@ -301,12 +303,16 @@ struct Consumer {
                              desc_q + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK, k > 0);
         wgmma_commit_group();
     }
+    // The thread's two keys.
+    __device__ __forceinline__ int key_of(int r) const {
+        return tile.first_key + wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
+    }
     // The first of the two query columns of accumulators 4 j to 4 j + 3.
     __device__ __forceinline__ static int column_of(int j) { return 8 * j + 2 * (lane_index() % 4); }
 
     template <bool kMasked>
-    __device__ __forceinline__ void take_block(int block, bool has_next, Scores& s, float (&dk)[kDimQK / 2],
-                                               float (&dv)[kDimV / 2]) {
+    __device__ __forceinline__ void take_block(int head, int block, bool has_next, Scores& s,
+                                               float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         Packed p;  // P^T, then dS^T
         // Queries that see the thread's two keys, counted from its first column.
@@ -314,8 +320,7 @@ struct Consumer {
         if constexpr (kMasked) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = tile.first_key + wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
-                const int first = block * kBlockRows + 2 * (lane_index() % 4);
+                const int key = key_of(r), first = block * kBlockRows + column_of(0);
                 begin[r] = key - tile.offset - params.window_right - first;
                 end[r] = key < tile.k_len ? key - tile.offset + params.window_left + 1 - first : -kBlockRows;
             }
@@ -325,14 +330,32 @@ struct Consumer {
             const int column = 8 * (i >> 2) + (i & 1), r = (i >> 1) & 1;
             return column < begin[r] || column >= end[r];
         };
+        int distance[2] = {};  // from the thread's first column to the query that stands at its key
+        if constexpr (kAlibi) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                distance[r] = key_of(r) - tile.offset - block * kBlockRows - column_of(0);
+        }
+        float slope = 0.0f;
+        if constexpr (kAlibi) {
+            const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
+            slope = params.alibi_slopes[row + head] * kLog2E;
+        }
+        auto bias = [&](int i) {
+            const int column = 8 * (i >> 2) + (i & 1);
+            return slope * fabsf(static_cast<float>(distance[(i >> 1) & 1] - column));
+        };
         const float* lse = smem.lse[stage];
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
             const float2 of_columns = *reinterpret_cast<const float2*>(lse + column_of(j));
 #pragma unroll
             for (int i = 4 * j; i < 4 * j + 4; ++i) {
-                const float e =
-                    exp2_approx(fmaf(s[i], params.scale_log2, -((i & 1) ? of_columns.y : of_columns.x)));
+                float score = s[i];
+                if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);
+                if constexpr (kAlibi) score = fmaf(score, params.score_factor, -bias(i));
+                const float e = exp2_approx(
+                    fmaf(score, params.softmax_scale_log2, -((i & 1) ? of_columns.y : of_columns.x)));
                 s[i] = hides(i) ? 0.0f : e;
             }
             p[2 * j] = pack_16bit<kDtype>(s[4 * j], s[4 * j + 1]);
@@ -359,14 +382,24 @@ struct Consumer {
         const float* delta = smem.delta[stage];
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
-            const float2 of_columns = *reinterpret_cast<const float2*>(delta + column_of(j));
+            const float2 deltas = *reinterpret_cast<const float2*>(delta + column_of(j));
+            const float2 lses = *reinterpret_cast<const float2*>(lse + column_of(j));
             float ds[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float2 pair = unpack_16bit<kDtype>(p[2 * j + i / 2]);
-                const float value =
-                    ((i & 1) ? pair.y : pair.x) * (s[4 * j + i] - ((i & 1) ? of_columns.y : of_columns.x));
-                ds[i] = hides(4 * j + i) ? 0.0f : value;
+                const float probability = (i & 1) ? pair.y : pair.x;
+                float value = probability * (s[4 * j + i] - ((i & 1) ? deltas.y : deltas.x));
+                bool is_zero = hides(4 * j + i);
+                if constexpr (kSoftcap) {
+                    // The softcap's tanh once more, from the probability, which costs no registers meanwhile.
+                    float score = log2_approx(probability) + ((i & 1) ? lses.y : lses.x);
+                    if constexpr (kAlibi) score += bias(4 * j + i);
+                    score *= params.score_inverse;
+                    value *= fmaf(-score, score, 1.0f);
+                    is_zero |= probability == 0.0f;
+                }
+                ds[i] = is_zero ? 0.0f : value;
             }
             p[2 * j] = pack_16bit<kDtype>(ds[0], ds[1]);
             p[2 * j + 1] = pack_16bit<kDtype>(ds[2], ds[3]);
@@ -423,7 +456,7 @@ struct Consumer {
         if (params.cu_seqlens_k == nullptr) rows += tile.request * stride_b;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int key = tile.first_key + wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
+            const int key = key_of(r);
             if (key >= tile.k_rows) continue;
             u16* row = rows + (tile.k_begin + key) * stride_s + 2 * (lane_index() % 4);
 #pragma unroll

@@ -11,6 +11,7 @@ struct Params {
     void *dk, *dv;
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]; null: all requests have seqlen_q, seqlen_k tokens
     const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
+    const float* alibi_slopes;               // [b, query heads] or [query heads]
     i64 dk_stride_b, dk_stride_s, dk_stride_h;
     i64 dv_stride_b, dv_stride_s, dv_stride_h;
     i64 blocks;  // of a head in the scratch
@@ -20,7 +21,11 @@ struct Params {
     int seqlen_q, seqlen_k;
     int window_left, window_right;  // kNoBound: none
     int tiles_per_head, section;    // without cu_seqlens_k
-    float scale_log2, scale;        // of the softmax, times log2(e) and as it is
+    int alibi_stride_b;
+    // As in mha/scores.cuh: from scores, as the score step leaves them, to exponents of 2; and its factors.
+    float softmax_scale_log2, score_scale, score_factor;
+    float score_inverse;  // of the softcap's factor in base 2
+    float scale;          // of the softmax
 };
 
 constexpr int kNoBound = 1 << 30;

@@ -52,6 +52,7 @@ class BackwardAddresses(NamedTuple):
     cu_seqlens_k: int
     seqused_q: int
     seqused_k: int
+    alibi_slopes: int
 
 
 class BackwardCall(NamedTuple):
@@ -84,6 +85,9 @@ class BackwardCall(NamedTuple):
     softmax_scale: float
     window_left: int
     window_right: int
+    softcap: float
+    alibi_stride_b: int
+    has_alibi: bool
 
 
 PREPARE_PARAMS = ParamStruct(
@@ -101,16 +105,16 @@ PREPARE_PARAMS = ParamStruct(
 PARAMS = ParamStruct(
     TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
     POINTER("lse", "delta", "dq_accum", "dk", "dv"),
-    POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+    POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
     I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
     I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
     I64("blocks"),
     I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
-    I32("tiles_per_head", "section"),
-    F32("scale_log2", "scale"),
+    I32("tiles_per_head", "section", "alibi_stride_b"),
+    F32("softmax_scale_log2", "score_scale", "score_factor", "score_inverse", "scale"),
     changing=(
         "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "dq_accum", "dk", "dv",
-        "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k",
+        "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
     ),
 )  # fmt: skip
 FINISH_PARAMS = ParamStruct(
@@ -124,7 +128,9 @@ FINISH_PARAMS = ParamStruct(
 
 
 @cache
-def specs(dtype: str, d_qk: int, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
+def specs(
+    dtype: str, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False
+) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
     """The variants of the three kernels, in the order of their launch."""
     d_qk, d_v = padded(d_qk), padded(d_v)
     chunks_qk, chunks_v = ceil_div(d_qk, _CHUNK), ceil_div(d_v, _CHUNK)
@@ -136,7 +142,14 @@ def specs(dtype: str, d_qk: int, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSp
         + _BARRIER_BYTES
     )
     kind = ("DTYPE", DTYPES[dtype])
-    main = (kind, ("D_QK", d_qk), ("D_V", d_v), ("SMEM_BYTES", smem_bytes))
+    main = (
+        kind,
+        ("ALIBI", alibi),
+        ("D_QK", d_qk),
+        ("D_V", d_v),
+        ("SMEM_BYTES", smem_bytes),
+        ("SOFTCAP", softcap),
+    )
     return (
         jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
         jit.KernelSpec("mha_backward", main, threads=_THREADS, smem_bytes=smem_bytes),
@@ -158,7 +171,7 @@ class PreparedMhaBackward:
         self._call = call
         kernels = [
             jit.get_kernel(spec, call.device, capturing=capturing)
-            for spec in specs(call.dtype, call.d_qk, call.d_v)
+            for spec in specs(call.dtype, call.d_qk, call.d_v, call.softcap > 0, call.has_alibi)
         ]
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
         blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
@@ -182,6 +195,8 @@ class PreparedMhaBackward:
             accum_columns=chunks * _CHUNK,
             **sizes,
         )
+        # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
+        factor = (call.softcap or call.softmax_scale) * LOG2_E
         main = PARAMS.pack(
             **_strides("dk", call.dk_strides),
             **_strides("dv", call.dv_strides),
@@ -194,7 +209,11 @@ class PreparedMhaBackward:
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
             section=min(_SECTION_HEADS, call.b * call.h_kv),
-            scale_log2=call.softmax_scale * LOG2_E,
+            alibi_stride_b=call.alibi_stride_b,
+            softmax_scale_log2=1.0 if call.has_alibi else factor,
+            score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
+            score_factor=factor,
+            score_inverse=1 / factor,
             scale=call.softmax_scale,
             **sizes,
         )
@@ -222,6 +241,7 @@ class PreparedMhaBackward:
         """Enqueue the three kernels. ``scratch`` is the address of 128-byte aligned scratch."""
         (
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            alibi_slopes,
         ) = addresses  # fmt: skip
         lse_log2 = scratch
         delta, accum = [scratch + place for place in self._places]
@@ -230,7 +250,8 @@ class PreparedMhaBackward:
         prepare, main, finish = self._launches
         prepare(stream, out, dout, lse, dlse, lse_log2, delta, accum, cu_seqlens_q, seqused_q)
         main(
-            stream, *maps, lse_log2, delta, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+            stream, *maps, lse_log2, delta, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            alibi_slopes,
         )  # fmt: skip
         finish(stream, accum, dq, cu_seqlens_q)
 
