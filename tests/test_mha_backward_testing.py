@@ -106,7 +106,9 @@ def test_gradients_of_rows_that_attend_nothing_are_the_gap(case: MhaCase, of: st
 @pytest.mark.parametrize("options", ({}, {"causal": True}), ids=str)
 def test_plain_torch(options: dict[str, Any], dtype: str) -> None:
     """The reference in the inputs' dtype errs as much as autograd does in it."""
-    inputs = make_mha_inputs(MhaCase(s_q=150, s_k=150, h_kv=4, d_qk=64, d_v=64, dtype=dtype, **options), "cpu")
+    inputs = make_mha_inputs(
+        MhaCase(s_q=150, s_k=150, h_kv=4, d_qk=64, d_v=64, dtype=dtype, **options), "cpu"
+    )
     gradients = make_mha_gradients(inputs)
     leaves = [x.transpose(1, 2).detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     scores = leaves[0] @ leaves[1].mT * 64**-0.5
@@ -125,7 +127,7 @@ def test_plain_torch(options: dict[str, Any], dtype: str) -> None:
 
 
 def kernel(inputs: MhaInputs, gradients: MhaGradients, results: tuple[Any, Any], wrong: str = "") -> Any:
-    """What a kernel would give: sums in float32, P and dS in the inputs' dtype. `wrong`: what it gets wrong."""
+    """What a kernel would give: sums in float32, P and dS in the inputs' dtype. `wrong`: where it errs."""
     case, (out, lse), dout, dlse = inputs.case, results, gradients.dout, gradients.dlse
     dtype = inputs.q.dtype
     dq, dk, dv = (torch.zeros(x.shape) for x in (inputs.q, inputs.k, inputs.v))
@@ -149,7 +151,7 @@ def kernel(inputs: MhaInputs, gradients: MhaGradients, results: tuple[Any, Any],
             s = scale * q @ k.T
             slope = torch.ones_like(s)
             if case.softcap:
-                ratio = torch.tanh(s / case.softcap)
+                ratio = torch.tanh(s / case.softcap) * (1 + 2**-11 * torch.sin(1e4 * s))
                 s, slope = case.softcap * ratio, 1 - ratio**2
             if inputs.alibi_slopes is not None:
                 slopes = inputs.alibi_slopes
@@ -166,7 +168,7 @@ def kernel(inputs: MhaInputs, gradients: MhaGradients, results: tuple[Any, Any],
                 sink = inputs.attn_sink[h].float()
                 kept = torch.sigmoid(log_sum - sink)
                 share = torch.where(some, torch.sigmoid(sink - log_sum), 0)
-                dsink[h] -= (dots.sum() if wrong == "share" else (share * dots).sum())
+                dsink[h] -= dots.sum() if wrong == "share" else (share * dots).sum()
             p = torch.where(seen, weights * (1 if wrong == "sink" else kept), 0)
             delta = 0 if wrong == "delta" else dots
             ds = p * (do @ v.T - delta)
@@ -192,6 +194,8 @@ LARGE = (
     MhaCase(s_q=130, s_k=300, d_qk=64, d_v=64, dtype="float16", window=(40, 3), sink="float16"),
     MhaCase(s_q=90, s_k=200, d_qk=64, d_v=96, softcap=15.0, alibi="heads", sink="float32", layout="heads"),
     MhaCase(s_q=90, s_k=200, d_qk=64, d_v=96, dtype="float16", softcap=15.0, sink="infinite", h_q=6),
+    MhaCase(s_q=90, s_k=200, d_qk=64, d_v=96, softcap=15.0, spread=3.0),
+    MhaCase(s_q=90, s_k=200, d_qk=64, d_v=96, softcap=2.0, spread=3.0, dtype="float16"),
     MhaCase(s_q=300, s_k=1, d_qk=64, d_v=64, h_q=6, sink="bfloat16"),
     MhaCase(s_q=300, s_k=1, d_qk=64, d_v=64, dtype="float16"),
     MhaCase(s_q=1, s_k=300, d_qk=64, d_v=64, alibi="heads"),
@@ -213,3 +217,80 @@ def test_the_comparison_takes_what_a_kernel_gives(case: MhaCase, of: str) -> Non
     inputs = make_mha_inputs(case, "cpu")
     gradients, results = make_mha_gradients(inputs, of), exact_results(inputs)
     check_mha_backward(inputs, gradients, results, kernel(inputs, gradients, results), plain=True)
+
+
+PLAIN = MhaCase(s_q=130, s_k=150, d_qk=64, d_v=64, causal=True)
+CAPPED = replace(PLAIN, softcap=15.0, alibi="heads")
+WITH_SINK = replace(PLAIN, sink="float32")
+EMPTY_ROWS = replace(PLAIN, s_k=70)
+
+
+@pytest.mark.parametrize(
+    ("case", "of", "wrong", "text"),
+    (
+        (PLAIN, "out", "delta", "relative L2 error of dq"),
+        (PLAIN, "both", "dlse", "relative L2 error of dq .* relative L2 error of dk"),
+        (PLAIN, "both", "diagonal", "relative L2 error of dq .* of dk .* of dv"),
+        (PLAIN, "out", "group", "relative L2 error of dq"),
+        (PLAIN, "out", "last key", "L2 error of a row of dk"),
+        (CAPPED, "out", "slope", "relative L2 error of dq"),
+        (CAPPED, "both", "slope of ALiBi", "relative L2 error of dq"),
+        (WITH_SINK, "both", "c", "L2 error of a row of dq .* of dk"),
+        (WITH_SINK, "out", "sink", "relative L2 error of dq .* of dk .* of dv"),
+        (WITH_SINK, "out", "share", "error of dsink"),
+        (EMPTY_ROWS, "out", "masks by multiplication", "elements of dv are infinite or NaN"),
+    ),
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_the_comparison_finds_a_wrong_kernel(case: MhaCase, of: str, wrong: str, text: str) -> None:
+    inputs = make_mha_inputs(case, "cpu")
+    gradients, results = make_mha_gradients(inputs, of), exact_results(inputs)
+    check_mha_backward(inputs, gradients, results, kernel(inputs, gradients, results), plain=True)
+    with pytest.raises(AssertionError, match=text):
+        check_mha_backward(inputs, gradients, results, kernel(inputs, gradients, results, wrong))
+
+
+def test_the_comparison_finds_wrong_numbers() -> None:
+    """A single row, of which the L2 error of the whole does not tell; NaN; what is not 0 and should be."""
+    inputs = make_mha_inputs(replace(EMPTY_ROWS, s_k=100, sink="bfloat16"), "cpu")
+    gradients, results = make_mha_gradients(inputs, "both"), exact_results(inputs)
+    found = kernel(inputs, gradients, results)
+
+    def fails(text: str, change: Callable[[list[Any]], Any], of: MhaGradients = gradients) -> None:
+        got = [x.clone() for x in kernel(inputs, of, results)]
+        change(got)
+        with pytest.raises(AssertionError, match=text):
+            check_mha_backward(inputs, of, results, tuple(got), plain=True)
+
+    for i, name in enumerate(("dq", "dk", "dv")):
+        fails(f": relative L2 error of {name}", lambda got, i=i: got[i].mul_(1.02))
+        fails(f": L2 error of a row of {name} ", lambda got, i=i: got[i][1, 99, 1].mul_(1.05))
+        fails(f"elements of {name} are", lambda got, i=i: got[i][1, 99, 1, 3].fill_(torch.nan))
+        fails(f"largest error of {name} ", lambda got, i=i: got[i][1, 99, 1, 3].add_(0.2))
+        fails(f"{name} of torch.float32", lambda got, i=i: got.__setitem__(i, got[i].float()))
+        fails(f"{name} of .* shape", lambda got, i=i: got.__setitem__(i, got[i][:1]))
+    fails("dq is not 0 in a row", lambda got: got[0][1, 29, 1, 3].fill_(1e-6))
+    fails("dq is not 0 in a row", lambda got: got[0][1, 29, 1, 3].fill_(torch.nan))
+    fails("error of dsink", lambda got: got[3][1].mul_(1.02))
+    fails("error of dsink", lambda got: got[3][1].fill_(torch.nan))
+    fails("3 gradients instead of 4", lambda got: got.pop())
+    of_lse = make_mha_gradients(inputs, "lse")
+    fails("dv is not 0 without", lambda got: got[2][1, 99, 1, 3].fill_(1e-30), of_lse)
+    check_mha_backward(inputs, gradients, results, found, plain=True)
+    with pytest.raises(AssertionError, match="of dq"):
+        check_mha_backward(inputs, of_lse, results, found)
+
+
+def test_the_comparison_finds_what_is_outside_of_requests() -> None:
+    case = MhaCase(
+        q_lengths=(30, 0, 5), k_lengths=(20, 4, 9), q_used=(30, 0, 4), k_used=(16, 4, 8), rows_around=2
+    )
+    inputs = make_mha_inputs(case, "cpu")
+    gradients, results = make_mha_gradients(inputs), exact_results(inputs)
+    check_mha_backward(inputs, gradients, results, kernel(inputs, gradients, results))
+    for i, rows in ((0, (0, 36, 37)), (1, (0, 18, 22, 34, 35)), (2, (1, 21, 23, 34, 36))):
+        for row in rows:
+            got = kernel(inputs, gradients, results)
+            got[i][row, 1, 5] = 1e-20
+            with pytest.raises(AssertionError, match="is not 0 in a row that takes no part;"):
+                check_mha_backward(inputs, gradients, results, got)

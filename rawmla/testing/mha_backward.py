@@ -28,6 +28,9 @@ FLOAT32 = 2.0**-20
 nearest.
 """
 
+TANH = 2.0**-11
+"""Relative error of an approximate tanh."""
+
 
 @dataclass
 class MhaGradients:
@@ -44,7 +47,8 @@ class BackwardResults:
     Attributes:
         values: dq, dk, dv, and with a sink dsink.
         sizes: of the terms that a row of dq, dk and dv is the sum of, as an L2 norm: `|dS| |k|`, `|dS| |q|`,
-            `P |dout|`. Terms that are off by independent roundings leave the row off by so much of it.
+            `P |dout|`. Terms that are off by independent roundings leave the row off by so much of it. Where
+            an approximate tanh is worth several half-steps, the terms count as often.
         floors: what the errors of dot products in float32, whose difference dS is, and what numbers below the
             dtype's leave the rows off by.
     """
@@ -152,7 +156,7 @@ def reference_backward(
             _add_gradients(sums.of_rows(rows_q, rows_k), own, inputs, one_slopes, dtype)
     values = tuple(x.to(dtype) for x in (sums.dq, sums.dk, sums.dv))
     if inputs.attn_sink is not None:
-        values = (*values, sums.dsink)
+        values = (*values, sums.dsink if dtype == torch.float64 else sums.dsink.to(inputs.attn_sink.dtype))
     return BackwardResults(values, sums.sizes.roots(), sums.floors.roots())
 
 
@@ -224,9 +228,13 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         keys, values = (_heads(arrays[name], shared, unseen).to(dtype) for name in ("k", "v"))
         scores = queries @ keys.mT * scale
         slope: Any = 1.0
+        off_p: Any = 1.0  # by how many half-steps P and the slope are off, this in absolute terms
+        off_slope: Any = 0.0
         if case.softcap:
             ratio = torch.tanh(scores / case.softcap)
             scores, slope = case.softcap * ratio, 1 - ratio * ratio
+            steps = TANH / HALF_STEP[case.dtype]
+            off_p, off_slope = 1 + steps * scores.abs(), 2 * steps * ratio * ratio
         if slopes is not None:
             scores = scores - slopes[request, head, None, None] * behind.abs()
         scores = scores.to(exact).masked_fill(hidden, -inf)
@@ -242,16 +250,16 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         p = (weights * kept[..., None]).to(dtype)
         dp = dout @ values.mT
         if arrays["out"] is None:
-            out = p @ values
-            dots = (p.to(exact) * dp).sum(-1)
+            out = (p @ values).to(exact)
         else:
             out = _heads(arrays["out"], own, empty).to(exact)
-            dots = (dout.to(exact) * out).sum(-1)
+        dots = (dout * out).sum(-1)
         ds = p * (dp - dots[..., None])
         terms = p * _norms(dout) * (_norms(values).mT + _norms(out))
         if arrays["dlse"] is not None:
             dlse = _heads(arrays["dlse"], own, empty).to(exact)[..., None]
             ds, terms = ds + weights * dlse, terms + weights * dlse.abs()
+        off_ds = (slope * off_p + off_slope) * ds
         ds, terms = (slope * ds).masked_fill(hidden, 0.0), slope * terms
 
         _add(sums.dq, own, scale * (ds.to(dtype) @ keys))
@@ -263,7 +271,7 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         least = LEAST[case.dtype]
         lost = FLOAT32 * scale * terms + least * max(scale, 1.0)  # dS is rounded before or after the scale
         smallest = torch.full_like(lost, least)
-        for squares, of_ds, of_p in ((sums.sizes, scale * ds, p), (sums.floors, lost, smallest)):
+        for squares, of_ds, of_p in ((sums.sizes, scale * off_ds, off_p * p), (sums.floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
             _add(squares.q, own, (of_ds @ _norms(keys).square())[..., 0])
             _add(squares.k, shared, (of_ds.mT @ _norms(queries).square())[..., 0])
@@ -328,7 +336,7 @@ def check_mha_backward(
     if len(got) == 4:
         problems += _problems_of_dsink(got[3], want.values[3], gradients.dout[used_q], results[0][used_q])
     if plain:
-        problems += _problems_by_plain_torch(inputs, gradients, names, got)
+        problems += _problems_by_plain_torch(inputs, gradients, want, got)
     if problems:
         raise AssertionError(f"{case.id}: {'; '.join(problems)}")
 
@@ -373,21 +381,27 @@ def _problems_of_dsink(got: Any, want: Any, dout: Any, out: Any) -> list[str]:
 
 
 def _problems_by_plain_torch(
-    inputs: MhaInputs, gradients: MhaGradients, names: tuple[str, ...], got: tuple[Any, ...]
+    inputs: MhaInputs, gradients: MhaGradients, given: BackwardResults, got: tuple[Any, ...]
 ) -> list[str]:
-    """What FlashAttention's tests refuse: more than a multiple of the error of torch, and of adding 0.3."""
+    """What FlashAttention's tests refuse: more than a multiple of the error of torch, and of adding 0.3.
+
+    In dsink the rounding of out, of which `given` has made the best, is an error of torch as well: the errors
+    of a few heads alone say too little of what is usual.
+    """
     exact = reference_backward(inputs, gradients)
     plain = reference_backward(inputs, gradients, dtype=inputs.q.dtype).values
     problems = []
-    for name, one, want, other in zip(names, got, exact.values, plain, strict=True):
+    for i, (one, want, other) in enumerate(zip(got, exact.values, plain, strict=True)):
         if not one.numel():
             continue
         rounded = want.to(one.dtype)
         step = float((rounded + 0.3 - 0.3 - rounded).abs().max())
         error, of_plain = (float((x.double() - want).abs().max()) for x in (one, other))
+        if i == 3:
+            of_plain = max(of_plain, float((given.values[i] - want).abs().max()))
         allowed = (3 * of_plain + 3e-4 if inputs.case.softcap else 2 * of_plain) + 2 * step
-        if name != "dsink":
-            allowed += float(exact.floors[NAMES.index(name)].max())
+        if i < 3:  # plain torch finds 0 where float32 leaves something of terms that cancel
+            allowed += float(exact.floors[i].max())
         if not error <= allowed:
-            problems.append(f"largest error of {name} {error:.3g}, allowed by plain torch {allowed:.3g}")
+            problems.append(f"largest error of {NAMES[i]} {error:.3g}, allowed by plain torch {allowed:.3g}")
     return problems
