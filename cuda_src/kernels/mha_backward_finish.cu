@@ -1,5 +1,6 @@
 // dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each block
-// of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread together.
+// of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread together. And the
+// gradients of sinks from their parts.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/backward_rows.cuh"
@@ -12,12 +13,36 @@ struct Params {
     const float* dq_accum;
     void* dq;
     const int* cu_seqlens_q;
+    const float* dsink_parts;  // [heads, blocks]
+    void* dsink;               // [heads]; null: none
     i64 dq_stride_b, dq_stride_s, dq_stride_h;
     i64 blocks;  // of a head
     int b, seqlen_q, d_qk;
     int chunks;
+    int sink_dtype;  // mha/sink.cuh
     float scale;
 };
+
+// All threads. The sum of a head's parts, always in the same order.
+__device__ __forceinline__ void store_dsink(const Params& params, int head) {
+    __shared__ float sums[kThreads];
+    float sum = 0.0f;
+    for (i64 block = threadIdx.x; block < params.blocks; block += kThreads)
+        sum += params.dsink_parts[head * params.blocks + block];
+    sums[threadIdx.x] = sum;
+    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
+        __syncthreads();
+        if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
+    }
+    if (threadIdx.x != 0) return;
+    if (params.sink_dtype == 0) {
+        static_cast<float*>(params.dsink)[head] = sums[0];
+    } else {
+        const u32 packed = params.sink_dtype == 1 ? pack_16bit<Dtype::kBf16>(sums[0], 0.0f)
+                                                  : pack_16bit<Dtype::kF16>(sums[0], 0.0f);
+        static_cast<u16*>(params.dsink)[head] = static_cast<u16>(packed);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     mha_backward_finish(const __grid_constant__ Params params) {
@@ -25,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_launch_dependents();
     const i64 place = blockIdx.x, block = place % params.blocks;
     const int head = place / params.blocks, thread = threadIdx.x;
+    if (params.dsink != nullptr && block == 0) store_dsink(params, head);
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;

@@ -2,10 +2,15 @@
 // 2. A row that sees no key, or exists in no request, has lse +inf, so that its probabilities are 0. Clears the
 // sums of dQ too.
 //
+// With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and
+// dS = exp(s - lse) (w dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w goes to a copy
+// of dout, since w may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
+//
 // A CTA takes a block of kBlockRows rows of a head, in the scratch's order (mha/backward_rows.cuh).
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/backward_rows.cuh"
+#include "mha/sink.cuh"
 #include "ptx/sync.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
@@ -17,6 +22,10 @@ struct Params {
     const float* lse;
     const float* dlse;  // null: zeros
     float *lse_log2, *delta, *dq_accum;
+    const void* attn_sink;  // [heads]; null: none
+    float* dsink_parts;     // [heads, blocks]
+    void*
+        weighted_dout;  // a copy of dout times w, as dout lies but contiguous [tokens, heads, columns]; or null
     const int *cu_seqlens_q, *seqused_q;  // as in the kernel after this one
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 dout_stride_b, dout_stride_s, dout_stride_h;
@@ -25,6 +34,8 @@ struct Params {
     i64 blocks;  // of a head
     int b, heads, seqlen_q, d_v;
     int accum_columns;  // of the sums of dQ
+    int sink_dtype;     // mha/sink.cuh
+    int copy_columns;   // of weighted_dout
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -37,7 +48,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
-    if (first_token >= rows.count) return;
+    if (first_token >= rows.count) {
+        if (params.attn_sink != nullptr && threadIdx.x == 0) params.dsink_parts[place] = 0.0f;
+        return;
+    }
     int q_len = rows.count;
     if (params.seqused_q != nullptr) q_len = min_int(q_len, params.seqused_q[request]);
 
@@ -46,9 +60,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
+    __shared__ float dsink_of_warps[kThreads / 32];
+    const bool has_sink = params.attn_sink != nullptr;
+    const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
+    float dsink = 0.0f;
     for (int row = warp; row < kBlockRows; row += kThreads / 32) {
         const int token = first_token + row;
-        float lse = kInfinity, delta = 0.0f;
+        float lse = kInfinity, dots = 0.0f, dlse = 0.0f, w = 1.0f;
         if (token < q_len) {
             const i64 at = rows.begin + token;
             const float natural =
@@ -66,22 +84,42 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float2 x = unpack_16bit<kDtype>(first[i]), y = unpack_16bit<kDtype>(second[i]);
-                        if (column + 2 * i < params.d_v) delta = fmaf(x.x, y.x, delta);
-                        if (column + 2 * i + 1 < params.d_v) delta = fmaf(x.y, y.y, delta);
+                        if (column + 2 * i < params.d_v) dots = fmaf(x.x, y.x, dots);
+                        if (column + 2 * i + 1 < params.d_v) dots = fmaf(x.y, y.y, dots);
                     }
                 }
                 lse = natural * kLog2E;
-                if (params.dlse != nullptr && lane == 0)
-                    delta -= params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
-                                         head * params.dlse_stride_h];
+                if (has_sink) w = 1.0f / (1.0f + exp2f(sink * kLog2E - lse));
+                if (params.dlse != nullptr)
+                    dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
+                                       head * params.dlse_stride_h];
+                if (params.weighted_dout != nullptr) {
+                    u16* copy = static_cast<u16*>(params.weighted_dout) +
+                                ((batch * params.seqlen_q + at) * params.heads + head) * params.copy_columns;
+                    for (int column = 2 * lane; column < params.d_v; column += 64) {
+                        const float2 pair = unpack_16bit<kDtype>(
+                            dout[column] | (column + 1 < params.d_v ? dout[column + 1] << 16 : 0));
+                        *reinterpret_cast<u32*>(copy + column) = pack_16bit<kDtype>(pair.x * w, pair.y * w);
+                    }
+                }
             }
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2)
-            delta += __shfl_xor_sync(0xffffffff, delta, distance);
+            dots += __shfl_xor_sync(0xffffffff, dots, distance);
+        dsink += (w - 1.0f) * dots;
         if (lane == 0) {
-            params.lse_log2[place * kBlockRows + row] = lse;
-            params.delta[place * kBlockRows + row] = delta;
+            const bool in_lse = params.weighted_dout == nullptr;
+            params.lse_log2[place * kBlockRows + row] = in_lse ? lse - log2f(w) : lse;
+            params.delta[place * kBlockRows + row] = (in_lse ? dots : w * dots) - dlse;
         }
+    }
+    if (!has_sink) return;
+    if (lane == 0) dsink_of_warps[warp] = dsink;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int i = 0; i < kThreads / 32; ++i) sum += dsink_of_warps[i];
+        params.dsink_parts[place] = sum;
     }
 }

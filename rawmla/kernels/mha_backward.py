@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
 from .common import DTYPES, LOG2_E, ceil_div
+from .mha_combine import SINK_DTYPES
 from .mha_forward import MAX_MAPS, key_map, padded
 
 __all__ = [
@@ -30,6 +31,7 @@ _CHUNK = 64
 _STAGES = 2
 _CONSUMERS = 2
 _BARRIER_BYTES = 512
+_ALIGNMENT = 128
 _SECTION_HEADS = 2
 """Heads whose tiles run together, so that what they add to dQ stays in L2."""
 Strides = tuple[int, int, int]
@@ -53,6 +55,8 @@ class BackwardAddresses(NamedTuple):
     seqused_q: int
     seqused_k: int
     alibi_slopes: int
+    attn_sink: int
+    dsink: int
 
 
 class BackwardCall(NamedTuple):
@@ -88,18 +92,22 @@ class BackwardCall(NamedTuple):
     softcap: float
     alibi_stride_b: int
     has_alibi: bool
+    sink_dtype: str | None  # None: there are no sinks
+    has_dlse: bool
 
 
 PREPARE_PARAMS = ParamStruct(
-    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum", "cu_seqlens_q", "seqused_q"),
+    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
+    POINTER("attn_sink", "dsink_parts", "weighted_dout", "cu_seqlens_q", "seqused_q"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
     I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
     I64("blocks"),
-    I32("b", "heads", "seqlen_q", "d_v", "accum_columns"),
+    I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype", "copy_columns"),
     changing=(
-        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum", "cu_seqlens_q", "seqused_q",
+        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
+        "attn_sink", "dsink_parts", "weighted_dout", "cu_seqlens_q", "seqused_q",
     ),
 )  # fmt: skip
 PARAMS = ParamStruct(
@@ -118,12 +126,12 @@ PARAMS = ParamStruct(
     ),
 )  # fmt: skip
 FINISH_PARAMS = ParamStruct(
-    POINTER("dq_accum", "dq", "cu_seqlens_q"),
+    POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
-    I32("b", "seqlen_q", "d_qk", "chunks"),
+    I32("b", "seqlen_q", "d_qk", "chunks", "sink_dtype"),
     F32("scale"),
-    changing=("dq_accum", "dq", "cu_seqlens_q"),
+    changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
 
 
@@ -182,8 +190,26 @@ class PreparedMhaBackward:
             tiles = min(tiles, call.total_k // TILE_KEYS + call.b)
         chunks = ceil_div(padded(call.d_qk), _CHUNK)
         rows = call.h_q * blocks * BLOCK_ROWS
-        self._places = (4 * rows, 8 * rows)
-        self.scratch_bytes = 8 * rows + 4 * rows * chunks * _CHUNK
+        # With sinks and dlse the kernel takes a copy of dout, mha_backward_prepare.cu says why.
+        self._weights_dout = call.sink_dtype is not None and call.has_dlse
+        copy_columns = ceil_div(call.d_v, 8) * 8
+        batches = 1 if call.varlen else call.b
+        token = call.h_q * copy_columns
+        self._dout_strides = call.dout_strides
+        if self._weights_dout:
+            self._dout_strides = (call.total_q * token, token, copy_columns)
+        sizes_of_parts = (
+            4 * rows,  # lse
+            4 * rows,  # delta
+            4 * rows * chunks * _CHUNK,  # dq_accum
+            4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
+            2 * batches * call.total_q * token if self._weights_dout else 0,  # weighted_dout
+        )
+        places = [0]
+        for size in sizes_of_parts:
+            places.append(ceil_div(places[-1] + size, _ALIGNMENT) * _ALIGNMENT)
+        *self._places, self.scratch_bytes = places
+        sink_dtype = SINK_DTYPES[call.sink_dtype or "float32"]
         sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
         prepare = PREPARE_PARAMS.pack(
             **_strides("out", call.out_strides),
@@ -193,6 +219,8 @@ class PreparedMhaBackward:
             heads=call.h_q,
             d_v=call.d_v,
             accum_columns=chunks * _CHUNK,
+            sink_dtype=sink_dtype,
+            copy_columns=copy_columns,
             **sizes,
         )
         # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
@@ -221,6 +249,7 @@ class PreparedMhaBackward:
             **_strides("dq", call.dq_strides),
             d_qk=call.d_qk,
             chunks=chunks,
+            sink_dtype=sink_dtype,
             scale=call.softmax_scale,
             **sizes,
         )
@@ -241,19 +270,23 @@ class PreparedMhaBackward:
         """Enqueue the three kernels. ``scratch`` is the address of 128-byte aligned scratch."""
         (
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            alibi_slopes,
+            alibi_slopes, attn_sink, dsink,
         ) = addresses  # fmt: skip
-        lse_log2 = scratch
-        delta, accum = [scratch + place for place in self._places]
-        arrays = q, dout, k, v
+        lse_log2, delta, accum, dsink_parts, weighted = [scratch + place for place in self._places]
+        if not self._weights_dout:
+            weighted = 0
+        arrays = q, weighted or dout, k, v
         maps = self._maps.get(arrays) or self._encode(arrays)
         prepare, main, finish = self._launches
-        prepare(stream, out, dout, lse, dlse, lse_log2, delta, accum, cu_seqlens_q, seqused_q)
+        prepare(
+            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weighted,
+            cu_seqlens_q, seqused_q,
+        )  # fmt: skip
         main(
             stream, *maps, lse_log2, delta, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             alibi_slopes,
         )  # fmt: skip
-        finish(stream, accum, dq, cu_seqlens_q)
+        finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         call = self._call
@@ -264,7 +297,7 @@ class PreparedMhaBackward:
             self._maps.clear()
         maps = self._maps[arrays] = (
             key_map(q, dtype, call.d_qk, BLOCK_ROWS, call.h_q, call.total_q, batches, call.q_strides),
-            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, call.dout_strides),
+            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, self._dout_strides),
             key_map(k, dtype, call.d_qk, TILE_KEYS, call.h_kv, call.total_k, batches, call.k_strides),
             key_map(v, dtype, call.d_v, TILE_KEYS, call.h_kv, call.total_k, batches, call.v_strides),
         )
