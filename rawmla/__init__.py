@@ -30,7 +30,9 @@ _MODULE_OF = {
     "convert_indices": "mla.indices",
     "create_block_mask": "attention.create",
     "dequantize_k_cache": "mla.cache",
+    "flash_attn_backward": "mha.gradients",
     "flash_attn_func": "mha.attention",
+    "flash_attn_varlen_backward": "mha.gradients",
     "flash_attn_varlen_func": "mha.attention",
     "flash_attn_varlen_kvpacked_func": "mha.attention",
     "flash_attn_varlen_qkvpacked_func": "mha.attention",
@@ -79,6 +81,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
     from .mha.attention import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from .mha.gradients import flash_attn_backward as flash_attn_backward
+    from .mha.gradients import flash_attn_varlen_backward as flash_attn_varlen_backward
     from .mha.prefix import context_attention_fwd as context_attention_fwd
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache

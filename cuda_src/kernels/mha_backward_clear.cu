@@ -7,16 +7,12 @@
 
 constexpr int kThreads = 128, kRows = 64;
 
-struct Array {
-    void* data;
-    i64 stride_s, stride_h;  // elements of 16 bits
-    int tokens, heads, columns;
-    int first_cta;
-};
-
 struct Params {
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]
-    Array arrays[3];                         // dq, dk, dv
+    void* gradients[3];                      // dq, dk, dv, of 16-bit elements
+    i64 strides_s[3], strides_h[3];
+    int tokens[3], heads[3], columns[3];
+    int first_ctas[3];
     int b;
 };
 
@@ -25,15 +21,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     int which = 0;
-    while (which < 2 && static_cast<int>(blockIdx.x) >= params.arrays[which + 1].first_cta) ++which;
-    const Array& array = params.arrays[which];
+    while (which < 2 && static_cast<int>(blockIdx.x) >= params.first_ctas[which + 1]) ++which;
     const int* cu_seqlens = which == 0 ? params.cu_seqlens_q : params.cu_seqlens_k;
-    const int begin = cu_seqlens[0], end = cu_seqlens[params.b];
-    const int first = (blockIdx.x - array.first_cta) * kRows, last = min_int(first + kRows, array.tokens);
+    const int begin = cu_seqlens[0], end = cu_seqlens[params.b], columns = params.columns[which];
+    const int first = (blockIdx.x - params.first_ctas[which]) * kRows;
+    const int last = min_int(first + kRows, params.tokens[which]);
     for (int token = first; token < last; ++token) {
         if (token >= begin && token < end) continue;
-        u16* row = static_cast<u16*>(array.data) + token * array.stride_s;
-        for (int i = threadIdx.x; i < array.heads * array.columns; i += kThreads)
-            row[i / array.columns * array.stride_h + i % array.columns] = 0;
+        u16* row = static_cast<u16*>(params.gradients[which]) + token * params.strides_s[which];
+        for (int i = threadIdx.x; i < params.heads[which] * columns; i += kThreads)
+            row[i / columns * params.strides_h[which] + i % columns] = 0;
     }
 }

@@ -133,6 +133,16 @@ FINISH_PARAMS = ParamStruct(
     F32("scale"),
     changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
+CLEAR_PARAMS = ParamStruct(
+    POINTER("cu_seqlens_q", "cu_seqlens_k"),
+    POINTER("gradients", elements=("dq", "dk", "dv")),
+    I64("strides_s", "strides_h", length=3),
+    I32("tokens", "heads", "columns", "first_ctas", length=3),
+    I32("b"),
+    changing=("cu_seqlens_q", "cu_seqlens_k", "dq", "dk", "dv"),
+)
+CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
+_CLEARED_ROWS = 64
 
 
 @cache
@@ -264,10 +274,13 @@ class PreparedMhaBackward:
                 strict=True,
             )
         ]
+        self._clear = _prepare_clear(call, capturing) if call.varlen else None
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
     def launch(self, stream: int, addresses: BackwardAddresses, scratch: int) -> None:
-        """Enqueue the three kernels. ``scratch`` is the address of 128-byte aligned scratch."""
+        """Enqueue the three kernels, and with segments one for tokens of no request. ``scratch`` is the
+        address of 128-byte aligned scratch.
+        """
         (
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             alibi_slopes, attn_sink, dsink,
@@ -287,6 +300,8 @@ class PreparedMhaBackward:
             alibi_slopes,
         )  # fmt: skip
         finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
+        if self._clear is not None:
+            self._clear(stream, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         call = self._call
@@ -302,6 +317,23 @@ class PreparedMhaBackward:
             key_map(v, dtype, call.d_v, TILE_KEYS, call.h_kv, call.total_k, batches, call.v_strides),
         )
         return maps
+
+
+def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
+    kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
+    tokens = (call.total_q, call.total_k, call.total_k)
+    ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
+    strides = (call.dq_strides, call.dk_strides, call.dv_strides)
+    params = CLEAR_PARAMS.pack(
+        strides_s=tuple(token for _, token, _ in strides),
+        strides_h=tuple(head for _, _, head in strides),
+        tokens=tokens,
+        heads=(call.h_q, call.h_kv, call.h_kv),
+        columns=(call.d_qk, call.d_qk, call.d_v),
+        first_ctas=(0, ctas[0], ctas[0] + ctas[1]),
+        b=call.b,
+    )
+    return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
 
 
 def _strides(name: str, strides: Strides) -> dict[str, int]:

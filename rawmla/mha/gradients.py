@@ -1,0 +1,151 @@
+"""Gradients of dense attention: the functions of FlashMLA, from their arguments to `backward.backpropagate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..call.arrays import READERS
+from .backward import backpropagate
+
+__all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
+
+Window = tuple[int | None, int | None]
+
+
+def flash_attn_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    is_varlen: bool = True,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    attn_sink: Any = None,
+    alibi_slopes: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> tuple[Any, ...]:
+    """Gradients of `flash_attn_varlen_func`.
+
+    P is computed again from q, k and lse. `DELTA = sum(dout * out) - c * dlse` of a row, where c is 1, and
+    with a sink `exp(logaddexp(lse, sink) - lse)`. `dS = P * (dout @ V.T - DELTA)`, with a softcap times
+    `1 - (S / softcap)**2` of the capped score. `dq = softmax_scale * dS @ K`, `dk = softmax_scale * dS.T @ Q`
+    and `dv = P.T @ dout`, summed in float32 over what shares a key, also the query heads of a KV head, from P
+    and dS rounded to the dtype of the inputs. `dsink` of a head is the sum over its rows of
+    `-exp(sink - logaddexp(lse, sink)) * sum(dout * out)`.
+
+    Parameters
+    ----------
+    dout : array
+        `[total_q, h_q, d_v]` in q's dtype, gradient of out.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As given to `flash_attn_varlen_func`; d_qk and d_v at most 128.
+    out, lse : array
+        Its results. lse may have tokens or heads first in memory.
+        dout and out are read where they lie under the rules for q, or copied once.
+    dq, dk, dv : array, optional
+        Of the shapes of q, k and v, in their dtype: overwritten and returned. Never copied: 16-byte aligned,
+        last dimension contiguous, other strides positive multiples of 8, no element twice.
+    causal, softmax_scale, is_varlen, window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k
+        As given to `flash_attn_varlen_func`.
+    dlse : array, optional
+        float32 `[total_q, h_q]`, gradient of lse; None: 0.
+    deterministic : bool
+        False. dk, dv and dsink always have the same bits; dq is summed in any order.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Fresh ones have their dimensions in the order of strides of q, k and v. 0 in rows that have nothing to
+        attend, that nothing attends, or that are of no request.
+    dsink : array
+        `[h_q]` in its dtype; only with `attn_sink`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, RawMLAError
+        As `flash_attn_varlen_func`, before anything is allocated or launched.
+
+    Notes
+    -----
+    Allocates the copies, the results and scratch, which is in float32 and has for each query row and head d_qk
+    rounded up to 64, and 2 numbers more, and with sinks and dlse a copy of dout; rows rounded up to 64 in every
+    request. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
+    reads a length on the host.
+
+    The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
+    arxiv.org/abs/2205.14135, appendix B).
+    """
+    read = [
+        READERS[type(x)](x, name)
+        for x, name in (
+            (dout, "dout"),
+            (q, "q"),
+            (k, "k"),
+            (v, "v"),
+            (out, "out"),
+            (lse, "lse"),
+            (cu_seqlens_q, "cu_seqlens_q"),
+            (cu_seqlens_k, "cu_seqlens_k"),
+        )
+    ]
+    return backpropagate(
+        *read, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal, softmax_scale, is_varlen, dlse, deterministic,
+        window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k,
+    )  # fmt: skip
+
+
+def flash_attn_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    attn_sink: Any = None,
+    alibi_slopes: Any = None,
+) -> tuple[Any, ...]:
+    """Gradients of `flash_attn_func`: `flash_attn_varlen_backward` for requests of one length.
+
+    Parameters
+    ----------
+    dout, q, k, v, out : array
+        `[b, s_q, h_q, d_v]`, `[b, s_q, h_q, d_qk]`, `[b, s_k, h_kv, d_qk]`, `[b, s_k, h_kv, d_v]`,
+        `[b, s_q, h_q, d_v]`.
+    lse, dlse : array
+        float32 `[b, h_q, s_q]`.
+
+    Others, results, errors and notes are those of `flash_attn_varlen_backward`.
+    """
+    read = [
+        READERS[type(x)](x, name)
+        for x, name in ((dout, "dout"), (q, "q"), (k, "k"), (v, "v"), (out, "out"), (lse, "lse"))
+    ]
+    return backpropagate(
+        *read, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse, deterministic,
+        window_size, softcap, attn_sink, alibi_slopes, None, None,
+    )  # fmt: skip
