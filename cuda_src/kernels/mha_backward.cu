@@ -315,35 +315,34 @@ struct Consumer {
                                                float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         Packed p;  // P^T, then dS^T
-        // Queries that see the thread's two keys, counted from its first column.
-        int begin[2] = {}, end[2] = {};
+        // The first queries that see the thread's two keys, counted from its first column; as many see each.
+        int begin[2] = {};
         if constexpr (kMasked) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int key = key_of(r), first = block * kBlockRows + column_of(0);
-                begin[r] = key - tile.offset - params.window_right - first;
-                end[r] = key < tile.k_len ? key - tile.offset + params.window_left + 1 - first : -kBlockRows;
+                begin[r] = key < tile.k_len ? key - tile.offset - params.window_right - first : 0x7fffffff;
             }
         }
+        const u32 seen = static_cast<u32>(params.window_left) + static_cast<u32>(params.window_right) + 1;
         auto hides = [&](int i) {
             if constexpr (!kMasked) return false;
-            const int column = 8 * (i >> 2) + (i & 1), r = (i >> 1) & 1;
-            return column < begin[r] || column >= end[r];
+            return static_cast<u32>(8 * (i >> 2) + (i & 1) - begin[(i >> 1) & 1]) >= seen;
         };
-        int distance[2] = {};  // from the thread's first column to the query that stands at its key
+        float distance[2] = {};  // from the thread's first column to the query that stands at its key
         if constexpr (kAlibi) {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
-                distance[r] = key_of(r) - tile.offset - block * kBlockRows - column_of(0);
+                distance[r] = static_cast<float>(key_of(r) - tile.offset - block * kBlockRows - column_of(0));
         }
         float slope = 0.0f;
         if constexpr (kAlibi) {
             const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-            slope = params.alibi_slopes[row + head] * kLog2E;
+            slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
         }
         auto bias = [&](int i) {
             const int column = 8 * (i >> 2) + (i & 1);
-            return slope * fabsf(static_cast<float>(distance[(i >> 1) & 1] - column));
+            return slope * fabsf(distance[(i >> 1) & 1] - static_cast<float>(column));
         };
         const float* lse = smem.lse[stage];
 #pragma unroll

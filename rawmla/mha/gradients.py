@@ -1,10 +1,10 @@
-"""Gradients of dense attention: the functions of FlashMLA, from their arguments to `backward.backpropagate`."""
+"""Gradients of dense attention: FlashMLA's functions, from their arguments to `backward.backpropagate`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..call.arrays import READERS
+from ..call.arrays import READERS, Fields
 from .backward import backpropagate
 
 __all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
@@ -82,30 +82,21 @@ def flash_attn_varlen_backward(
 
     Notes
     -----
-    Allocates the copies, the results and scratch, which is in float32 and has for each query row and head d_qk
-    rounded up to 64, and 2 numbers more, and with sinks and dlse a copy of dout; rows rounded up to 64 in every
-    request. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
+    Allocates the copies, the results and scratch: in float32, for each query row and head, d_qk rounded up to
+    64 and 2 numbers more, where rows are rounded up to 64 in every request; with sinks and dlse a copy of
+    dout too. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
     reads a length on the host.
 
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).
     """
-    read = [
-        READERS[type(x)](x, name)
-        for x, name in (
-            (dout, "dout"),
-            (q, "q"),
-            (k, "k"),
-            (v, "v"),
-            (out, "out"),
-            (lse, "lse"),
-            (cu_seqlens_q, "cu_seqlens_q"),
-            (cu_seqlens_k, "cu_seqlens_k"),
-        )
-    ]
+    dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
+    starts_q = READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q")
+    starts_k = READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k")
     return backpropagate(
-        *read, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal, softmax_scale, is_varlen, dlse, deterministic,
-        window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k,
+        dout, q, k, v, out, lse, starts_q, starts_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal,
+        softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink, alibi_slopes,
+        seqused_q, seqused_k,
     )  # fmt: skip
 
 
@@ -141,11 +132,13 @@ def flash_attn_backward(
 
     Others, results, errors and notes are those of `flash_attn_varlen_backward`.
     """
-    read = [
-        READERS[type(x)](x, name)
-        for x, name in ((dout, "dout"), (q, "q"), (k, "k"), (v, "v"), (out, "out"), (lse, "lse"))
-    ]
+    dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
     return backpropagate(
-        *read, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse, deterministic,
-        window_size, softcap, attn_sink, alibi_slopes, None, None,
+        dout, q, k, v, out, lse, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse,
+        deterministic, window_size, softcap, attn_sink, alibi_slopes, None, None,
     )  # fmt: skip
+
+
+def _read(*arrays: Any) -> list[Fields]:
+    names = ("dout", "q", "k", "v", "out", "lse")
+    return [READERS[type(x)](x, name) for x, name in zip(arrays, names, strict=True)]
