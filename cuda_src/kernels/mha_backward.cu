@@ -270,15 +270,20 @@ struct Consumer {
             int left = blocks;
 #pragma unroll 1
             for (int member = 0; member < params.group; ++member) {
-                const int head = tile.kv_head * params.group + member;
+                float slope = 0.0f;
+                if constexpr (kAlibi) {
+                    const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
+                    const int head = tile.kv_head * params.group + member;
+                    slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
+                }
 #pragma unroll 1
                 for (int block = tile.first_block; block < tile.end_block; ++block) {
                     const bool masked = block < plain_begin || block >= plain_end;
                     --left;
                     if (masked) {
-                        take_block<true>(head, block, left > 0, s, dk, dv);
+                        take_block<true>(slope, block, left > 0, s, dk, dv);
                     } else {
-                        take_block<false>(head, block, left > 0, s, dk, dv);
+                        take_block<false>(slope, block, left > 0, s, dk, dv);
                     }
                 }
             }
@@ -311,7 +316,7 @@ struct Consumer {
     __device__ __forceinline__ static int column_of(int j) { return 8 * j + 2 * (lane_index() % 4); }
 
     template <bool kMasked>
-    __device__ __forceinline__ void take_block(int head, int block, bool has_next, Scores& s,
+    __device__ __forceinline__ void take_block(float slope, int block, bool has_next, Scores& s,
                                                float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         Packed p;  // P^T, then dS^T
@@ -334,11 +339,6 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r)
                 distance[r] = static_cast<float>(key_of(r) - tile.offset - block * kBlockRows - column_of(0));
-        }
-        float slope = 0.0f;
-        if constexpr (kAlibi) {
-            const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-            slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
         }
         auto bias = [&](int i) {
             const int column = 8 * (i >> 2) + (i & 1);
