@@ -53,9 +53,7 @@ def backward_inputs(inputs: MhaInputs, of: str = "out") -> BackwardInputs:
     return BackwardInputs(inputs, make_mha_gradients(inputs, of), (out, lse))
 
 
-def function_and_arguments(
-    call: BackwardInputs, **more: Any
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def function_and_arguments(call: BackwardInputs, **more: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The public function of a call, and what it is called with; `more` are further keywords."""
     inputs, case = call.inputs, call.inputs.case
     arrays = (call.gradients.dout, inputs.q, inputs.k, inputs.v, *call.results)
@@ -108,6 +106,8 @@ def assert_same_gradients(
         if which == "dq" and not exact_dq:
             one, wanted = one.double(), wanted.double()
             step = 2.0**-7 if got[0].dtype == torch.bfloat16 else 2.0**-10
-            torch.testing.assert_close(one, wanted, rtol=step, atol=1e-5, msg=lambda text: f"{name} dq: {text}")
+            torch.testing.assert_close(
+                one, wanted, rtol=step, atol=1e-5, msg=lambda text: f"{name} dq: {text}"
+            )
         else:
             assert_same_bits(f"{name}: {which}", one, wanted)
