@@ -1,4 +1,4 @@
-"""The backward of dense attention at the borders of what it takes: empty calls, layouts, masks, repeats, frameworks."""
+"""The backward of dense attention at the borders of what it takes, and with CuPy, streams and graphs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def with_array(call: BackwardInputs, name: str, change: Callable[[Any], Any]) ->
 @pytest.mark.parametrize("of", ("out", "lse", "both"))
 @pytest.mark.parametrize("spoiler", (nan, inf))
 def test_backward_of_rows_without_keys(spoiler: float, of: str) -> None:
-    """The first 140 of 200 query tokens see none of 60 keys: NaN in their q, dout and dlse reaches nothing."""
+    """The first 140 of 200 query tokens see none of 60 keys: what their rows hold reaches nothing."""
     for sink in (None, "float32", "infinite"):
         inputs = make_mha_inputs(MhaCase(s_q=200, s_k=60, causal=True, sink=sink, gap=spoiler))
         call = backward_inputs(inputs, of)

@@ -1,8 +1,8 @@
 """The backward of dense attention on the published matrix of FlashAttention, by a covering design.
 
 Head dimensions of at most 128, which is what the backward takes. Every size is run with every kernel; heads,
-masks, sinks, layouts, gradients and exact head dimensions go round by draws that are always the same. The cases
-of one kernel are one test, which goes on after a mismatch, so that one run shows the whole pattern.
+masks, sinks, layouts, gradients and exact head dimensions go round by draws that are always the same. The
+cases of one kernel are one test, which goes on after a mismatch, so that one run shows the whole pattern.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GRADIENTS = ("out", "lse", "both")
 SPILLS = pytest.mark.xfail(
     raises=rawmla.CompileError, strict=False, reason="with softcap or ALiBi some kernels this wide spill"
 )
-# A kernel's flags (softcap, ALiBi), which bfloat16 has: float16 has the opposite ones, so that each pair of head
+# A kernel's flags (softcap, ALiBi), which bfloat16 has: float16 has the others, so that each pair of head
 # dimensions meets all of them, and each dtype does.
 FLAGS = ((0, 3), (1, 2), (0, 3), (1, 2), (0, 3), (1, 2))
 VARIANTS = tuple(
