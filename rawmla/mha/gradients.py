@@ -1,4 +1,4 @@
-"""Gradients of dense attention: the functions of FlashMLA, from their arguments to `backward.backpropagate`."""
+"""Gradients of dense attention: FlashMLA's functions, from their arguments to `backward.backpropagate`."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def flash_attn_varlen_backward(
 
     Notes
     -----
-    Allocates the copies, the results and scratch, which is in float32 and has for each query row and head d_qk
-    rounded up to 64, and 2 numbers more, and with sinks and dlse a copy of dout; rows rounded up to 64 in every
-    request. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
-    reads a length on the host.
+    Allocates the copies, the results and scratch, which is in float32 and has for each query row and head
+    d_qk rounded up to 64, and 2 numbers more, and with sinks and dlse a copy of dout; rows rounded up to 64
+    in every request. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises,
+    never reads a length on the host.
 
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).
