@@ -90,7 +90,7 @@ def flash_attn_varlen_backward(
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).
     """
-    read = [
+    dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = [
         READERS[type(x)](x, name)
         for x, name in (
             (dout, "dout"),
@@ -104,8 +104,9 @@ def flash_attn_varlen_backward(
         )
     ]
     return backpropagate(
-        *read, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal, softmax_scale, is_varlen, dlse, deterministic,
-        window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k,
+        dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal,
+        softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink, alibi_slopes,
+        seqused_q, seqused_k,
     )  # fmt: skip
 
 
@@ -141,11 +142,11 @@ def flash_attn_backward(
 
     Others, results, errors and notes are those of `flash_attn_varlen_backward`.
     """
-    read = [
+    dout, q, k, v, out, lse = [
         READERS[type(x)](x, name)
         for x, name in ((dout, "dout"), (q, "q"), (k, "k"), (v, "v"), (out, "out"), (lse, "lse"))
     ]
     return backpropagate(
-        *read, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse, deterministic,
-        window_size, softcap, attn_sink, alibi_slopes, None, None,
+        dout, q, k, v, out, lse, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse,
+        deterministic, window_size, softcap, attn_sink, alibi_slopes, None, None,
     )  # fmt: skip
