@@ -13,7 +13,14 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common, flex_forward, mha_forward, mla_sparse_prefill, prefix_prefill
+from rawmla.kernels import (
+    common,
+    flex_forward,
+    mha_backward,
+    mha_forward,
+    mla_sparse_prefill,
+    prefix_prefill,
+)
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -79,7 +86,7 @@ class FakeFramework:
         return array.but(strides=None, ptr=0xC0000)
 
     def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
-        assert name in ("q", "k", "v", "kv", "qkv", "query", "key", "value", *LISTS)
+        assert name in ("q", "k", "v", "kv", "qkv", "query", "key", "value", "out", "dout", *LISTS)
         self.copied.append(array)
         return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
@@ -117,6 +124,7 @@ class World:
     decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
     sparse: list[SimpleNamespace]  # the same of sparse calls
     mha: list[SimpleNamespace]  # and of dense attention
+    mha_backward: list[SimpleNamespace]  # and of its backward
     prefix: list[SimpleNamespace]  # and of prefix prefill
     flex: list[SimpleNamespace]  # and of flex attention
     plans: list[Arguments]
@@ -128,8 +136,8 @@ class World:
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.prefix or self.flex or self.plans
-        loaded = self.loaded or self.enqueued
+        launched = self.decodes or self.sparse or self.mha or self.mha_backward or self.prefix or self.flex
+        loaded = self.plans or self.loaded or self.enqueued
         return not (made.allocated or made.copied or made.filled or launched or loaded)
 
 
@@ -202,6 +210,12 @@ class PreparedMha:
         )
 
 
+class PreparedMhaBackward(PreparedMha):
+    """Stands in for the launches of its backward."""
+
+    addresses = mha_backward.BackwardAddresses
+
+
 class PreparedPrefix(PreparedMha):
     """Stands in for the launch of prefix prefill: with scratch in some calls, without in others."""
 
@@ -238,7 +252,7 @@ class LoadedKernel:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), *[[] for _ in range(9)])
+    made = World(FakeFramework(), *[[] for _ in range(10)])
 
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
@@ -253,6 +267,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", partial(PreparedMhaBackward, made.mha_backward))
     monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", partial(PreparedPrefix, made.prefix))
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", partial(PreparedFlex, made.flex))
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))

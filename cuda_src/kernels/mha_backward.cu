@@ -88,9 +88,9 @@ struct Step {
     __device__ __forceinline__ u32 free_parity() const { return parity() ^ 1; }
 };
 
-// Whether rows of K behind the request's are to be cleared.
+// Whether rows of K are to be cleared: those behind the request's, and those that no query sees.
 __device__ __forceinline__ bool trims_keys(const KeyTile& tile) {
-    return tile.first_key + kTileKeys > tile.k_len;
+    return tile.first_key < tile.first_seen_key || tile.first_key + kTileKeys > tile.k_len;
 }
 
 // Clears all but rows `first` to `end - 1` of tiles side by side. A warp.
@@ -109,7 +109,8 @@ __device__ __forceinline__ void clear_rows(unsigned char* tiles, int chunks, int
 __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
     if (trims_keys(tile)) {
         mbarrier_wait_parity(smem_address(&smem.bar_kv_landed), 0);
-        clear_rows<KeyRows>(smem.k, kChunksQK, 0, max_int(tile.k_len - tile.first_key, 0));
+        clear_rows<KeyRows>(smem.k, kChunksQK, max_int(tile.first_seen_key - tile.first_key, 0),
+                            min_int(tile.k_len - tile.first_key, kTileKeys));
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_kv));
     }
     Step step;

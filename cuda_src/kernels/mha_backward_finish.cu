@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
-    if (first_token >= rows.count) return;
+    if (first_token < 0 || first_token >= rows.count) return;
     u16* out = static_cast<u16*>(params.dq) + head * params.dq_stride_h;
     if (params.cu_seqlens_q == nullptr) out += request * params.dq_stride_b;
     const float4* sums =

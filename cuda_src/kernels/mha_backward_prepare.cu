@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
-    if (first_token >= rows.count) {
+    if (first_token < 0 || first_token >= rows.count) {
         if (params.attn_sink != nullptr && threadIdx.x == 0) params.dsink_parts[place] = 0.0f;
         return;
     }

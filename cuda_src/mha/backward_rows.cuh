@@ -23,7 +23,8 @@ struct RequestRows {
     }
 };
 
-// The request that a block of the scratch belongs to; some blocks hold no rows.
+// The request that a block of the scratch belongs to; some blocks hold no rows: they are behind its last row, or
+// ahead of the first request.
 __device__ __forceinline__ int request_of_block(const int* cu_seqlens, int b, int seqlen, i64 block) {
     if (cu_seqlens == nullptr) return block / ceil_div(seqlen, kBlockRows);
     int first = 0, last = b - 1;

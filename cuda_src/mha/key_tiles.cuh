@@ -15,6 +15,7 @@ struct KeyTile {
     int offset;                  // the key that the first query token is aligned to
     int first_row_block;         // of the request, in the scratch
     int first_query;             // that sees a key of the request; those before see none
+    int first_seen_key;          // by a query of the request; those before are seen by none
     int first_block, end_block;  // blocks of kBlockRows query tokens that see a key of the tile
 
     __device__ __forceinline__ int blocks() const { return end_block - first_block; }
@@ -89,6 +90,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
     if (params.seqused_k != nullptr) tile.k_len = min_int(tile.k_len, params.seqused_k[tile.request]);
     tile.offset = tile.k_len - tile.q_len;
     tile.first_query = max_int(-(tile.offset + params.window_right), 0);
+    tile.first_seen_key = max_int(tile.offset - params.window_left, 0);
     // Key j is seen by queries j - offset - right to j - offset + left.
     const int last_key = min_int(tile.first_key + kTileKeys, tile.k_len) - 1;
     const int first = max_int(tile.first_key - tile.offset - params.window_right, 0);

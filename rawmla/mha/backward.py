@@ -225,7 +225,9 @@ def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, mo
     sink_dtype = None if arrays.attn_sink is None else arrays.attn_sink[3]
     if sink_dtype is not None:
         results.append(((sizes.h_q,), sink_dtype))
-    if not inputs.b or not sizes.tokens_q or not sizes.tokens_k:
+    longest_q = min(max_q, sizes.tokens_q) if varlen else sizes.tokens_q
+    longest_k = min(max_k, sizes.tokens_k) if varlen else sizes.tokens_k
+    if not inputs.b or not longest_q or not longest_k:
         return _Prepared(framework.allocator(results, 0, device), None)
     prepared = mha_backward.PreparedMhaBackward(
         BackwardCall(
@@ -237,8 +239,8 @@ def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, mo
             d_qk=sizes.d_qk,
             d_v=sizes.d_v,
             varlen=varlen,
-            max_seqlen_q=min(max_q, sizes.tokens_q) if varlen else sizes.tokens_q,
-            max_seqlen_k=min(max_k, sizes.tokens_k) if varlen else sizes.tokens_k,
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
             total_q=sizes.tokens_q,
             total_k=sizes.tokens_k,
             q_strides=sizes.q_strides,
