@@ -55,9 +55,8 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
         captures = [places.get(id(capture.array)) for capture in mod.captures]
         if None not in captures:
             numbers = tuple(places.get(id(number.source)) for number in mod.numbers)
-            _kept[key] = _Kept(
-                _without_tensors(mod, numbers), tuple(place for place in captures if place is not None), numbers
-            )
+            found_at = tuple(place for place in captures if place is not None)
+            _kept[key] = _Kept(_without_tensors(mod, numbers), found_at, numbers)
             if len(_kept) > MAX_TRACES:
                 _kept.popitem(last=False)
         return mod

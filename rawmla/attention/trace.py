@@ -115,8 +115,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
 
 
 class _IndexByTensors(TorchFunctionMode):
-    """Inside, 0-d tensors and numbers are indices like any other: torch would ask for the values of the first,
-    which are unknown, and keep the second as steps of a view, which are no parameters.
+    """Inside, 0-d tensors and numbers are indices like any other: torch would ask for the values of the
+    first, which are unknown, and keep the second as steps of a view, which are no parameters.
     """
 
     def __torch_function__(
@@ -125,7 +125,7 @@ class _IndexByTensors(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
             if all(isinstance(x, torch.Tensor) or type(x) is int for x in indices):
-                # Numbers on the CPU: a copy to the device would wait for it, and be a new array at each trace.
+                # On the CPU: a copy to the device would wait for it, and be a new array at each trace.
                 return torch.ops.aten.index(
                     args[0], [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in indices]
                 )
