@@ -37,9 +37,9 @@ README_CASES = (
     "sparse-v32-b128-q1-k32768-h16-top2048",
     "sparse-model1-b128-q2-k16384-h64-top128-extra512page64",
     "prefill-bf16d576-q4096-kv131072-h128-top2048",
-    "prefill-bf16d576-q4096-kv8192-h8-top2048",
+    "prefill-bf16d576-q4096-kv8192-h64-top2048",
     "mha-b2-s8192-h16-d128-causal-bf16-fixed",
-    "mha-b2-s8192-h16-d192v128-bf16-fixed",
+    "mha-b32-s512-h16-d128-causal-bf16-fixed",
     "prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16",
 )
 """Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
@@ -47,11 +47,12 @@ README_CASES = (
 LEGEND = (
     "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; stored "
     "times of other libraries were taken so, and ratios to them are formed with this column alone. "
-    "Sustained: mean of the second half of seconds of load, what a server sees at the power limit. A "
-    "library beside ran in the same process, in turns with rawmla and in all three ways. A dash: not "
-    "measured. Better other library: the faster of FlashMLA and FlashAttention-3 (which is stored for dense "
-    "decoding with fixed lengths); of sparse attention with 8 to 32 heads, FlashMLA runs 64; of dense "
-    "attention what ran beside; of prefix prefill vLLM's Triton kernel."
+    "Sustained: the graph is replayed for seconds without a pause; the mean over the second half is what a "
+    "server sees at the power limit. A library beside ran in the same process, in turns with rawmla and in "
+    "all three ways. A dash: not measured. Better other library: the faster of FlashMLA and "
+    "FlashAttention-3 (which is stored for dense decoding with fixed lengths); of sparse attention with 8 "
+    "to 32 heads, FlashMLA runs 64; of dense attention what ran beside; of prefix prefill vLLM's Triton "
+    "kernel."
 )
 
 

@@ -39,6 +39,16 @@ def test_other_tensors_of_the_kind(traces: list[Any]) -> None:
     assert mods[0].text == mods[1].text
 
 
+def test_numbers_as_indices_of_tensors_on_a_device(traces: list[Any]) -> None:
+    """They are no tensors on it: those would be copied there, and be others at each trace."""
+    limits, table = torch.zeros(3, device="meta"), torch.zeros(4, 5, device="meta")
+    for index in (0, 1, 1):
+        mod = memo.traced(lambda b, h, q, k: table[q, 3] < limits[index], "mask_mod", "meta")  # noqa: B023
+        assert [capture.array for capture in mod.captures] == [table, limits]
+        assert [int(number.source) for number in mod.numbers] == [3, index]
+    assert len(traces) == 2
+
+
 @pytest.mark.parametrize(
     "other",
     (

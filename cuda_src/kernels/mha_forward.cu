@@ -317,14 +317,14 @@ struct Consumer {
 
 #if FLEX
     // The functions of the call, applied to the scores of a block that begins with `first_key`. `asks`: the
-    // block may be a partial one, and is if `partial`.
+    // block may be a partial one, and is if `partial`. `may_end`: the last key may be in front of its end.
     __device__ __forceinline__ void apply_mods(const Tile& tile, int first_key, bool asks, bool partial,
-                                               Scores& s) const {
+                                               bool may_end, Scores& s) const {
         const int q_len = tile.q_len, kv_len = tile.k_len, b = tile.request, h = tile.head;
         const int first = first_key + 2 * (lane_index() % 4);
         // Rows past the last token take part, since all lanes do what one does; their results go nowhere.
         const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
-        if (asks || first_key + kTileKeys > kv_len) {
+        if (asks || (may_end && first_key + kTileKeys > kv_len)) {
 #pragma unroll
             for (int j = 0; j < kTileKeys / 2; ++j) {
                 const int r = (j >> 1) & 1, key = first + OwnKeys::column_of(j);
@@ -345,15 +345,17 @@ struct Consumer {
     }
 #endif
 
-    // From scores of a block to probabilities. Flex attention has `first_key` of the block.
+    // From scores of a block to probabilities. Flex attention has `first_key` of the block, and `partial` and
+    // `may_end` as `apply_mods` has them.
     template <class Keys>
     __device__ __forceinline__ void probabilities(const Tile& tile, int block, int first_key, bool masked,
-                                                  bool partial, Scores& s, LazySoftmax<kMaxScores>& softmax,
+                                                  bool partial, bool may_end, Scores& s,
+                                                  LazySoftmax<kMaxScores>& softmax,
                                                   const ScoreStep<kSoftcap, kAlibi>& score_step,
                                                   const Scales& scales) const {
 #if FLEX
-        apply_mods(tile, first_key, masked, partial, s);
-        softmax.block(s, softmax_scale_log2(scales), true);
+        apply_mods(tile, first_key, masked, partial, may_end, s);
+        softmax.block(s, softmax_scale_log2(scales), ScoreMod::kIsThere || masked || may_end);
         return;
 #endif
         const Span& span = tile.spans[Keys::kSpan];
@@ -390,8 +392,8 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, const u64 (&desc)[3],
-                                         Scores& s, Output& o, Probabilities& p,
+    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, bool may_end,
+                                         const u64 (&desc)[3], Scores& s, Output& o, Probabilities& p,
                                          LazySoftmax<kMaxScores>& softmax,
                                          const ScoreStep<kSoftcap, kAlibi>& score_step,
                                          const Scales& scales) {
@@ -405,7 +407,7 @@ struct Consumer {
         wgmma_wait_group<1>();
         wgmma_pin(s);
         free_k();
-        probabilities<Keys>(tile, block, first_key, masked, masked, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, masked, masked, may_end, s, softmax, score_step, scales);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -436,7 +438,7 @@ struct Consumer {
         wgmma_pin(s);
         free_k();
         ++number;
-        probabilities<Keys>(tile, block, first_key, true, partial, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, true, partial, true, s, softmax, score_step, scales);
         Keys::pack(s, p);
         if (Keys::kSpan > 0) softmax.rescale(o);
 
@@ -455,14 +457,21 @@ struct Consumer {
         --block;
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_end); --block)
-            step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step, scales);
+            step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
+#if FLEX
+        if (params.last_block_is_cut) {  // lists have it anywhere
+#pragma unroll 1
+            for (; block >= first_block; --block)
+                step<Keys>(tile, block, false, true, desc, s, o, p, softmax, score_step, scales);
+        }
+#endif
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_begin); --block)
-            step<Keys>(tile, block, false, desc, s, o, p, softmax, score_step, scales);
+            step<Keys>(tile, block, false, false, desc, s, o, p, softmax, score_step, scales);
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, true, desc, s, o, p, softmax, score_step, scales);
+                step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
         }
         wait_v();
         issue_pv<Keys>(o, p, desc[2]);

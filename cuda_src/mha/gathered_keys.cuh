@@ -32,7 +32,8 @@ struct Gatherer {
         for (TileReader reader;; ++reader.count) {
             const Tile& tile = reader.next(smem);
             if (tile.request < 0) break;
-            // Here, so that all who write V with ordinary stores are one warpgroup.
+            // The gatherer trims V of the arrays too: racecheck sees a conflict where two roles write V and
+            // only the consumers' barriers stand between them.
             trimmer.trim<ArrayKeys>(params, smem, tile);
             trimmer.loads += tile.spans[kPages].blocks();
             stage.number += tile.spans[kArrays].blocks();

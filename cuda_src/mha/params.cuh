@@ -65,6 +65,7 @@ struct Params {
     int mask_batches, mask_heads;             // that have lists of their own
     int block_q, block_k;                     // query tokens and keys of a block
     int block_tiles;                          // steps of a block
+    int last_block_is_cut;                    // it reaches beyond the last key
     int k_batches;                            // 1: all requests read the same K and V
     int state_rows, state_columns;            // blocks of a head that have states
     int state_q, state_k;                     // query tokens and keys of one

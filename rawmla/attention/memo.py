@@ -55,9 +55,8 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
         captures = [places.get(id(capture.array)) for capture in mod.captures]
         if None not in captures:
             numbers = tuple(places.get(id(number.source)) for number in mod.numbers)
-            _kept[key] = _Kept(
-                _without_tensors(mod), tuple(place for place in captures if place is not None), numbers
-            )
+            found_at = tuple(place for place in captures if place is not None)
+            _kept[key] = _Kept(_without_tensors(mod, numbers), found_at, numbers)
             if len(_kept) > MAX_TRACES:
                 _kept.popitem(last=False)
         return mod
@@ -76,16 +75,16 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
     )
 
 
-def _without_tensors(mod: Mod) -> Mod:
+def _without_tensors(mod: Mod, numbers_at: tuple[int | None, ...]) -> Mod:
     """A trace that keeps no memory of the caller's alive."""
-    return Mod(
-        mod.text,
-        tuple(capture._replace(array=None) for capture in mod.captures),
-        tuple(
-            number._replace(source=None) if isinstance(number.source, torch.Tensor) else number
-            for number in mod.numbers
-        ),
-    )
+    numbers = []
+    for number, place in zip(mod.numbers, numbers_at, strict=True):
+        source = number.source
+        if isinstance(source, torch.Tensor):  # one without a place was made by the trace, of a number
+            number = number._replace(source=source.item() if place is None else None)
+        numbers.append(number)
+    captures = tuple(capture._replace(array=None) for capture in mod.captures)
+    return Mod(mod.text, captures, tuple(numbers))
 
 
 def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 from .mods import ELEMENTS, Capture, Mod, Number
 from .operators import OPERATORS, Refused, Value, View, Writer
@@ -100,7 +100,7 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
             for argument in ARGUMENTS[kind]
         ]
         try:
-            with TransformGetItemToIndex():
+            with _IndexByTensors():
                 # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
                 return make_fx(lambda *arguments: mod(*arguments), tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
@@ -112,6 +112,24 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
             raise NotImplementedError(
                 f"{name}: calls {error.func}, whose result has a shape that depends on values"
             ) from error
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Inside, 0-d tensors and numbers are indices like any other: torch would ask for the values of the
+    first, which are unknown, and keep the second as steps of a view, which are no parameters.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(x, torch.Tensor) or type(x) is int for x in indices):
+                # On the CPU: a copy to the device would wait for it, and be a new array at each trace.
+                return torch.ops.aten.index(
+                    args[0], [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in indices]
+                )
+        return func(*args, **(kwargs or {}))
 
 
 def _check_arguments(mod: Any, kind: str, name: str) -> None:

@@ -105,7 +105,8 @@ def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
         [
             *I64("counts_strides", "lists_strides", length=6),
             *I32("list_columns", length=2),
-            *I32("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles", "k_batches"),
+            *I32("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles"),
+            *I32("last_block_is_cut", "k_batches"),
             *I32("state_rows", "state_columns", "state_q", "state_k"),
         ],
     )
@@ -188,6 +189,7 @@ class PreparedFlexForward:
             block_q=lists.block_q,
             block_k=lists.block_k,
             block_tiles=max(1, ceil_div(min(lists.block_k, call.seqlen_k), tile.keys)),
+            last_block_is_cut=int(call.seqlen_k % (lists.block_k if call.lists else tile.keys) != 0),
             k_batches=call.k_batches,
             state_rows=state_rows,
             state_columns=state_columns,

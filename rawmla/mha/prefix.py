@@ -144,9 +144,8 @@ def context_attention_fwd(
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(prefix_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
-    `KernelNotReadyError`. Replays follow lengths, tables
-    and scales that changed in place. CuPy has no graph pools: pass arrays that need no copy; scratch of a
-    captured call is never freed.
+    `KernelNotReadyError`. Replays follow lengths, tables and scales that changed in place. CuPy has no graph
+    pools: pass arrays that need no copy; scratch of a captured call is never freed.
 
     The operation is the function of this name in vLLM (github.com/vllm-project/vllm), with any combination of
     its options, and o as its result.

@@ -48,6 +48,7 @@ __all__ = [
     "forced_clusters",
     "forget_prepared_calls",
     "in_batch",
+    "loaded_labels",
     "no_kernel_loaded",
     "plan",
     "plan_arguments",
@@ -202,7 +203,13 @@ def small_plans(max_batch: int) -> Any:
 
 def no_kernel_loaded() -> Any:
     """Inside, it is as in a process that has not loaded a kernel yet."""
-    return _patched((launch, "_kernels", type(launch._kernels)()))
+    return _patched((launch, "_kernels", {}), (launch, "_user_kernels", {}))
+
+
+def loaded_labels() -> list[str]:
+    """Labels of the kernels that were loaded inside `no_kernel_loaded`, those with a user's text too."""
+    tables: list[Any] = [launch._kernels, launch._user_kernels]
+    return sorted({spec.label for table in tables for spec, _ in table})
 
 
 def replaced_launches(instead: Callable[[], None]) -> Any:

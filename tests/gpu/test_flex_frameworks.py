@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from flex_calls import assert_same_results, assert_untouched_around, attend, created_mask, out_buffer
-from gpu_support import assert_poison, cupy, no_kernel_loaded, replaced_launches, torch
+from gpu_support import assert_poison, cupy, loaded_labels, no_kernel_loaded, replaced_launches, torch
 from test_frameworks import DELAY_CYCLES, Producer, to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.jit import launch
 from rawmla.testing.flex import (
     FlexCase,
     FlexInputs,
@@ -306,7 +305,7 @@ def test_flex_kernel_missing_in_a_capture(block: tuple[int, int]) -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             attend(inputs)
-        assert launch.loaded_labels() == []
+        assert loaded_labels() == []
         assert_same_results("after a refused capture", attend(inputs), want)
         torch.cuda.synchronize()
 
@@ -325,10 +324,10 @@ def test_flex_warmup_call(case: FlexCase, form: str) -> None:
         rawmla.warmup_call(rawmla.flex_attention, *arrays, **keywords)
         assert torch.cuda.current_stream().query()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        loaded = len(launch.loaded_labels())
+        loaded = len(loaded_labels())
         assert loaded == (3 if case.block == (64, 64) else 1)  # and those that make blocks of 128
         graph, got = capture(lambda: rawmla.flex_attention(*arrays, **keywords))
-        assert len(launch.loaded_labels()) == loaded
+        assert len(loaded_labels()) == loaded
         graph.replay()
         assert_same_results("replayed", got, want[:2])
         torch.cuda.synchronize()
@@ -342,7 +341,7 @@ def test_flex_warmup_call_of_a_block_mask() -> None:
     torch.cuda.synchronize()
     with no_kernel_loaded():
         rawmla.warmup_call(rawmla.create_block_mask, mask, None, None, 500, 600)
-        assert len(launch.loaded_labels()) == 2
+        assert len(loaded_labels()) == 2
         graph, got = capture(lambda: rawmla.create_block_mask(mask, None, None, 500, 600))
         graph.replay()
         assert torch.equal(got.kv_indices, want.kv_indices)
@@ -366,11 +365,11 @@ def test_flex_kernels_are_used_again() -> None:
         for case in same:
             for _ in range(2):
                 attend(make_flex_inputs(case))
-        assert len(launch.loaded_labels()) == 1, launch.loaded_labels()
+        assert len(loaded_labels()) == 1, loaded_labels()
         for case in (replace(base, block=(64, 64)), replace(base, s_q=300, block=(96, 32))):
             attend(make_flex_inputs(case))
         # The function that hides small blocks is another mask; two kernels make its lists.
-        assert len(launch.loaded_labels()) == 4, launch.loaded_labels()
+        assert len(loaded_labels()) == 4, loaded_labels()
         for width in range(3):
 
             def mask(b: Any, h: Any, q: Any, k: Any, width: int = width) -> Any:
@@ -379,9 +378,9 @@ def test_flex_kernels_are_used_again() -> None:
             inputs = make_flex_inputs(base)
             assert inputs.block_mask is not None
             attend(inputs, block_mask=with_mask_mod(inputs.block_mask, mask))
-        assert len(launch.loaded_labels()) == 4, launch.loaded_labels()
+        assert len(loaded_labels()) == 4, loaded_labels()
         attend(make_flex_inputs(base), max_scores=True)
-        assert len(launch.loaded_labels()) == 5
+        assert len(loaded_labels()) == 5
         torch.cuda.synchronize()  # before the kernels are let go of
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import cupy, no_kernel_loaded, torch
+from gpu_support import cupy, loaded_labels, no_kernel_loaded, torch
 from test_frameworks import to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.jit import launch
 from rawmla.testing.flex import MASKS, FlexCase
 
 if torch is not None:
@@ -143,7 +142,7 @@ def test_kernel_missing_in_a_capture() -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             rawmla.create_block_mask(mask.python, None, None, 300, 500)
-        assert launch.loaded_labels() == []
+        assert loaded_labels() == []
 
 
 def test_kernels_are_used_again() -> None:
@@ -155,7 +154,7 @@ def test_kernels_are_used_again() -> None:
                 return q - k < width
 
             rawmla.create_block_mask(window, None, None, length, length, BLOCK_SIZE=block)
-        assert len(launch.loaded_labels()) == 2
+        assert len(loaded_labels()) == 2
         torch.cuda.synchronize()  # before the kernels are let go of
 
 
