@@ -886,13 +886,15 @@ class TestLists:
     def test_torchs_mask(self, world: World) -> None:
         """Further attributes are not looked at, and those of a mask of torch are enough."""
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
-        theirs = flex.create_block_mask(flex.noop_mask, 1, 1, L, S, device="cpu")
-        for name, array in zip(LISTS, (0x4000, 0x5000, 0x6000, 0x7000), strict=True):
-            setattr(theirs, name, FakeArray(tuple(getattr(theirs, name).shape), ptr=array))
-        theirs.something_new = object()
-        call(plain(), block_mask=theirs)
-        launch = only(world)
-        assert launch.call.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == 1
+        for mask_mod, asked in ((lambda b, h, q, k: q >= 0, 1), (flex.noop_mask, 0)):
+            theirs = flex.create_block_mask(mask_mod, 1, 1, L, S, device="cpu")
+            for name, array in zip(LISTS, (0x4000, 0x5000, 0x6000, 0x7000), strict=True):
+                setattr(theirs, name, FakeArray(tuple(getattr(theirs, name).shape), ptr=array))
+            theirs.something_new = object()
+            world.flex.clear()
+            call(plain(), block_mask=theirs)
+            launch = only(world)
+            assert launch.call.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == asked
 
     def test_torchs_indexed_mask(self, world: World) -> None:
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
