@@ -53,7 +53,8 @@ def test_variants() -> None:
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
     dense = {"mha_forward", "mha_combine"}
-    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense} | {
+    masks = {"block_mask_lists", "block_mask_scatter"}
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense | masks} | {
         (name, True) for name in prefill
     }
     assert not any(prefill for _, prefill in map(family, default_specs()))
