@@ -26,6 +26,7 @@ from decode_fakes import (
 
 import rawmla
 from rawmla import jit
+from rawmla.attention import functions
 from rawmla.attention.mods import HEADER_NAME
 from rawmla.call import arrays
 from rawmla.kernels import block_mask as mask_kernels
@@ -1199,6 +1200,7 @@ class TestPythonFunctions:
 
 def test_python_functions_need_torch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(functions, "_tracer", functions._tracer.__wrapped__)  # not the one found before
     for arguments in (
         {"score_mod": lambda s, b, h, q, k: s},
         {"block_mask": mask_of(mask_mod=lambda b, h, q, k: q >= k)},
