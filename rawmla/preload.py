@@ -45,7 +45,9 @@ def warmup(
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
         reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
         (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms), "prefix"
-        (`context_attention_fwd`). None named: all of them, as far as the options below select any.
+        (`context_attention_fwd`), "flex" (lists of block masks; `warmup_call` loads the kernels of
+        `flex_attention` and `create_block_mask`, of which functions are a part). None named: all of them, as
+        far as the options below select any.
     dtypes : iterable of str, optional
         dtypes of q and the cache in dense decoding, of what is merged, of the arrays of MHA, and of q in
         prefix prefill: "bfloat16", "float16". None: "bfloat16".
@@ -62,7 +64,8 @@ def warmup(
         `sparse_formats`.
     mha_head_dims : iterable of pairs of int, optional
         Head dimensions (d_qk, d_v) of MHA, each 1 to 256; `warmup_call` loads what a softcap or slopes need.
-        None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" is named, else none.
+        None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" or "flex" is named, else
+        none.
     prefix_head_dims : iterable of int, optional
         Head dimensions of prefix prefill, each 1 to 256, over caches in vLLM's layout with blocks of a
         multiple of 16 tokens or over e4m3 caches; `warmup_call` loads what other caches, slopes or FP8

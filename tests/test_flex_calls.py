@@ -26,6 +26,7 @@ from decode_fakes import (
 
 import rawmla
 from rawmla import jit
+from rawmla.attention import functions
 from rawmla.attention.mods import HEADER_NAME
 from rawmla.call import arrays
 from rawmla.kernels import block_mask as mask_kernels
@@ -886,13 +887,15 @@ class TestLists:
     def test_torchs_mask(self, world: World) -> None:
         """Further attributes are not looked at, and those of a mask of torch are enough."""
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
-        theirs = flex.create_block_mask(flex.noop_mask, 1, 1, L, S, device="cpu")
-        for name, array in zip(LISTS, (0x4000, 0x5000, 0x6000, 0x7000), strict=True):
-            setattr(theirs, name, FakeArray(tuple(getattr(theirs, name).shape), ptr=array))
-        theirs.something_new = object()
-        call(plain(), block_mask=theirs)
-        launch = only(world)
-        assert launch.call.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == 1
+        for mask_mod, asked in ((lambda b, h, q, k: q >= 0, 1), (flex.noop_mask, 0)):
+            theirs = flex.create_block_mask(mask_mod, 1, 1, L, S, device="cpu")
+            for name, array in zip(LISTS, (0x4000, 0x5000, 0x6000, 0x7000), strict=True):
+                setattr(theirs, name, FakeArray(tuple(getattr(theirs, name).shape), ptr=array))
+            theirs.something_new = object()
+            world.flex.clear()
+            call(plain(), block_mask=theirs)
+            launch = only(world)
+            assert launch.call.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == asked
 
     def test_torchs_indexed_mask(self, world: World) -> None:
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -1197,6 +1200,7 @@ class TestPythonFunctions:
 
 def test_python_functions_need_torch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(functions, "_tracer", functions._tracer.__wrapped__)  # not the one found before
     for arguments in (
         {"score_mod": lambda s, b, h, q, k: s},
         {"block_mask": mask_of(mask_mod=lambda b, h, q, k: q >= k)},

@@ -158,15 +158,13 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
         (block_mask.states_spec(header_of(None, mask)), block_mask.states_params(bytes_of(mask)))
         for _, mask in FUNCTIONS.values()
     ],
-    (block_mask.LISTS_SPEC, block_mask.LISTS_PARAMS),
-    (block_mask.SCATTER_SPEC, block_mask.SCATTER_PARAMS),
 ]
 
 
 @pytest.mark.parametrize(
     ("spec", "declared"),
     STRUCTS,
-    ids=[*FUNCTIONS, *[f"states {name}" for name in FUNCTIONS], "lists", "scatter"],
+    ids=[*FUNCTIONS, *[f"states {name}" for name in FUNCTIONS]],
 )
 def test_cpp_has_the_same_members(spec: KernelSpec, declared: ParamStruct) -> None:
     count = len(declared.members)

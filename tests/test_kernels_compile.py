@@ -33,7 +33,7 @@ from rawmla.kernels import (
     prefix_prefill,
 )
 from rawmla.kernels.division import divisor
-from rawmla.kernels.operations import OPERATIONS, OPTIONS
+from rawmla.kernels.operations import OPERATIONS, OPTIONS, specs_of
 from rawmla.testing import plans
 
 SPECS = all_specs()
@@ -53,7 +53,8 @@ def test_variants() -> None:
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
     dense = {"mha_forward", "mha_combine"}
-    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense} | {
+    masks = {"block_mask_lists", "block_mask_scatter"}
+    assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense | masks} | {
         (name, True) for name in prefill
     }
     assert not any(prefill for _, prefill in map(family, default_specs()))
@@ -147,6 +148,7 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("metadata", {"mla_metadata"}),
         ("mha", {"mha_forward", "mha_combine"}),
         ("prefix", {"mha_forward", "mha_combine"}),
+        ("flex", {"block_mask_lists", "block_mask_scatter"}),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
@@ -208,12 +210,12 @@ def test_warmup_checks_before_it_looks_for_a_device(
 
 
 def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of MHA and of prefix prefill; none by default."""
+    """Of MHA, which flex attention goes with, and of prefix prefill; none by default."""
     wanted = mha_forward.specs("float16", [(128, 128), (192, 128)])
     dims: dict[str, Any] = {"mha_head_dims": [(128, 128), (192, 128)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha", **dims) == wanted
     others = loaded_by(monkeypatch, dtypes=["float16"])
-    assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted}
+    assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted, *specs_of(["flex"])}
     assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == prefix_prefill.specs("bfloat16", [64])
 
 

@@ -10,7 +10,7 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
 struct Params {
     const unsigned char* states;  // [batches and heads, rows, columns]
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_list(const Line& line, i64 number, int* co
     if (lane == 0) counts[number] = count;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+extern "C" __global__ void __launch_bounds__(kThreads)
     block_mask_lists(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
     const bool apart = params.full_counts != nullptr;

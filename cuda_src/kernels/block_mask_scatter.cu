@@ -5,7 +5,7 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 
-constexpr int kWarps = 4;
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
 
 struct Params {
     const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;  // the last two may be null
@@ -16,7 +16,7 @@ struct Params {
     int heads, rows, columns;
 };
 
-extern "C" __global__ void __launch_bounds__(32 * kWarps)
+extern "C" __global__ void __launch_bounds__(kThreads)
     block_mask_scatter(const __grid_constant__ Params params) {
     const int lane = threadIdx.x % 32;
     for (i64 number = static_cast<i64>(blockIdx.x) * kWarps + threadIdx.x / 32; number < params.all_rows;

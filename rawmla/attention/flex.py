@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ def attend(
 
     score = as_mod(score_mod, "score_mod", device)
     mask = None
-    if checked.lists is not None and block_mask.mask_mod is not noop_mask:
+    if checked.lists is not None and not _hides_nothing(block_mask.mask_mod):
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
     if not checked.scores:
         score = None  # what it reads may be empty
@@ -227,6 +228,14 @@ def attend(
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
+
+
+def _hides_nothing(mask_mod: Any) -> bool:
+    """Whether a function is `noop_mask`, or torch's of that name."""
+    if mask_mod is noop_mask:
+        return True
+    theirs = sys.modules.get("torch.nn.attention.flex_attention")
+    return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
 def _read(x: Any, name: str) -> Fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +39,12 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
         return function.mod()
     if not callable(function):
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
+    return _tracer(kind, device)(function)
+
+
+@lru_cache(maxsize=256)
+def _tracer(kind: Kind, device: int) -> Callable[[Any], Mod]:
+    """What traces functions of a kind that read tensors of the device."""
     try:
         import torch
     except ImportError as error:
@@ -45,9 +52,10 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
             f"{kind}: a Python function is traced by torch, which cannot be imported ({error}); without "
             "torch, give it as CUDA text: rawmla.CudaMod"
         ) from error
-    from .memo import traced
+    from . import memo
 
-    return traced(function, kind, torch.device("cuda", device))
+    place = torch.device("cuda", device)
+    return lambda function: memo.traced(function, kind, place)
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:

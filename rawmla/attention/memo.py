@@ -92,27 +92,15 @@ def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> A
 
     `around` has the ids of the functions that are being described.
     """
-    if x.__class__ is types.FunctionType:  # first what mods are mostly made of
-        return _described_function(x, tensors, around)
-    if x.__class__ is int:
-        return (int, x)
-    if isinstance(x, torch.Tensor):
-        for place, tensor in enumerate(tensors):
-            if tensor is x:
-                return ("again", place)
-        tensors.append(x)
-        # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
-        return ("tensor", x.dtype, tuple(x.shape), x.requires_grad, x.device.type)
-    if x is None or isinstance(x, (bool, int, str, bytes, torch.dtype, torch.device)):
-        return (type(x), x)
-    if isinstance(x, float):
-        return (float, repr(x))
-    if isinstance(x, (tuple, list)):
-        return (type(x), tuple(_described(one, tensors, around) for one in x))
-    if isinstance(x, dict):
-        return (dict, tuple((name, _described(one, tensors, around)) for name, one in x.items()))
-    if isinstance(x, functools.partial):
-        return ("partial", *(_described(one, tensors, around) for one in (x.func, x.args, x.keywords)))
+    describe = _BY_CLASS.get(x.__class__, _described_other)
+    return describe(x, tensors, around)
+
+
+def _described_other(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    """`_described` of what is of no class in `_BY_CLASS`."""
+    for kind, describe in _BY_CLASS.items():
+        if isinstance(x, kind):
+            return describe(x, tensors, around)
     if isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (types.ModuleType, type)):
         raise _Unknown  # a method of an object, which may change
     if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverloadPacket)):
@@ -132,12 +120,56 @@ def _described_function(
     if function.__dict__:
         raise _Unknown
     around = around | {id(function)}
-    code = function.__code__
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    names = [name for name in _names_of(code) if name in function.__globals__]
-    read = [function.__globals__[name] for name in names]
-    parts = (cells, function.__defaults__, function.__kwdefaults__, function.__dict__, read)
-    return (code, tuple(names), *(_described(part, tensors, around) for part in parts))
+    code, scope = function.__code__, function.__globals__
+    names = [name for name in _names_of(code) if name in scope]
+    cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
+    return (
+        code,
+        cells and tuple([_described(cell.cell_contents, tensors, around) for cell in cells]),
+        defaults and tuple([_described(x, tensors, around) for x in defaults]),
+        keywords and _described_dict(keywords, tensors, around),
+        tuple([(name, _described(scope[name], tensors, around)) for name in names]),
+    )
+
+
+def _described_tensor(x: torch.Tensor, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    for place, tensor in enumerate(tensors):
+        if tensor is x:
+            return ("again", place)
+    tensors.append(x)
+    # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
+    return ("tensor", x.dtype, tuple(x.shape), x.requires_grad, x.device.type)
+
+
+def _described_value(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    return (x.__class__, x)
+
+
+def _described_float(x: float, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    return (float, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
+
+
+def _described_sequence(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    return (x.__class__, tuple([_described(one, tensors, around) for one in x]))
+
+
+def _described_dict(x: dict[Any, Any], tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    return (dict, tuple([(name, _described(one, tensors, around)) for name, one in x.items()]))
+
+
+def _described_partial(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+    return ("partial", *[_described(one, tensors, around) for one in (x.func, x.args, x.keywords)])
+
+
+_BY_CLASS: dict[type, Callable[[Any, list[torch.Tensor], frozenset[int]], Any]] = {
+    types.FunctionType: _described_function,
+    torch.Tensor: _described_tensor,
+    float: _described_float,
+    **dict.fromkeys((int, bool, str, bytes, type(None), torch.dtype, torch.device), _described_value),
+    **dict.fromkeys((tuple, list), _described_sequence),
+    dict: _described_dict,
+    functools.partial: _described_partial,
+}
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,9 @@ from .flex_forward import BlockLists
 
 __all__ = [
     "LISTS_PARAMS",
+    "LISTS_SPEC",
     "SCATTER_PARAMS",
+    "SCATTER_SPEC",
     "Grid",
     "ListAddresses",
     "lists",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..jit import KernelSpec
 from . import (
+    block_mask,
     mha_forward,
     mla_cache_gather,
     mla_cache_write,
@@ -121,6 +122,11 @@ def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[Kern
     return [spec for dtype in dtypes for spec in prefix_prefill.specs(dtype, head_dims)]
 
 
+def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
+    # Those without functions, which depend on no option; the others are of a call.
+    return [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC] if mha_head_dims else []
+
+
 def _metadata() -> list[KernelSpec]:
     return mla_metadata.specs()
 
@@ -135,6 +141,7 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "metadata": _metadata,
     "mha": _mha,
     "prefix": _prefix,
+    "flex": _flex,
 }
 
 

@@ -5,10 +5,12 @@ of them would reach by themselves.
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 from gpu_support import forced_clusters, poison, poisonable_allocations, torch
 
+import rawmla
 from rawmla.testing.gpu import missing_hopper_reason
 
 FORCED = {"test_prefill_edges", "test_prefill_numbers", "test_prefill_sanitizer", "test_sparse_sanitizer"}
@@ -67,3 +69,10 @@ def _poison(request: pytest.FixtureRequest) -> Iterator[None]:
     markers = ("sanitizer", "unpoisoned")
     with poison(not any(request.node.get_closest_marker(name) for name in markers)):
         yield
+
+
+@pytest.fixture
+def flash_mla() -> Iterator[Any]:
+    """The module of that name, which is rawmla's."""
+    yield rawmla.install_flash_mla(replace=True)
+    rawmla.uninstall_flash_mla()
