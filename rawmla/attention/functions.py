@@ -10,11 +10,23 @@ from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
-from .mods import HEADER_NAME, Capture, CudaMod, Kind, Layout, Mod, Number, Place, header
+from .mods import (
+    HEADER_NAME,
+    NO_FUNCTION,
+    Backward,
+    Capture,
+    CudaMod,
+    Kind,
+    Layout,
+    Mod,
+    Number,
+    Place,
+    header,
+)
 
 __all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "placed", "within_blocks"]
 
-IDENTITY = Mod("return score;", (), ())
+IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 """The score function that changes nothing."""
 
 
@@ -78,7 +90,7 @@ def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
     return HEADER_NAME, _header(_text_of(score), _text_of(mask))
 
 
-_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...]]
+_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...], "Backward | None"]
 
 
 def _text_of(mod: Mod | None) -> _Text | None:
@@ -86,7 +98,7 @@ def _text_of(mod: Mod | None) -> _Text | None:
     if mod is None:
         return None
     captures = tuple([(capture.dtype, capture.rank, capture.layout) for capture in mod.captures])
-    return mod.text, captures, tuple([number.is_integer for number in mod.numbers])
+    return mod.text, captures, tuple([number.is_integer for number in mod.numbers]), mod.backward
 
 
 @lru_cache(maxsize=1024)
@@ -94,11 +106,12 @@ def _header(score: _Text | None, mask: _Text | None) -> str:
     def mod_of(text: _Text | None) -> Mod | None:
         if text is None:
             return None
-        statements, captures, numbers = text
+        statements, captures, numbers, backward = text
         return Mod(
             statements,
             tuple(Capture(None, *capture) for capture in captures),
             tuple(Number(0, is_integer) for is_integer in numbers),
+            backward,
         )
 
     return header(mod_of(score), mod_of(mask))

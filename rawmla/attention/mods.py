@@ -10,7 +10,10 @@ from typing import Any, Literal, NamedTuple
 
 from ..call.arrays import inspect, is_array
 
-__all__ = ["ELEMENTS", "HEADER_NAME", "Capture", "CudaMod", "Mod", "Number", "header", "pack"]
+__all__ = [
+    *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Mod", "Number", "Place"),
+    *("Site", "header", "pack"),
+]
 
 Kind = Literal["score_mod", "mask_mod"]
 HEADER_NAME = "user/mods.cuh"
@@ -54,12 +57,41 @@ class Number(NamedTuple):
     is_integer: bool
 
 
+class Site(NamedTuple):
+    """An element of a captured array to whose gradient every score adds something.
+
+    `by_q` and `by_kv`: another query token, another key may be another element.
+    """
+
+    gradient: int
+    by_q: bool
+    by_kv: bool
+
+
+class Backward(NamedTuple):
+    """What a kernel needs of a score function's gradients. In both texts ``grad`` is the gradient of the
+    result; they are linear in it.
+    """
+
+    text: str  # statements, the last of which returns the result and its derivative by the score
+    is_one: bool  # the derivative, everywhere
+    captured: str  # statements: `sink.template add<i>(place, value)` for each site i
+    captured_needs_score: bool
+    gradients: tuple[int, ...]  # the captures that have one, in the order of the sites' `gradient`
+    sites: tuple[Site, ...]
+
+
 class Mod(NamedTuple):
     """A function as a kernel has it."""
 
     text: str  # statements, the last of which returns
     captures: tuple[Capture, ...]
     numbers: tuple[Number, ...]
+    backward: Backward | None = None
+
+
+NO_FUNCTION = Backward("return {score, 1.0f};", True, "", False, (), ())
+"""The gradients of the score function that changes nothing."""
 
 
 class CudaMod:
@@ -144,23 +176,58 @@ def header(score: Mod | None, mask: Mod | None) -> str:
 def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) -> list[str]:
     """A type with the captures and numbers of a function as members, which is called as the function is."""
     fields = []
+    backward = mod.backward if mod is not None else NO_FUNCTION if first else None
     if mod is not None:
         fields = [
             f"Captured<{ELEMENTS[c.dtype]}, {c.rank}, Layout::{c.layout}> t{i};"
             for i, c in enumerate(mod.captures)
         ]
         fields += [f"{'i64' if n.is_integer else 'float'} n{i};" for i, n in enumerate(mod.numbers)]
-    text = f"return {neutral};" if mod is None else mod.text
+    if backward is not None:
+        fields.append(f"float* gradients[{max(1, len(backward.gradients))}];")
+    arguments = f"{first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len"
+    head = f"[[maybe_unused]] const {name}& mod = *this;"
     return [
         f"struct {name} {{",
         f"static constexpr bool kIsThere = {'false' if mod is None else 'true'};",
+        *([] if backward is None else _facts_of(backward)),
         *(fields or ["i64 nothing;"]),
-        f"__device__ __forceinline__ {result} operator()(",
-        f"    {first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len) const {{",
-        f"[[maybe_unused]] const {name}& mod = *this;",
-        text,
+        f"__device__ __forceinline__ {result} operator()({arguments}) const {{",
+        head,
+        f"return {neutral};" if mod is None else mod.text,
         "}",
+        *([] if backward is None else _methods_of(backward, arguments, head)),
         "};",
+    ]
+
+
+def _facts_of(backward: Backward) -> list[str]:
+    """What a kernel can know of gradients while it is compiled."""
+    bools = {False: "false", True: "true"}
+    sites = [f"{{{x.gradient}, {bools[x.by_q]}, {bools[x.by_kv]}}}" for x in backward.sites]
+    return [
+        f"static constexpr bool kDerivativeIsOne = {bools[backward.is_one]};",
+        f"static constexpr int kGradients = {len(backward.gradients)};",
+        f"static constexpr int kSites = {len(sites)};",
+        f"static constexpr bool kSitesNeedScore = {bools[backward.captured_needs_score]};",
+        f"static constexpr Site kSite[{max(1, len(sites))}] = {{{', '.join(sites)}}};",
+    ]
+
+
+def _methods_of(backward: Backward, arguments: str, head: str) -> list[str]:
+    """The functions that cuda_src/attention/mods.cuh describes at `Site`."""
+    return [
+        f"__device__ __forceinline__ ValueAndDerivative value_and_derivative({arguments}) const {{",
+        head,
+        "[[maybe_unused]] constexpr float grad = 1.0f;",
+        backward.text,
+        "}",
+        "template <class Sink>",
+        "__device__ __forceinline__ void captured_gradients(",
+        f"    [[maybe_unused]] float grad, {arguments}, [[maybe_unused]] Sink& sink) const {{",
+        head,
+        backward.captured,
+        "}",
     ]
 
 
@@ -179,8 +246,12 @@ class Place(NamedTuple):
         return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
-def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
-    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8."""
+def pack(mod: Mod | None, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
+    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8.
+
+    ``gradients``: where those of `Backward.gradients` lie, float32, contiguous and of the captures' shapes;
+    none for a kernel that computes none.
+    """
     if mod is None or not (mod.captures or mod.numbers):
         return bytes(8)
     packed = b""
@@ -197,4 +268,8 @@ def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
             packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
         else:
             packed += struct.pack("<f", ctypes.c_float(value).value)  # infinite where it is too large
-    return packed + bytes(-len(packed) % 8)
+    packed += bytes(-len(packed) % 8)
+    if mod.backward is not None:
+        count = max(1, len(mod.backward.gradients))
+        packed += struct.pack(f"<{count}Q", *(gradients or [0] * count))
+    return packed
