@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import headers
 from host_mods import differentiate, needs_host_compiler
 
-from rawmla.attention.mods import HEADER_NAME, Place, header, pack
+from rawmla.attention.functions import as_mod
+from rawmla.attention.mods import HEADER_NAME, CudaMod, Place, header, pack
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 
@@ -538,3 +540,103 @@ def test_refused(mod: Any, error: type[Exception], texts: tuple[str, ...]) -> No
         trace(mod, "score_mod", backward=True)
     for text in texts:
         assert text in str(caught.value)
+
+
+# ---- text of the user's
+
+BIAS, SLOPES = torch.randn(H, L, L, generator=_draw(31)), torch.randn(H, generator=_draw(32)).bfloat16()
+TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]], tuple[bool, bool]]] = {
+    "bias": (
+        CudaMod("score + bias(h, q_idx, kv_idx)", {"bias": BIAS}, grad="grad",
+                capture_grads={"bias": ("h, q_idx, kv_idx", "grad")}),
+        lambda bias, slopes: lambda s, b, h, q, k: s + bias[h, q, k],
+        [(0, True, True)], (True, False),
+    ),
+    "comments and statements": (
+        CudaMod("const float x = score * n; // twice\nreturn x * slopes(h);", {"n": 2, "slopes": SLOPES},
+                grad="const float x = n * grad;\nreturn x * slopes(h); // by it",
+                capture_grads={"slopes": ("h // head", "grad * n * score // grad")}),
+        lambda bias, slopes: lambda s, b, h, q, k: s * 2 * slopes[h],
+        [(0, False, False)], (False, True),
+    ),
+    "several": (
+        CudaMod("slopes(0) * score + bias(0, q_idx, kv_idx) + bias(-1, kv_idx, 5)",
+                {"bias": BIAS, "slopes": SLOPES}, grad="slopes(0) * grad",
+                capture_grads={"slopes": ("0", "score * grad"),
+                               "bias": [("0, q_idx, kv_idx", "grad"), ("-1, kv_idx, 5", "grad")]}),
+        lambda bias, slopes: lambda s, b, h, q, k: slopes[0] * s + bias[0, q, k] + bias[-1, k, 5],
+        [(0, True, True), (0, False, True), (1, False, False)], (False, True),
+    ),
+    "names inside": (
+        CudaMod("const float value = score; const float v0 = value;\nreturn v0 + (q_len - q_len) + sink;",
+                {"sink": 0.0}, grad="const float value = grad; return value;"),
+        lambda bias, slopes: lambda s, b, h, q, k: s,
+        [], (False, False),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured arrays are tensors of the CPU."""
+
+    def inspect(x: Any, name: str) -> Any:
+        return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
+
+    monkeypatch.setattr("rawmla.attention.mods.inspect", inspect)
+
+
+@needs_host_compiler
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_cuda_text(name: str) -> None:
+    given, build, sites, (is_one, needs_score) = TEXTS[name]
+    for tensor in (BIAS, SLOPES):
+        tensor.requires_grad_()
+    scores, at, grads = _points()
+    exact = [x.detach().double().requires_grad_() for x in (BIAS, SLOPES)]
+    function = build(*exact)
+    sources = scores.double().requires_grad_()
+    values = torch.stack([function(s, *x) for s, x in zip(sources, at, strict=True)])
+    (values * grads).sum().backward()
+
+    mod = given.mod(backward=True)
+    _compile(header(mod, None))
+    got = differentiate(mod, scores, at, grads)
+    torch.testing.assert_close(got.values.double(), values.detach(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(got.derivatives.double() * grads, sources.grad, rtol=2e-5, atol=2e-5)
+    for place, gradient in got.gradients.items():
+        (want,) = [
+            x.grad for x, y in zip(exact, (BIAS, SLOPES), strict=True) if mod.captures[place].array is y
+        ]
+        torch.testing.assert_close(gradient.double(), want, rtol=2e-5, atol=1e-4)
+    assert mod.backward is not None and [tuple(site) for site in mod.backward.sites] == sites
+    assert got.facts == {"kDerivativeIsOne": is_one, "kSitesNeedScore": needs_score}
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_captures_of_cuda_text_that_require_grad() -> None:
+    table, buckets = torch.randn(L, requires_grad=True), torch.arange(L)
+    with pytest.raises(ValueError, match="capture_grads for table, which requires grad"):
+        CudaMod("score + table(q_idx)", {"table": table}, grad="grad").mod(backward=True)
+    pair = ("q_idx", "grad")
+    given: dict[str, Any] = {"grad": "grad", "capture_grads": {"table": pair}}
+    with pytest.raises(ValueError, match="expected table to be of a floating-point dtype, got int64"):
+        CudaMod("score + table(q_idx)", {"table": buckets}, **given).mod(backward=True)
+    mod = CudaMod("score + table(q_idx)", {"table": table.detach()}, **given).mod(backward=True)
+    assert mod.backward is not None and mod.backward.sites == mod.backward.gradients == ()
+
+
+# ---- functions of a call
+
+
+def test_mask_functions_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, limit = torch.randn(L, requires_grad=True), torch.tensor(0.5, requires_grad=True)
+    monkeypatch.setattr("rawmla.attention.functions._as_mod", lambda mask, *given: trace(mask, "mask_mod"))
+    for mask, shape in ((lambda b, h, q, k: table[q] > 0, "[50]"), (lambda b, h, q, k: q > limit, "[]")):
+        assert as_mod(mask, "mask_mod", 0) is not None
+        with pytest.raises(
+            ValueError, match="^mask_mod: expected captured tensors that do not require grad"
+        ) as caught:
+            as_mod(mask, "mask_mod", 0, backward=True)
+        assert shape in str(caught.value)

@@ -128,7 +128,7 @@ struct ValueAndDerivative {
 //   kSitesNeedScore     captured_gradients reads `score`
 //   value_and_derivative(score, b, h, q_idx, kv_idx, q_len, kv_len)
 //   captured_gradients(grad, score, b, h, q_idx, kv_idx, q_len, kv_len, sink)
-// The latter calls sink.add<i>(place, value) once for each site i, where the gradient of the function's result
+// The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the function's result
 // is `grad`: `value` is to be added to gradients[kSite[i].gradient][place]. `place` depends on nothing but b, h,
 // the lengths and what by_q and by_kv say, and is of no cost where a sink does not read it, as is `value`.
 struct Site {

@@ -30,8 +30,9 @@ IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 """The score function that changes nothing."""
 
 
-def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None.
+def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
+    """A function that a user gave, traced if it is one of Python; None for None. With `backward`, a score
+    function has gradients, and a mask function has to read nothing that requires grad.
 
     Raises
     ------
@@ -40,14 +41,26 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`.
+        As `rawmla.attention.trace.trace`, and `CudaMod.mod`.
     """
     if function is None:
         return None
+    mod = _as_mod(function, kind, device, backward and kind == "score_mod")
+    if backward and kind == "mask_mod":
+        for source in (*[x.array for x in mod.captures], *[x.source for x in mod.numbers]):
+            if getattr(source, "requires_grad", False):
+                raise ValueError(
+                    "mask_mod: expected captured tensors that do not require grad, got one of shape "
+                    f"{list(source.shape)} that does"
+                )
+    return mod
+
+
+def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
     if isinstance(function, str):
         function = CudaMod(function)
     if isinstance(function, CudaMod):
-        return function.mod()
+        return function.mod(backward)
     if not callable(function):
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
     try:
@@ -59,7 +72,7 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
         ) from error
     from .memo import traced
 
-    return traced(function, kind, torch.device("cuda", device))
+    return traced(function, kind, torch.device("cuda", device), backward)
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:

@@ -333,7 +333,7 @@ def _backward(writer: Writer, result: str, returned: Any, name: str) -> Backward
                 *(bool(reads & {argument, "score"}) for argument in ("q_idx", "kv_idx")),
             )
         )
-        calls.append(f"sink.template add<{i}>(mod.t{capture}.place({', '.join(indices)}), {item});")
+        calls.append(f"gradient_sink.template add<{i}>(mod.t{capture}.place({', '.join(indices)}), {item});")
     return Backward(
         "\n".join([*writer.needed(result, derivative), f"return {{{result}, {derivative}}};"]),
         derivative == "grad",
