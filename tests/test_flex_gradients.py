@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -542,6 +543,53 @@ def test_refused(mod: Any, error: type[Exception], texts: tuple[str, ...]) -> No
         assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("device", ("cuda", "meta"))
+def test_the_device_is_not_in_the_text(device: str) -> None:
+    """Nor does it have to be there."""
+    kinds = [trace(lambda s, b, h, q, k: torch.tanh(s) * q, "score_mod", x, True) for x in ("cpu", device)]
+    assert kinds[0] == kinds[1]
+
+
+ADDED = torch.randn(L)
+
+
+class Module(torch.nn.Module):
+    """A score function that is a module with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(H))
+        self.others = {"shift": torch.randn(L, requires_grad=True)}
+
+    def forward(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * self.scale[h] + self.others["shift"][q]
+
+
+def test_names_of_captured_tensors() -> None:
+    """Those of variables, parameters and attributes; each once."""
+
+    def named(mod: Callable[..., Any]) -> list[str]:
+        return [capture.name for capture in trace(mod, "score_mod", backward=True).captures]
+
+    def biased(table: Any) -> Callable[..., Any]:
+        return lambda s, b, h, q, k: s + table[q]
+
+    def scaled(factors: Any, s: Any, b: Any, h: Any, q: Any, k: Any, *, offset: Any) -> Any:
+        return s * factors[h] + offset[k]
+
+    def summed(s: Any, b: Any, h: Any, q: Any, k: Any, added: Any = ADDED) -> Any:
+        return first(second(s, b, h, q, k), b, h, q, k) + added[q] + VECTORS[q].sum()
+
+    first, second = biased(torch.randn(L)), biased(torch.randn(L))
+    assert named(summed) == ["table", "table_2", "added", "VECTORS"]
+    partial = functools.partial(scaled, torch.randn(H), offset=torch.randn(L))
+    assert named(partial) == ["factors", "offset"]
+    module = Module()
+    for mod in (module, module.forward, lambda *given: module(*given)):
+        assert named(mod) == ["scale", "shift"]
+    assert named(lambda s, b, h, q, k: s + globals()["VECTORS"][q].sum()) == ["capture"]
+
+
 # ---- text of the user's
 
 BIAS, SLOPES = torch.randn(H, L, L, generator=_draw(31)), torch.randn(H, generator=_draw(32)).bfloat16()
@@ -610,6 +658,9 @@ def test_cuda_text(name: str) -> None:
             x.grad for x, y in zip(exact, (BIAS, SLOPES), strict=True) if mod.captures[place].array is y
         ]
         torch.testing.assert_close(gradient.double(), want, rtol=2e-5, atol=1e-4)
+    assert [capture.name for capture in mod.captures] == [
+        name for name in ("bias", "slopes") if name in given.captures
+    ]
     assert mod.backward is not None and [tuple(site) for site in mod.backward.sites] == sites
     assert got.facts == {"kDerivativeIsOne": is_one, "kSitesNeedScore": needs_score}
 

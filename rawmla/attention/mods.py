@@ -41,12 +41,13 @@ Layout = Literal["kAny", "kSmall", "kSmallRows"]
 
 
 class Capture(NamedTuple):
-    """An array that a function reads, ``mod.t<i>`` in its text."""
+    """An array that a function reads, ``mod.t<i>`` in its text, and its name for the user."""
 
     array: Any
     dtype: str
     rank: int
     layout: Layout = "kAny"
+    name: str = ""
 
 
 class Number(NamedTuple):
@@ -182,7 +183,7 @@ class CudaMod:
                 at = f"mod.t{len(captures)}"
                 lines.append(f"const Named<decltype({at})> {name}{{{at}}};")
                 places[name] = len(captures)
-                captures.append(Capture(capture, view.dtype, len(view.shape)))
+                captures.append(Capture(capture, view.dtype, len(view.shape), name=name))
             else:
                 is_integer = isinstance(capture, int)
                 c_type = "i64" if is_integer else "float"

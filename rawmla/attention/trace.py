@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from .mods import ELEMENTS, Backward, Capture, Mod, Number, Site
+from .names import names_of
 from .operators import OPERATORS, Refused, Value, View, Writer, elements
 
 __all__ = ["name_of", "trace"]
@@ -109,6 +110,9 @@ def trace(
     returned = torch.fx.node.map_arg(results, lambda one: values[one])
     result, *gradients = returned if backward else (returned,)
     item = _result(writer, result, kind, name)
+    if backward:
+        names = names_of(mod, [capture.array for capture in captures])
+        captures = [x._replace(name=one) for x, one in zip(captures, names, strict=True)]
     return Mod(
         "\n".join([*writer.needed(item), f"return {item};"]),
         tuple(captures),
@@ -123,6 +127,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
     arguments = (*ARGUMENTS[kind], "grad") if backward else ARGUMENTS[kind]
     # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
     recorded = _Joint(mod, name) if backward else lambda *given: mod(*given)
+    if backward and not torch.cuda.is_available():
+        device = "cpu"  # without its driver autograd cannot ask a device for streams; no capture lies there
     with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty((), dtype=_DTYPE_OF.get(argument, torch.int32), device=device)
