@@ -19,9 +19,9 @@ from rawmla.testing.flex_backward import (
     captured_tensors,
     check_flex_backward,
     exact_results,
+    make_flex_backward_inputs,
     make_flex_gradients,
     reference_backward,
-    require_gradients,
 )
 
 torch = pytest.importorskip("torch")
@@ -78,7 +78,8 @@ def test_forms_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         got = differentiate(mod, scores, at, grads)
         derivatives = got.derivatives.double() * grads
         torch.testing.assert_close(derivatives, sources.grad, rtol=2e-5, atol=2e-5)
-        assert len(got.gradients) == len(captures)
+        names = [mod.captures[place].name for place in got.gradients]
+        assert sorted(names) == sorted(captures)
         for key, x in captures.items():
             (place,) = [place for place in got.gradients if mod.captures[place].array is x]
             torch.testing.assert_close(got.gradients[place].double(), exact[key].grad, rtol=2e-5, atol=1e-4)
@@ -313,11 +314,31 @@ def test_the_comparison_finds_single_rows_and_elements() -> None:
         check_flex_backward(inputs, zero, results, tuple(got))
 
 
+# ---- inputs
+
+
 def test_tensors_that_require_grad() -> None:
-    inputs = make_flex_inputs(FlexCase(**SMALL, score="alibi table"), "cpu")
-    require_gradients(inputs)
+    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="alibi table"), "cpu")
     assert inputs.score is not None
     traced = trace(inputs.score.python, "score_mod", backward=True)
     assert traced.backward is not None
     assert traced.captures[traced.backward.gradients[0]].array is captured_tensors(inputs)["slopes"]
     assert not forward(inputs)[0].requires_grad
+
+
+@pytest.mark.parametrize("separate", (True, False))
+@pytest.mark.parametrize("name", ("causal", "per head", "empty"))
+def test_lists_by_columns(name: str, separate: bool) -> None:
+    """Those of the NumPy reference."""
+    inputs = make_flex_backward_inputs(FlexCase(**SMALL, mask=name, separate=separate), "cpu")
+    assert inputs.block_mask is not None and inputs.mask is not None
+    shape = tuple(inputs.block_mask.kv_num_blocks.shape[:2])
+    want = reference.create_block_mask(
+        inputs.mask.numpy(), *shape, 37, 50, BLOCK_SIZE=(16, 32), separate_full_blocks=separate
+    )
+    for which in ("kv", "full_kv", "q", "full_q"):
+        for what in ("num_blocks", "indices"):
+            got, wanted = (getattr(x, f"{which}_{what}") for x in (inputs.block_mask, want))
+            assert (got is None) == (wanted is None) == (which.startswith("full") and not separate)
+            if got is not None:
+                assert got.dtype == torch.int32 and got.tolist() == wanted.tolist()

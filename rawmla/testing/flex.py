@@ -723,9 +723,17 @@ def _whole_runs(keys: Any, size: int) -> Any:
 
 
 def block_mask_of(
-    seen: Any, lengths: tuple[int, int], block: tuple[int, int], mask_mod: Any, *, separate: bool = True
+    seen: Any,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    mask_mod: Any,
+    *,
+    separate: bool = True,
+    by_columns: bool = False,
 ) -> BlockMask:
-    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; without lists by columns."""
+    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; `by_columns`: with the lists of
+    columns, which a backward pass reads.
+    """
     import torch
 
     rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
@@ -733,11 +741,15 @@ def block_mask_of(
     padded[:, :, : lengths[0], : lengths[1]] = seen
     blocks = padded.view(*seen.shape[:2], rows, block[0], columns, block[1])
     some, full = blocks.any(5).any(3), blocks.all(5).all(3)
+    kinds = [some & ~full, full] if separate else [some, None]
+    kinds += [None if x is None else x.mT for x in kinds] if by_columns else [None, None]
     parts: list[Any] = [lengths]
-    for listed in (some & ~full, full) if separate else (some,):
+    for listed in kinds:
+        if listed is None:
+            parts += [None, None]
+            continue
         order = torch.argsort((~listed).int(), dim=-1, stable=True)
         parts += [listed.sum(-1, dtype=torch.int32), order.int()]
-    parts += [None] * (9 - len(parts))
     parts += [block, mask_mod]
     return BlockMask(*parts)
 

@@ -8,12 +8,21 @@ its results.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
 from . import flex
-from .flex import FlexInputs, empty_array, listed_positions, reference
+from .flex import (
+    FlexCase,
+    FlexInputs,
+    attended,
+    block_mask_of,
+    empty_array,
+    listed_positions,
+    make_flex_inputs,
+    reference,
+)
 from .mha import HALF_STEP, LEAST
 from .mha_backward import FLOAT32, NAMES, BackwardResults, norms, problems_of_gradient
 
@@ -55,6 +64,19 @@ class FlexBackwardResults:
 # ---- inputs
 
 
+def make_flex_backward_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
+    """Inputs whose block mask has lists by columns. What the score function reads requires grad."""
+    inputs = make_flex_inputs(case, device)
+    for tensor in captured_tensors(inputs).values():
+        tensor.requires_grad_()
+    if inputs.mask is None:
+        return inputs
+    seen = attended(inputs.mask, case, device)
+    lengths, python = (case.s_q, case.s_k), inputs.mask.python
+    mask = block_mask_of(seen, lengths, case.block, python, separate=case.separate, by_columns=True)
+    return replace(inputs, block_mask=mask)
+
+
 def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> FlexGradients:
     """Normal random gradients of "out", of "lse" (dout is 0) or of "both".
 
@@ -86,12 +108,6 @@ def captured_tensors(inputs: FlexInputs) -> dict[str, Any]:
     if inputs.score is None:
         return {}
     return {name: inputs.score.captures[name] for name in inputs.score.capture_grads}
-
-
-def require_gradients(inputs: FlexInputs) -> None:
-    """Let these tensors require grad, in all forms of the function."""
-    for tensor in captured_tensors(inputs).values():
-        tensor.requires_grad_()
 
 
 # ---- reference
