@@ -117,8 +117,8 @@ struct Named {
 struct ValueAndDerivative {
     float value, derivative;
 };
-// A place of a captured array to which each score contributes: an element of gradient `gradient`, which can be
-// another one for another query token if `by_q` and for another key if `by_kv`. A kernel sums over what a
+// A place of a captured array to which each score contributes: an element of gradient `gradient`, which can
+// be another one for another query token if `by_q` and for another key if `by_kv`. A kernel sums over what a
 // site does not depend on before it adds.
 //
 // A ScoreMod of a backward kernel has, besides what calls it:
@@ -128,9 +128,11 @@ struct ValueAndDerivative {
 //   kSitesNeedScore     captured_gradients reads `score`
 //   value_and_derivative(score, b, h, q_idx, kv_idx, q_len, kv_len)
 //   captured_gradients(grad, score, b, h, q_idx, kv_idx, q_len, kv_len, sink)
-// The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the function's result
-// is `grad`: `value` is to be added to gradients[kSite[i].gradient][place]. `place` depends on nothing but b, h,
-// the lengths and what by_q and by_kv say, and is of no cost where a sink does not read it, as is `value`.
+// The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the
+// function's result is `grad`: `value` is to be added to gradients[kSite[i].gradient][place]. `place` depends
+// on nothing but b, h, the lengths and what by_q and by_kv say. Of the two, what a sink does not use costs
+// nothing. Both functions are linear in the gradient, and may give NaN where a score is masked: what they give
+// there is to be left out, not to be multiplied by 0.
 struct Site {
     int gradient;
     bool by_q, by_kv;
