@@ -131,8 +131,8 @@ struct ValueAndDerivative {
 // The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the
 // function's result is `grad`: `value` is to be added to gradients[kSite[i].gradient][place]. `place` depends
 // on nothing but b, h, the lengths and what by_q and by_kv say. Of the two, what a sink does not use costs
-// nothing. Both functions are linear in the gradient, and may give NaN where a score is masked: what they give
-// there is to be left out, not to be multiplied by 0.
+// nothing. Both functions are linear in the gradient, and may give NaN where a score is masked: what they
+// give there is to be left out, not to be multiplied by 0.
 struct Site {
     int gradient;
     bool by_q, by_kv;
