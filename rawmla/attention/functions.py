@@ -11,16 +11,29 @@ from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
-from .mods import HEADER_NAME, Capture, CudaMod, Kind, Layout, Mod, Number, Place, header
+from .mods import (
+    HEADER_NAME,
+    NO_FUNCTION,
+    Backward,
+    Capture,
+    CudaMod,
+    Kind,
+    Layout,
+    Mod,
+    Number,
+    Place,
+    header,
+)
 
 __all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "placed", "within_blocks"]
 
-IDENTITY = Mod("return score;", (), ())
+IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 """The score function that changes nothing."""
 
 
-def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None.
+def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
+    """A function that a user gave, traced if it is one of Python; None for None. With `backward`, a score
+    function has gradients, and a mask function has to read nothing that requires grad.
 
     Raises
     ------
@@ -29,21 +42,33 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`.
+        As `rawmla.attention.trace.trace`, and `CudaMod.mod`.
     """
     if function is None:
         return None
+    mod = _as_mod(function, kind, device, backward and kind == "score_mod")
+    if backward and kind == "mask_mod":
+        for source in (*[x.array for x in mod.captures], *[x.source for x in mod.numbers]):
+            if getattr(source, "requires_grad", False):
+                raise ValueError(
+                    "mask_mod: expected captured tensors that do not require grad, got one of shape "
+                    f"{list(source.shape)} that does"
+                )
+    return mod
+
+
+def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
     if isinstance(function, str):
         function = CudaMod(function)
     if isinstance(function, CudaMod):
-        return function.mod()
+        return function.mod(backward)
     if not callable(function):
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    return _tracer(kind, device)(function)
+    return _tracer(kind, device, backward)(function)
 
 
 @lru_cache(maxsize=256)
-def _tracer(kind: Kind, device: int) -> Callable[[Any], Mod]:
+def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
     """What traces functions of a kind that read tensors of the device."""
     try:
         import torch
@@ -55,7 +80,7 @@ def _tracer(kind: Kind, device: int) -> Callable[[Any], Mod]:
     from . import memo
 
     place = torch.device("cuda", device)
-    return lambda function: memo.traced(function, kind, place)
+    return lambda function: memo.traced(function, kind, place, backward)
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
@@ -86,7 +111,7 @@ def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
     return HEADER_NAME, _header(_text_of(score), _text_of(mask))
 
 
-_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...]]
+_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...], "Backward | None"]
 
 
 def _text_of(mod: Mod | None) -> _Text | None:
@@ -94,7 +119,7 @@ def _text_of(mod: Mod | None) -> _Text | None:
     if mod is None:
         return None
     captures = tuple([(capture.dtype, capture.rank, capture.layout) for capture in mod.captures])
-    return mod.text, captures, tuple([number.is_integer for number in mod.numbers])
+    return mod.text, captures, tuple([number.is_integer for number in mod.numbers]), mod.backward
 
 
 @lru_cache(maxsize=1024)
@@ -102,11 +127,12 @@ def _header(score: _Text | None, mask: _Text | None) -> str:
     def mod_of(text: _Text | None) -> Mod | None:
         if text is None:
             return None
-        statements, captures, numbers = text
+        statements, captures, numbers, backward = text
         return Mod(
             statements,
             tuple(Capture(None, *capture) for capture in captures),
             tuple(Number(0, is_integer) for is_integer in numbers),
+            backward,
         )
 
     return header(mod_of(score), mod_of(mask))

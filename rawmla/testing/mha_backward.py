@@ -258,7 +258,7 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
             out = _heads(arrays["out"], own, empty).to(exact)
         dots = (dout * out).sum(-1)
         ds = p * (dp - dots[..., None])
-        terms = p * _norms(dout) * (_norms(values).mT + _norms(out))
+        terms = p * norms(dout) * (norms(values).mT + norms(out))
         if arrays["dlse"] is not None:
             dlse = _heads(arrays["dlse"], own, empty).to(exact)[..., None]
             ds, terms = ds + weights * dlse, terms + weights * dlse.abs()
@@ -276,9 +276,9 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         smallest = torch.full_like(lost, least)
         for squares, of_ds, of_p in ((sums.sizes, scale * off_ds, off_p * p), (sums.floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
-            _add(squares.q, own, (of_ds @ _norms(keys).square())[..., 0])
-            _add(squares.k, shared, (of_ds.mT @ _norms(queries).square())[..., 0])
-            _add(squares.v, shared, (of_p.mT @ _norms(dout).square())[..., 0])
+            _add(squares.q, own, (of_ds @ norms(keys).square())[..., 0])
+            _add(squares.k, shared, (of_ds.mT @ norms(queries).square())[..., 0])
+            _add(squares.v, shared, (of_p.mT @ norms(dout).square())[..., 0])
 
 
 def _heads(x: Any, heads: tuple[Any, Any], without: Any) -> Any:
@@ -292,7 +292,7 @@ def _add(total: Any, heads: tuple[Any, Any], x: Any) -> None:
     total.transpose(1, 2).index_put_(heads, x.to(total.dtype), accumulate=True)
 
 
-def _norms(x: Any) -> Any:
+def norms(x: Any) -> Any:
     """L2 norms of rows, as a column."""
     return x.norm(dim=-1, keepdim=True)
 
@@ -333,7 +333,7 @@ def check_mha_backward(
     for i, used in enumerate((used_q, used_k, used_k)):
         if not bool((got[i][~used] == 0).all()):
             problems.append(f"{names[i]} is not 0 in a row that takes no part")
-        problems += _problems_of(i, got[i], want, case.dtype, times)
+        problems += problems_of_gradient(i, got[i], want, case.dtype, times)
     if not bool((gradients.dout[used_q] != 0).any()) and not bool((got[2] == 0).all()):
         problems.append("dv is not 0 without a gradient of out")
     if len(got) == 4:
@@ -344,7 +344,7 @@ def check_mha_backward(
         raise AssertionError(f"{case.id}: {'; '.join(problems)}")
 
 
-def _problems_of(i: int, got: Any, want: BackwardResults, dtype: str, times: float) -> list[str]:
+def problems_of_gradient(i: int, got: Any, want: BackwardResults, dtype: str, times: float) -> list[str]:
     """What is wrong with dq, dk or dv, which may be off by so many times what a dtype's rounding costs."""
     name, values, size, floor = NAMES[i], want.values[i], want.sizes[i], want.floors[i]
     if not got.numel():
