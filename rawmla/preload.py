@@ -177,5 +177,6 @@ _frameworks: dict[Framework, NoFramework] = {}
 
 def _framework_of(framework: Framework) -> NoFramework:
     return _frameworks.get(framework) or _frameworks.setdefault(
-        framework, NoFramework(framework.name, framework.is_capturing, framework.capture_query)
+        framework,
+        NoFramework(framework.name, framework.is_capturing, framework.capture_query, framework.determinism),
     )

@@ -41,10 +41,12 @@ class NoFramework:
         name: str,
         is_capturing: Callable[[int], bool] = lambda device: False,
         capture_query: Callable[[int], Callable[[], bool]] = lambda device: lambda: False,
+        determinism: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = name
         self.is_capturing = is_capturing
         self.capture_query = capture_query
+        self.determinism = determinism
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """As of `Framework`."""
