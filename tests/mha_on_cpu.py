@@ -13,6 +13,7 @@ import pytest
 
 from rawmla import reference
 from rawmla.call import arrays, memo
+from rawmla.jit import NO_LAUNCH
 from rawmla.kernels import mha_backward, mha_forward
 from rawmla.kernels.mha_forward import NO_BOUND
 
@@ -28,8 +29,10 @@ class OnCuda(torch.Tensor):  # type: ignore[misc]
         return 0
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let CPU tensors pass for CUDA tensors; returns a list that is told of every launch."""
+def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -> list[Any]:
+    """Let CPU tensors pass for CUDA tensors; returns a list that is told of every launch, and so are the
+    streams on which nothing is launched in ``skipped``.
+    """
     framework = arrays.TorchFramework(torch)
 
     def read(x: Any, name: str) -> arrays.Fields:
@@ -57,6 +60,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
                 self.call = call
 
             def launch(self, stream: int, addresses: Any, scratch: int) -> None:
+                if stream == NO_LAUNCH and skipped is not None:
+                    skipped.append(stream)
+                    return
                 launched.append(SimpleNamespace(**self.call._asdict(), addresses=addresses))
                 with torch.no_grad():
                     run(self.call, addresses)

@@ -16,6 +16,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "unpacked",
 ]
 
 Window = tuple[int | None, int | None]
@@ -295,7 +296,7 @@ def flash_attn_varlen_qkvpacked_func(
             attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
         )  # fmt: skip
     try:
-        (part_q, part_k, part_v), (q, k, v) = _unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
+        (part_q, part_k, part_v), (q, k, v) = unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
         lengths = READERS[type(cu_seqlens)](cu_seqlens, "cu_seqlens")
         return attend(
             Parts(part_q, part_k, part_v, ("cu_seqlens", "cu_seqlens"), ("max_seqlen", "max_seqlen")),
@@ -427,7 +428,7 @@ def flash_attn_varlen_kvpacked_func(
             attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
         )  # fmt: skip
     try:
-        (part_k, part_v), (k, v) = _unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
+        (part_k, part_v), (k, v) = unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
         return attend(
             Parts(("q", None), part_k, part_v),
             READERS[type(q)](q, "q"),
@@ -599,7 +600,7 @@ def _with_graph(
     return attention(function, arrays, {**forward, **both}, {**backward, **both})
 
 
-def _unpacked(
+def unpacked(
     name: str, view: Fields, head_dim_qk: Any, count: int
 ) -> tuple[list[tuple[str, Any]], list[Fields]]:
     """The parts of a packed array, of which v is the last of ``count``: for `Parts`, and their fields."""

@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 import rawmla
 
 from .. import jit, reference
-from ..call.arrays import READERS, WITH_BACKWARD, Fields
-from ..stand_ins import NoFramework, StandIn
+from ..call.arrays import WITH_BACKWARD
+from ..stand_ins import Described, NoFramework
 
 __all__ = ["LIBRARY", "NoExample", "example", "register"]
 
@@ -141,22 +141,7 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
     return rule
 
 
-class _Described(StandIn):
-    """Stands for a tensor; `fields` are what a reader gives, without the array."""
-
-    def __init__(self, fields: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.fields = fields
-
-
-def _read(x: _Described, name: str) -> Fields:
-    ptr, shape, strides, dtype = x.fields
-    return ptr, shape, strides, dtype, jit.NO_DEVICE, _NO_FRAMEWORK, x
-
-
-_Described.__qualname__ = _Described.__name__ = "array"  # what the texts of errors call it
 _NO_FRAMEWORK = NoFramework("torch")
-READERS[_Described] = _read
 
 
 class NoExample(Exception):
@@ -189,7 +174,8 @@ def _stand_in(value: Any, address: Callable[[Any], int]) -> Any:
         return [_stand_in(one, address) for one in value]
     if isinstance(value, torch.Tensor):
         shape, strides = (tuple([example(n) for n in sizes]) for sizes in (value.shape, value.stride()))
-        return _Described((address(value), shape, strides, str(value.dtype).removeprefix("torch.")))
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Described(address(value), shape, strides, dtype, jit.NO_DEVICE, _NO_FRAMEWORK)
     return example(value)
 
 
