@@ -60,8 +60,9 @@ def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -
                 self.call = call
 
             def launch(self, stream: int, addresses: Any, scratch: int) -> None:
-                if stream == NO_LAUNCH and skipped is not None:
-                    skipped.append(stream)
+                if stream == NO_LAUNCH:
+                    if skipped is not None:
+                        skipped.append(stream)
                     return
                 launched.append(SimpleNamespace(**self.call._asdict(), addresses=addresses))
                 with torch.no_grad():
