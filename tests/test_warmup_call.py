@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,11 @@ from decode_fakes import (
 )
 
 import rawmla
+from rawmla import jit
 from rawmla.attention import create
-from rawmla.jit import NO_LAUNCH
-from rawmla.kernels import mla_cache_write, mla_merge_states
+from rawmla.call import memo
+from rawmla.jit import NO_LAUNCH, KernelSpec
+from rawmla.kernels import mha_backward, mha_forward, mla_cache_write, mla_merge_states
 
 
 @pytest.fixture
@@ -130,6 +133,7 @@ RENAMED = {
     ): x
     for n, x in VARLEN.items()
 }
+PREPARED = {mha_forward: "PreparedMhaForward", mha_backward: "PreparedMhaBackward"}
 MHA_CALLS = {
     "fixed": (rawmla.flash_attn_func, FIXED),
     "varlen": (rawmla.flash_attn_varlen_func, VARLEN),
@@ -160,6 +164,45 @@ def test_dense_attention(world: World, name: str, backward: bool) -> None:
             assert getattr(forward, field) == getattr(other, field), field
         assert (other.sink_dtype is not None) == forward.has_sink
         assert other.lse_strides[2] == forward.lse_strides[1] or name == "fixed"
+
+
+@pytest.mark.parametrize("name", MHA_CALLS)
+def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Those that are loaded ahead are those that the call and its gradients load."""
+    loaded: list[KernelSpec] = []
+    real = {module: getattr(module, prepared) for module, prepared in PREPARED.items()}
+    world = make_world(monkeypatch)
+    for module, prepared in PREPARED.items():
+        monkeypatch.setattr(module, prepared, real[module])
+
+    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> Any:
+        loaded.append(spec)
+        launch = SimpleNamespace(launch=lambda *args: None)
+        return SimpleNamespace(prepare=lambda *args, **more: launch)
+
+    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda *args, **more: b"")
+    function, arguments = MHA_CALLS[name]
+    rawmla.warmup_call(function, **arguments, backward=True)
+    ahead = [*loaded]
+    assert {spec.name for spec in ahead} >= {"mha_forward", "mha_backward", "mha_backward_finish"}
+    assert ("mha_backward_clear" in {spec.name for spec in ahead}) == (name != "fixed")
+    loaded.clear()
+    memo.clear_all()
+    out, lse = function(**arguments)
+    if name == "fixed":
+        rawmla.flash_attn_backward(out, out=out, lse=lse, **arguments)
+    elif name in ("varlen", "renamed"):
+        rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments)
+    else:  # equal head dimensions and flags in arrays of their own
+        rows = 40 if name.startswith("qkv") else 56
+        heads = 8 if name.startswith("qkv") else 2
+        q, k = FakeArray((40, 8, 128), "bfloat16"), FakeArray((rows, heads, 128), "bfloat16")
+        v = FakeArray((rows, heads, out.shape[-1]), "bfloat16")
+        starts = FakeArray((4,))
+        slopes = arguments.get("alibi_slopes")
+        rawmla.flash_attn_varlen_backward(out, q, k, v, out, lse, starts, starts, 20, 20, alibi_slopes=slopes)
+    assert loaded == ahead and not world.mha
 
 
 def test_dense_attention_by_position_with_out(world: World) -> None:
