@@ -130,8 +130,9 @@ def attention(
     dims = [(name, sum(x.detach()[index].shape[-1:])) for (name, x), indices in named for index in indices]
     check_head_dims(dims[0], dims[-1])
     check_order(deterministic, next(iter(views.values()))[5], warns=False)
-    saved = {name: x for name, x in backward.items() if isinstance(x, torch.Tensor) and x is not sink}
-    numbers = {name: x for name, x in backward.items() if name not in saved and name != "attn_sink"}
+    others = {name: x for name, x in backward.items() if name != "attn_sink"}
+    saved = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
+    numbers = {name: x for name, x in others.items() if name not in saved}
     call = Call(
         partial(function, **arrays, **forward),
         partial(_gradients, parts, tuple(saved), numbers),
@@ -174,9 +175,9 @@ def _gradients(
         for name, target in zip(("dq", "dk", "dv"), targets, strict=True)
         if target is not None and walked(READERS[type(target)](target, name)) is not None
     }
-    is_varlen = "cu_seqlens_q" in numbers or "cu_seqlens_q" in names
-    function: Callable[..., Any] = flash_attn_varlen_backward if is_varlen else flash_attn_backward
     keywords = {**numbers, **dict(zip(names, others, strict=True)), **given}
+    has_segments = "cu_seqlens_q" in keywords
+    function: Callable[..., Any] = flash_attn_varlen_backward if has_segments else flash_attn_backward
     *made, dsink = function(
         gradient_of_out(dout, out), q, k, v, out, lse, **keywords, dlse=dlse, attn_sink=sink
     ) + (() if sink is not None else (None,))

@@ -18,7 +18,7 @@ from ..mha.arguments import order_of
 from ..mha.backward import check_head_dims, check_order
 from .registration import NoExample, example, register
 
-__all__ = ["empty_out"]
+__all__: list[str] = []
 
 Result = tuple[torch.Tensor, ...]
 _MASKS = "SymInt window_left, SymInt window_right, float softcap, Tensor? attn_sink, Tensor? alibi_slopes"
@@ -274,7 +274,7 @@ def _prefix(
     )
 
 
-def empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A fresh out, with the strides of `rawmla.mha.arguments.fresh_out_strides`.
 
     Sizes may be symbolic. The order follows from their example values, so that it restricts none.
@@ -343,7 +343,7 @@ def _register(
     register(
         f"{name}({_ARRAYS}, {options}) -> (Tensor, Tensor)",
         forward,
-        lambda q, k, v, *args: (empty_out(q, v), empty_lse(q)),
+        lambda q, k, v, *args: (_empty_out(q, v), empty_lse(q)),
         (("q", "k", "v", "attn_sink"), graph),
     )
     register(
@@ -355,7 +355,7 @@ def _register(
         f"{name}_backward({_BACKWARD}, {options}) -> (Tensor, Tensor, Tensor, Tensor)",
         backward,
         lambda dout, q, k, v, out, lse, dlse, *args: (
-            *[empty_out(x, x) for x in (q, k, v)],
+            *[_empty_out(x, x) for x in (q, k, v)],
             _empty_dsink(q, args[sink_at]),
         ),
     )

@@ -12,7 +12,6 @@ import torch
 
 from ..call.checks import as_bool
 from ..mha.arguments import as_window, check_options, packed_parts
-from .mha import empty_out
 
 __all__ = [
     "context_attention_fwd",
@@ -163,7 +162,7 @@ def flash_attn_varlen_backward(
         *(softmax_scale, causal, is_varlen, left, right, softcap, attn_sink, alibi_slopes),
         *(seqused_q, seqused_k, as_bool("deterministic", deterministic)),
     )
-    return _backward("flash_attn_varlen_backward", call, (q, k, v), (dq, dk, dv), attn_sink)
+    return _backward("flash_attn_varlen_backward", call, (dq, dk, dv), attn_sink)
 
 
 def flash_attn_backward(
@@ -192,15 +191,15 @@ def flash_attn_backward(
         *(dout, q, k, v, out, lse, dlse, softmax_scale, causal, left, right, softcap),
         *(attn_sink, alibi_slopes, as_bool("deterministic", deterministic)),
     )
-    return _backward("flash_attn_backward", call, (q, k, v), (dq, dk, dv), attn_sink)
+    return _backward("flash_attn_backward", call, (dq, dk, dv), attn_sink)
 
 
-def _backward(name: str, call: Any, arrays: Any, given: Any, attn_sink: Any) -> tuple[Any, ...]:
-    if all(one is None for one in given):
-        *results, dsink = getattr(_ops, name).default(*call)
+def _backward(name: str, call: tuple[Any, ...], given: Any, attn_sink: Any) -> tuple[Any, ...]:
+    if all(one is not None for one in given):
+        results, dsink = list(given), getattr(_ops, f"{name}_out").default(*call, *given)
     else:
-        results = [empty_out(x, x) if one is None else one for x, one in zip(arrays, given, strict=True)]
-        dsink = getattr(_ops, f"{name}_out").default(*call, *results)
+        *made, dsink = getattr(_ops, name).default(*call)
+        results = [new if one is None else one.copy_(new) for one, new in zip(given, made, strict=True)]
     return tuple(results) if attn_sink is None else (*results, dsink)
 
 
