@@ -30,6 +30,7 @@ LINES = {  # at most
     "prefix_prefill": 120,
     "serve_step": 170,
     "sparse_decode_fp8": 90,
+    "train_tiny": 150,
     "varlen_prefill": 110,
 }
 

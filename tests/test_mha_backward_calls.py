@@ -26,6 +26,14 @@ OPTIONAL = ("dq", "dk", "dv", "dlse", "seqused_q", "seqused_k", "attn_sink", "al
 LSE_STRIDES = (1, TOTAL_Q)  # heads first in memory
 
 
+class OrderedFramework(FakeFramework):
+    """One that is told to give the same bits always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.determinism = lambda: 2
+
+
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return make_world(monkeypatch)
@@ -137,6 +145,13 @@ BAD_CALLS: list[Case] = [
     ("q float32", "q", TypeError, ("float32 is not supported yet",), change("q", dtype="float32")),
     ("cu_seqlens int64", "cu_seqlens_k", TypeError, ("int32",), change("cu_seqlens_k", dtype="int64")),
     ("deterministic", "deterministic", ValueError, ("expected False",), put("deterministic", True)),
+    (
+        "deterministic by the framework",
+        "deterministic",
+        ValueError,
+        ("use_deterministic_algorithms",),
+        lambda arguments: setattr(arguments["q"], "framework", OrderedFramework()),
+    ),
     ("deterministic 1", "deterministic", TypeError, ("bool",), put("deterministic", 1)),
     ("causal 1", "causal", TypeError, ("bool",), put("causal", 1)),
     ("is_varlen 0", "is_varlen", TypeError, ("bool",), put("is_varlen", 0)),
@@ -229,6 +244,37 @@ def test_bad_backward_call_of_fixed_lengths(
 def test_unknown_keywords(world: World, name: str) -> None:
     with pytest.raises(TypeError, match=name):
         call(plain(), **{name: 0})
+    assert world.untouched
+
+
+ALIASES = {
+    "cu_seqlens_q": "cu_seqlens_qo",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "max_seqlen_qo",
+    "max_seqlen_k": "max_seqlen_kv",
+    "attn_sink": "learnable_sink",
+}
+
+
+def test_second_names(world: World) -> None:
+    """The same call under the names of FlashMLA and FlashAttention."""
+    call(optional())
+    renamed = {ALIASES.get(name, name): value for name, value in optional().items()}
+    call(renamed)
+    first, second = world.mha_backward
+    assert first.prepared is second.prepared
+    assert first.addresses._replace(dsink=0) == second.addresses._replace(dsink=0)
+    sink = FakeArray((H_Q,), "float32", ptr=0x6000)
+    rawmla.flash_attn_backward(**fixed(), learnable_sink=sink)
+    assert world.mha_backward[-1].addresses.attn_sink == 0x6000
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_both_names_of_an_argument(world: World, name: str) -> None:
+    arguments = optional()
+    alias = ALIASES[name]
+    with pytest.raises(TypeError, match=f"^{alias}: expected it or {name}, .* got both"):
+        call(arguments, **{alias: arguments[name]})
     assert world.untouched
 
 

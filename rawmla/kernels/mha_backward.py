@@ -16,6 +16,7 @@ from .mha_forward import MAX_MAPS, key_map, padded
 
 __all__ = [
     "FINISH_PARAMS",
+    "MAX_HEAD_DIM",
     "PARAMS",
     "PREPARE_PARAMS",
     "BackwardAddresses",
@@ -32,6 +33,8 @@ _STAGES = 2
 _CONSUMERS = 2
 _BARRIER_BYTES = 512
 _ALIGNMENT = 128
+MAX_HEAD_DIM = 128
+"""Of what the kernel has registers for."""
 _SECTION_HEADS = 2
 """Heads whose tiles run together, so that what they add to dQ stays in L2."""
 Strides = tuple[int, int, int]

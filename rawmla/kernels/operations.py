@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..jit import KernelSpec
 from . import (
     block_mask,
+    mha_backward,
     mha_forward,
     mla_cache_gather,
     mla_cache_write,
@@ -66,6 +67,14 @@ OPTIONS = {
         "pairs (d_qk, d_v) of ints from 1 to 256",
         lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
     ),
+    "mha_backward_head_dims": Option(
+        (),
+        ((64, 64), (96, 96), (128, 128)),
+        f"pairs (d_qk, d_v) of ints from 1 to {mha_backward.MAX_HEAD_DIM}",
+        lambda pair: (
+            len(pair) == 2 and all(type(d) is int and 1 <= d <= mha_backward.MAX_HEAD_DIM for d in pair)
+        ),
+    ),
     "prefix_head_dims": Option(
         (), (64, 128), "ints from 1 to 256", lambda d: type(d) is int and 1 <= d <= 256
     ),
@@ -117,6 +126,14 @@ def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> lis
     return [spec for dtype in dtypes for spec in mha_forward.specs(dtype, head_dims)]
 
 
+def _mha_backward(
+    dtypes: Iterable[str], mha_backward_head_dims: Iterable[tuple[int, int]]
+) -> list[KernelSpec]:
+    head_dims = list(mha_backward_head_dims)
+    specs = [spec for dtype in dtypes for dims in head_dims for spec in mha_backward.specs(dtype, *dims)]
+    return [*specs, mha_backward.CLEAR_SPEC] if specs else []
+
+
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
     head_dims = list(prefix_head_dims)
     return [spec for dtype in dtypes for spec in prefix_prefill.specs(dtype, head_dims)]
@@ -140,6 +157,7 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "merge": _merge,
     "metadata": _metadata,
     "mha": _mha,
+    "mha_backward": _mha_backward,
     "prefix": _prefix,
     "flex": _flex,
 }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
+from ..call.arrays import Fields, Framework, NewArray, address_of, aligned_strides, read_given
 from ..call.checks import as_bool, as_softmax_scale, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
-from ..kernels.mha_backward import BackwardAddresses, BackwardCall
+from ..kernels.mha_backward import MAX_HEAD_DIM, BackwardAddresses, BackwardCall
 from .arguments import (
     as_length,
     as_softcap,
@@ -22,10 +23,7 @@ from .arguments import (
 )
 from .forward import SEPARATE, Arrays, Checked, check_arrays, check_places, copies_of, of_three
 
-__all__ = ["backpropagate"]
-
-MAX_HEAD_DIM = 128
-"""Of what the kernel has registers for."""
+__all__ = ["backpropagate", "check_head_dims", "check_order"]
 
 Strides = tuple[int, int, int]
 
@@ -94,8 +92,7 @@ def backpropagate(
     """
     check_options(0.0, deterministic, 0)
     causal, is_varlen = as_bool("causal", causal), as_bool("is_varlen", is_varlen)
-    if deterministic:
-        raise ValueError("deterministic: expected False, as dq in a fixed order is not supported yet")
+    check_order(deterministic, q[5], warns=True)
     left, right = as_window(window_size, causal)
     softcap = as_softcap(softcap)
     if softmax_scale is not None:
@@ -158,11 +155,7 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     inputs = check_arrays(SEPARATE, arrays)
     _, q_shape, _, dtype, *_ = arrays.q
     sizes = inputs.sizes
-    for name, dim in (("q", sizes.d_qk), ("v", sizes.d_v)):
-        if dim > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{name}: head dimensions above {MAX_HEAD_DIM} have no backward yet, got {dim}"
-            )
+    check_head_dims(("q", sizes.d_qk), ("v", sizes.d_v))
     strides: dict[str, Strides] = {}
     copied = []
     wanted = (*q_shape[:-1], sizes.d_v)
@@ -192,6 +185,36 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
             strides[f"{name}_strides"] = of_three(check_out_layout(gradient, name))
     _check_places(more, arrays.q)
     return _BackwardChecked(inputs, (copied[0], copied[1]), strides, Memo())
+
+
+def check_head_dims(*dims: tuple[str, int]) -> None:
+    """Check that there is a backward for head dimensions, each after the name of its argument."""
+    for name, dim in dims:
+        if dim > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"{name}: head dimensions above {MAX_HEAD_DIM} have no backward yet, got {dim}"
+            )
+
+
+def check_order(deterministic: bool, framework: Framework, *, warns: bool) -> None:
+    """Raise where dq is wanted in a fixed order, in which no kernel sums it yet.
+
+    `warns`: warn where torch is to warn of that, and not to raise.
+    """
+    if deterministic:
+        raise ValueError("deterministic: expected False, as dq in a fixed order is not supported yet")
+    wanted = framework.determinism()
+    if wanted == 2:
+        raise ValueError(
+            "deterministic: expected torch.use_deterministic_algorithms(False), or warn_only=True, as dq in "
+            "a fixed order is not supported yet, got True"
+        )
+    if wanted == 1 and warns:
+        warnings.warn(
+            "rawmla sums dq of dense attention in no fixed order, but torch.use_deterministic_algorithms is "
+            "on with warn_only",
+            stacklevel=4,
+        )
 
 
 def _check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..call.arrays import READERS, Fields
+from .arguments import either
 from .backward import backpropagate
+from .traced import operators
 
 __all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
 
@@ -19,10 +22,10 @@ def flash_attn_varlen_backward(
     v: Any,
     out: Any,
     lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -38,6 +41,11 @@ def flash_attn_varlen_backward(
     alibi_slopes: Any = None,
     seqused_q: Any = None,
     seqused_k: Any = None,
+    cu_seqlens_qo: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_qo: int | None = None,
+    max_seqlen_kv: int | None = None,
+    learnable_sink: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `flash_attn_varlen_func`.
 
@@ -53,7 +61,7 @@ def flash_attn_varlen_backward(
     dout : array
         `[total_q, h_q, d_v]` in q's dtype, gradient of out.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As given to `flash_attn_varlen_func`; d_qk and d_v at most 128.
+        As given to `flash_attn_varlen_func`, also under the other names there; d_qk and d_v at most 128.
     out, lse : array
         Its results. lse may have tokens or heads first in memory.
         dout and out are read where they lie under the rules for q, or copied once.
@@ -61,11 +69,12 @@ def flash_attn_varlen_backward(
         Of the shapes of q, k and v, in their dtype: overwritten and returned. Never copied: 16-byte aligned,
         last dimension contiguous, other strides positive multiples of 8, no element twice.
     causal, softmax_scale, is_varlen, window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k
-        As given to `flash_attn_varlen_func`.
+        As given to `flash_attn_varlen_func`; `learnable_sink` is another name of attn_sink.
     dlse : array, optional
         float32 `[total_q, h_q]`, gradient of lse; None: 0.
     deterministic : bool
-        False. dk, dv and dsink always have the same bits; dq is summed in any order.
+        False. dk, dv and dsink always have the same bits; dq is summed in any order. With torch tensors,
+        torch.use_deterministic_algorithms(True) is refused like True here, or warned of with warn_only.
 
     Returns
     -------
@@ -90,6 +99,22 @@ def flash_attn_varlen_backward(
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).
     """
+    if cu_seqlens_qo is not None:
+        cu_seqlens_q = either("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_qo", cu_seqlens_qo)
+    if cu_seqlens_kv is not None:
+        cu_seqlens_k = either("cu_seqlens_k", cu_seqlens_k, "cu_seqlens_kv", cu_seqlens_kv)
+    if max_seqlen_qo is not None:
+        max_seqlen_q = either("max_seqlen_q", max_seqlen_q, "max_seqlen_qo", max_seqlen_qo)
+    if max_seqlen_kv is not None:
+        max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
+    if learnable_sink is not None:
+        attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    if tracing.is_traced(dout):
+        return operators().flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
+            causal, softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink,
+            alibi_slopes, seqused_q, seqused_k,
+        )  # fmt: skip
     dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
     starts_q = READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q")
     starts_k = READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k")
@@ -119,6 +144,7 @@ def flash_attn_backward(
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
+    learnable_sink: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of `flash_attn_func`: `flash_attn_varlen_backward` for requests of one length.
 
@@ -132,6 +158,13 @@ def flash_attn_backward(
 
     Others, results, errors and notes are those of `flash_attn_varlen_backward`.
     """
+    if learnable_sink is not None:
+        attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    if tracing.is_traced(dout):
+        return operators().flash_attn_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse, deterministic, window_size,
+            softcap, attn_sink, alibi_slopes,
+        )  # fmt: skip
     dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
     return backpropagate(
         dout, q, k, v, out, lse, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse,
