@@ -77,17 +77,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                  at * params.out_stride_s + head * params.out_stride_h;
                 const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
                                   at * params.dout_stride_s + head * params.dout_stride_h;
-                for (int column = kUnit * lane; column < params.d_v; column += kUnit * 32) {
+                // Nothing behind a row's last element is read: it may be the end of the array's memory.
+                const int whole = params.d_v / kUnit * kUnit;
+                for (int column = kUnit * lane; column < whole; column += kUnit * 32) {
                     const uint4 a = *reinterpret_cast<const uint4*>(out + column);
                     const uint4 b = *reinterpret_cast<const uint4*>(dout + column);
                     const u32 first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float2 x = unpack_16bit<kDtype>(first[i]), y = unpack_16bit<kDtype>(second[i]);
-                        if (column + 2 * i < params.d_v) dots = fmaf(x.x, y.x, dots);
-                        if (column + 2 * i + 1 < params.d_v) dots = fmaf(x.y, y.y, dots);
+                        dots = fmaf(x.x, y.x, dots);
+                        dots = fmaf(x.y, y.y, dots);
                     }
                 }
+                if (whole + lane < params.d_v)
+                    dots = fmaf(unpack_16bit<kDtype>(out[whole + lane]).x,
+                                unpack_16bit<kDtype>(dout[whole + lane]).x, dots);
                 lse = natural * kLog2E;
                 if (has_sink) w = 1.0f / (1.0f + exp2f(sink * kLog2E - lse));
                 if (params.dlse != nullptr)
