@@ -24,9 +24,6 @@ from .forward import SEPARATE, Arrays, Checked, check_arrays, check_places, copi
 
 __all__ = ["backpropagate"]
 
-MAX_HEAD_DIM = 128
-"""Of what the kernel has registers for."""
-
 Strides = tuple[int, int, int]
 
 
@@ -158,11 +155,6 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     inputs = check_arrays(SEPARATE, arrays)
     _, q_shape, _, dtype, *_ = arrays.q
     sizes = inputs.sizes
-    for name, dim in (("q", sizes.d_qk), ("v", sizes.d_v)):
-        if dim > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{name}: head dimensions above {MAX_HEAD_DIM} have no backward yet, got {dim}"
-            )
     strides: dict[str, Strides] = {}
     copied = []
     wanted = (*q_shape[:-1], sizes.d_v)
