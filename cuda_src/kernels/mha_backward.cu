@@ -4,14 +4,14 @@
 //
 // Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for one
 // query head of the group after another:
-//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse and delta
+//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse, delta and weights
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
 //   warpgroup 3           dQ = dS K
-// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 keys of
-// 128 each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and dV, consumer 1
-// dP, dS and dK.
+// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of 128
+// keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and dV,
+// consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -59,7 +59,7 @@ struct SharedMemoryPlan {
     KeyTile tile;
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse
+    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse and weights
     u64 bar_dout_full[kStages], bar_dout_free[kStages];   // with delta
     u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
     u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
@@ -459,11 +459,11 @@ struct Consumer {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
         Packed p;  // dS^T
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
         mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
         gradients(mask, s, p);
         mbarrier_arrive(smem_address(&smem.bar_factors_free));
         hand_over(p);
-        mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
         multiply_dk(dk, p);
         ++step.number;
         if (has_next) {
@@ -492,7 +492,7 @@ struct Consumer {
     __device__ __forceinline__ void issue_product(Scores& s, const unsigned char* keys,
                                                   const unsigned char* rows) const {
         u64 desc_keys = KeyRows::k_major(smem_address(keys) + first_row() * KeyRows::kRowBytes);
-        // Hides that it is the same in all blocks: kept from one to the next, those of all steps would cost registers.
+        // Hides that it is the same in all blocks: descriptors of all steps, kept, would cost registers.
         asm volatile("" : "+l"(desc_keys));
         const u64 desc_rows = BlockRows::k_major(smem_address(rows));
         wgmma_pin(s);
@@ -508,7 +508,7 @@ struct Consumer {
     __device__ __forceinline__ int key_of(int r) const {
         return tile.first_key + first_row() + warp_idx * 16 + lane_index() / 4 + 8 * r;
     }
-    // The thread's first query column; accumulators 4 j to 4 j + 3 are of the one 8 j behind it and its neighbour.
+    // The thread's first query column; accumulators 4 j to 4 j + 3 are of that 8 j behind it and of the next.
     __device__ __forceinline__ static int first_column() { return 2 * (lane_index() % 4); }
     // Numbers of the rows of a block: element 4 j is those of the two columns of accumulators 4 j to 4 j + 3.
     __device__ __forceinline__ static const float2* of_columns(const float (&rows)[kBlockRows], u32 lane) {
@@ -576,7 +576,7 @@ struct Consumer {
                                     : pack_16bit<kDtype>(first, second);
         }
     }
-    // dS^T from dP^T and its factors, which are in its place. kByProduct: they are in shared memory.
+    // dS^T in place of its factors, from them and dP^T. kByProduct: they are in shared memory.
     template <bool kMasked>
     __device__ __forceinline__ void gradients(const Mask<kMasked>& mask, const Scores& dp, Packed& p) const {
         const u32 stage = step.stage();
@@ -629,7 +629,7 @@ struct Consumer {
             const u64 desc_k = desc + k * BlockRows::kStepMn;
             if constexpr (kCount <= 96) {
                 wgmma_rs<kDtype, Major::kMn>(d, fragment, desc_k, true);
-            } else {  // an instruction has room for all its operands in the registers of the launch only
+            } else {  // all operands of an instruction must fit in the registers of the launch
                 wgmma_rs<kDtype, Major::kMn>(wgmma_columns<0, 64>(d), fragment, desc_k, true);
                 wgmma_rs<kDtype, Major::kMn>(wgmma_columns<64, kCount - 64>(d), fragment,
                                              desc_k + 2 * BlockRows::kStepTile, true);
