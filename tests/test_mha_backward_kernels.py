@@ -63,14 +63,17 @@ def test_variants() -> None:
 
 def test_forms_of_the_backward() -> None:
     """Every pair of head dimensions has one, in shared memory that there is."""
-    assert form_of(128, 128, False) == form_of(128, 96, True) == BY_KEYS
-    assert form_of(128, 128, True) == form_of(192, 32, False) == form_of(32, 160, False) == BY_PRODUCT
+    plain = (False, False, False)
+    assert form_of(128, 128, *plain) == form_of(128, 128, True, False, False) == BY_KEYS
+    assert form_of(128, 128, False, True, True) == form_of(128, 96, True, True, True) == BY_KEYS
+    assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
+    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == BY_PRODUCT
     steps = range(32, 257, 32)
     for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
         spec = specs("bfloat16", d_qk, d_v, *flags)[1]
         defines = dict(spec.defines)
         assert spec.smem_bytes <= MAX_SMEM_BYTES
-        assert defines["BY_PRODUCT"] == form_of(d_qk, d_v, flags[0]).by_product
+        assert defines["BY_PRODUCT"] == form_of(d_qk, d_v, *flags).by_product
         assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0
 
 

@@ -415,7 +415,8 @@ struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(s);
         wgmma_pin(dv);
-        gradients(mask, s, p);
+        // Kept meanwhile, the mask would cost a register.
+        gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;

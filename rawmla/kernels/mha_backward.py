@@ -155,10 +155,11 @@ CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 
 
-def form_of(d_qk: int, d_v: int, softcap: bool) -> Form:
-    """The form for a pair of head dimensions that `padded` returned."""
+def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> Form:
+    """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
     # dK and dV take half a register a column: with more columns a consumer of all products spills.
-    if max(d_qk, d_v) <= 128 and d_qk + d_v <= (224 if softcap else 256):
+    columns = 224 if softcap and (alibi or weights) else 256
+    if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
         return BY_KEYS
     return BY_PRODUCT
 
@@ -196,7 +197,7 @@ def specs(
     ``weights``: there are sinks and dlse.
     """
     d_qk, d_v = padded(d_qk), padded(d_v)
-    form = form_of(d_qk, d_v, softcap)
+    form = form_of(d_qk, d_v, softcap, alibi, weights)
     places = _dq_places(form, d_qk, d_v)
     smem_bytes = _shared_bytes(form, d_qk, d_v, places)
     kind = ("DTYPE", DTYPES[dtype])
@@ -237,7 +238,7 @@ class PreparedMhaBackward:
             jit.get_kernel(spec, call.device, capturing=capturing)
             for spec in specs(call.dtype, call.d_qk, call.d_v, *flags)
         ]
-        self._tile_keys = tile_keys = form_of(padded(call.d_qk), padded(call.d_v), call.softcap > 0).tile_keys
+        self._tile_keys = tile_keys = form_of(padded(call.d_qk), padded(call.d_v), *flags).tile_keys
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
         blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
         tiles_per_head = ceil_div(seqlen_k, tile_keys)
