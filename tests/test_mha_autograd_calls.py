@@ -357,31 +357,6 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def wide(form: str, d: int) -> dict[str, Any]:
-    """Changed leaves with a head dimension that has no backward."""
-    made = {
-        "fixed": {"k": (2, 8, H_KV, d), "q": (2, 6, H, d)},
-        "qkv4": {"qkv": (sum(Q_LENGTHS), 3, H, d)},
-        "kv": {"kv": (sum(K_LENGTHS), H_KV, D + d)},
-    }[form]
-    return {name: torch.zeros(shape, dtype=torch.float16) for name, shape in made.items()}
-
-
-@pytest.mark.parametrize(("form", "name"), (("fixed", "q"), ("qkv4", "qkv"), ("kv", "kv")))
-def test_head_dimensions_without_a_backward(launched: list[Any], form: str, name: str) -> None:
-    """Refused by the forward, which computes them where no gradient is needed."""
-    case = Case(form)
-    leaves = {**case.leaves, **wide(form, 136)}
-    needing = {n: x.clone().requires_grad_() for n, x in leaves.items()}
-    with pytest.raises(NotImplementedError, match=rf"^{name}: head dimensions above 128 .* got 136"):
-        case.call(needing)
-    assert not launched
-    with torch.no_grad():
-        case.call(needing)
-    case.call(leaves)
-    assert len(launched) == 2
-
-
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"attention_chunk": 4}, ValueError, "attention_chunk: expected 0"),
     ({"dropout_p": 0.1}, ValueError, r"dropout_p: expected 0\.0"),

@@ -204,8 +204,8 @@ def test_bad_backward_call_after_a_good_one(world: World) -> None:
     assert len(world.mha_backward) == 1 and len(world.framework.allocated) == made
 
 
-@pytest.mark.parametrize(("d_qk", "d_v", "name"), ((192, 128, "q"), (136, 64, "q"), (64, 256, "v")))
-def test_heads_that_are_too_wide(world: World, d_qk: int, d_v: int, name: str) -> None:
+@pytest.mark.parametrize(("d_qk", "d_v"), ((192, 128), (256, 256), (1, 256), (255, 1)))
+def test_all_head_dimensions(world: World, d_qk: int, d_v: int) -> None:
     arguments = plain()
     for which, shape in (
         ("q", (TOTAL_Q, H_Q, d_qk)),
@@ -215,7 +215,22 @@ def test_heads_that_are_too_wide(world: World, d_qk: int, d_v: int, name: str) -
         ("out", (TOTAL_Q, H_Q, d_v)),
     ):
         change(which, shape=shape)(arguments)
-    with pytest.raises(NotImplementedError, match=f"^{name}: .* above 128 have no backward yet, got "):
+    dq, dk, dv = call(arguments)
+    assert (dq.shape[-1], dk.shape[-1], dv.shape[-1]) == (d_qk, d_qk, d_v)
+    launched = world.mha_backward[-1].call
+    assert (launched.d_qk, launched.d_v) == (d_qk, d_v)
+
+
+@pytest.mark.parametrize(("d_qk", "d_v", "name"), ((257, 64, "q"), (64, 257, "v")))
+def test_heads_that_are_too_wide(world: World, d_qk: int, d_v: int, name: str) -> None:
+    arguments = plain()
+    for which, shape in (
+        ("q", (TOTAL_Q, H_Q, d_qk)),
+        ("k", (TOTAL_K, H_KV, d_qk)),
+        ("v", (TOTAL_K, H_KV, d_v)),
+    ):
+        change(which, shape=shape)(arguments)
+    with pytest.raises(ValueError, match=f"^{name}: expected a last dimension .* of 1 to 256, got 257"):
         call(arguments)
     assert world.untouched
 

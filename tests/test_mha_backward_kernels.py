@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from types import SimpleNamespace
@@ -12,17 +13,25 @@ from cuda_probe import assert_in_kernel, ptx
 from test_mha_backward_calls import EXPECTED
 from test_params import conditions_of, has_members
 
-import rawmla
 from rawmla import jit
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import mha_backward
-from rawmla.kernels.mha_backward import BackwardAddresses, PreparedMhaBackward, specs
+from rawmla.kernels.mha_backward import (
+    BY_KEYS,
+    BY_PRODUCT,
+    BackwardAddresses,
+    PreparedMhaBackward,
+    form_of,
+    specs,
+)
 from rawmla.kernels.mha_forward import NO_BOUND
 
-DIMS = ((64, 64), (96, 96), (128, 128), (64, 128), (128, 64), (40, 40), (8, 8))
-FLAGS = ((False, False), (True, False), (False, True), (True, True))
+# With every flag, and with all or none of them: both forms of the schedule at their ends.
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+MORE_DIMS = ((64, 128), (128, 96), (40, 40), (8, 8), (192, 64), (96, 160), (32, 224), (64, 256), (256, 96))
+FLAGS = tuple(itertools.product((False, True), repeat=3))  # softcap, ALiBi, sinks with dlse
 STRUCTS: dict[str, ParamStruct] = {
     "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
     "mha_backward": mha_backward.PARAMS,
@@ -31,45 +40,46 @@ STRUCTS: dict[str, ParamStruct] = {
 }
 MAIN = {
     (dtype, *dims, *flags): specs(dtype, *dims, *flags)[1]
-    for dims in DIMS
+    for dims in DIMS + MORE_DIMS
     for dtype in ("bfloat16", "float16")
-    for flags in FLAGS
+    for flags in (FLAGS if dims in DIMS else (FLAGS[0], FLAGS[-1]))
 }
 AROUND = [
     *(spec for dtype in ("bfloat16", "float16") for spec in specs(dtype, 64, 64)[::2]),
     mha_backward.CLEAR_SPEC,
 ]
 BY_NAME: dict[str, KernelSpec] = {spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], *AROUND)}
-SPILLS = pytest.mark.xfail(
-    raises=rawmla.CompileError, strict=False, reason="with softcap or ALiBi some kernels this wide spill"
-)
-
-
-def spills(d_qk: int, d_v: int, softcap: bool, alibi: bool) -> bool:
-    """Whether a kernel is one of those of which some spill."""
-    return softcap and alibi and d_qk + d_v >= 192 or (softcap or alibi) and d_qk + d_v == 256
 
 
 def test_variants() -> None:
-    """Only the dtype, head dimensions in steps of 32 and the two flags select one."""
-    assert MAIN["bfloat16", 40, 40, True, False] == MAIN["bfloat16", 64, 64, True, False]
-    assert len(set(MAIN.values())) == 2 * 4 * (len(DIMS) - 1)
+    """Only the dtype, head dimensions in steps of 32 and the three flags select one."""
+    assert MAIN["bfloat16", 40, 40, True, True, True] == MAIN["bfloat16", 64, 64, True, True, True]
+    assert len(set(MAIN.values())) == 2 * 8 * len(DIMS) + 2 * 2 * (len(MORE_DIMS) - 1)
     for dtype in ("bfloat16", "float16"):
         around = {specs(dtype, *dims, *flags)[::2] for dims in DIMS for flags in FLAGS}
         assert len(around) == 1
     assert {spec.name for spec in BY_NAME.values()} == set(STRUCTS)
 
 
+def test_forms_of_the_backward() -> None:
+    """Every pair of head dimensions has one, in shared memory that there is."""
+    plain = (False, False, False)
+    assert form_of(128, 128, *plain) == form_of(128, 128, True, False, False) == BY_KEYS
+    assert form_of(128, 128, False, True, True) == form_of(128, 96, True, True, True) == BY_KEYS
+    assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
+    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == BY_PRODUCT
+    steps = range(32, 257, 32)
+    for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
+        spec = specs("bfloat16", d_qk, d_v, *flags)[1]
+        defines = dict(spec.defines)
+        assert spec.smem_bytes <= MAX_SMEM_BYTES
+        assert defines["BY_PRODUCT"] == form_of(d_qk, d_v, *flags).by_product
+        assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0
+
+
 @pytest.mark.parametrize(
     "spec",
-    [
-        *AROUND,
-        *(
-            pytest.param(spec, marks=SPILLS if spills(*key[1:]) else (), id=spec.label)
-            for key, spec in MAIN.items()
-            if key[1:3] != (40, 40)  # that of 64
-        ),
-    ],
+    [*AROUND, *(pytest.param(spec, id=spec.label) for spec in dict.fromkeys(MAIN.values()))],
     ids=lambda spec: spec.label,
 )
 def test_backward_compiles_without_spills(spec: KernelSpec) -> None:
@@ -92,24 +102,30 @@ def test_backward_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> 
     assert_in_kernel(spec, conditions)
 
 
-def test_setmaxnreg_of_the_backward() -> None:
-    """A producer, two consumers and the warpgroup of dQ share what the launch gives."""
-    spec = MAIN["bfloat16", 64, 64, False, False]
+@pytest.mark.parametrize(
+    ("dims", "registers"), (((64, 64), (208, 208, 64, 32)), ((256, 256), (216, 208, 64, 24)))
+)
+def test_setmaxnreg_of_the_backward(dims: tuple[int, int], registers: tuple[int, ...]) -> None:
+    """Two consumers, the warpgroup of dQ and a producer share what the launch gives."""
+    spec = MAIN[("bfloat16", *dims, False, False, False)]
     moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
+    assert {int(count) for _, count in moves} == set(registers)
     launched = jit.build(spec).meta["registers"]
-    assert sorted(moves) == [("dec", "32"), ("dec", "64"), ("inc", "208")] and launched == 128
-    assert 32 + 64 + 2 * 208 <= 4 * launched
+    assert all((move == "inc") == (int(count) > launched) for move, count in moves)
+    assert launched == 128 and sum(registers) <= 4 * launched
 
 
 def test_constants_of_the_backward() -> None:
-    assert_in_kernel(
-        BY_NAME["mha_backward"],
-        [
-            f"kBlockRows == {mha_backward.BLOCK_ROWS}",
-            f"kTileKeys == {mha_backward.TILE_KEYS}",
-            f"kNoBound == {NO_BOUND}",
-        ],
-    )
+    for dims, form in (((128, 128), BY_KEYS), ((256, 256), BY_PRODUCT)):
+        assert_in_kernel(
+            MAIN[("bfloat16", *dims, False, False, False)],
+            [
+                f"kBlockRows == {mha_backward.BLOCK_ROWS}",
+                f"kTileKeys == {form.tile_keys}",
+                f"kDsStages == {form.ds_stages}",
+                f"kNoBound == {NO_BOUND}",
+            ],
+        )
     assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])
 
 
@@ -193,7 +209,7 @@ def test_grids_of_long_segments(launches: Launches) -> None:
 @pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
 @pytest.mark.parametrize("has_dlse", (False, True))
 def test_scratch_of_the_backward(launches: Launches, has_dlse: bool, sink_dtype: str | None) -> None:
-    """float32 of d_qk, lse and delta a row; with sinks a number a block; with both a copy of dout."""
+    """float32 of d_qk, lse and delta a row; with sinks a number a block; with both another a row."""
     call = EXPECTED._replace(d_qk=100, d_v=59, has_dlse=has_dlse, sink_dtype=sink_dtype)
     prepared = PreparedMhaBackward(call, lambda: False)
     prepared.launch(0x51, ADDRESSES, 0x100000)
@@ -202,17 +218,31 @@ def test_scratch_of_the_backward(launches: Launches, has_dlse: bool, sink_dtype:
     rows = 8 * 3 * 64
     assert (lse, delta, accum) == (0x100000, 0x100000 + 4 * rows, 0x100000 + 8 * rows)
     sizes = [4 * rows, 4 * rows, 4 * 128 * rows, 4 * 8 * 3 if sink_dtype else 0]
-    copied = has_dlse and sink_dtype is not None
-    sizes.append(2 * 40 * 8 * 64 if copied else 0)
+    weighs = has_dlse and sink_dtype is not None
+    sizes.append(4 * rows if weighs else 0)
     assert prepared.scratch_bytes == sum(-(-size // 128) * 128 for size in sizes)
-    weighted = given[10]
-    dout_map = of_main[2]
-    assert (weighted != 0) == copied
-    assert dout_map[0] == (weighted if copied else ADDRESSES.dout)
-    assert of_main[5:8] == (lse, delta, accum)
+    weights = given[10]
+    assert (weights != 0) == weighs
+    if weighs:
+        assert weights == 0x100000 + prepared.scratch_bytes - 4 * rows
+    assert of_main[2][0] == ADDRESSES.dout
+    assert of_main[5:9] == (lse, delta, weights, accum)
 
 
-@pytest.mark.parametrize(("softcap", "alibi"), FLAGS)
+@pytest.mark.parametrize(("d_qk", "d_v", "keys"), ((128, 128, 128), (192, 128, 64), (256, 200, 64)))
+def test_tiles_of_keys(launches: Launches, d_qk: int, d_v: int, keys: int) -> None:
+    """The grid and the boxes of K and V follow the form of the schedule."""
+    call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, max_seqlen_k=1000, total_k=1000)
+    PreparedMhaBackward(call, lambda: False).launch(0x51, ADDRESSES, 0x100000)
+    tiles = -(-1000 // keys)
+    assert launches.grids["mha_backward"] == (call.h_kv * call.b * tiles, 1, 1)
+    assert launches.params["mha_backward"]["tiles_per_head"] == tiles
+    (maps,) = [given[1:5] for name, given in launches.enqueued if name == "mha_backward"]
+    assert [one[4][:2] for one in maps] == [(64, 64), (64, 64), (64, keys), (64, keys)]
+
+
+@pytest.mark.parametrize("alibi", (False, True))
+@pytest.mark.parametrize("softcap", (False, True))
 def test_factors_of_scores(launches: Launches, softcap: bool, alibi: bool) -> None:
     """What the score step and the exponent multiply by gives scores in base 2."""
     call = EXPECTED._replace(softmax_scale=0.25, softcap=15.0 if softcap else 0.0, has_alibi=alibi)
@@ -221,7 +251,6 @@ def test_factors_of_scores(launches: Launches, softcap: bool, alibi: bool) -> No
     log2_e = 1.4426950408889634
     factor = (15.0 if softcap else 0.25) * log2_e
     assert params["softmax_scale_log2"] == pytest.approx(1.0 if alibi else factor)
-    assert params["score_factor"] * params["score_inverse"] == pytest.approx(1.0)
     assert params["score_factor"] == pytest.approx(factor)
     assert params["score_scale"] == pytest.approx(0.25 / 15 if softcap else 1.0)
     assert params["scale"] == launches.params["mha_backward_finish"]["scale"] == 0.25

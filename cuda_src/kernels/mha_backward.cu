@@ -4,12 +4,14 @@
 //
 // Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for one
 // query head of the group after another:
-//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse and delta
+//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse, delta and weights
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
-//   warpgroups 1, 2       64 keys each: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
+//   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
 //   warpgroup 3           dQ = dS K
-// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand.
+// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of 128
+// keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and dV,
+// consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -24,36 +26,44 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kDimV = D_V;
-constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI;
+constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI, kWeights = WEIGHTS;
+// Whether dS has another factor than P.
+constexpr bool kTwoFactors = kSoftcap || kWeights;
 constexpr int kConsumers = 2;
-constexpr int kTileKeys = 64 * kConsumers;
-constexpr int kStages = 2;
+constexpr bool kByProduct = BY_PRODUCT;
+constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
+constexpr int kStages = 2, kDsStages = kByProduct ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kThreads = 128 * (kConsumers + 2);
 constexpr int NB_DQ = 1;  // named barrier of the warpgroup of dQ
-constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = 32;
-static_assert(kConsumers * kRegisters + kReducerRegisters + kProducerRegisters <= 65536 / 128,
+constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = kByProduct ? 24 : 32;
+constexpr int kScoreRegisters = kByProduct ? 216 : kRegisters;  // of consumer 0
+static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <= 65536 / 128,
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
-using KeyRows = SwizzledTile<kTileKeys>;         // of K and V
-using BlockRows = SwizzledTile<kBlockRows>;      // of Q, dO and dS
-constexpr int kPassBytes = kBlockRows * 64 * 4;  // 64 columns of dQ of a block
+using KeyRows = SwizzledTile<kTileKeys>;     // of K and V
+using BlockRows = SwizzledTile<kBlockRows>;  // of Q, dO and dS
+// dQ of a block goes to global memory in chunks of 64 columns, of which each always has the same place here.
+constexpr int kChunkBytes = kBlockRows * 64 * 4, kPlaces = DQ_PLACES;
+static_assert(kChunksQK % kPlaces == 0);
 
 struct SharedMemoryPlan {
     unsigned char k[kChunksQK * KeyRows::kBytes];
     unsigned char v[kChunksV * KeyRows::kBytes];
     unsigned char q[kStages][kChunksQK * BlockRows::kBytes];
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
-    unsigned char ds[kStages][kConsumers * BlockRows::kBytes];  // [query][64 keys of a consumer]
-    unsigned char dq[kChunksQK][kPassBytes];                    // as the accumulators of 128 threads
-    float lse[kStages][kBlockRows], delta[kStages][kBlockRows];
+    unsigned char ds[kDsStages][kTileKeys / 64 * BlockRows::kBytes];  // [query][64 keys]
+    unsigned char dq[kPlaces][kChunkBytes];                           // as the accumulators of 128 threads
+    uint4 factors[kByProduct ? 4 * 128 : 1];                          // of dS, from one consumer to the other
+    float lse[kStages][kBlockRows], delta[kStages][kBlockRows], weights[kStages][kBlockRows];
     KeyTile tile;
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse
+    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse and weights
     u64 bar_dout_full[kStages], bar_dout_free[kStages];   // with delta
-    u64 bar_ds_full[kStages], bar_ds_free[kStages];
-    u64 bar_dq_full[kChunksQK], bar_dq_free[kChunksQK];
+    u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
+    u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
+    u64 bar_factors_full, bar_factors_free;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
@@ -68,24 +78,38 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_q_free[i]), kConsumers);
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
         mbarrier_init(smem_address(&smem.bar_dout_free[i]), kConsumers);
-        mbarrier_init(smem_address(&smem.bar_ds_full[i]), 128 * kConsumers);
-        mbarrier_init(smem_address(&smem.bar_ds_free[i]), 1);
     }
 #pragma unroll
-    for (int i = 0; i < kChunksQK; ++i) {
+    for (int i = 0; i < kDsStages; ++i) {
+        mbarrier_init(smem_address(&smem.bar_ds_full[i]), 2 * kTileKeys);
+        mbarrier_init(smem_address(&smem.bar_ds_free[i]), 1);
+    }
+    mbarrier_init(smem_address(&smem.bar_factors_full), 128);
+    mbarrier_init(smem_address(&smem.bar_factors_free), 128);
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) {
         mbarrier_init(smem_address(&smem.bar_dq_full[i]), 128);
         mbarrier_init(smem_address(&smem.bar_dq_free[i]), 1);
     }
     mbarrier_init_fence();
 }
 
-// A block of queries as all roles count them.
+// A block of queries as all roles count them; Q and dO have kStages stages, dS may have fewer.
 struct Step {
     u32 number = 0;
 
-    __device__ __forceinline__ u32 stage() const { return number % kStages; }
-    __device__ __forceinline__ u32 parity() const { return number / kStages & 1; }
-    __device__ __forceinline__ u32 free_parity() const { return parity() ^ 1; }
+    template <int kCount = kStages>
+    __device__ __forceinline__ u32 stage() const {
+        return number % kCount;
+    }
+    template <int kCount = kStages>
+    __device__ __forceinline__ u32 parity() const {
+        return number / kCount & 1;
+    }
+    template <int kCount = kStages>
+    __device__ __forceinline__ u32 free_parity() const {
+        return parity<kCount>() ^ 1;
+    }
 };
 
 // Whether rows of K are to be cleared: those behind the request's, and those that no query sees.
@@ -154,12 +178,15 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
             const bool trims = tile.trims(block);
             const u32 q_full = smem_address((trims ? smem.bar_q_landed : smem.bar_q_full) + stage);
             mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), step.free_parity());
-            mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
+            mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + (kWeights ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
             for (int chunk = 0; chunk < kChunksQK; ++chunk)
                 tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
                             64 * chunk, token, head, batch_q);
             bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
+            if constexpr (kWeights)
+                bulk_load(smem_address(smem.weights[stage]), params.weights + row, sizeof(smem.weights[0]),
+                          q_full);
             const u32 dout_full = smem_address((trims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
             mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), step.free_parity());
             mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
@@ -174,19 +201,22 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
 
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
+    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     u32 number = 0;
     for (int member = 0; member < params.group; ++member) {
         const int head = tile.kv_head * params.group + member;
         for (int block = tile.first_block; block < tile.end_block; ++block, ++number) {
             const i64 place = head * params.blocks + tile.first_row_block + block;
-            float* dst = params.dq_accum + place * (kChunksQK * kPassBytes / 4);
+            float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
 #pragma unroll
             for (int chunk = 0; chunk < kChunksQK; ++chunk) {
-                mbarrier_wait_parity(smem_address(&smem.bar_dq_full[chunk]), number & 1);
-                bulk_reduce_add_f32(dst + chunk * (kPassBytes / 4), smem_address(smem.dq[chunk]), kPassBytes);
+                const int at = chunk % kPlaces;
+                mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]),
+                                     number * kUses + chunk / kPlaces & 1);
+                bulk_reduce_add_f32(dst + chunk * (kChunkBytes / 4), smem_address(smem.dq[at]), kChunkBytes);
                 bulk_commit_group();
                 bulk_wait_group_read<0>();
-                mbarrier_arrive(smem_address(&smem.bar_dq_free[chunk]));
+                mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
             }
         }
     }
@@ -196,16 +226,17 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
 // The warpgroup of dQ.
 __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPlan& smem,
                                             const KeyTile& tile) {
-    const int thread = threadIdx.x % 128;
+    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     Step step;
     mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
     const int blocks = tile.blocks() * params.group;
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i, ++step.number) {
-        const u32 stage = step.stage();
-        mbarrier_wait_parity(smem_address(&smem.bar_ds_full[stage]), step.parity());
+        const u32 stage = step.stage<kDsStages>();
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_full[stage]), step.parity<kDsStages>());
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk) {
+            const int at = chunk % kPlaces;
             float dq[32];
             const u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[stage]));
             const u64 desc_k = KeyRows::mn_major(smem_address(smem.k) + chunk * KeyRows::kBytes);
@@ -221,193 +252,173 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
             wgmma_pin(dq);
             if (chunk == kChunksQK - 1) {
                 named_barrier_sync(NB_DQ, 128);  // all warps have read dS
-                if (thread == 0) mbarrier_arrive(smem_address(&smem.bar_ds_free[stage]));
+                if (threadIdx.x % 128 == 0) mbarrier_arrive(smem_address(&smem.bar_ds_free[stage]));
             }
-            mbarrier_wait_parity(smem_address(&smem.bar_dq_free[chunk]), step.number & 1 ^ 1);
-            float4* dst = reinterpret_cast<float4*>(smem.dq[chunk]) + thread;
+            mbarrier_wait_parity(smem_address(&smem.bar_dq_free[at]),
+                                 step.number * kUses + chunk / kPlaces & 1 ^ 1);
+            float4* dst = reinterpret_cast<float4*>(smem.dq[at]) + threadIdx.x % 128;
 #pragma unroll
             for (int j = 0; j < 8; ++j)
                 dst[128 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             fence_proxy_async();
-            mbarrier_arrive(smem_address(&smem.bar_dq_full[chunk]));
+            mbarrier_arrive(smem_address(&smem.bar_dq_full[at]));
         }
     }
 }
 
-// One consumer: 64 keys of the tile.
 struct Consumer {
     const Params& params;
     SharedMemoryPlan& smem;
     const KeyTile& tile;
     const int wg, warp_idx;
-    const bool leads;  // the first thread of the warpgroup
     Step step;
 
     using Scores = float[kBlockRows / 2];
     using Packed = u32[kBlockRows / 4];
 
+    // 64 keys of the tile: S^T, P^T, dP^T, dS^T, dV and dK.
     __device__ __forceinline__ void run() {
         float dk[kDimQK / 2], dv[kDimV / 2];
-#pragma unroll
-        for (int i = 0; i < kDimQK / 2; ++i) dk[i] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kDimV / 2; ++i) dv[i] = 0.0f;
-        wgmma_pin(dk);
-        wgmma_pin(dv);
-        const int blocks = warp_uniform(tile.blocks()) * params.group;
-        if (blocks > 0) {
+        clear(dk);
+        clear(dv);
+        if (tile.blocks() > 0) {
             Scores s;
             mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
             issue_scores(s);
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            // Blocks [plain_begin, plain_end) are seen by all keys of the warpgroup, as wholes.
-            const int first_key = tile.first_key + wg * 64, last_key = first_key + 63;
-            const int plain_begin =
-                warp_uniform(ceil_div(max_int(last_key - tile.offset - params.window_right, 0), kBlockRows));
-            int plain_end =
-                warp_uniform(max_int(first_key - tile.offset + params.window_left + 1, 0)) / kBlockRows;
-            if (last_key >= tile.k_len) plain_end = 0;
-            int left = blocks;
-#pragma unroll 1
-            for (int member = 0; member < params.group; ++member) {
-                float slope = 0.0f;
-                if constexpr (kAlibi) {
-                    const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-                    const int head = tile.kv_head * params.group + member;
-                    slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
+            for_each_block([&](bool masked, float slope, int block, bool has_next) {
+                if (masked) {
+                    take_block<true>(slope, block, has_next, s, dk, dv);
+                } else {
+                    take_block<false>(slope, block, has_next, s, dk, dv);
                 }
-#pragma unroll 1
-                for (int block = tile.first_block; block < tile.end_block; ++block) {
-                    const bool masked = block < plain_begin || block >= plain_end;
-                    --left;
-                    if (masked) {
-                        take_block<true>(slope, block, left > 0, s, dk, dv);
-                    } else {
-                        take_block<false>(slope, block, left > 0, s, dk, dv);
-                    }
-                }
-            }
+            });
         }
-        store(dk, params.dk, params.dk_stride_b, params.dk_stride_s, params.dk_stride_h, params.d_qk,
-              params.scale);
-        store(dv, params.dv, params.dv_stride_b, params.dv_stride_s, params.dv_stride_h, params.d_v, 1.0f);
+        store_dk(dk);
+        store_dv(dv);
+    }
+    // kByProduct: S^T, P^T and dV.
+    __device__ __forceinline__ void run_scores() {
+        float dv[kDimV / 2];
+        clear(dv);
+        if (tile.blocks() > 0) {
+            Scores s;
+            mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
+            issue_scores(s);
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+            for_each_block([&](bool masked, float slope, int block, bool has_next) {
+                if (masked) {
+                    take_scores<true>(slope, block, has_next, s, dv);
+                } else {
+                    take_scores<false>(slope, block, has_next, s, dv);
+                }
+            });
+        }
+        store_dv(dv);
+    }
+    // kByProduct: dP^T, dS^T and dK.
+    __device__ __forceinline__ void run_gradients() {
+        float dk[kDimQK / 2];
+        clear(dk);
+        if (tile.blocks() > 0) {
+            Scores s;
+            mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
+            issue_dp(s);
+            wgmma_wait_group<0>();
+            wgmma_pin(s);
+            for_each_block([&](bool masked, float, int block, bool has_next) {
+                if (masked) {
+                    take_gradients<true>(block, has_next, s, dk);
+                } else {
+                    take_gradients<false>(block, has_next, s, dk);
+                }
+            });
+        }
+        store_dk(dk);
     }
 
   private:
-    // S^T of the block `step`, which is waited for.
-    __device__ __forceinline__ void issue_scores(Scores& s) const {
-        const u32 stage = step.stage();
-        mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
-        const u64 desc_k = KeyRows::k_major(smem_address(smem.k) + wg * 64 * KeyRows::kRowBytes);
-        const u64 desc_q = BlockRows::k_major(smem_address(smem.q[stage]));
-        wgmma_pin(s);
-        wgmma_fence();
+    // The consumer's first row of K and V.
+    __device__ __forceinline__ int first_row() const { return kByProduct ? 0 : 64 * wg; }
+
+    // take(whether some key is not seen by some query, slope, block, whether another block follows)
+    template <class Take>
+    __device__ __forceinline__ void for_each_block(Take take) {
+        // Blocks [plain_begin, plain_end) are seen by all keys of the warpgroup, as wholes.
+        const int first_key = tile.first_key + first_row(), last_key = first_key + 63;
+        const int plain_begin =
+            warp_uniform(ceil_div(max_int(last_key - tile.offset - params.window_right, 0), kBlockRows));
+        const int seen_until = max_int(first_key - tile.offset + params.window_left + 1, 0) / kBlockRows;
+        const int plain_end = warp_uniform(last_key < tile.k_len ? seen_until : 0);
+        int left = warp_uniform(tile.blocks()) * params.group;
+#pragma unroll 1
+        for (int member = 0; member < params.group; ++member) {
+            float slope = 0.0f;
+            if constexpr (kAlibi) {
+                const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
+                const int head = tile.kv_head * params.group + member;
+                slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
+            }
+#pragma unroll 1
+            for (int block = tile.first_block; block < tile.end_block; ++block) {
+                const bool masked = block < plain_begin || block >= plain_end;
+                --left;
+                take(masked, slope, block, left > 0);
+            }
+        }
+    }
+
+    // Which accumulators of a block are of a query that does not see the key.
+    template <bool kMasked>
+    struct Mask {
+        int begin[2];  // the first queries that see the thread's two keys, counted from its first column
+        u32 seen;      // how many see each
+
+        __device__ __forceinline__ Mask(const Consumer& self, int block) {
+            if constexpr (kMasked) {
+                const KeyTile& tile = self.tile;
+                const int first = block * kBlockRows + first_column(), right = self.params.window_right;
 #pragma unroll
-        for (int k = 0; k < kDimQK / 16; ++k)
-            wgmma_ss<kDtype>(s, desc_k + k / 4 * KeyRows::kStepTile + k % 4 * KeyRows::kStepK,
-                             desc_q + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK, k > 0);
-        wgmma_commit_group();
-    }
-    // The thread's two keys.
-    __device__ __forceinline__ int key_of(int r) const {
-        return tile.first_key + wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
-    }
-    // The first of the two query columns of accumulators 4 j to 4 j + 3.
-    __device__ __forceinline__ static int column_of(int j) { return 8 * j + 2 * (lane_index() % 4); }
+                for (int r = 0; r < 2; ++r) {
+                    const int key = self.key_of(r);
+                    begin[r] = key < tile.k_len ? key - tile.offset - right - first : 0x7fffffff;
+                }
+                seen = static_cast<u32>(self.params.window_left) + static_cast<u32>(right) + 1;
+            }
+        }
+        __device__ __forceinline__ bool hides(int i) const {
+            if constexpr (!kMasked) return false;
+            return static_cast<u32>(8 * (i >> 2) + (i & 1) - begin[(i >> 1) & 1]) >= seen;
+        }
+    };
 
     template <bool kMasked>
     __device__ __forceinline__ void take_block(float slope, int block, bool has_next, Scores& s,
                                                float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
-        Packed p;  // P^T, then dS^T
-        // The first queries that see the thread's two keys, counted from its first column; as many see each.
-        int begin[2] = {};
-        if constexpr (kMasked) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int key = key_of(r), first = block * kBlockRows + column_of(0);
-                begin[r] = key < tile.k_len ? key - tile.offset - params.window_right - first : 0x7fffffff;
-            }
+        const Mask<kMasked> mask(*this, block);
+        Packed p;  // P^T, the factors of dS^T, dS^T
+        exponents(mask, slope, block, s, p);
+        if constexpr (kTwoFactors) {
+            // The factors take the place of P, and dP^T that of their accumulators.
+            multiply_dv(dv, p);
+            wgmma_wait_group<0>();
+            wgmma_pin(dv);
+            pack(s, p);
+            issue_dp(s);
+        } else {
+            issue_dp(s);  // while the last exponentials are computed
+            multiply_dv(dv, p);
         }
-        const u32 seen = static_cast<u32>(params.window_left) + static_cast<u32>(params.window_right) + 1;
-        auto hides = [&](int i) {
-            if constexpr (!kMasked) return false;
-            return static_cast<u32>(8 * (i >> 2) + (i & 1) - begin[(i >> 1) & 1]) >= seen;
-        };
-        float distance[2] = {};  // from the thread's first column to the query that stands at its key
-        if constexpr (kAlibi) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r)
-                distance[r] = static_cast<float>(key_of(r) - tile.offset - block * kBlockRows - column_of(0));
-        }
-        auto bias = [&](int i) {
-            const int column = 8 * (i >> 2) + (i & 1);
-            return slope * fabsf(distance[(i >> 1) & 1] - static_cast<float>(column));
-        };
-        const float* lse = smem.lse[stage];
-#pragma unroll
-        for (int j = 0; j < kBlockRows / 8; ++j) {
-            const float2 of_columns = *reinterpret_cast<const float2*>(lse + column_of(j));
-#pragma unroll
-            for (int i = 4 * j; i < 4 * j + 4; ++i) {
-                float score = s[i];
-                if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);
-                if constexpr (kAlibi) score = fmaf(score, params.score_factor, -bias(i));
-                const float e = exp2_approx(
-                    fmaf(score, params.softmax_scale_log2, -((i & 1) ? of_columns.y : of_columns.x)));
-                s[i] = hides(i) ? 0.0f : e;
-            }
-            p[2 * j] = pack_16bit<kDtype>(s[4 * j], s[4 * j + 1]);
-            p[2 * j + 1] = pack_16bit<kDtype>(s[4 * j + 2], s[4 * j + 3]);
-        }
-
-        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), step.parity());
-        const u64 desc_v = KeyRows::k_major(smem_address(smem.v) + wg * 64 * KeyRows::kRowBytes);
-        wgmma_pin(s);
-        wgmma_pin(dv);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kDimV / 16; ++k)
-            wgmma_ss<kDtype>(s, desc_v + k / 4 * KeyRows::kStepTile + k % 4 * KeyRows::kStepK,
-                             BlockRows::k_major(smem_address(smem.dout[stage])) +
-                                 k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
-                             k > 0);
-        wgmma_commit_group();
-        multiply(dv, p, smem.dout[stage]);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         wgmma_pin(dv);
-
-        const float* delta = smem.delta[stage];
-#pragma unroll
-        for (int j = 0; j < kBlockRows / 8; ++j) {
-            const float2 deltas = *reinterpret_cast<const float2*>(delta + column_of(j));
-            const float2 lses = *reinterpret_cast<const float2*>(lse + column_of(j));
-            float ds[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 pair = unpack_16bit<kDtype>(p[2 * j + i / 2]);
-                const float probability = (i & 1) ? pair.y : pair.x;
-                float value = probability * (s[4 * j + i] - ((i & 1) ? deltas.y : deltas.x));
-                bool is_zero = hides(4 * j + i);
-                if constexpr (kSoftcap) {
-                    // The softcap's tanh once more, from the probability, which costs no registers meanwhile.
-                    float score = log2_approx(probability) + ((i & 1) ? lses.y : lses.x);
-                    if constexpr (kAlibi) score += bias(4 * j + i);
-                    score *= params.score_inverse;
-                    value *= fmaf(-score, score, 1.0f);
-                    is_zero |= probability == 0.0f;
-                }
-                ds[i] = is_zero ? 0.0f : value;
-            }
-            p[2 * j] = pack_16bit<kDtype>(ds[0], ds[1]);
-            p[2 * j + 1] = pack_16bit<kDtype>(ds[2], ds[3]);
-        }
+        // Kept meanwhile, the mask would cost a register.
+        gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
         hand_over(p);
-        wgmma_pin(dk);
-        wgmma_fence();
-        multiply(dk, p, smem.q[stage]);
+        multiply_dk(dk, p);
         ++step.number;
         if (has_next) {
             issue_scores(s);
@@ -416,39 +427,256 @@ struct Consumer {
             wgmma_wait_group<0>();
         }
         wgmma_pin(dk);
-        if (leads) {
-            mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));
-            mbarrier_arrive(smem_address(&smem.bar_dout_free[stage]));
-        }
+        release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
     }
 
-    // d += A B for a block of 64 queries, where A is P^T or dS^T, and B dO or Q.
+    template <bool kMasked>
+    __device__ __forceinline__ void take_scores(float slope, int block, bool has_next, Scores& s,
+                                                float (&dv)[kDimV / 2]) {
+        const u32 stage = step.stage();
+        const Mask<kMasked> mask(*this, block);
+        Packed p;
+        mbarrier_wait_parity(smem_address(&smem.bar_factors_free), step.free_parity<1>());
+        exponents(mask, slope, block, s, p);
+        multiply_dv(dv, p);
+        ++step.number;
+        if (has_next) {
+            issue_scores(s);
+            wgmma_wait_group<1>();
+        } else {
+            wgmma_wait_group<0>();
+        }
+        wgmma_pin(dv);
+        release(stage);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+    }
+
+    template <bool kMasked>
+    __device__ __forceinline__ void take_gradients(int block, bool has_next, Scores& s,
+                                                   float (&dk)[kDimQK / 2]) {
+        const u32 stage = step.stage();
+        const Mask<kMasked> mask(*this, block);
+        Packed p;  // dS^T
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
+        mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
+        gradients(mask, s, p);
+        mbarrier_arrive(smem_address(&smem.bar_factors_free));
+        hand_over(p);
+        multiply_dk(dk, p);
+        ++step.number;
+        if (has_next) {
+            issue_dp(s);
+            wgmma_wait_group<1>();
+        } else {
+            wgmma_wait_group<0>();
+        }
+        wgmma_pin(dk);
+        release(stage);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+    }
+
+    // S^T of the block `step`, which is waited for.
+    __device__ __forceinline__ void issue_scores(Scores& s) const {
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[step.stage()]), step.parity());
+        issue_product<kDimQK>(s, smem.k, smem.q[step.stage()]);
+    }
+    // dP^T of it.
+    __device__ __forceinline__ void issue_dp(Scores& s) const {
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[step.stage()]), step.parity());
+        issue_product<kDimV>(s, smem.v, smem.dout[step.stage()]);
+    }
+    template <int kDim>
+    __device__ __forceinline__ void issue_product(Scores& s, const unsigned char* keys,
+                                                  const unsigned char* rows) const {
+        u64 desc_keys = KeyRows::k_major(smem_address(keys) + first_row() * KeyRows::kRowBytes);
+        // Hides that it is the same in all blocks: descriptors of all steps, kept, would cost registers.
+        asm volatile("" : "+l"(desc_keys));
+        const u64 desc_rows = BlockRows::k_major(smem_address(rows));
+        wgmma_pin(s);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k)
+            wgmma_ss<kDtype>(s, desc_keys + k / 4 * KeyRows::kStepTile + k % 4 * KeyRows::kStepK,
+                             desc_rows + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK, k > 0);
+        wgmma_commit_group();
+    }
+
+    // The thread's two keys.
+    __device__ __forceinline__ int key_of(int r) const {
+        return tile.first_key + first_row() + warp_idx * 16 + lane_index() / 4 + 8 * r;
+    }
+    // The thread's first query column; accumulators 4 j to 4 j + 3 are of that 8 j behind it and of the next.
+    __device__ __forceinline__ static int first_column() { return 2 * (lane_index() % 4); }
+    // Numbers of the rows of a block: element 4 j is those of the two columns of accumulators 4 j to 4 j + 3.
+    __device__ __forceinline__ static const float2* of_columns(const float (&rows)[kBlockRows], u32 lane) {
+        return reinterpret_cast<const float2*>(rows) + lane % 4;
+    }
+
+    // P^T, and the factors of dS^T in place of the scores. kByProduct: the factors to the other consumer.
+    template <bool kMasked>
+    __device__ __forceinline__ void exponents(const Mask<kMasked>& mask, float slope, int block, Scores& s,
+                                              Packed& p) const {
+        const u32 stage = step.stage();
+        // From the thread's first column to the queries that stand at its keys.
+        [[maybe_unused]] float distance[2] = {};
+        if constexpr (kAlibi) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r)
+                distance[r] =
+                    static_cast<float>(key_of(r) - tile.offset - block * kBlockRows - first_column());
+        }
+        const u32 lane = lane_index();
+        const float2 *lses = of_columns(smem.lse[stage], lane),
+                     *shares = of_columns(smem.weights[stage], lane);
+        float factors[8];
+#pragma unroll
+        for (int j = 0; j < kBlockRows / 8; ++j) {
+            const float2 lse = lses[4 * j];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int i = 4 * j + c;
+                float score = s[i];
+                if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);
+                const float slope_of_cap = kSoftcap ? fmaf(-score, score, 1.0f) : 1.0f;
+                if constexpr (kAlibi) {
+                    const float bias = slope * fabsf(distance[c >> 1] - static_cast<float>(8 * j + (c & 1)));
+                    score = fmaf(score, params.score_factor, -bias);
+                }
+                const float e =
+                    exp2_approx(fmaf(score, params.softmax_scale_log2, -((c & 1) ? lse.y : lse.x)));
+                s[i] = mask.hides(i) ? 0.0f : e;
+                factors[4 * (j % 2) + c] = kSoftcap ? s[i] * slope_of_cap : s[i];
+            }
+            if constexpr (!kByProduct) {
+                weigh(s, shares, j, p);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) s[4 * j + c] = factors[4 * (j % 2) + c];
+            } else if (j % 2 == 1) {
+                smem.factors[64 * (j - 1) + threadIdx.x % 128] = make_uint4(
+                    pack_16bit<kDtype>(factors[0], factors[1]), pack_16bit<kDtype>(factors[2], factors[3]),
+                    pack_16bit<kDtype>(factors[4], factors[5]), pack_16bit<kDtype>(factors[6], factors[7]));
+            }
+        }
+        if constexpr (kByProduct) {
+            mbarrier_arrive(smem_address(&smem.bar_factors_full));
+#pragma unroll
+            for (int j = 0; j < kBlockRows / 8; ++j) weigh(s, shares, j, p);
+        }
+    }
+    // P^T from the exponentials, in columns 8 j and behind.
+    __device__ __forceinline__ static void weigh(const Scores& s, const float2* shares, int j, Packed& p) {
+        const float2 weights = kWeights ? shares[4 * j] : make_float2(1.0f, 1.0f);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const float first = s[4 * j + 2 * r], second = s[4 * j + 2 * r + 1];
+            p[2 * j + r] = kWeights ? pack_16bit<kDtype>(first * weights.x, second * weights.y)
+                                    : pack_16bit<kDtype>(first, second);
+        }
+    }
+    // dS^T in place of its factors, from them and dP^T. kByProduct: they are in shared memory.
+    template <bool kMasked>
+    __device__ __forceinline__ void gradients(const Mask<kMasked>& mask, const Scores& dp, Packed& p) const {
+        const u32 stage = step.stage();
+        const u32 lane = lane_index();
+        const float2* deltas = of_columns(smem.delta[stage], lane);
+        const float2* shares = of_columns(smem.weights[stage], lane);
+#pragma unroll
+        for (int j = 0; j < kBlockRows / 8; ++j) {
+            const float2 delta = deltas[4 * j], weights = kWeights ? shares[4 * j] : make_float2(1.0f, 1.0f);
+            if (kByProduct && j % 2 == 0) {
+                const uint4 four = smem.factors[64 * j + threadIdx.x % 128];
+                p[2 * j] = four.x, p[2 * j + 1] = four.y, p[2 * j + 2] = four.z, p[2 * j + 3] = four.w;
+            }
+            float ds[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int i = 4 * j + c;
+                const float2 factors = unpack_16bit<kDtype>(p[2 * j + c / 2]);
+                const float weighted = kWeights ? dp[i] * ((c & 1) ? weights.y : weights.x) : dp[i];
+                const float value =
+                    ((c & 1) ? factors.y : factors.x) * (weighted - ((c & 1) ? delta.y : delta.x));
+                ds[c] = mask.hides(i) ? 0.0f : value;
+            }
+            p[2 * j] = pack_16bit<kDtype>(ds[0], ds[1]);
+            p[2 * j + 1] = pack_16bit<kDtype>(ds[2], ds[3]);
+        }
+    }
+    __device__ __forceinline__ static void pack(const Scores& s, Packed& packed) {
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 4; ++i) packed[i] = pack_16bit<kDtype>(s[2 * i], s[2 * i + 1]);
+    }
+
+    // dV += P^T dO, dO waited for, and dK += dS^T Q.
+    __device__ __forceinline__ void multiply_dv(float (&dv)[kDimV / 2], const Packed& p) const {
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[step.stage()]), step.parity());
+        multiply(dv, p, smem.dout[step.stage()]);
+    }
+    __device__ __forceinline__ void multiply_dk(float (&dk)[kDimQK / 2], const Packed& ds) const {
+        multiply(dk, ds, smem.q[step.stage()]);
+    }
     template <int kCount>
-    __device__ __forceinline__ static void multiply(float (&d)[kCount], const Packed& a, unsigned char* b) {
+    __device__ __forceinline__ static void multiply(float (&d)[kCount], const Packed& a,
+                                                    const unsigned char* b) {
         const u64 desc = BlockRows::mn_major(smem_address(b));
+        wgmma_pin(d);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockRows / 16; ++k) {
             const u32 fragment[4] = {a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]};
-            wgmma_rs<kDtype, Major::kMn>(d, fragment, desc + k * BlockRows::kStepMn, true);
+            const u64 desc_k = desc + k * BlockRows::kStepMn;
+            if constexpr (kCount <= 96) {
+                wgmma_rs<kDtype, Major::kMn>(d, fragment, desc_k, true);
+            } else {  // all operands of an instruction must fit in the registers of the launch
+                wgmma_rs<kDtype, Major::kMn>(wgmma_columns<0, 64>(d), fragment, desc_k, true);
+                wgmma_rs<kDtype, Major::kMn>(wgmma_columns<64, kCount - 64>(d), fragment,
+                                             desc_k + 2 * BlockRows::kStepTile, true);
+            }
         }
         wgmma_commit_group();
     }
-    // dS to shared memory, as rows of queries.
+
+    // dS to the warpgroup of dQ.
     __device__ __forceinline__ void hand_over(const Packed& ds) const {
-        const u32 stage = step.stage();
-        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity());
-        const u32 dst = smem_address(smem.ds[stage]) + wg * BlockRows::kBytes;
+        const u32 stage = step.stage<kDsStages>();
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity<kDsStages>());
+        store_ds(ds, stage);
+        fence_proxy_async();
+        mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
+    }
+    // As rows of queries.
+    __device__ __forceinline__ void store_ds(const Packed& ds, u32 stage) const {
+        const u32 dst = smem_address(smem.ds[stage]) + first_row() / 64 * BlockRows::kBytes;
         const int lane = lane_index(), row = lane % 8 + lane / 16 * 8, unit = 2 * warp_idx + lane / 8 % 2;
 #pragma unroll
         for (int k = 0; k < kBlockRows / 16; ++k)
             stmatrix_x4_trans(dst + BlockRows::offset(16 * k + row, unit), ds[4 * k], ds[4 * k + 1],
                               ds[4 * k + 2], ds[4 * k + 3]);
-        fence_proxy_async();
-        mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
+    }
+    // Behind the last product that reads them: gives back a stage of Q and of dO.
+    __device__ __forceinline__ void release(u32 stage) const {
+        if (warp_idx == 0 && lane_index() == 0) {
+            mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));
+            mbarrier_arrive(smem_address(&smem.bar_dout_free[stage]));
+        }
     }
 
+    template <int kCount>
+    __device__ __forceinline__ static void clear(float (&d)[kCount]) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) d[i] = 0.0f;
+        wgmma_pin(d);
+    }
+    __device__ __forceinline__ void store_dk(const float (&dk)[kDimQK / 2]) const {
+        store(dk, params.dk, params.dk_stride_b, params.dk_stride_s, params.dk_stride_h, params.d_qk,
+              params.scale);
+    }
+    __device__ __forceinline__ void store_dv(const float (&dv)[kDimV / 2]) const {
+        store(dv, params.dv, params.dv_stride_b, params.dv_stride_s, params.dv_stride_h, params.d_v, 1.0f);
+    }
     template <int kCount>
     __device__ __forceinline__ void store(const float (&d)[kCount], void* out, i64 stride_b, i64 stride_s,
                                           i64 stride_h, int columns, float factor) const {
@@ -501,11 +729,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         } else if (warp_idx == 2) {
             trim(params, smem, tile);
         }
-    } else if (wg_idx == kConsumers + 1) {
+        return;
+    }
+    if (wg_idx == kConsumers + 1) {
         setmaxnreg_dec<kReducerRegisters>();
         if (tile.blocks() > 0) multiply_dq(params, smem, tile);
+        return;
+    }
+    Consumer consumer{params, smem, tile, wg_idx - 1, warp_idx};
+    if constexpr (!kByProduct) {
+        setmaxnreg_inc<kRegisters>();
+        consumer.run();
+    } else if (wg_idx == 1) {
+        setmaxnreg_inc<kScoreRegisters>();
+        consumer.run_scores();
     } else {
         setmaxnreg_inc<kRegisters>();
-        Consumer{params, smem, tile, wg_idx - 1, warp_idx, threadIdx.x % 128 == 0}.run();
+        consumer.run_gradients();
     }
 }

@@ -3,8 +3,8 @@
 // sums of dQ too.
 //
 // With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and
-// dS = exp(s - lse) (w dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w goes to a copy
-// of dout, since w may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
+// dS = exp(s - lse) (w dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w is a number
+// of its own, since it may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
 //
 // A CTA takes a block of kBlockRows rows of a head, in the scratch's order (mha/backward_rows.cuh).
 #include "common/math.cuh"
@@ -22,10 +22,9 @@ struct Params {
     const float* lse;
     const float* dlse;  // null: zeros
     float *lse_log2, *delta, *dq_accum;
-    const void* attn_sink;  // [heads]; null: none
-    float* dsink_parts;     // [heads, blocks]
-    void*
-        weighted_dout;  // a copy of dout times w, as dout lies but contiguous [tokens, heads, columns]; or null
+    const void* attn_sink;                // [heads]; null: none
+    float* dsink_parts;                   // [heads, blocks]
+    float* weights;                       // as lse_log2; null: log2 w goes to lse
     const int *cu_seqlens_q, *seqused_q;  // as in the kernel after this one
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 dout_stride_b, dout_stride_s, dout_stride_h;
@@ -35,7 +34,6 @@ struct Params {
     int b, heads, seqlen_q, d_v;
     int accum_columns;  // of the sums of dQ
     int sink_dtype;     // mha/sink.cuh
-    int copy_columns;   // of weighted_dout
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -77,31 +75,27 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                  at * params.out_stride_s + head * params.out_stride_h;
                 const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
                                   at * params.dout_stride_s + head * params.dout_stride_h;
-                for (int column = kUnit * lane; column < params.d_v; column += kUnit * 32) {
+                // Nothing behind a row's last element is read: it may be the end of the array's memory.
+                const int whole = params.d_v / kUnit * kUnit;
+                for (int column = kUnit * lane; column < whole; column += kUnit * 32) {
                     const uint4 a = *reinterpret_cast<const uint4*>(out + column);
                     const uint4 b = *reinterpret_cast<const uint4*>(dout + column);
                     const u32 first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const float2 x = unpack_16bit<kDtype>(first[i]), y = unpack_16bit<kDtype>(second[i]);
-                        if (column + 2 * i < params.d_v) dots = fmaf(x.x, y.x, dots);
-                        if (column + 2 * i + 1 < params.d_v) dots = fmaf(x.y, y.y, dots);
+                        dots = fmaf(x.x, y.x, dots);
+                        dots = fmaf(x.y, y.y, dots);
                     }
                 }
+                if (whole + lane < params.d_v)
+                    dots = fmaf(unpack_16bit<kDtype>(out[whole + lane]).x,
+                                unpack_16bit<kDtype>(dout[whole + lane]).x, dots);
                 lse = natural * kLog2E;
                 if (has_sink) w = 1.0f / (1.0f + exp2f(sink * kLog2E - lse));
                 if (params.dlse != nullptr)
                     dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
                                        head * params.dlse_stride_h];
-                if (params.weighted_dout != nullptr) {
-                    u16* copy = static_cast<u16*>(params.weighted_dout) +
-                                ((batch * params.seqlen_q + at) * params.heads + head) * params.copy_columns;
-                    for (int column = 2 * lane; column < params.d_v; column += 64) {
-                        const float2 pair = unpack_16bit<kDtype>(
-                            dout[column] | (column + 1 < params.d_v ? dout[column + 1] << 16 : 0));
-                        *reinterpret_cast<u32*>(copy + column) = pack_16bit<kDtype>(pair.x * w, pair.y * w);
-                    }
-                }
             }
         }
 #pragma unroll
@@ -109,9 +103,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             dots += __shfl_xor_sync(0xffffffff, dots, distance);
         dsink += (w - 1.0f) * dots;
         if (lane == 0) {
-            const bool in_lse = params.weighted_dout == nullptr;
-            params.lse_log2[place * kBlockRows + row] = in_lse ? lse - log2f(w) : lse;
-            params.delta[place * kBlockRows + row] = (in_lse ? dots : w * dots) - dlse;
+            const i64 at = place * kBlockRows + row;
+            if (params.weights != nullptr) {
+                params.lse_log2[at] = lse;
+                params.delta[at] = w * dots - dlse;
+                params.weights[at] = w;
+            } else {
+                params.lse_log2[at] = lse - log2f(w);
+                params.delta[at] = dots - dlse;
+            }
         }
     }
     if (!has_sink) return;

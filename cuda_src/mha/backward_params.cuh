@@ -6,8 +6,9 @@ struct Params {
     // q and dout: (column, token, head, batch) in boxes of 64 columns and kBlockRows tokens; k and v: in boxes of
     // 64 columns and the tile's keys
     TensorMap q_map, dout_map, k_map, v_map;
-    const float *lse, *delta;  // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]
-    float* dq_accum;           // [query heads, blocks of the scratch, chunks of 64 columns, 64 * 64]
+    // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]
+    const float *lse, *delta, *weights;
+    float* dq_accum;  // [query heads, blocks of the scratch, chunks of 64 columns, 64 * 64]
     void *dk, *dv;
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]; null: all requests have seqlen_q, seqlen_k tokens
     const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
@@ -24,8 +25,7 @@ struct Params {
     int alibi_stride_b;
     // As in mha/scores.cuh: from scores, as the score step leaves them, to exponents of 2; and its factors.
     float softmax_scale_log2, score_scale, score_factor;
-    float score_inverse;  // of the softcap's factor in base 2
-    float scale;          // of the softmax
+    float scale;  // of the softmax
 };
 
 constexpr int kNoBound = 1 << 30;

@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
+from ..jit.spec import MAX_SMEM_BYTES
 from .common import DTYPES, LOG2_E, ceil_div
 from .mha_combine import SINK_DTYPES
 from .mha_forward import MAX_MAPS, key_map, padded
 
 __all__ = [
     "FINISH_PARAMS",
-    "MAX_HEAD_DIM",
     "PARAMS",
     "PREPARE_PARAMS",
     "BackwardAddresses",
@@ -26,15 +26,11 @@ __all__ = [
 ]
 
 BLOCK_ROWS = 64
-TILE_KEYS = 128
 _THREADS = 512
 _CHUNK = 64
 _STAGES = 2
-_CONSUMERS = 2
 _BARRIER_BYTES = 512
 _ALIGNMENT = 128
-MAX_HEAD_DIM = 128
-"""Of what the kernel has registers for."""
 _SECTION_HEADS = 2
 """Heads whose tiles run together, so that what they add to dQ stays in L2."""
 Strides = tuple[int, int, int]
@@ -101,30 +97,30 @@ class BackwardCall(NamedTuple):
 
 PREPARE_PARAMS = ParamStruct(
     POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
-    POINTER("attn_sink", "dsink_parts", "weighted_dout", "cu_seqlens_q", "seqused_q"),
+    POINTER("attn_sink", "dsink_parts", "weights", "cu_seqlens_q", "seqused_q"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
     I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
     I64("blocks"),
-    I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype", "copy_columns"),
+    I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype"),
     changing=(
         "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
-        "attn_sink", "dsink_parts", "weighted_dout", "cu_seqlens_q", "seqused_q",
+        "attn_sink", "dsink_parts", "weights", "cu_seqlens_q", "seqused_q",
     ),
 )  # fmt: skip
 PARAMS = ParamStruct(
     TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
-    POINTER("lse", "delta", "dq_accum", "dk", "dv"),
+    POINTER("lse", "delta", "weights", "dq_accum", "dk", "dv"),
     POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
     I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
     I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
     I64("blocks"),
     I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
     I32("tiles_per_head", "section", "alibi_stride_b"),
-    F32("softmax_scale_log2", "score_scale", "score_factor", "score_inverse", "scale"),
+    F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
     changing=(
-        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "dq_accum", "dk", "dv",
+        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "dk", "dv",
         "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
     ),
 )  # fmt: skip
@@ -144,32 +140,77 @@ CLEAR_PARAMS = ParamStruct(
     I32("b"),
     changing=("cu_seqlens_q", "cu_seqlens_k", "dq", "dk", "dv"),
 )
+
+
+class Form(NamedTuple):
+    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has both forms."""
+
+    by_product: bool
+    tile_keys: int
+    ds_stages: int
+
+
+BY_KEYS, BY_PRODUCT = Form(False, 128, 2), Form(True, 64, 1)
 CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 
 
-@cache
-def specs(
-    dtype: str, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False
-) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
-    """The variants of the three kernels, in the order of their launch."""
-    d_qk, d_v = padded(d_qk), padded(d_v)
-    chunks_qk, chunks_v = ceil_div(d_qk, _CHUNK), ceil_div(d_v, _CHUNK)
-    row_bytes = 2 * _CHUNK * (chunks_qk + chunks_v)
-    smem_bytes = (
-        TILE_KEYS * row_bytes
-        + _STAGES * BLOCK_ROWS * (row_bytes + 2 * TILE_KEYS + 8)
-        + BLOCK_ROWS * _CHUNK * 4 * chunks_qk
+def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> Form:
+    """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
+    # dK and dV take half a register a column: with more columns a consumer of all products spills.
+    columns = 224 if softcap and (alibi or weights) else 256
+    if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
+        return BY_KEYS
+    return BY_PRODUCT
+
+
+def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
+    """Shared memory of a variant with so many places for 64 columns of dQ."""
+    row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
+    ds_bytes = BLOCK_ROWS * 2 * form.tile_keys
+    return (
+        form.tile_keys * row_bytes
+        + _STAGES * BLOCK_ROWS * (row_bytes + 12)
+        + form.ds_stages * ds_bytes
+        + (ds_bytes if form.by_product else 0)  # factors of dS
+        + BLOCK_ROWS * _CHUNK * 4 * places
         + _BARRIER_BYTES
     )
+
+
+def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
+    """Places for chunks of dQ in shared memory, of which each chunk always has the same."""
+    chunks = ceil_div(d_qk, _CHUNK)
+    return next(
+        n
+        for n in range(chunks, 0, -1)
+        if chunks % n == 0 and _shared_bytes(form, d_qk, d_v, n) <= MAX_SMEM_BYTES
+    )
+
+
+@cache
+def specs(
+    dtype: str, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False, weights: bool = False
+) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
+    """The variants of the three kernels, in the order of their launch.
+
+    ``weights``: there are sinks and dlse.
+    """
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    form = form_of(d_qk, d_v, softcap, alibi, weights)
+    places = _dq_places(form, d_qk, d_v)
+    smem_bytes = _shared_bytes(form, d_qk, d_v, places)
     kind = ("DTYPE", DTYPES[dtype])
     main = (
         kind,
         ("ALIBI", alibi),
+        ("BY_PRODUCT", form.by_product),
+        ("DQ_PLACES", places),
         ("D_QK", d_qk),
         ("D_V", d_v),
         ("SMEM_BYTES", smem_bytes),
         ("SOFTCAP", softcap),
+        ("WEIGHTS", weights),
     )
     return (
         jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
@@ -190,33 +231,29 @@ class PreparedMhaBackward:
     def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         self._call = call
+        # What sinks leave to a row is a number of its own then: mha_backward_prepare.cu says why.
+        self._has_weights = call.sink_dtype is not None and call.has_dlse
+        flags = call.softcap > 0, call.has_alibi, self._has_weights
         kernels = [
             jit.get_kernel(spec, call.device, capturing=capturing)
-            for spec in specs(call.dtype, call.d_qk, call.d_v, call.softcap > 0, call.has_alibi)
+            for spec in specs(call.dtype, call.d_qk, call.d_v, *flags)
         ]
+        self._tile_keys = tile_keys = form_of(padded(call.d_qk), padded(call.d_v), *flags).tile_keys
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
         blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
-        tiles_per_head = ceil_div(seqlen_k, TILE_KEYS)
+        tiles_per_head = ceil_div(seqlen_k, tile_keys)
         tiles = call.b * tiles_per_head
         if call.varlen:  # at most
             blocks = call.total_q // BLOCK_ROWS + call.b
-            tiles = min(tiles, call.total_k // TILE_KEYS + call.b)
+            tiles = min(tiles, call.total_k // tile_keys + call.b)
         chunks = ceil_div(padded(call.d_qk), _CHUNK)
         rows = call.h_q * blocks * BLOCK_ROWS
-        # With sinks and dlse the kernel takes a copy of dout, mha_backward_prepare.cu says why.
-        self._weights_dout = call.sink_dtype is not None and call.has_dlse
-        copy_columns = ceil_div(call.d_v, 8) * 8
-        batches = 1 if call.varlen else call.b
-        token = call.h_q * copy_columns
-        self._dout_strides = call.dout_strides
-        if self._weights_dout:
-            self._dout_strides = (call.total_q * token, token, copy_columns)
         sizes_of_parts = (
             4 * rows,  # lse
             4 * rows,  # delta
             4 * rows * chunks * _CHUNK,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
-            2 * batches * call.total_q * token if self._weights_dout else 0,  # weighted_dout
+            4 * rows if self._has_weights else 0,  # weights
         )
         places = [0]
         for size in sizes_of_parts:
@@ -233,7 +270,6 @@ class PreparedMhaBackward:
             d_v=call.d_v,
             accum_columns=chunks * _CHUNK,
             sink_dtype=sink_dtype,
-            copy_columns=copy_columns,
             **sizes,
         )
         # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
@@ -254,7 +290,6 @@ class PreparedMhaBackward:
             softmax_scale_log2=1.0 if call.has_alibi else factor,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
             score_factor=factor,
-            score_inverse=1 / factor,
             scale=call.softmax_scale,
             **sizes,
         )
@@ -288,19 +323,19 @@ class PreparedMhaBackward:
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             alibi_slopes, attn_sink, dsink,
         ) = addresses  # fmt: skip
-        lse_log2, delta, accum, dsink_parts, weighted = [scratch + place for place in self._places]
-        if not self._weights_dout:
-            weighted = 0
-        arrays = q, weighted or dout, k, v
+        lse_log2, delta, accum, dsink_parts, weights = [scratch + place for place in self._places]
+        if not self._has_weights:
+            weights = 0
+        arrays = q, dout, k, v
         maps = self._maps.get(arrays) or self._encode(arrays)
         prepare, main, finish = self._launches
         prepare(
-            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weighted,
+            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
             cu_seqlens_q, seqused_q,
         )  # fmt: skip
         main(
-            stream, *maps, lse_log2, delta, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            alibi_slopes,
+            stream, *maps, lse_log2, delta, weights, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, alibi_slopes,
         )  # fmt: skip
         finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
         if self._clear is not None:
@@ -315,9 +350,9 @@ class PreparedMhaBackward:
             self._maps.clear()
         maps = self._maps[arrays] = (
             key_map(q, dtype, call.d_qk, BLOCK_ROWS, call.h_q, call.total_q, batches, call.q_strides),
-            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, self._dout_strides),
-            key_map(k, dtype, call.d_qk, TILE_KEYS, call.h_kv, call.total_k, batches, call.k_strides),
-            key_map(v, dtype, call.d_v, TILE_KEYS, call.h_kv, call.total_k, batches, call.v_strides),
+            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, call.dout_strides),
+            key_map(k, dtype, call.d_qk, self._tile_keys, call.h_kv, call.total_k, batches, call.k_strides),
+            key_map(v, dtype, call.d_v, self._tile_keys, call.h_kv, call.total_k, batches, call.v_strides),
         )
         return maps
 

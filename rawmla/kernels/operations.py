@@ -50,6 +50,12 @@ def _one_of(default: tuple[Any, ...], every: Iterable[Any]) -> Option:
     return Option(default, values, " or ".join(map(repr, values)))
 
 
+_HEAD_DIMS = Option(
+    (),
+    ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    "pairs (d_qk, d_v) of ints from 1 to 256",
+    lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
+)
 OPTIONS = {
     "dtypes": _one_of(("bfloat16",), DTYPES),
     "d_qk": _one_of((576,), D_QK),
@@ -61,20 +67,8 @@ OPTIONS = {
     ),
     "sparse_formats": _one_of((), FORMATS),
     "prefill_formats": _one_of((), FORMATS),
-    "mha_head_dims": Option(
-        (),
-        ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
-        "pairs (d_qk, d_v) of ints from 1 to 256",
-        lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
-    ),
-    "mha_backward_head_dims": Option(
-        (),
-        ((64, 64), (96, 96), (128, 128)),
-        f"pairs (d_qk, d_v) of ints from 1 to {mha_backward.MAX_HEAD_DIM}",
-        lambda pair: (
-            len(pair) == 2 and all(type(d) is int and 1 <= d <= mha_backward.MAX_HEAD_DIM for d in pair)
-        ),
-    ),
+    "mha_head_dims": _HEAD_DIMS,
+    "mha_backward_head_dims": _HEAD_DIMS,
     "prefix_head_dims": Option(
         (), (64, 128), "ints from 1 to 256", lambda d: type(d) is int and 1 <= d <= 256
     ),

@@ -134,8 +134,6 @@ def flash_attn_varlen_func(
         An argument is of the wrong kind or dtype (an array where a number is expected among them, because
         reading it would wait for the GPU), or given under both of its names; a shape, stride, range or
         combination is not allowed. Raised before anything is allocated or launched.
-    NotImplementedError
-        A gradient is needed, and there is none for this head dimension. Raised before as well.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
@@ -150,9 +148,9 @@ def flash_attn_varlen_func(
 
     Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
     graph: gradients are those of `flash_attn_varlen_backward`, which says what they cost, through out, lse or
-    both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. Head
-    dimensions are at most 128 then. ALiBi's slopes have no gradient, and there is no second derivative. With
-    torch.use_deterministic_algorithms(True) such a call is refused, or warned of in the backward pass.
+    both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. ALiBi's
+    slopes have no gradient, and there is no second derivative. With torch.use_deterministic_algorithms(True)
+    such a call is refused, or warned of in the backward pass.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a

@@ -14,7 +14,7 @@ import torch
 from ..call.arrays import READERS
 from ..call.checks import as_bool
 from .arguments import fresh_out_strides, packed_parts, walked
-from .backward import check_head_dims, check_order
+from .backward import check_order
 from .gradients import flash_attn_backward, flash_attn_varlen_backward
 
 __all__ = ["Call", "attend", "attention", "gradient_of_out"]
@@ -125,10 +125,6 @@ def attention(
             )
     head_dim_qk = forward.get("head_dim_qk")
     parts = tuple(_parts(name, view[1], head_dim_qk) for name, view in views.items() if name in arrays)
-    named = zip(arrays.items(), parts, strict=True)
-    # An array without dimensions has no last one; the forward refuses it.
-    dims = [(name, sum(x.detach()[index].shape[-1:])) for (name, x), indices in named for index in indices]
-    check_head_dims(dims[0], dims[-1])
     check_order(deterministic, next(iter(views.values()))[5], warns=False)
     others = {name: x for name, x in backward.items() if name != "attn_sink"}
     saved = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}

@@ -10,7 +10,7 @@ from ..call.arrays import Fields, Framework, NewArray, address_of, aligned_strid
 from ..call.checks import as_bool, as_softmax_scale, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
-from ..kernels.mha_backward import MAX_HEAD_DIM, BackwardAddresses, BackwardCall
+from ..kernels.mha_backward import BackwardAddresses, BackwardCall
 from .arguments import (
     as_length,
     as_softcap,
@@ -23,7 +23,7 @@ from .arguments import (
 )
 from .forward import SEPARATE, Arrays, Checked, check_arrays, check_places, copies_of, of_three
 
-__all__ = ["backpropagate", "check_head_dims", "check_order"]
+__all__ = ["backpropagate", "check_order"]
 
 Strides = tuple[int, int, int]
 
@@ -155,7 +155,6 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     inputs = check_arrays(SEPARATE, arrays)
     _, q_shape, _, dtype, *_ = arrays.q
     sizes = inputs.sizes
-    check_head_dims(("q", sizes.d_qk), ("v", sizes.d_v))
     strides: dict[str, Strides] = {}
     copied = []
     wanted = (*q_shape[:-1], sizes.d_v)
@@ -185,15 +184,6 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
             strides[f"{name}_strides"] = of_three(check_out_layout(gradient, name))
     _check_places(more, arrays.q)
     return _BackwardChecked(inputs, (copied[0], copied[1]), strides, Memo())
-
-
-def check_head_dims(*dims: tuple[str, int]) -> None:
-    """Check that there is a backward for head dimensions, each after the name of its argument."""
-    for name, dim in dims:
-        if dim > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"{name}: head dimensions above {MAX_HEAD_DIM} have no backward yet, got {dim}"
-            )
 
 
 def check_order(deterministic: bool, framework: Framework, *, warns: bool) -> None:

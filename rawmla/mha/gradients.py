@@ -61,7 +61,7 @@ def flash_attn_varlen_backward(
     dout : array
         `[total_q, h_q, d_v]` in q's dtype, gradient of out.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As given to `flash_attn_varlen_func`, also under the other names there; d_qk and d_v at most 128.
+        As given to `flash_attn_varlen_func`, also under the other names there.
     out, lse : array
         Its results. lse may have tokens or heads first in memory.
         dout and out are read where they lie under the rules for q, or copied once.
@@ -92,9 +92,9 @@ def flash_attn_varlen_backward(
     Notes
     -----
     Allocates the copies, the results and scratch: in float32, for each query row and head, d_qk rounded up to
-    64 and 2 numbers more, where rows are rounded up to 64 in every request; with sinks and dlse a copy of
-    dout too. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
-    reads a length on the host.
+    64 and 2 numbers more, 3 with sinks and dlse, where rows are rounded up to 64 in every request. Enqueues
+    three kernels, with cu_seqlens four, on the current stream. Never synchronises, never reads a length on
+    the host.
 
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).

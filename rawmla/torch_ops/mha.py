@@ -15,7 +15,7 @@ import torch
 from ..call.arrays import framework_named
 from ..mha import autograd
 from ..mha.arguments import order_of
-from ..mha.backward import check_head_dims, check_order
+from ..mha.backward import check_order
 from .registration import NoExample, example, register
 
 __all__: list[str] = []
@@ -322,7 +322,6 @@ def _register(
     sink_at, deterministic_at = names.index("attn_sink"), names.index("deterministic")
 
     def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *given: Any) -> Any:
-        check_head_dims(("q", q.shape[-1]), ("v", v.shape[-1]))
         check_order(given[deterministic_at], framework_named("torch"), warns=False)
         saved_at = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and i != sink_at]
         numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}

@@ -200,13 +200,7 @@ def test_changes_in_place_are_found(name: str) -> None:
         out.sum().backward()
 
 
-def test_wide_heads_and_fixed_order_are_refused_before_a_launch() -> None:
-    inputs = make_mha_inputs(MhaCase(s_q=70, s_k=90, d_qk=192))
-    leaves = leaves_of(inputs)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with pytest.raises(NotImplementedError, match="^q: head dimensions above 128"):
-        attend(replace(inputs, **leaves))
+def test_a_fixed_order_is_refused_before_a_launch() -> None:
     inputs = make_mha_inputs(BATCH)
     called = replace(inputs, **leaves_of(inputs))
     torch.cuda.synchronize()

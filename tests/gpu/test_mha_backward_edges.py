@@ -340,14 +340,6 @@ def test_backward_in_a_fixed_order_is_refused() -> None:
         backward_of(call, deterministic=True)
 
 
-@pytest.mark.parametrize(("d_qk", "d_v", "name"), ((192, 128, "q"), (129, 64, "q"), (64, 256, "v")))
-def test_backward_of_wide_heads_is_refused(d_qk: int, d_v: int, name: str) -> None:
-    for sizes in ({"s_q": 5, "s_k": 7}, {"q_lengths": (5, 3), "k_lengths": (7, 3)}):
-        call = backward_inputs(make_mha_inputs(MhaCase(**sizes, d_qk=d_qk, d_v=d_v)))
-        with pytest.raises(NotImplementedError, match=f"^{name}: .* above 128"):
-            backward_of(call)
-
-
 # ---- bits
 
 
