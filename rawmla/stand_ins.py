@@ -55,7 +55,7 @@ class NoFramework:
         name: str,
         is_capturing: Callable[[int], bool] = lambda device: False,
         capture_query: Callable[[int], Callable[[], bool]] = lambda device: lambda: False,
-        determinism: Callable[[], int] = lambda: 0,
+        determinism: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
         self.is_capturing = is_capturing

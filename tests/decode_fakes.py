@@ -63,7 +63,7 @@ class FakeFramework:
         self.copied: list[FakeArray] = []
         self.filled: list[tuple[FakeArray, float]] = []
         self.asked_capturing = 0
-        self.determinism = lambda: 0
+        self.determinism = lambda: False
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> FakeArray:
         array = FakeArray(shape, dtype, device=device, ptr=(len(self.allocated) + 1) << 24, framework=self)

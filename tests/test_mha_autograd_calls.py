@@ -4,7 +4,6 @@ reference. Wanted are the gradients of the same attention in plain torch and flo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 
 import rawmla
-from rawmla import reference
 
 torch = pytest.importorskip("torch")
 
@@ -360,7 +358,6 @@ def deterministic() -> Iterator[None]:
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"attention_chunk": 4}, ValueError, "attention_chunk: expected 0"),
     ({"dropout_p": 0.1}, ValueError, r"dropout_p: expected 0\.0"),
-    ({"deterministic": True}, ValueError, "deterministic: expected False, as dq .* not supported yet"),
     ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
     ({"softcap": -1.0}, ValueError, "softcap: "),
     ({"window_size": (-2, 0)}, ValueError, "window_size: "),
@@ -415,37 +412,13 @@ def test_functions_that_have_a_backward_are_named(launched: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("form", ("fixed", "qkv"))
-def test_torchs_switch(launched: list[Any], deterministic: None, form: str) -> None:
-    """Refused where dq would be summed in no fixed order, and nowhere else."""
+def test_fixed_order(launched: list[Any], deterministic: None, form: str) -> None:
+    """Wanted by the argument of the forward, or by torch's switch as the backward pass finds it."""
     case = Case(form)
-    torch.use_deterministic_algorithms(True)
-    case.call(case.leaves, deterministic=True)
-    launched.clear()
-    with pytest.raises(ValueError, match="^deterministic: expected torch.use_deterministic_algorithms"):
-        case.call(leaves_of(case))
-    assert not launched
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        out, _ = case.call(leaves_of(case))
-    with pytest.warns(UserWarning, match="^rawmla sums dq of dense attention in no fixed order"):
+    for argument, switch, wanted in ((False, False, False), (True, False, True), (False, True, True)):
+        launched.clear()
+        out, _ = case.call(leaves_of(case), deterministic=argument)
+        torch.use_deterministic_algorithms(switch, warn_only=True)
         out.float().sum().backward()
-
-
-def test_torchs_switch_between_forward_and_backward(launched: list[Any], deterministic: None) -> None:
-    case = Case("fixed")
-    out, _ = case.call(leaves_of(case))
-    torch.use_deterministic_algorithms(True)
-    with pytest.raises(ValueError, match="^deterministic: expected torch.use_deterministic_algorithms"):
-        out.float().sum().backward()
-    assert len(launched) == 1
-
-
-def test_torchs_switch_and_the_plain_function(launched: list[Any], deterministic: None) -> None:
-    case = Case("fixed")
-    q, k, v = case.leaves.values()
-    out, lse = reference.flash_attn_func(q, k, v)
-    torch.use_deterministic_algorithms(True)
-    with pytest.raises(ValueError, match="^deterministic: expected torch.use_deterministic_algorithms"):
-        rawmla.flash_attn_backward(out, q, k, v, out, lse)
-    assert not launched
+        torch.use_deterministic_algorithms(False)
+        assert launched[1].deterministic is wanted

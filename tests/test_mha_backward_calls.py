@@ -26,14 +26,6 @@ OPTIONAL = ("dq", "dk", "dv", "dlse", "seqused_q", "seqused_k", "attn_sink", "al
 LSE_STRIDES = (1, TOTAL_Q)  # heads first in memory
 
 
-class OrderedFramework(FakeFramework):
-    """One that is told to give the same bits always."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.determinism = lambda: 2
-
-
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return make_world(monkeypatch)
@@ -144,14 +136,6 @@ BAD_CALLS: list[Case] = [
     ),
     ("q float32", "q", TypeError, ("float32 is not supported yet",), change("q", dtype="float32")),
     ("cu_seqlens int64", "cu_seqlens_k", TypeError, ("int32",), change("cu_seqlens_k", dtype="int64")),
-    ("deterministic", "deterministic", ValueError, ("expected False",), put("deterministic", True)),
-    (
-        "deterministic by the framework",
-        "deterministic",
-        ValueError,
-        ("use_deterministic_algorithms",),
-        lambda arguments: setattr(arguments["q"], "framework", OrderedFramework()),
-    ),
     ("deterministic 1", "deterministic", TypeError, ("bool",), put("deterministic", 1)),
     ("causal 1", "causal", TypeError, ("bool",), put("causal", 1)),
     ("is_varlen 0", "is_varlen", TypeError, ("bool",), put("is_varlen", 0)),
@@ -326,6 +310,7 @@ EXPECTED = BackwardCall(
     has_alibi=False,
     sink_dtype=None,
     has_dlse=False,
+    deterministic=False,
 )
 
 

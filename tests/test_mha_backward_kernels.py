@@ -206,11 +206,17 @@ def test_grids_of_long_segments(launches: Launches) -> None:
     assert launches.grids["mha_backward_clear"] == (100 + 200 + 200, 1, 1)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
 @pytest.mark.parametrize("has_dlse", (False, True))
-def test_scratch_of_the_backward(launches: Launches, has_dlse: bool, sink_dtype: str | None) -> None:
-    """float32 of d_qk, lse and delta a row; with sinks a number a block; with both another a row."""
+def test_scratch_of_the_backward(
+    launches: Launches, has_dlse: bool, sink_dtype: str | None, deterministic: bool
+) -> None:
+    """float32 of d_qk, lse and delta a row; with sinks a number a block; with both another a row; in a fixed
+    order a turn a block.
+    """
     call = EXPECTED._replace(d_qk=100, d_v=59, has_dlse=has_dlse, sink_dtype=sink_dtype)
+    call = call._replace(deterministic=deterministic)
     prepared = PreparedMhaBackward(call, lambda: False)
     prepared.launch(0x51, ADDRESSES, 0x100000)
     (_, given), (_, of_main), *_ = launches.enqueued
@@ -220,13 +226,17 @@ def test_scratch_of_the_backward(launches: Launches, has_dlse: bool, sink_dtype:
     sizes = [4 * rows, 4 * rows, 4 * 128 * rows, 4 * 8 * 3 if sink_dtype else 0]
     weighs = has_dlse and sink_dtype is not None
     sizes.append(4 * rows if weighs else 0)
+    turns_bytes = 4 * 8 * 3 if deterministic else 0
+    sizes.append(turns_bytes)
     assert prepared.scratch_bytes == sum(-(-size // 128) * 128 for size in sizes)
-    weights = given[10]
-    assert (weights != 0) == weighs
+    weights, turns = given[10:12]
+    assert (weights != 0) == weighs and (turns != 0) == deterministic
+    end = 0x100000 + prepared.scratch_bytes - -(-turns_bytes // 128) * 128
+    assert turns in (0, end)
     if weighs:
-        assert weights == 0x100000 + prepared.scratch_bytes - 4 * rows
+        assert weights == end - 4 * rows
     assert of_main[2][0] == ADDRESSES.dout
-    assert of_main[5:9] == (lse, delta, weights, accum)
+    assert of_main[5:10] == (lse, delta, weights, accum, turns)
 
 
 @pytest.mark.parametrize(("d_qk", "d_v", "keys"), ((128, 128, 128), (192, 128, 64), (256, 200, 64)))

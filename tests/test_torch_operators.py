@@ -292,7 +292,6 @@ WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("flash_attn", 2, lambda v: v[:, 1:], ValueError, r"v: expected shape \[2, 5, 2, 'd_v'\]"),
     ("flash_attn_backward", 0, lambda dout: dout.half(), TypeError, "dout: expected dtype bfloat16"),
     ("flash_attn_backward", 5, lambda lse: lse.mT, ValueError, r"lse: expected shape \[2, 4, 3\]"),
-    ("flash_attn_backward", 14, lambda ordered: True, ValueError, "deterministic: expected False"),
     ("flash_attn_varlen_backward full", 6, lambda dlse: dlse[1:], ValueError, "dlse: expected shape"),
     ("flash_attn_varlen_backward full", 16, lambda cap: -1.0, ValueError, "softcap: expected a finite"),
     ("flash_attn_varlen_backward_out", 24, lambda dv: dv[1:], ValueError, "dv: expected shape"),
@@ -934,25 +933,11 @@ def test_what_has_no_gradient() -> None:
     with pytest.raises(NotImplementedError, match="^rawmla::flash_attn_varlen_out has no derivative: q: "):
         op(*with_gradients(args, 0))
     op, args = arguments("flash_attn")
-    with pytest.raises(ValueError, match="^deterministic: expected False"):
-        op(*with_gradients([*args[:-1], True], 0))
-    op(*args[:-1], True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it loads forward mode
         for transform in (torch.func.grad, lambda f: lambda q: torch.func.jvp(f, (q,), (q,))):
             with pytest.raises(NotImplementedError, match="^rawmla::flash_attn has no derivative: q: "):
                 transform(lambda q: op(q, *args[1:])[0].float().sum())(args[0])
-
-
-def test_torchs_switch_for_the_same_bits() -> None:
-    op, args = arguments("flash_attn")
-    torch.use_deterministic_algorithms(True)
-    try:
-        op(*args)
-        with pytest.raises(ValueError, match="^deterministic: expected torch.use_deterministic_algorithms"):
-            op(*with_gradients(args, 0))
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -1052,7 +1037,6 @@ def test_wrong_argument_of_a_traced_backward() -> None:
         out, lse = rawmla.flash_attn_func(q, k, v)
         for changes, error, text in (
             ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
-            ({"deterministic": True}, ValueError, "deterministic: expected False"),
             ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale: expected a number, got a tensor"),
             ({"window_size": (-2, 0)}, ValueError, "window_size: expected at least 0"),
             ({"dlse": lse.mT}, ValueError, "dlse: expected shape"),

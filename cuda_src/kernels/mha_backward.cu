@@ -199,6 +199,15 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
     }
 }
 
+// Tiles that add to a block of dQ before this one: those behind it that see the block. They have been given out
+// before, so nobody waits for a CTA that has not begun.
+__device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, int block) {
+    const i64 end = static_cast<i64>(min_int((block + 1) * kBlockRows, tile.q_len)) + tile.offset +
+                    params.window_right;  // behind the last first key of a tile that sees it
+    const i64 last = end - 1 < tile.k_len - 1 ? end - 1 : tile.k_len - 1;
+    return static_cast<int>(last / kTileKeys) - tile.first_key / kTileKeys;
+}
+
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
     constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
@@ -208,6 +217,11 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
         for (int block = tile.first_block; block < tile.end_block; ++block, ++number) {
             const i64 place = head * params.blocks + tile.first_row_block + block;
             float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
+            if (params.turns != nullptr) {
+                const int turn = turn_of(params, tile, block);
+                while (load_acquire(params.turns + place) != turn) {}
+                fence_proxy_async();
+            }
 #pragma unroll
             for (int chunk = 0; chunk < kChunksQK; ++chunk) {
                 const int at = chunk % kPlaces;
@@ -217,6 +231,11 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
                 bulk_commit_group();
                 bulk_wait_group_read<0>();
                 mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
+            }
+            if (params.turns != nullptr) {
+                bulk_wait_group<0>();
+                fence_proxy_async();
+                add_release(params.turns + place, 1);
             }
         }
     }

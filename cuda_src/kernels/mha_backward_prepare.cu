@@ -25,6 +25,7 @@ struct Params {
     const void* attn_sink;                // [heads]; null: none
     float* dsink_parts;                   // [heads, blocks]
     float* weights;                       // as lse_log2; null: log2 w goes to lse
+    int* turns;                           // mha/backward_params.cuh; null: there are none
     const int *cu_seqlens_q, *seqused_q;  // as in the kernel after this one
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 dout_stride_b, dout_stride_s, dout_stride_h;
@@ -56,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
     for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
         sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
 
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
     __shared__ float dsink_of_warps[kThreads / 32];

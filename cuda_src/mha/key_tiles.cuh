@@ -46,6 +46,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
         index /= width;
         tile.request = head / params.heads_kv;
         tile.kv_head = head - tile.request * params.heads_kv;
+        if (params.turns != nullptr) index = params.tiles_per_head - 1 - index;
     } else {
         tile.request = -1;
         for (int first = 0; first < params.b && tile.request < 0; first += 32) {
@@ -68,6 +69,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
                 tile.request = first + lane;
                 tile.kv_head = index / of_head;
                 index -= tile.kv_head * of_head;
+                if (params.turns != nullptr) index = of_head - 1 - index;
             } else {
                 index -= __shfl_sync(0xffffffff, upto, 31);
             }

@@ -80,10 +80,8 @@ class Framework(Protocol):
     def capture_query(self, device: int) -> Callable[[], bool]:
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
 
-    def determinism(self) -> int:
-        """Whether the framework as a whole is told to give the same bits always: 0 no, 1 to warn where a
-        function does not, 2 to raise there.
-        """
+    def determinism(self) -> bool:
+        """Whether the framework as a whole is told to give the same bits always."""
 
 
 class ArrayView(NamedTuple):
@@ -232,9 +230,9 @@ class TorchFramework:
             query = self._queries[device] = partial(self.is_capturing, device)
         return query
 
-    def determinism(self) -> int:
+    def determinism(self) -> bool:
         """See `Framework.determinism`; torch.use_deterministic_algorithms sets it."""
-        return int(self._torch.get_deterministic_debug_mode())
+        return bool(self._torch.are_deterministic_algorithms_enabled())
 
 
 class CupyFramework:
@@ -376,9 +374,9 @@ class CupyFramework:
             query = self._queries[device] = partial(self.is_capturing, device)
         return query
 
-    def determinism(self) -> int:
+    def determinism(self) -> bool:
         """See `Framework.determinism`; CuPy has no such switch."""
-        return 0
+        return False
 
     def _on(self, device: int) -> AbstractContextManager[Any]:
         return self._cupy.cuda.Device(device)

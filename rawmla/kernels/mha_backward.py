@@ -93,11 +93,12 @@ class BackwardCall(NamedTuple):
     has_alibi: bool
     sink_dtype: str | None  # None: there are no sinks
     has_dlse: bool
+    deterministic: bool  # dq is summed in a fixed order
 
 
 PREPARE_PARAMS = ParamStruct(
     POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
-    POINTER("attn_sink", "dsink_parts", "weights", "cu_seqlens_q", "seqused_q"),
+    POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
@@ -106,12 +107,12 @@ PREPARE_PARAMS = ParamStruct(
     I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype"),
     changing=(
         "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
-        "attn_sink", "dsink_parts", "weights", "cu_seqlens_q", "seqused_q",
+        "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
     ),
 )  # fmt: skip
 PARAMS = ParamStruct(
     TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
-    POINTER("lse", "delta", "weights", "dq_accum", "dk", "dv"),
+    POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
     POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
     I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
     I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
@@ -120,7 +121,7 @@ PARAMS = ParamStruct(
     I32("tiles_per_head", "section", "alibi_stride_b"),
     F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
     changing=(
-        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "dk", "dv",
+        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "turns", "dk", "dv",
         "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
     ),
 )  # fmt: skip
@@ -254,6 +255,7 @@ class PreparedMhaBackward:
             4 * rows * chunks * _CHUNK,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
             4 * rows if self._has_weights else 0,  # weights
+            4 * call.h_q * blocks if call.deterministic else 0,  # turns
         )
         places = [0]
         for size in sizes_of_parts:
@@ -323,19 +325,21 @@ class PreparedMhaBackward:
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
             alibi_slopes, attn_sink, dsink,
         ) = addresses  # fmt: skip
-        lse_log2, delta, accum, dsink_parts, weights = [scratch + place for place in self._places]
+        lse_log2, delta, accum, dsink_parts, weights, turns = [scratch + place for place in self._places]
         if not self._has_weights:
             weights = 0
+        if not self._call.deterministic:
+            turns = 0
         arrays = q, dout, k, v
         maps = self._maps.get(arrays) or self._encode(arrays)
         prepare, main, finish = self._launches
         prepare(
             stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
-            cu_seqlens_q, seqused_q,
+            turns, cu_seqlens_q, seqused_q,
         )  # fmt: skip
         main(
-            stream, *maps, lse_log2, delta, weights, accum, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, alibi_slopes,
+            stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
+            seqused_q, seqused_k, alibi_slopes,
         )  # fmt: skip
         finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
         if self._clear is not None:

@@ -90,8 +90,8 @@ def flash_attn_varlen_func(
         No key to the right of the diagonal, as `window_size` with 0 on the right. The diagonal ends in the
         last query and the last key: query i stands at key `i + s_k - s_q`.
     deterministic : bool
-        False where a gradient is needed: dq is summed in any order. True is fine elsewhere; out, lse, dk, dv
-        and dsink of the same call always have the same bits.
+        Whether dq, too, has the same bits always, as in `flash_attn_varlen_backward`; out, lse, dk, dv and
+        dsink of the same call do.
     is_varlen : bool
         False promises that every request has `max_seqlen_q` and `max_seqlen_k` tokens, and saves looking for
         them. Results of a call that breaks the promise are undefined, but nothing outside of the arrays is
@@ -149,8 +149,7 @@ def flash_attn_varlen_func(
     Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
     graph: gradients are those of `flash_attn_varlen_backward`, which says what they cost, through out, lse or
     both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. ALiBi's
-    slopes have no gradient, and there is no second derivative. With torch.use_deterministic_algorithms(True)
-    such a call is refused, or warned of in the backward pass.
+    slopes have no gradient, and there is no second derivative.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a

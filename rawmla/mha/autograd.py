@@ -14,7 +14,6 @@ import torch
 from ..call.arrays import READERS
 from ..call.checks import as_bool
 from .arguments import fresh_out_strides, packed_parts, walked
-from .backward import check_order
 from .gradients import flash_attn_backward, flash_attn_varlen_backward
 
 __all__ = ["Call", "attend", "attention", "gradient_of_out"]
@@ -111,7 +110,7 @@ def attention(
             "out: expected None where a gradient is needed, as in torch's functions, got an array; copy the "
             "result, or call under torch.no_grad()"
         )
-    deterministic = as_bool("deterministic", backward["deterministic"])
+    as_bool("deterministic", backward["deterministic"])
     slopes, sink = backward["alibi_slopes"], backward["attn_sink"]
     if slopes is not None:
         READERS[type(slopes)](slopes, "alibi_slopes")  # which has no gradient: refused where it requires grad
@@ -125,7 +124,6 @@ def attention(
             )
     head_dim_qk = forward.get("head_dim_qk")
     parts = tuple(_parts(name, view[1], head_dim_qk) for name, view in views.items() if name in arrays)
-    check_order(deterministic, next(iter(views.values()))[5], warns=False)
     others = {name: x for name, x in backward.items() if name != "attn_sink"}
     saved = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
     numbers = {name: x for name, x in others.items() if name not in saved}

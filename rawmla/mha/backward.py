@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..call.arrays import Fields, Framework, NewArray, address_of, aligned_strides, read_given
+from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
 from ..call.checks import as_bool, as_softmax_scale, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
@@ -23,7 +22,7 @@ from .arguments import (
 )
 from .forward import SEPARATE, Arrays, Checked, check_arrays, check_places, copies_of, of_three
 
-__all__ = ["backpropagate", "check_order"]
+__all__ = ["backpropagate"]
 
 Strides = tuple[int, int, int]
 
@@ -92,7 +91,7 @@ def backpropagate(
     """
     check_options(0.0, deterministic, 0)
     causal, is_varlen = as_bool("causal", causal), as_bool("is_varlen", is_varlen)
-    check_order(deterministic, q[5], warns=True)
+    deterministic = deterministic or q[5].determinism()
     left, right = as_window(window_size, causal)
     softcap = as_softcap(softcap)
     if softmax_scale is not None:
@@ -115,7 +114,7 @@ def backpropagate(
         softmax_scale = inputs.default_scale
     check_softcap(softmax_scale, softcap)
 
-    key = (max_seqlen_q, max_seqlen_k, softmax_scale, left, right, softcap)
+    key = (max_seqlen_q, max_seqlen_k, softmax_scale, left, right, softcap, deterministic)
     prepared = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays, more))
     made = prepared.allocate()
     scratch = made.pop()
@@ -186,27 +185,6 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     return _BackwardChecked(inputs, (copied[0], copied[1]), strides, Memo())
 
 
-def check_order(deterministic: bool, framework: Framework, *, warns: bool) -> None:
-    """Raise where dq is wanted in a fixed order, in which no kernel sums it yet.
-
-    `warns`: warn where torch is to warn of that, and not to raise.
-    """
-    if deterministic:
-        raise ValueError("deterministic: expected False, as dq in a fixed order is not supported yet")
-    wanted = framework.determinism()
-    if wanted == 2:
-        raise ValueError(
-            "deterministic: expected torch.use_deterministic_algorithms(False), or warn_only=True, as dq in "
-            "a fixed order is not supported yet, got True"
-        )
-    if wanted == 1 and warns:
-        warnings.warn(
-            "rawmla sums dq of dense attention in no fixed order, but torch.use_deterministic_algorithms is "
-            "on with warn_only",
-            stacklevel=4,
-        )
-
-
 def _check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
     if view[3] != dtype:
         raise TypeError(f"{name}: expected dtype {dtype}, got {view[3]}")
@@ -225,7 +203,7 @@ def _check_places(more: _Gradients, q: Fields) -> None:
 
 def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, more: _Gradients) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    max_q, max_k, softmax_scale, left, right, softcap = key
+    max_q, max_k, softmax_scale, left, right, softcap, deterministic = key
     inputs = checked.inputs
     sizes = inputs.sizes
     device, framework = arrays.q[4], arrays.q[5]
@@ -268,6 +246,7 @@ def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, mo
             has_alibi=arrays.alibi_slopes is not None,
             sink_dtype=sink_dtype,
             has_dlse=more.dlse is not None,
+            deterministic=deterministic,
         ),
         framework.capture_query(device),
     )

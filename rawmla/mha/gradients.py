@@ -73,8 +73,8 @@ def flash_attn_varlen_backward(
     dlse : array, optional
         float32 `[total_q, h_q]`, gradient of lse; None: 0.
     deterministic : bool
-        False. dk, dv and dsink always have the same bits; dq is summed in any order. With torch tensors,
-        torch.use_deterministic_algorithms(True) is refused like True here, or warned of with warn_only.
+        dk, dv and dsink of the same call always have the same bits. So has dq with True, or under
+        torch.use_deterministic_algorithms(True) where q is a torch tensor; else it is summed in any order.
 
     Returns
     -------

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from ..call.arrays import framework_named
 from ..mha import autograd
 from ..mha.arguments import order_of
-from ..mha.backward import check_order
 from .registration import NoExample, example, register
 
 __all__: list[str] = []
@@ -319,10 +317,9 @@ def _register(
     ``options`` is what of their schemas all have in common.
     """
     names = [argument.split()[-1] for argument in options.split(", ")]
-    sink_at, deterministic_at = names.index("attn_sink"), names.index("deterministic")
+    sink_at = names.index("attn_sink")
 
     def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *given: Any) -> Any:
-        check_order(given[deterministic_at], framework_named("torch"), warns=False)
         saved_at = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and i != sink_at]
         numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}
 

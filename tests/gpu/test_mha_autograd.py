@@ -200,23 +200,6 @@ def test_changes_in_place_are_found(name: str) -> None:
         out.sum().backward()
 
 
-def test_a_fixed_order_is_refused_before_a_launch() -> None:
-    inputs = make_mha_inputs(BATCH)
-    called = replace(inputs, **leaves_of(inputs))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with pytest.raises(ValueError, match="^deterministic: expected False"):
-        attend(called, deterministic=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        with pytest.raises(ValueError, match="^deterministic: expected torch"):
-            attend(called)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    attend(inputs, deterministic=True)
-
-
 # ---- streams and graphs
 
 

@@ -331,15 +331,6 @@ def test_backward_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) ->
             check_backward(call, backward_of(call))
 
 
-# ---- what is refused
-
-
-def test_backward_in_a_fixed_order_is_refused() -> None:
-    call = batch()
-    with pytest.raises(ValueError, match="^deterministic: expected False"):
-        backward_of(call, deterministic=True)
-
-
 # ---- bits
 
 
@@ -358,18 +349,20 @@ def test_backward_in_a_fixed_order_is_refused() -> None:
     ),
     ids=lambda case: case.id,
 )
-def test_backward_repeats(case: MhaCase) -> None:
-    """200 calls give the bits of the first in dk, dv and dsink. Without poison, whose fills would keep the
-    launches from overlapping.
+@pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
+def test_backward_repeats(case: MhaCase, deterministic: bool) -> None:
+    """200 calls give the bits of the first in dk, dv and dsink, and in dq in a fixed order. Without poison,
+    whose fills would keep the launches from overlapping.
     """
     call = backward_inputs(make_mha_inputs(case), "both")
-    first = backward_of(call)
+    first = backward_of(call, deterministic=deterministic)
     check_backward(call, first)
-    wanted = [bits(x) for x in first[1:]]
+    skipped = 0 if deterministic else 1
+    wanted = [bits(x) for x in first[skipped:]]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(20):
-        for results in [backward_of(call) for _ in range(10)]:
-            for one, want in zip(results[1:], wanted, strict=True):
+        for results in [backward_of(call, deterministic=deterministic) for _ in range(10)]:
+            for one, want in zip(results[skipped:], wanted, strict=True):
                 different += (bits(one) != want).any()
     assert int(different) == 0, f"{case.id}: {int(different)} of {200 * len(wanted)} results differ"
 
