@@ -190,9 +190,9 @@ def test_every_operation_is_tested() -> None:
         ((), {"mha_head_dims": [(64, 64.0)]}, ValueError, "mha_head_dims: .* of ints"),
         (
             (),
-            {"mha_backward_head_dims": [(64, 136)]},
+            {"mha_backward_head_dims": [(64, 257)]},
             ValueError,
-            r"mha_backward_head_dims: .* 1 to 128, got \(64, 136\)",
+            r"mha_backward_head_dims: .* 1 to 256, got \(64, 257\)",
         ),
         (
             ("mha",),

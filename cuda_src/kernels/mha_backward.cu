@@ -1,17 +1,18 @@
 // Gradients of multi-head attention: dK and dV of a tile of keys, and what it adds to dQ. With P and dS of a
-// block of 64 query tokens, dV += P^T dO, dK += dS^T Q and dQ += dS K, where P = exp(S - lse), dS = P (dO V^T -
-// delta). docs/kernels/mha_backward.md has the schedule; rawmla/kernels/mha_backward.py chooses the variant.
+// block of 64 query tokens, dV += P^T dO, dK += dS^T Q and dQ += dS K, where P = exp(S - lse), dS = P (dO V^T
+// - delta). docs/kernels/mha_backward.md has the schedule; rawmla/kernels/mha_backward.py chooses the
+// variant.
 //
-// Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for one
-// query head of the group after another:
+// Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for
+// one query head of the group after another:
 //   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse, delta and weights
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
 //   warpgroup 3           dQ = dS K
-// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of 128
-// keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and dV,
-// consumer 1 dP, dS and dK.
+// S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
+// 128 keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
+// dV, consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -199,8 +200,8 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
     }
 }
 
-// Tiles that add to a block of dQ before this one: those behind it that see the block. They have been given out
-// before, so nobody waits for a CTA that has not begun.
+// Tiles that add to a block of dQ before this one: those behind it that see the block. They have been given
+// out before, so nobody waits for a CTA that has not begun.
 __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, int block) {
     const i64 end = static_cast<i64>(min_int((block + 1) * kBlockRows, tile.q_len)) + tile.offset +
                     params.window_right;  // behind the last first key of a tile that sees it

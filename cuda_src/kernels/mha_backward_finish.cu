@@ -1,6 +1,6 @@
-// dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each block
-// of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread together. And the
-// gradients of sinks from their parts.
+// dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each
+// block of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread
+// together. And the gradients of sinks from their parts.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/backward_rows.cuh"

@@ -1,10 +1,10 @@
-// What the backward pass needs of each row of queries, before it: delta = sum(dout * out) - dlse, and lse in base
-// 2. A row that sees no key, or exists in no request, has lse +inf, so that its probabilities are 0. Clears the
-// sums of dQ too.
+// What the backward pass needs of each row of queries, before it: delta = sum(dout * out) - dlse, and lse in
+// base 2. A row that sees no key, or exists in no request, has lse +inf, so that its probabilities are 0.
+// Clears the sums of dQ too.
 //
-// With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and
-// dS = exp(s - lse) (w dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w is a number
-// of its own, since it may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
+// With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and dS = exp(s - lse) (w
+// dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w is a number of its own,
+// since it may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
 //
 // A CTA takes a block of kBlockRows rows of a head, in the scratch's order (mha/backward_rows.cuh).
 #include "common/math.cuh"

@@ -3,8 +3,8 @@
 #include "common/types.cuh"
 
 struct Params {
-    // q and dout: (column, token, head, batch) in boxes of 64 columns and kBlockRows tokens; k and v: in boxes of
-    // 64 columns and the tile's keys
+    // q and dout: (column, token, head, batch) in boxes of 64 columns and kBlockRows tokens; k and v: in
+    // boxes of 64 columns and the tile's keys
     TensorMap q_map, dout_map, k_map, v_map;
     // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]
     const float *lse, *delta, *weights;

@@ -5,8 +5,8 @@
 
 constexpr int kBlockRows = 64;
 
-// Where a request's tokens begin in the arrays, how many there are, and where its blocks begin: behind those of
-// the requests before it, whose last blocks may be cut. Without cu_seqlens all have `seqlen` tokens.
+// Where a request's tokens begin in the arrays, how many there are, and where its blocks begin: behind those
+// of the requests before it, whose last blocks may be cut. Without cu_seqlens all have `seqlen` tokens.
 struct RequestRows {
     int begin, count, first_block;
 
@@ -23,8 +23,8 @@ struct RequestRows {
     }
 };
 
-// The request that a block of the scratch belongs to; some blocks hold no rows: they are behind its last row, or
-// ahead of the first request.
+// The request that a block of the scratch belongs to; some blocks hold no rows: they are behind its last row,
+// or ahead of the first request.
 __device__ __forceinline__ int request_of_block(const int* cu_seqlens, int b, int seqlen, i64 block) {
     if (cu_seqlens == nullptr) return block / ceil_div(seqlen, kBlockRows);
     int first = 0, last = b - 1;

@@ -19,8 +19,8 @@ struct KeyTile {
     int first_block, end_block;  // blocks of kBlockRows query tokens that see a key of the tile
 
     __device__ __forceinline__ int blocks() const { return end_block - first_block; }
-    // Rows of a block that stay as they are. The others may be another request's, or see no key, and hold NaN:
-    // their products with 0 must be 0, so they are cleared.
+    // Rows of a block that stay as they are. The others may be another request's, or see no key, and hold
+    // NaN: their products with 0 must be 0, so they are cleared.
     __device__ __forceinline__ int first_row(int block) const {
         return max_int(first_query - block * kBlockRows, 0);
     }
