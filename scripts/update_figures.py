@@ -222,9 +222,10 @@ def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.S
     """Every table of one compiler's benchmark, the summary first."""
     ceilings = report.describe_ceilings(run["ceilings"])
     host = [report.describe_host(run["host"])] if "host" in run else []
+    load = [describe_load(run)] if "sustain_seconds" in run else []
     parts = [
         f"## Kernels compiled by NVRTC {version}",
-        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host, describe_load(run)]) + ".",
+        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host, *load]) + ".",
     ]
     rows = families.named(run["rows"])
     failed = [f"`{row['case']}` ({row['error']})" for row in rows if "error" in row]
