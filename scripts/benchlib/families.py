@@ -119,8 +119,8 @@ ATTENTION_METHOD = (
     "the case and, where warm-up and replays last longer than 30 ms together, between them for as long as 20 "
     "replays. No rests: inputs, warm-up and replays follow each other at once, as in most published figures. "
     "Sustained: the graph is replayed without a pause; mean of the second half of that load, with power and "
-    "SM clock of that half. Identical calls find in L2 what fits there; 'cold L2' rotates page sets "
-    "larger than L2 instead. Rates and share are of the rested figure; share: of the nearer roof, with the higher "
+    "SM clock of that half. Identical calls find in L2 what fits there; 'cold L2' rotates page sets larger "
+    "than L2 instead. Rates and share are of the rested figure; share: of the nearer roof, with the higher "
     "of the two ceilings of the run. Metadata: slope between graphs of 20 and 120 calls."
 )
 DENSE_METHOD = (
