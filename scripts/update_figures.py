@@ -41,18 +41,19 @@ README_CASES = (
     "mha-b2-s8192-h16-d128-causal-bf16-fixed",
     "mha-b32-s512-h16-d128-causal-bf16-fixed",
     "prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16",
+    "flex-b2-s8192-h16-d128-causal",
 )
 """Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
 
 LEGEND = (
     "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; stored "
     "times of other libraries were taken so, and ratios to them are formed with this column alone. "
-    "Sustained: the graph is replayed for seconds without a pause; the mean over the second half is what a "
-    "server sees at the power limit. A library beside ran in the same process, in turns with rawmla and in "
+    "Sustained: the graph is replayed without a pause, and the mean over the second half is what a server "
+    "sees at the power limit. A library beside ran in the same process, in turns with rawmla and in "
     "all three ways. A dash: not measured. Better other library: the faster of FlashMLA and "
     "FlashAttention-3 (which is stored for dense decoding with fixed lengths); of sparse attention with 8 "
-    "to 32 heads, FlashMLA runs 64; of dense attention what ran beside; of prefix prefill vLLM's Triton "
-    "kernel."
+    "to 32 heads, FlashMLA runs 64; of dense and flex attention what ran beside; of prefix prefill vLLM's "
+    "Triton kernel."
 )
 
 
@@ -221,9 +222,10 @@ def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.S
     """Every table of one compiler's benchmark, the summary first."""
     ceilings = report.describe_ceilings(run["ceilings"])
     host = [report.describe_host(run["host"])] if "host" in run else []
+    load = [describe_load(run)] if "sustain_seconds" in run else []
     parts = [
         f"## Kernels compiled by NVRTC {version}",
-        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host]) + ".",
+        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host, *load]) + ".",
     ]
     rows = families.named(run["rows"])
     failed = [f"`{row['case']}` ({row['error']})" for row in rows if "error" in row]
@@ -237,6 +239,11 @@ def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.S
         if len(cells) > 1:
             parts += [f"### {family.name.capitalize()}", report.markdown(cells)]
     return parts
+
+
+def describe_load(run: dict[str, Any]) -> str:
+    """How long the load of a sustained figure was."""
+    return f"sustained figures: {run['sustain_seconds']:g} s of load each"
 
 
 def replace_section(readme: str, section: str) -> str:

@@ -118,11 +118,10 @@ ATTENTION_METHOD = (
     "graph of 10 identical calls that was replayed for at least 20 ms before. Rested: the GPU idles before "
     "the case and, where warm-up and replays last longer than 30 ms together, between them for as long as 20 "
     "replays. No rests: inputs, warm-up and replays follow each other at once, as in most published figures. "
-    "Sustained: the graph is replayed without a pause, for 2 seconds unless said otherwise; mean of the "
-    "second half, with power and SM clock of that half. Identical calls find in L2 what fits there; 'cold "
-    "L2' rotates page sets larger than L2 instead. Rates and share are of the rested figure; share: of the "
-    "nearer roof, with the higher of the two ceilings of the run. Metadata: slope between graphs of 20 and "
-    "120 calls."
+    "Sustained: the graph is replayed without a pause; mean of the second half of that load, with power and "
+    "SM clock of that half. Identical calls find in L2 what fits there; 'cold L2' rotates page sets larger "
+    "than L2 instead. Rates and share are of the rested figure; share: of the nearer roof, with the higher "
+    "of the two ceilings of the run. Metadata: slope between graphs of 20 and 120 calls."
 )
 DENSE_METHOD = (
     f"Dense decoding: FLOPs = 2 * s_q * h_q * sum(lengths) * (d_qk + {cases.D_V}); bytes = cache read once + "
