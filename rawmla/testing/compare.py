@@ -117,9 +117,7 @@ PART_ELEMENTS = 1 << 24
 
 
 def in_parts(*arrays: Any) -> Iterator[tuple[Any, ...]]:
-    """Some rows at a time of arrays of one shape, `[n, last dimension]` each, which bounds what comparing them
-    needs of memory.
-    """
+    """Some rows at a time of arrays of one shape, `[n, last dimension]` each, for little memory."""
     if not arrays[0].ndim:
         arrays = tuple(x.reshape(1) for x in arrays)
     columns = arrays[0].shape[-1]

@@ -1,8 +1,8 @@
 """Dense attention (MHA): cases, their inputs, and the reference on the device in torch.
 
 The reference computes what `rawmla.reference` computes (the tests hold one against the other), for several
-heads, or some query tokens of one, at a time, so that its memory stays bounded whatever the lengths. In the inputs' own dtype it is the
-plain torch that bounds of errors are measured by.
+heads, or some query tokens of one, at a time, so that its memory stays bounded whatever the lengths. In the
+inputs' own dtype it is the plain torch that bounds of errors are measured by.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from .compare import Tolerance, in_parts, measure
 
 CHUNK_SCORES = 1 << 25
-"""Scores, and numbers of keys and values, of one step of the reference (256 MiB in float64), unless the keys of
-a single head are more.
+"""Scores, and numbers of keys and values, of one step of the reference (256 MiB in float64), unless the keys
+of a single head are more.
 """
 
 HALF_STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}

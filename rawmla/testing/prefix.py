@@ -417,8 +417,8 @@ def _problems_of_fp8(codes: Any, want: Any, dtype: str) -> list[str]:
 
 
 def _figures_of_fp8(codes: Any, want: Any, dtype: str) -> Any:
-    """Of some rows: elements that are NaN, squared norms of the error, of the rounded reference's error, and of
-    what half-steps of the products are of, and the largest error of an element by what is allowed.
+    """Of some rows: elements that are NaN; squared norms of the error, of the rounded reference's, and of
+    what half-steps of the products are counted in; and the largest error of an element by what is allowed.
     """
     import torch
 
