@@ -1,6 +1,7 @@
 """The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -1950,7 +1951,7 @@ JUNIT = """<testsuites><testsuite>
 <failure message="no">no</failure></testcase>
 <testcase classname="tests.test_b.TestClass" file="tests/test_b.py" name="test_three" time="0">
 <skipped message="no GPU"/></testcase>
-<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_four" time="0">
+<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_four" time="7.5">
 <error message="broken">broken</error></testcase>
 <testcase classname="" name="tests.test_c" time="0"><error message="not collected">no</error></testcase>
 </testsuite></testsuites>"""
@@ -1964,14 +1965,60 @@ def test_junit_counts() -> None:
         "passed": 1,
         "failed": 2,
         "skipped": 0,
-        "seconds": 2.0,
+        "seconds": 9.5,
         "failures": failures,
         "skip_reasons": {},
+        "long": {"tests.gpu.test_a::test_four": 7.5},
     }
     assert found["tests/test_b.py"]["skip_reasons"] == {"no GPU": 1}
     assert found["tests/test_c.py"]["failed"] == 1
     total = gpu_check.sum_counts(found)
     assert (total["passed"], total["failed"], total["skipped"], len(total["failures"])) == (1, 3, 1, 3)
+
+
+def test_known_seconds() -> None:
+    """The mean of a file's tests, and its long ones; of the first record that has the file."""
+    counts = {"passed": 2, "failed": 1, "skipped": 5, "seconds": 12.0}
+    old = {"tests": {"a.py": {**counts, "seconds": 90.0, "long": {"a::old": 9.0}}, "b.py": counts}}
+    new = {"tests": {"a.py": {**counts, "long": {"a::x": 8.0}}, "c.py": {**counts, "passed": 0, "failed": 0}}}
+    assert gpu_check.known_seconds(new, old) == {"a.py": 4.0, "a::x": 8.0, "b.py": 4.0}
+
+
+def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long ones first, files together otherwise; each test is in one of the parts."""
+    spec = importlib.util.spec_from_file_location("conftest_of_tests", ROOT / "tests" / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    assert conftest.junit_name("tests/gpu/test_a.py::Class::test_b[x::y-1]") == (
+        "tests.gpu.test_a.Class::test_b[x::y-1]"
+    )
+    nodes = ["t/a.py::one", "t/a.py::two[x]", "t/b.py::one", "t/b.py::C::two", "t/c.py::one", "t/c.py::two"]
+    dropped: list[Any] = []
+    config = types.SimpleNamespace(
+        hook=types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    )
+
+    def order() -> list[str]:
+        items = [types.SimpleNamespace(nodeid=node) for node in nodes]
+        conftest.Order().pytest_collection_modifyitems(config, items)
+        return [item.nodeid for item in items]
+
+    for name in ("TEST_SECONDS", "TEST_PART"):
+        monkeypatch.delenv(name, raising=False)
+    assert order() == nodes
+    path = tmp_path / "seconds.json"
+    path.write_text(json.dumps({"t/b.py": 2.0, "t/a.py": 1.0, "t.a::two[x]": 9.0, "t.b.C::two": 0.5}))
+    monkeypatch.setenv("TEST_SECONDS", str(path))
+    assert order() == [nodes[1], nodes[2], nodes[0], nodes[3], *nodes[4:]]
+    parts = []
+    for part in (1, 2, 3, 4):
+        monkeypatch.setenv("TEST_PART", f"{part}/4")
+        dropped.clear()
+        parts.append(order())
+        assert {item.nodeid for item in dropped} == set(nodes) - set(parts[-1])
+    assert parts[0] == [nodes[1], nodes[4]]
+    assert sorted(name for part in parts for name in part) == sorted(nodes)
 
 
 SAME = {"source_sha256": "a", "device": "D", "driver": "1"}
@@ -2040,6 +2087,71 @@ def test_the_tests_of_a_tree(
 )
 def test_sanitizer_summary(output: str, errors: int | None) -> None:
     assert gpu_check.sanitizer_errors(output) == errors
+
+
+SANITIZER = """
+import os, subprocess, sys
+tool, arguments = sys.argv[2], sys.argv[5:]
+assert sys.argv[1::2][:2] == ["--tool", "--error-exitcode"] and arguments.pop(0) == "--more"
+status = subprocess.run(arguments).returncode
+bad = (tool, os.environ["TEST_PART"]) == ("racecheck", "2/3")
+silent = (tool, os.environ["TEST_PART"]) == ("initcheck", "3/3")
+if not silent:
+    print(f"RACECHECK SUMMARY: {4 * bad} hazards" if tool == "racecheck" else "ERROR SUMMARY: 0 errors")
+sys.exit(int(sys.argv[4]) if bad else status)
+"""
+
+
+def test_the_sanitizer_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All parts of all tools run; what one part finds, or fails to say, makes its tool not clean."""
+    small_suite(tmp_path)
+    (tmp_path / "tests" / "gpu" / "test_c.py").write_text(
+        "import os, pytest\npytestmark = pytest.mark.sanitizer\n"
+        "def test_one(): assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+        "def test_two(): assert os.environ['OMP_NUM_THREADS'] == '1'\n"
+    )
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!{sys.executable}\n{SANITIZER}")
+    program.chmod(0o700)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    assert gpu_check.files_with_marker("sanitizer") == ["tests/gpu/test_c.py"]
+    path = tmp_path / "record.json"
+    arguments = ["--record", str(path), "--sanitizer-args=--more", "--sanitizer-parts", "3"]
+    options = gpu_check.parse_arguments(arguments)
+    record = gpu_check.load_record(path, SAME)
+    assert not gpu_check.run_sanitizer(record, options)
+    assert json.loads(path.read_text()) == record
+    found = {
+        tool: tuple(verdict[key] for key in ("passed", "failed", "errors", "exit_status", "clean"))
+        for tool, verdict in record["sanitizer"].items()
+    }
+    assert found == {
+        "memcheck": (6, 0, 0, 0, True),
+        "racecheck": (6, 0, 4, gpu_check.SANITIZER_ERROR, False),
+        "synccheck": (6, 0, 0, 0, True),
+        "initcheck": (6, 0, None, 0, False),
+    }
+    assert capfd.readouterr().out.count("2 passed") == 12
+    options = gpu_check.parse_arguments([*arguments, "--tools", "memcheck"])
+    assert gpu_check.run_sanitizer(record, options)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
+    assert not gpu_check.run_sanitizer(record, options)
+    with pytest.raises(SystemExit):
+        gpu_check.parse_arguments(["--sanitizer-parts", "0"])
+
+
+def test_a_part_without_a_case_is_not_clean() -> None:
+    def part(passed: int, status: int = 0, failed: int = 0) -> Any:
+        counts = {**gpu_check.empty_counts(), "passed": passed, "failed": failed}
+        return {"a.py": counts}, status, "ERROR SUMMARY: 0 errors"
+
+    assert gpu_check.sanitizer_verdict([part(1), part(2)])["clean"]
+    for bad in (part(0), part(0, 5), part(1, 1, 1), ({}, 0, "ERROR SUMMARY: 0 errors")):
+        verdict = gpu_check.sanitizer_verdict([part(1), bad])
+        assert not verdict["clean"] and verdict["exit_status"] == bad[1]
 
 
 def test_record_merges_only_with_the_same_sources_and_machine(
