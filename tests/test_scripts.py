@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import io
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ import gpu_check  # noqa: E402
 import update_figures  # noqa: E402
 from benchlib import (  # noqa: E402
     against,
+    ahead,
     cases,
     columns,
     families,
@@ -666,6 +668,8 @@ def without_measuring(
         monkeypatch.setitem(family.__dict__, "measure", one)
     kernels = [{"label": "a", "nvrtc": "0.0"}, {"label": "b", "nvrtc": "0.0"}]
     monkeypatch.setattr(bench, "why_no_timing", lambda: None)
+    monkeypatch.setenv(ahead.COMPILE_THREADS, "1")
+    monkeypatch.setattr(ahead, "begin", lambda names: subprocess.Popen([sys.executable, "-c", ""]))
     monkeypatch.setattr(nogpu, "compile_all", did("compile", kernels))
     environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
     monkeypatch.setattr(bench, "environment", did("environment", environment))
@@ -782,6 +786,95 @@ def test_what_fails_after_the_cases_costs_no_row(tmp_path: Path, monkeypatch: py
     run = json.loads(path.read_text())
     assert run["errors"] == ["ceilings and host time after the cases: RuntimeError: CUDA error: no more"]
     assert len(run["rows"]) == len(families.select(SOME_CASES)) and "host" not in run
+
+
+def test_flex_cases_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in one of the processes, which begin before the kernels are compiled and end before anything is
+    timed; a single case needs none.
+    """
+    done = without_measuring(monkeypatch, lambda case, settings: good_row(case))
+    begun: list[str] = []
+
+    class Process:
+        def wait(self) -> None:
+            done.append("waited")
+
+        def kill(self) -> None:
+            done.append("killed")
+
+    def begin(names: Any) -> Any:
+        done.append("begun")
+        begun.extend(names)
+        return Process()
+
+    monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 3)
+    assert bench.main(["--cases", "^flex-b|metadata-b1$"]) == 0
+    assert sorted(begun) == sorted(case.id for case in flex_cases.flex_cases())
+    after = ["killed", "waited"] * 3  # what has ended already
+    assert done[:12] == ["begun"] * 3 + ["compile"] + ["waited"] * 3 + after[:5]
+    assert done[12:15] == [after[5], "environment", "ceilings"]
+    assert "compiled the functions of flex cases: 0 s" in capsys.readouterr().err
+    done.clear()
+    begun.clear()
+    assert bench.main(["--cases", "^flex-.*-full$|metadata-b1$"]) == 0 and begun == []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nogpu, "compile_all", interrupted)
+    done.clear()
+    assert bench.main(["--cases", "^flex-b"]) == bench.INTERRUPTED
+    assert done == ["begun"] * 3 + after
+
+
+def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A case's own call and those beside it; one that fails does not keep the others."""
+    pytest.importorskip("torch")
+    from benchlib import flex_measure, peers
+
+    called: list[tuple[str, str]] = []
+
+    def prepare(case: Any) -> Any:
+        called.append(("ours", case.id))
+        if case.mask == "window":
+            raise ValueError("no window\nat all")
+        return types.SimpleNamespace(inputs=case.id)
+
+    def calls(name: str) -> Callable[[Any, Any], list[Any]]:
+        def one(case: Any, inputs: Any) -> list[Any]:
+            assert inputs == case.id
+            called.append((name, case.id))
+            raise ImportError("not here")
+
+        return one
+
+    monkeypatch.setattr(flex_measure, "prepare", prepare)
+    monkeypatch.setattr(peers, "FLEX", [peers.Peer(name, name, calls(name)) for name in ("A", "B")])
+    full, causal, _, window, *_, further = flex_cases.flex_cases()
+    ahead.compile_cases([case.id for case in (window, further, full)])
+    assert called == [
+        ("ours", window.id),
+        ("ours", further.id),
+        *((name, full.id) for name in ("ours", "A", "B")),
+    ]
+    assert capsys.readouterr().err == f"not compiled ahead: {window.id}: ValueError: no window\n"
+
+
+def test_a_process_that_compiles_ahead() -> None:
+    """It finds its modules, and the cases that it is given."""
+    process = ahead.begin([])
+    assert process.wait(timeout=60) == 0
+
+
+def test_progress() -> None:
+    stream = io.StringIO()
+    progress = report.Progress(10, stream)
+    for text in ("one", "two"):
+        progress.step(text)
+    assert stream.getvalue() == "[ 1/10]    0 s,  0.0 s  one\n[ 2/10]    0 s,  0.0 s  two\n"
 
 
 def test_an_interrupted_benchmark_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
