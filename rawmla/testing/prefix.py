@@ -401,7 +401,7 @@ def decode_out(codes: Any) -> Any:
 def _problems_of_fp8(codes: Any, want: Any, dtype: str) -> list[str]:
     import torch
 
-    parts = torch.stack([_figures_of_fp8(*part, dtype) for part in in_parts(codes, want)])
+    parts = torch.stack([_figures_of_fp8(x, y, dtype) for x, y in in_parts(codes, want)])
     wrong, error, nearest, products = parts[:, :4].sum(0).tolist()
     if wrong:
         return [f"{int(wrong)} elements of o are NaN"]

@@ -17,7 +17,7 @@ from .flex_cases import FlexCase
 from .report import one_line
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-"""Of torch: as many processes as there are cores would start for each of ours, and be there while it times."""
+"""Of torch: as many processes as there are cores would start for each of ours, and stay while it times."""
 
 
 def begin(names: Sequence[str]) -> subprocess.Popen[bytes]:
