@@ -50,7 +50,7 @@ ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small
 operation on the CPU wait for the others, and torch.compile would start as many processes.
 """
-LONG_SECONDS = 5.0
+LONG_SECONDS = 3.0
 """Tests of so many seconds are in the record by name, for the next run to begin with."""
 
 

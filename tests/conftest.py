@@ -1,11 +1,13 @@
 """Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU.
 
 scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
-tests took, those that took longest come first then; with `TEST_PART` 2/5 only the second of five parts runs.
+tests took, those that took longest come first then, behind those of files that are not known; with `TEST_PART`
+2/5 only the second of five parts runs.
 """
 
 import json
 import os
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -42,7 +44,7 @@ class Order:
 
             def known(item: pytest.Item) -> float:
                 file = item.nodeid.partition("::")[0]
-                return float(seconds.get(junit_name(item.nodeid), seconds.get(file, 0.0)))
+                return float(seconds.get(junit_name(item.nodeid), seconds.get(file, inf)))
 
             items.sort(key=known, reverse=True)  # those of a file stay together
         if "TEST_PART" in os.environ:

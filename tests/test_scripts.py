@@ -2078,7 +2078,7 @@ def test_known_seconds() -> None:
 
 
 def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long ones first, files together otherwise; each test is in one of the parts."""
+    """New files, long tests, then the others of a file together; each test is in one of the parts."""
     spec = importlib.util.spec_from_file_location("conftest_of_tests", ROOT / "tests" / "conftest.py")
     assert spec is not None and spec.loader is not None
     conftest = importlib.util.module_from_spec(spec)
@@ -2103,14 +2103,14 @@ def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "seconds.json"
     path.write_text(json.dumps({"t/b.py": 2.0, "t/a.py": 1.0, "t.a::two[x]": 9.0, "t.b.C::two": 0.5}))
     monkeypatch.setenv("TEST_SECONDS", str(path))
-    assert order() == [nodes[1], nodes[2], nodes[0], nodes[3], *nodes[4:]]
+    assert order() == [*nodes[4:], nodes[1], nodes[2], nodes[0], nodes[3]]
     parts = []
     for part in (1, 2, 3, 4):
         monkeypatch.setenv("TEST_PART", f"{part}/4")
         dropped.clear()
         parts.append(order())
         assert {item.nodeid for item in dropped} == set(nodes) - set(parts[-1])
-    assert parts[0] == [nodes[1], nodes[4]]
+    assert parts[0] == [nodes[4], nodes[0]]
     assert sorted(name for part in parts for name in part) == sorted(nodes)
 
 
