@@ -1,8 +1,8 @@
 """Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU.
 
 scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
-tests took, those that took longest come first then, behind those of files that are not known; with `TEST_PART`
-2/5 only the second of five parts runs.
+tests took, those of files that it does not know come first then, and those that took longest after them; with
+`TEST_PART` 2/5 only the second of five parts runs.
 """
 
 import json

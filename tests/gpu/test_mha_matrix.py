@@ -53,8 +53,8 @@ def test_flash_mla(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, caus
         assert_same_bits("lse", again[1], lse)
         del again
     group = heads[0] // heads[1]
-    for first in range(0, heads[0], 32):  # in parts, which need less memory
-        part, part_k = slice(first, first + 32), slice(first // group, (first + 32) // group)
+    for first in range(0, heads[0], 16):  # in parts, which need less memory
+        part, part_k = slice(first, first + 16), slice(first // group, (first + 16) // group)
         some = replace(inputs, q=inputs.q[:, part], k=inputs.k[:, part_k], v=inputs.v[:, part_k])
         got, want = (out[:, part], lse[:, part]), reference(some)
         check_close(f"{case.id} out", got[0], want[0], FLASH_MLA_OUT)
