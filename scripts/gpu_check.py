@@ -43,6 +43,12 @@ SECONDS_BETWEEN_LOOKS = 1.0
 """At the results of the benchmark while it runs."""
 SANITIZER_ERROR = 86
 """Exit status that compute-sanitizer is told to give when it finds something."""
+SANITIZER_PORT, SANITIZER_PORTS = 49152, 16
+"""The first of the ports by which compute-sanitizer and the process that it watches find each other, and how
+many each has for itself: it tries ten, which are too few for all of them together.
+"""
+SANITIZER_PATIENCE = ("--launch-timeout", "300")
+"""For imports of many processes at once, before their first call of CUDA: a minute by default."""
 CORES = os.cpu_count() or 1
 PROCESSES = max(1, min(15, CORES - 1))
 """Of pytest-xdist: more would leave a test too small a share of the GPU's memory."""
@@ -337,7 +343,9 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
         environment = {**side_by_side(record, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
         def run(tool: str, part: int) -> tuple[dict[str, dict[str, Any]], int, str]:
-            prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), *extra]
+            prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
+            number = options.tools.index(tool) * options.sanitizer_parts + part
+            prefix += ["--port", str(SANITIZER_PORT + SANITIZER_PORTS * number), *SANITIZER_PATIENCE, *extra]
             one = {**environment, "TEST_PART": f"{part}/{options.sanitizer_parts}"}
             return run_pytest(chosen, prefix, one, show=False)
 

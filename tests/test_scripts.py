@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -2184,8 +2185,10 @@ def test_sanitizer_summary(output: str, errors: int | None) -> None:
 
 SANITIZER = """
 import os, subprocess, sys
-tool, arguments = sys.argv[2], sys.argv[5:]
-assert sys.argv[1::2][:2] == ["--tool", "--error-exitcode"] and arguments.pop(0) == "--more"
+tool, arguments = sys.argv[2], sys.argv[9:]
+assert sys.argv[1:8:2] == ["--tool", "--error-exitcode", "--port", "--launch-timeout"]
+assert arguments.pop(0) == "--more"
+print("port", sys.argv[6])
 status = subprocess.run(arguments).returncode
 bad = (tool, os.environ["TEST_PART"]) == ("racecheck", "2/3")
 silent = (tool, os.environ["TEST_PART"]) == ("initcheck", "3/3")
@@ -2227,7 +2230,9 @@ def test_the_sanitizer_in_parts(
         "synccheck": (6, 0, 0, 0, True),
         "initcheck": (6, 0, None, 0, False),
     }
-    assert capfd.readouterr().out.count("2 passed") == 12
+    out = capfd.readouterr().out
+    assert out.count("2 passed") == 12
+    assert len(set(re.findall(r"^port (\d+)$", out, re.MULTILINE))) == 12
     options = gpu_check.parse_arguments([*arguments, "--tools", "memcheck"])
     assert gpu_check.run_sanitizer(record, options)
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
