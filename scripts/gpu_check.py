@@ -342,24 +342,22 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
     ):
         environment = {**side_by_side(record, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-        def run(tool: str, part: int) -> tuple[dict[str, dict[str, Any]], int, str]:
+        def run(tool: str, part: int) -> tuple[tuple[dict[str, dict[str, Any]], int, str], float]:
             prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
             number = options.tools.index(tool) * options.sanitizer_parts + part
             prefix += ["--port", str(SANITIZER_PORT + SANITIZER_PORTS * number), *SANITIZER_PATIENCE, *extra]
             one = {**environment, "TEST_PART": f"{part}/{options.sanitizer_parts}"}
-            return run_pytest(chosen, prefix, one, show=False)
+            return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
 
         parts = range(1, options.sanitizer_parts + 1)
         running = {tool: [pool.submit(run, tool, part) for part in parts] for tool in options.tools}
         for tool, futures in running.items():
-            results = []
-            for part, future in zip(parts, futures, strict=True):
-                results.append(future.result())
-                seconds = time.monotonic() - start
-                print(f"{tool}, part {part} of {len(parts)}, ended by {seconds:.0f} s:\n{results[-1][2]}")
-            seconds = round(time.monotonic() - start, 1)
-            verdict = sanitizer_verdict(results)
-            record["sanitizer"][tool] = {**verdict, "seconds": seconds, "options": options.sanitizer_args}
+            results, seconds = zip(*[future.result() for future in futures], strict=True)
+            for part, (_, _, output), ended in zip(parts, results, seconds, strict=True):
+                print(f"{tool}, part {part} of {len(parts)}, {ended:.0f} s:\n{output}", flush=True)
+            verdict = sanitizer_verdict(list(results))
+            settings = {"seconds": max(seconds), "options": options.sanitizer_args}
+            record["sanitizer"][tool] = {**verdict, **settings}
             good &= verdict["clean"]
             save_record(record, options.record)
     return good

@@ -2241,6 +2241,31 @@ def test_the_sanitizer_in_parts(
         gpu_check.parse_arguments(["--sanitizer-parts", "0"])
 
 
+def test_the_sanitizer_gets_every_case() -> None:
+    """The files that are looked for have all that is marked."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-m",
+        "sanitizer",
+    ]
+    answer = subprocess.run(
+        [*command, "-m", "sanitizer", "tests/gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = {line.partition("::")[0] for line in answer.stdout.splitlines() if "::" in line}
+    assert found == set(gpu_check.files_with_marker("sanitizer"))
+
+
 def test_a_part_without_a_case_is_not_clean() -> None:
     def part(passed: int, status: int = 0, failed: int = 0) -> Any:
         counts = {**gpu_check.empty_counts(), "passed": passed, "failed": failed}
