@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +100,7 @@ def test_large_shares_are_for_a_few_at_a_time(tmp_path: Path, monkeypatch: pytes
     run = shares(tmp_path, monkeypatch)
     inside, most, limits = 0, 0, []
     guard = threading.Lock()
+    together = threading.Barrier(LARGE_SHARES, timeout=60)
 
     def process(number: int) -> None:
         nonlocal inside, most
@@ -110,7 +110,7 @@ def test_large_shares_are_for_a_few_at_a_time(tmp_path: Path, monkeypatch: pytes
             with guard:
                 inside += 1
                 most = max(most, inside)
-            time.sleep(0.05)
+            together.wait()
             cuda.reserved += 1 << 30
             with guard:
                 inside -= 1
