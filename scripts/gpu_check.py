@@ -82,7 +82,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--sanitizer-parts",
         type=int,
-        default=max(1, CORES // len(SANITIZER_TOOLS)),
+        default=max(1, min(4, CORES // len(SANITIZER_TOOLS))),
         metavar="N",
         help="parts of the cases, each in a process, that every tool watches (default %(default)d)",
     )
