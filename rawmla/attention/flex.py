@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, NewArray, read_given
+from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
@@ -25,7 +25,16 @@ from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, wit
 from .mods import Mod, Place, pack
 from .traced import between_graphs
 
-__all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
+__all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "attend",
+    "attend_alone",
+    "flex_attention",
+    "hides_nothing",
+    "read",
+    "wanted",
+]
 
 
 class AuxRequest(NamedTuple):
@@ -160,7 +169,18 @@ def flex_attention(
     )  # fmt: skip
 
 
-def attend(
+def attend(*arguments: Any) -> Any:
+    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs it."""
+    try:
+        return attend_alone(*arguments)
+    except NeedsGradient:
+        pass
+    from .autograd import attention  # imports torch
+
+    return attention(*arguments)
+
+
+def attend_alone(
     query: Any,
     key: Any,
     value: Any,
@@ -174,15 +194,15 @@ def attend(
     deterministic: bool | None,
     out: Any,
 ) -> Any:
-    """`flex_attention`."""
+    """`flex_attention` without a graph."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
         as_bool("deterministic", deterministic)
-    wants_lse, wants_max = _wanted(return_lse, return_aux)
+    wants_lse, wants_max = wanted(return_lse, return_aux)
     _check_options(kernel_options)
     scale = None if scale is None else _as_scale(scale)
-    q, k, v = [_read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    q, k, v = [read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -195,7 +215,7 @@ def attend(
 
     score = as_mod(score_mod, "score_mod", device)
     mask = None
-    if checked.lists is not None and not _hides_nothing(block_mask.mask_mod):
+    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
     if not checked.scores:
         score = None  # what it reads may be empty
@@ -230,7 +250,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _hides_nothing(mask_mod: Any) -> bool:
+def hides_nothing(mask_mod: Any) -> bool:
     """Whether a function is `noop_mask`, or torch's of that name."""
     if mask_mod is noop_mask:
         return True
@@ -238,7 +258,8 @@ def _hides_nothing(mask_mod: Any) -> bool:
     return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
-def _read(x: Any, name: str) -> Fields:
+def read(x: Any, name: str) -> Fields:
+    """The fields of query, key or value."""
     if getattr(x, "is_nested", False):
         raise NotImplementedError(
             f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
@@ -247,7 +268,7 @@ def _read(x: Any, name: str) -> Fields:
     return READERS[type(x)](x, name)
 
 
-def _wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     """Whether lse and max_scores are results."""
     if return_aux is None:
         return return_lse, False

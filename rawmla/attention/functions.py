@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ..call.arrays import Framework, contiguous_strides, inspect
+from ..call.arrays import WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
 from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
@@ -32,8 +32,8 @@ IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 
 
 def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None. With `backward`, a score
-    function has gradients, and a mask function has to read nothing that requires grad.
+    """A function that a user gave, traced if it is one of Python; None for None, and a `Mod` as it is. With
+    `backward`, a score function has gradients, and a mask function has to read nothing that requires grad.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mo
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`, and `CudaMod.mod`.
+        As `rawmla.attention.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
     """
     if function is None:
         return None
@@ -58,6 +58,8 @@ def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mo
 
 
 def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
+    if isinstance(function, Mod):
+        return function
     if isinstance(function, str):
         function = CudaMod(function)
     if isinstance(function, CudaMod):
@@ -80,7 +82,21 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
     from . import memo
 
     place = torch.device("cuda", device)
-    return lambda function: memo.traced(function, kind, place, backward)
+
+    def traced(function: Any) -> Mod:
+        mod = memo.traced(function, kind, place, backward)
+        # Numbers on the CPU are no arrays that a reader sees.
+        if mod.numbers and not backward and torch.is_grad_enabled():
+            for number in mod.numbers:
+                if getattr(number.source, "requires_grad", False):
+                    raise NeedsGradient(
+                        f"{kind}: expected captured numbers that need no gradient here, got "
+                        "requires_grad=True with grad enabled; call under torch.no_grad(). "
+                        f"{WITH_BACKWARD}"
+                    )
+        return mod
+
+    return traced
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
