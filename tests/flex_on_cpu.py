@@ -103,7 +103,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(module, "as_mod", named)
     monkeypatch.setattr(flex, "placed", recorded)
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", Prepared)
-    monkeypatch.setattr(rawmla, "flex_attention_backward", backward, raising=False)
+    monkeypatch.setattr(flex, "flex_attention_backward", backward, raising=False)
     return launches
 
 

@@ -185,7 +185,7 @@ def _gradients(
     saved: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """`Call.backward`; ``names`` are those of the captured tensors among ``inputs``."""
-    from .. import flex_attention_backward
+    from .flex import flex_attention_backward  # type: ignore[attr-defined]
 
     query, key, value, *captured = inputs
     others = (x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True))
