@@ -117,10 +117,12 @@ def flex_attention(
     return_aux : AuxRequest, optional
         Which of lse and max_scores to give: (out, AuxOutput). torch's AuxRequest too.
     deterministic : bool, optional
-        Changes nothing: the same call always gives the same bits.
+        Whether dq and captured gradients, too, have the same bits always; results, dk and dv of the same call
+        do. None follows torch's switch, as the backward pass finds it.
     out : array, optional
         `[B, Hq, L, Ev]` in query's dtype, written and returned. Never copied: 16-byte aligned, last dimension
         contiguous, other strides positive multiples of 8, no element twice. It must not overlap an input.
+        None where a gradient is needed.
 
     Returns
     -------
@@ -135,7 +137,7 @@ def flex_attention(
     ------
     TypeError, ValueError
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
-        tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
+        gradient is needed that there is none of. Raised before anything is allocated or launched.
     NotImplementedError
         A Python function calls an operator that kernels do not have; the text names both. Or query, key or
         value is a nested tensor.
@@ -148,9 +150,16 @@ def flex_attention(
     Allocates the copies that are named above, the results, and scratch with the framework of `query`: 16
     bytes, and with blocks that are brought to 128 one byte for each block of the mask and 8 bytes for each of
     128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
-    stream. Never synchronises, never reads a list or a captured array on the host. There is no backward yet.
+    stream. Never synchronises, never reads a list or a captured array on the host.
 
-    torch.compile runs the call between two graphs.
+    Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
+    torch that requires grad, out and lse have a graph, max_scores has none. Query, key and value then are
+    tensors of torch and none is float8. score_mod depends on the score; as a `CudaMod` it has `grad`, and
+    `capture_grads` of what requires grad. What mask_mod reads requires none, and block_mask has lists by
+    columns. Saved for the backward are inputs, out, lse, the lists, and what the functions read in this call.
+    There is no second derivative.
+
+    torch.compile runs the call between two graphs, through which gradients go.
 
     Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
     loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
