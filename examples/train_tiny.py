@@ -1,8 +1,8 @@
 """Training a tiny transformer: autograd through rawmla beside torch's own attention.
 
 Two models start from the same weights and see the same batches: one attends with rawmla, the other with
-torch's scaled_dot_product_attention, both in bfloat16. The task: the second half of a document repeats its first
-half.
+torch's scaled_dot_product_attention, both in bfloat16. The task: the second half of a document repeats its
+first half.
 
 - Dense: a row is one document; `rawmla.flash_attn_func`, causal.
 - Flex: a row is documents of random lengths, other ones at every step; `rawmla.flex_attention` with a mask
