@@ -25,7 +25,7 @@ from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, wit
 from .mods import Mod, Place, pack
 from .traced import between_graphs
 
-__all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
+__all__ = ["AuxOutput", "AuxRequest", "as_scale", "attend", "flex_attention", "hides_nothing", "read_dense"]
 
 
 class AuxRequest(NamedTuple):
@@ -181,8 +181,8 @@ def attend(
         as_bool("deterministic", deterministic)
     wants_lse, wants_max = _wanted(return_lse, return_aux)
     _check_options(kernel_options)
-    scale = None if scale is None else _as_scale(scale)
-    q, k, v = [_read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    scale = None if scale is None else as_scale(scale)
+    q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -195,7 +195,7 @@ def attend(
 
     score = as_mod(score_mod, "score_mod", device)
     mask = None
-    if checked.lists is not None and not _hides_nothing(block_mask.mask_mod):
+    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
     if not checked.scores:
         score = None  # what it reads may be empty
@@ -230,7 +230,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _hides_nothing(mask_mod: Any) -> bool:
+def hides_nothing(mask_mod: Any) -> bool:
     """Whether a function is `noop_mask`, or torch's of that name."""
     if mask_mod is noop_mask:
         return True
@@ -238,7 +238,7 @@ def _hides_nothing(mask_mod: Any) -> bool:
     return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
-def _read(x: Any, name: str) -> Fields:
+def read_dense(x: Any, name: str) -> Fields:
     if getattr(x, "is_nested", False):
         raise NotImplementedError(
             f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
@@ -274,7 +274,7 @@ def _check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
 
 
-def _as_scale(scale: Any) -> float:
+def as_scale(scale: Any) -> float:
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"scale: expected a float or None, got {show(scale)}")
     number = float(scale)
