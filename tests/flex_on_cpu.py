@@ -1,11 +1,11 @@
-"""Flex attention of torch CPU tensors: the public function as it is, up to launches, and a stand-in for
-`rawmla.flex_attention_backward`. Both compute by the reference, from what they are given: a test says what a
-function computes, what the function reads comes with the call.
+"""Flex attention of torch CPU tensors: the public functions as they are, up to launches, which the reference
+computes in the memory that kernels would have been given. A test says what a score or mask function computes;
+what it reads comes with the launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ from mha_on_cpu import at, claim_cuda
 import rawmla
 from rawmla import reference
 from rawmla.attention import flex
+from rawmla.attention import flex_backward as flex_backward_call
 from rawmla.attention.functions import as_mod
 from rawmla.attention.mods import Mod
-from rawmla.kernels import flex_forward
+from rawmla.kernels import flex_backward, flex_forward
+from rawmla.kernels.flex_backward import FlexBackwardAddresses
 from rawmla.kernels.flex_forward import FlexAddresses
 from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
@@ -34,15 +36,14 @@ class Launches:
     Attributes:
         score: the score function as one of NumPy arrays, from what it reads by name; None: there is none.
         mask: the mask function, from a list of what it reads.
-        block_mask: that of the forward call, with lists of NumPy arrays.
-        forward, backward: of every launch the score function as it was given, of the latter with keywords.
+        forward, backward: of every launch the score function, of the latter the call and addresses too.
+        given: the functions of the latest call.
     """
 
     score: Callable[..., NumpyMod] | None = None
     mask: Callable[..., Callable[..., Any]] | None = None
-    block_mask: Any = None
     forward: list[Any] = field(default_factory=list)
-    backward: list[dict[str, Any]] = field(default_factory=list)
+    backward: list[Any] = field(default_factory=list)
     given: dict[str, Mod | None] = field(default_factory=dict)
 
     def numpy_score(self, mod: Mod | None) -> NumpyMod | None:
@@ -86,99 +87,125 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
         launches.given[kind] = mod
         return placed(mod, kind, *place)
 
-    class Prepared:
-        scratch_bytes = 16
+    def prepared(run: Callable[..., None], kind: Any) -> type:
+        class Prepared:
+            scratch_bytes = 16
 
-        def __init__(self, call: Any, capturing: Any) -> None:
-            self.call = call
+            def __init__(self, call: Any, capturing: Any) -> None:
+                self.call = call
 
-        def launch(self, stream: int, addresses: Any, *more: Any) -> None:
-            with torch.no_grad():
-                _forward(launches, self.call, FlexAddresses(*addresses))
+            def launch(self, stream: int, addresses: Any, score: bytes, mask: bytes, *more: Any) -> None:
+                with torch.no_grad():
+                    run(launches, self.call, kind(*addresses), *more[:-1])
 
-    def backward(*arguments: Any, **keywords: Any) -> Any:
-        return _backward(launches, *arguments, **keywords)
+        return Prepared
 
-    for module in (flex, autograd):
+    for module in (flex, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_mod", named)
-    monkeypatch.setattr(flex, "placed", recorded)
-    monkeypatch.setattr(flex_forward, "PreparedFlexForward", Prepared)
-    monkeypatch.setattr(flex, "flex_attention_backward", backward, raising=False)
+    for module in (flex, flex_backward_call):
+        monkeypatch.setattr(module, "placed", recorded)
+    monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
+    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
     return launches
 
 
 def in_torch(block_mask: Any, mask_mod: Any) -> rawmla.BlockMask:
     """A mask with tensors for lists, and another function."""
     lengths, *lists, sizes, _ = block_mask.as_tuple(flatten=False)
-    return rawmla.BlockMask(
-        lengths, *[None if x is None else torch.from_numpy(x) for x in lists], sizes, mask_mod
+    tensors = [None if x is None else torch.from_numpy(x) for x in lists]
+    return rawmla.BlockMask(lengths, *tensors, BLOCK_SIZE=sizes, mask_mod=mask_mod)
+
+
+def _array(call: Any, addresses: Any, name: str) -> Any:
+    """An array of a call, `[batch, heads, tokens, columns]`."""
+    request, token, head = getattr(call, f"{name}_strides")
+    of_keys, of_values = name in ("k", "dk", "v", "dv"), name in ("v", "dv", "out", "dout")
+    batches, heads, tokens = (
+        (call.k_batches, call.h_kv, call.seqlen_k) if of_keys else (call.b, call.h_q, call.seqlen_q)
     )
+    shape = (batches, heads, tokens, call.d_v if of_values else call.d_qk)
+    return at(getattr(addresses, name), call.dtype, shape, (request, head, token, 1))
+
+
+def _rows(call: Any, addresses: Any, name: str, strides: tuple[int, int, int] | None = None) -> Any:
+    """lse or its gradient; contiguous without strides for (request, token, head)."""
+    request, token, head = strides or (call.h_q * call.seqlen_q, 1, call.seqlen_q)
+    shape = (call.b, call.h_q, call.seqlen_q)
+    return at(getattr(addresses, name), "float32", shape, (request, head, token))
+
+
+def _block_mask(launches: Launches, call: Any, addresses: Any, prefix: str) -> Any:
+    """The mask of a call, as the reference takes it, from lists by rows ("kv") or by columns ("q")."""
+    lists = call.lists
+    if lists is None:
+        return None
+    sizes = lists.block_q, lists.block_k
+    length = call.seqlen_q if prefix == "kv" else call.seqlen_k
+    lines = -(-length // sizes[prefix == "q"])
+    parts = []
+    for kind, name in enumerate((prefix, f"full_{prefix}")):
+        shape = (lists.batches, lists.heads, lines)
+        counts = at(getattr(addresses, f"{name}_num_blocks"), "int32", shape, lists.counts_strides[kind])
+        if counts is None:
+            parts += [None, None]
+            continue
+        indices = at(
+            getattr(addresses, f"{name}_indices"), "int32", (*shape, lists.columns[kind]),
+            (*lists.lists_strides[kind], 1),
+        )  # fmt: skip
+        parts += [counts.numpy(), indices.numpy()]
+        if prefix == "q":
+            rows = -(-call.seqlen_q // sizes[0])
+            parts[-2:] = _transposed(parts[-2], parts[-1], rows)
+    mask = launches.given["mask_mod"]
+    mask_mod = rawmla.noop_mask if mask is None else launches.numpy_mask(mask)
+    return rawmla.BlockMask((call.seqlen_q, call.seqlen_k), *parts, BLOCK_SIZE=sizes, mask_mod=mask_mod)
+
+
+def _transposed(counts: Any, indices: Any, rows: int) -> tuple[Any, Any]:
+    """Lists by rows, from lists by columns."""
+    listed = np.zeros((*counts.shape[:2], rows, counts.shape[2]), bool)
+    for place in np.ndindex(*counts.shape):
+        listed[(*place[:2], indices[place][: counts[place]], place[2])] = True
+    return listed.sum(-1), np.argsort(~listed, axis=-1, kind="stable")
 
 
 def _forward(launches: Launches, call: Any, addresses: FlexAddresses) -> None:
-    def rows(name: str, batches: int, heads: int, tokens: int, columns: int) -> Any:
-        request, token, head = getattr(call, f"{name}_strides")
-        strides = (request, head, token, 1)
-        return at(getattr(addresses, name), call.dtype, (batches, heads, tokens, columns), strides)
-
-    q = rows("q", call.b, call.h_q, call.seqlen_q, call.d_qk)
-    k = rows("k", call.k_batches, call.h_kv, call.seqlen_k, call.d_qk)
-    v = rows("v", call.k_batches, call.h_kv, call.seqlen_k, call.d_v)
-    out = rows("out", call.b, call.h_q, call.seqlen_q, call.d_v)
     score = launches.given["score_mod"]
     launches.forward.append(score)
-    block_mask = None
-    if call.lists is not None:
-        block_mask = rawmla.BlockMask(*launches.block_mask.as_tuple(flatten=False))
-        mask = launches.given["mask_mod"]
-        block_mask.mask_mod = rawmla.noop_mask if mask is None else launches.numpy_mask(mask)
     _, (lse, largest) = reference.flex_attention(
-        q, k, v, launches.numpy_score(score), block_mask, call.scale, call.h_q != call.h_kv, out=out,
+        *[_array(call, addresses, name) for name in ("q", "k", "v")],
+        launches.numpy_score(score),
+        _block_mask(launches, call, addresses, "kv"),
+        call.scale,
+        call.h_q != call.h_kv,
+        out=_array(call, addresses, "out"),
         return_aux=rawmla.AuxRequest(True, True),
-    )  # fmt: skip
-    for address, values in ((addresses.lse, lse), (addresses.max_scores, largest)):
-        if address:
-            at(address, "float32", tuple(values.shape), values.stride()).copy_(values)
+    )
+    for name, values in (("lse", lse), ("max_scores", largest)):
+        if getattr(addresses, name):
+            _rows(call, addresses, name).copy_(values)
 
 
 def _backward(
-    launches: Launches,
-    grad_out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    grad_lse: Any = None,
-    deterministic: bool | None = None,
-) -> tuple[Any, Any, Any, Mapping[str, Any]]:
-    """`rawmla.flex_attention_backward`."""
-    assert not torch.is_grad_enabled()
-    mod = as_mod(score_mod, "score_mod", 0, backward=True)
-    launches.backward.append({"grad_lse": grad_lse, "deterministic": deterministic, "score": mod})
-    if block_mask is not None:
-        assert block_mask.q_num_blocks is not None and block_mask.full_q_num_blocks is not None
-        lists = [
-            np.asarray(getattr(block_mask, name))
-            for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-        ]
-        mask_mod = block_mask.mask_mod
-        if mask_mod is not rawmla.noop_mask:
-            mask = as_mod(mask_mod, "mask_mod", 0, backward=True)
-            assert mask is not None
-            mask_mod = launches.numpy_mask(mask)
-        sizes = {"BLOCK_SIZE": block_mask.BLOCK_SIZE, "mask_mod": mask_mod}
-        block_mask = rawmla.BlockMask(block_mask.seq_lengths, *lists, **sizes)
-    dq, dk, dv, captured = flex_attention_backward(
-        grad_out, query, key, value, out, lse, launches.numpy_score(mod), block_mask, scale, enable_gqa,
-        grad_lse=grad_lse, deterministic=deterministic,
-    )  # fmt: skip
-    if mod is None or mod.backward is None:
-        return dq, dk, dv, {}
-    names = [mod.captures[place].name for place in mod.backward.gradients]
-    return dq, dk, dv, {name: captured[name] for name in names}
+    launches: Launches, call: Any, addresses: FlexBackwardAddresses, captured: Sequence[int]
+) -> None:
+    score = launches.given["score_mod"]
+    launches.backward.append((score, call, addresses))
+    grad_lse = _rows(call, addresses, "dlse", call.dlse_strides)
+    *made, gradients = flex_attention_backward(
+        *[_array(call, addresses, name) for name in ("dout", "q", "k", "v", "out")],
+        _rows(call, addresses, "lse", call.lse_strides),
+        launches.numpy_score(score),
+        _block_mask(launches, call, addresses, "q"),
+        call.scale,
+        call.h_q != call.h_kv,
+        grad_lse=grad_lse,
+    )
+    for name, values in zip(("dq", "dk", "dv"), made, strict=True):
+        _array(call, addresses, name).copy_(values)
+    places = () if score is None or score.backward is None else score.backward.gradients
+    for place, address, wanted in zip(places, captured, call.captured, strict=True):
+        values = gradients[score.captures[place].name]
+        assert (values.numel(), str(values.dtype)[6:]) == wanted
+        at(address, wanted.dtype, (wanted.elements,), (1,)).copy_(values.flatten())

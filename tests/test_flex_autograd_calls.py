@@ -176,9 +176,9 @@ class Case:
         if self.mask is not None:
             numbers = [flex_on_cpu.exact(x) for x in self.mask.reads]
             launches.mask = self.mask.python
-            launches.block_mask = create_block_mask(self.mask.python(*numbers), B, H, L, S)
+            block_mask = create_block_mask(self.mask.python(*numbers), B, H, L, S)
             mask_mod = self.mask.python(*self.mask.reads) if form == "python" else self.mask.cuda()
-            self.block_mask = flex_on_cpu.in_torch(launches.block_mask, mask_mod)
+            self.block_mask = flex_on_cpu.in_torch(block_mask, mask_mod)
 
     def all_leaves(self, needs: tuple[str, ...] | None = None) -> dict[str, Any]:
         """Arrays and what the score function reads; those of `needs`, None: all floats, require grad."""
@@ -269,7 +269,8 @@ def test_gradients(launches: Launches, score: str, mask: str, form: str) -> None
 @pytest.mark.parametrize("of", ("out", "lse"))
 def test_gradients_through_one_result(launches: Launches, of: str) -> None:
     check(Case(launches, "several", "documents"), of)
-    assert (launches.backward[0]["grad_lse"] is None) == (of == "out")
+    _, _, addresses = launches.backward[0]
+    assert (addresses.dlse == 0) == (of == "out")
 
 
 @pytest.mark.parametrize(("h_kv", "b_kv"), ((4, 2), (1, 2), (2, 1), (1, 1)))
@@ -285,7 +286,7 @@ def test_gradients_of_some(launches: Launches, needs: tuple[str, ...], form: str
     """Only tensors that require grad have a gradient in the kernel's text."""
     case = Case(launches, "several", "windows", form=form)
     check(case, needs=needs)
-    mod = launches.backward[0]["score"]
+    mod, *_ = launches.backward[0]
     assert {mod.captures[i].name for i in mod.backward.gradients} == {*needs} & {*case.captures}
 
 
@@ -403,8 +404,8 @@ def test_functions_are_those_of_the_forward_call(launches: Launches) -> None:
     documents = DOCUMENTS
     out = case.call(leaves, score_mod=lambda s, b, h, q, k: s + table[h, q - k + S])
     table, documents = torch.zeros(1, 1), torch.zeros(1)  # noqa: F841
-    lists = case.block_mask.kv_num_blocks, case.block_mask.full_kv_num_blocks
-    case.block_mask.kv_num_blocks, case.block_mask.full_kv_num_blocks = (torch.zeros_like(x) for x in lists)
+    lists = case.block_mask.q_num_blocks, case.block_mask.full_q_num_blocks
+    case.block_mask.q_num_blocks, case.block_mask.full_q_num_blocks = (torch.zeros_like(x) for x in lists)
     case.block_mask.mask_mod = rawmla.noop_mask
     loss_of(out, None, "out").backward()
     loss_of(case.plain(exact)[0], None, "out").backward()
@@ -424,14 +425,12 @@ def test_numbers_are_those_of_the_forward_call(launches: Launches) -> None:
     slope.fill_(7.0)
     cap = 9.0  # noqa: F841
     out.sum().backward()
-    sources = [number.source for number in launches.backward[0]["score"].numbers]
+    sources = [number.source for number in launches.backward[0][0].numbers]
     assert {2.0, 3.0} <= {*sources} and not {7.0, 9.0} & {*sources}
     assert all(isinstance(x, (int, float)) for x in sources)
 
 
-@pytest.mark.parametrize(
-    "name", ("query", "key", "value", "table", "documents", "kv_indices", "q_num_blocks")
-)
+@pytest.mark.parametrize("name", ("query", "key", "value", "table", "documents", "q_indices", "q_num_blocks"))
 def test_changes_in_place_are_found(launches: Launches, name: str) -> None:
     case = Case(launches, "table", "documents")
     documents = DOCUMENTS.clone()
@@ -463,14 +462,14 @@ def test_a_backward_pass_frees_what_was_saved(launches: Launches) -> None:
     documents = DOCUMENTS.clone()
     case.block_mask.mask_mod = lambda b, h, q, k, d=documents: (q >= k) & (d[q] == d[k])
     leaves = case.all_leaves()
-    indices = case.block_mask.kv_indices
+    indices = case.block_mask.q_indices
     out = case.call(leaves)
-    refs = [weakref.ref(x) for x in (documents, indices, case.block_mask.q_indices)]
+    refs = [weakref.ref(x) for x in (documents, indices)]
     out.sum().backward()
     launches.given.clear(), launches.forward.clear(), launches.backward.clear()
     del documents, indices, case, leaves
     gc.collect()
-    assert [ref() for ref in refs] == [None] * 3
+    assert [ref() for ref in refs] == [None] * 2
     assert out.requires_grad
 
 
@@ -623,7 +622,7 @@ REFUSED: dict[str, tuple[Callable[[Case], dict[str, Any]], type[Exception], str]
     "a mask without lists of queries": (
         rows_only,
         ValueError,
-        "block_mask: expected q_num_blocks and q_indices .* compute_q_blocks=True",
+        "block_mask: expected q_num_blocks and q_indices, got None; .* compute_q_blocks",
     ),
     "an option": (
         lambda case: {"kernel_options": {"BACKEND": "FLASH"}},
@@ -683,11 +682,26 @@ def test_functions_that_have_a_backward_are_named(launches: Launches) -> None:
 # ---- fixed order, and programs of torch.compile
 
 
-@pytest.mark.parametrize("deterministic", (None, True, False))
-def test_the_backward_is_told_of_the_order(launches: Launches, deterministic: bool | None) -> None:
+@pytest.fixture
+def order() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "switch", "wanted"),
+    ((None, False, False), (True, False, True), (None, True, True), (False, True, False)),
+)
+def test_fixed_order(
+    launches: Launches, order: None, argument: bool | None, switch: bool, wanted: bool
+) -> None:
+    """Wanted by the argument of the forward, or by torch's switch as the backward pass finds it."""
     case = Case(launches)
-    case.call(case.all_leaves(), deterministic=deterministic).sum().backward()
-    assert launches.backward[0]["deterministic"] is deterministic
+    out = case.call(case.all_leaves(), deterministic=argument)
+    torch.use_deterministic_algorithms(switch, warn_only=True)
+    out.float().sum().backward()
+    (_, call, _) = launches.backward[0]
+    assert call.deterministic is wanted
 
 
 @pytest.fixture

@@ -151,7 +151,10 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("mha", {"mha_forward", "mha_combine"}),
         ("mha_backward", BACKWARD),
         ("prefix", {"mha_forward", "mha_combine"}),
-        ("flex", {"block_mask_lists", "block_mask_scatter"}),
+        (
+            "flex",
+            {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"},
+        ),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
-from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read, wanted
-from .flex_arrays import LISTS, MASK_PARTS, lists_of
+from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
+from .flex_arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
+from .flex_backward import flex_attention_backward
 from .functions import as_mod
 from .mods import Mod
 
 __all__ = ["attention"]
-
-_LISTS_BY_KEYS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-_ALL_LISTS = (*LISTS, *_LISTS_BY_KEYS)
 
 
 class _Options(NamedTuple):
@@ -48,7 +46,7 @@ class _Functions(NamedTuple):
         read_by_score = [x.array for i, x in enumerate(score) if i not in self.inputs]
         if self.mask is None:
             return read_by_score
-        lists = [getattr(self.mask, name) for name in _ALL_LISTS]
+        lists = [getattr(self.mask, name) for name in Q_LISTS]
         return [*read_by_score, *[x.array for x in _captures(self.mask)], *lists]
 
     def with_arrays(self, inputs: Sequence[Any], others: Iterator[Any]) -> _Functions:
@@ -62,7 +60,7 @@ class _Functions(NamedTuple):
             function = mask.mask_mod
             if isinstance(function, Mod):
                 function = _with_captures(function, [next(others) for _ in function.captures])
-            lists = {name: next(others) for name in _ALL_LISTS}
+            lists = {name: next(others) for name in Q_LISTS}
             mask = SimpleNamespace(**{**vars(mask), **lists, "mask_mod": function})
         return _Functions(score, mask, self.inputs)
 
@@ -86,7 +84,7 @@ def attention(
     _, wants_max = wanted(return_lse, return_aux)
     arrays = {"query": query, "key": key, "value": value}
     with torch.no_grad():
-        views = {name: read(x, name) for name, x in arrays.items()}
+        views = {name: read_dense(x, name) for name, x in arrays.items()}
         for name, x in arrays.items():
             check_torch(name, x)
             if name != "query" and "float8" in views[name][3]:
@@ -100,8 +98,12 @@ def attention(
     captured = []
     if functions.score is not None:
         captured = [functions.score.captures[i] for i in functions.inputs]
+    mask = functions.mask
+    if mask is not None:
+        lists = {name: getattr(block_mask, name) for name in LISTS}
+        mask = SimpleNamespace(**{name: getattr(mask, name) for name in MASK_PARTS}, **lists)
     forward = partial(
-        attend_alone, query, key, value, plain, functions.mask, scale, enable_gqa, False, kernel_options,
+        attend_alone, query, key, value, plain, mask, scale, enable_gqa, False, kernel_options,
         AuxRequest(True, wants_max), deterministic, None,
     )  # fmt: skip
     inputs = (query, key, value, *[x.array for x in captured])
@@ -138,18 +140,11 @@ def _functions(score_mod: Any, block_mask: Any, device: int) -> _Functions:
     if score is not None and score.backward is not None:
         tensors = [i for i in score.backward.gradients if isinstance(score.captures[i].array, torch.Tensor)]
         inputs = tuple(tensors)
-    if lists_of(block_mask) is None:
-        return _Functions(score, None, inputs)
-    if getattr(block_mask, "q_num_blocks", None) is None:
-        raise ValueError(
-            "block_mask: expected q_num_blocks and q_indices where a gradient is needed, got None; make the "
-            "mask by create_block_mask, or by from_kv_blocks with compute_q_blocks=True"
-        )
-    mask = SimpleNamespace(
-        **{name: getattr(block_mask, name, None) for name in (*MASK_PARTS, *_LISTS_BY_KEYS)}
-    )
-    if not hides_nothing(mask.mask_mod):
-        mask.mask_mod = _frozen(as_mod(mask.mask_mod, "mask_mod", device, backward=True))
+    mask = None
+    if lists_of(block_mask, Q_LISTS) is not None:
+        mask = SimpleNamespace(**{name: getattr(block_mask, name, None) for name in (*Q_LISTS, *MASK_PARTS)})
+        if not hides_nothing(mask.mask_mod):
+            mask.mask_mod = _frozen(as_mod(mask.mask_mod, "mask_mod", device, backward=True))
     return _Functions(score, mask, inputs)
 
 
@@ -185,8 +180,6 @@ def _gradients(
     saved: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
     """`Call.backward`; ``names`` are those of the captured tensors among ``inputs``."""
-    from .flex import flex_attention_backward  # type: ignore[attr-defined]
-
     query, key, value, *captured = inputs
     others = (x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True))
     functions = without.with_arrays(captured, others)

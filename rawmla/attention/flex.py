@@ -26,14 +26,8 @@ from .mods import Mod, Place, pack
 from .traced import between_graphs
 
 __all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "attend",
-    "attend_alone",
-    "flex_attention",
-    "hides_nothing",
-    "read",
-    "wanted",
+    *("AuxOutput", "AuxRequest", "as_scale", "attend", "attend_alone"),
+    *("flex_attention", "hides_nothing", "read_dense", "wanted"),
 ]
 
 
@@ -210,8 +204,8 @@ def attend_alone(
         as_bool("deterministic", deterministic)
     wants_lse, wants_max = wanted(return_lse, return_aux)
     _check_options(kernel_options)
-    scale = None if scale is None else _as_scale(scale)
-    q, k, v = [read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    scale = None if scale is None else as_scale(scale)
+    q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -267,7 +261,7 @@ def hides_nothing(mask_mod: Any) -> bool:
     return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
-def read(x: Any, name: str) -> Fields:
+def read_dense(x: Any, name: str) -> Fields:
     """The fields of query, key or value."""
     if getattr(x, "is_nested", False):
         raise NotImplementedError(
@@ -304,7 +298,7 @@ def _check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
 
 
-def _as_scale(scale: Any) -> float:
+def as_scale(scale: Any) -> float:
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"scale: expected a float or None, got {show(scale)}")
     number = float(scale)

@@ -166,10 +166,11 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
         check_place(name, view, device, framework, "query")
 
 
-def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
+def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
     """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
     asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
-    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`.
+    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`. With
+    ``by_columns`` those of a column of blocks lie one after the other.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
     batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]
@@ -180,7 +181,10 @@ def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
         "return true;" if mask is None else f"{{\n{mask.text}\n}}",  # with its own names
     ]
     shape = (grid.batches, grid.heads, grid.rows, grid.columns)
-    states = Place(0, shape, contiguous_strides(shape))
+    strides = contiguous_strides(shape)
+    if by_columns:
+        strides = (*strides[:2], 1, grid.rows)
+    states = Place(0, shape, strides)
     numbers = (grid.batches, grid.heads, grid.block_q, grid.block_k)
     return Mod(
         "\n".join(lines),
