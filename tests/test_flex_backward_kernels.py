@@ -169,7 +169,10 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
         )
         for name in FUNCTIONS
     ],
-    (CAPTURED[(64, 64), "by key", IN_ANY_ORDER], flex_backward.params_of(bytes_of(BY_KEY), bytes_of(DOCUMENTS))),
+    (
+        CAPTURED[(64, 64), "by key", IN_ANY_ORDER],
+        flex_backward.params_of(bytes_of(BY_KEY), bytes_of(DOCUMENTS)),
+    ),
     (flex_backward.FINISH_SPEC, flex_backward.CAPTURED_FINISH_PARAMS),
     (flex_backward.RANKS_SPEC, flex_backward.RANKS_PARAMS),
 ]
