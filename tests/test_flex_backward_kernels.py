@@ -1,5 +1,5 @@
-"""The kernels of the backward of flex attention as the compiler makes them, and what their C++ and their Python
-side have to agree on.
+"""The kernels of the backward of flex attention as the compiler makes them, and what their C++ and their
+Python side have to agree on.
 """
 
 from __future__ import annotations
