@@ -139,10 +139,22 @@ BAD_CALLS: list[Case] = [
         for name in ("grad_out", "out")
     ],
     *[
-        (f"{name} of a token less", name, ValueError, (str(list(ROWS_SHAPE)),), change(name, shape=(B, HQ, 299)))
+        (
+            f"{name} of a token less",
+            name,
+            ValueError,
+            (str(list(ROWS_SHAPE)),),
+            change(name, shape=(B, HQ, 299)),
+        )
         for name in ("lse", "grad_lse")
     ],
-    ("query float32", "query", TypeError, ("float32 is not supported yet",), change("query", dtype="float32")),
+    (
+        "query float32",
+        "query",
+        TypeError,
+        ("float32 is not supported yet",),
+        change("query", dtype="float32"),
+    ),
     ("scale NaN", "scale", ValueError, ("finite",), put("scale", float("nan"))),
     ("deterministic 1", "deterministic", TypeError, ("bool",), put("deterministic", 1)),
     ("enable_gqa 1", "enable_gqa", TypeError, ("bool",), put("enable_gqa", 1)),
@@ -186,11 +198,29 @@ BAD_CALLS: list[Case] = [
         ("cuda:0", "cuda:1"),
         change_list("full_q_indices", device=1),
     ),
-    ("other lengths", "block_mask", ValueError, ("too small",), lambda a: setattr(a["block_mask"], "seq_lengths", (L, 3))),
-    ("no gradient", "score_mod", ValueError, ("CudaMod with grad",), put("score_mod", rawmla.CudaMod("score"))),
+    (
+        "other lengths",
+        "block_mask",
+        ValueError,
+        ("too small",),
+        lambda a: setattr(a["block_mask"], "seq_lengths", (L, 3)),
+    ),
+    (
+        "no gradient",
+        "score_mod",
+        ValueError,
+        ("CudaMod with grad",),
+        put("score_mod", rawmla.CudaMod("score")),
+    ),
     ("text", "score_mod", ValueError, ("CudaMod with grad",), put("score_mod", "2 * score")),
-    ("a captured array elsewhere", "score_mod", ValueError, ("cuda:1",), lambda a: a.update(score_mod=score_mod(device=1))),
-]  # fmt: skip
+    (
+        "a captured array elsewhere",
+        "score_mod",
+        ValueError,
+        ("cuda:1",),
+        lambda a: a.update(score_mod=score_mod(device=1)),
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -252,11 +282,13 @@ def test_every_field(world: World) -> None:
         return batch, token, head
 
     assert launch.call == FlexBackwardCall(
-        device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E, d_v=EV,
+        device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E,
+        d_v=EV,
         q_strides=by_token(B, HQ, L, E), k_strides=by_token(B, HKV, S, E), v_strides=by_token(B, HKV, S, EV),
         out_strides=by_token(*OUT), dout_strides=by_token(*OUT),
         lse_strides=by_token(*ROWS_SHAPE), dlse_strides=by_token(*ROWS_SHAPE),
-        dq_strides=by_token(B, HQ, L, E), dk_strides=by_token(B, HKV, S, E), dv_strides=by_token(B, HKV, S, EV),
+        dq_strides=by_token(B, HQ, L, E), dk_strides=by_token(B, HKV, S, E),
+        dv_strides=by_token(B, HKV, S, EV),
         scale=0.25,
         lists=BlockLists(
             (steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (ROWS, ROWS), 1, 1, 128, 128

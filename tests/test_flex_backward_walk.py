@@ -1,5 +1,5 @@
-"""Which blocks of queries a tile of keys walks in the backward of flex attention, and in which order tiles add to
-dq: the C++ of cuda_src/mha/query_lists.cuh and kernels/block_mask_ranks.cu, compiled for the CPU.
+"""Which blocks of queries a tile of keys walks in the backward of flex attention, and in which order tiles
+add to dq: the C++ of cuda_src/mha/query_lists.cuh and kernels/block_mask_ranks.cu, compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, in
     for (;; ++count) {
         const QueryStep step = walk.next();
         if (step.is_end()) return count;
-        const int turn = tile_keys == 64 ? turn_of<64>(*params, *tile, step) : turn_of<128>(*params, *tile, step);
-        const int found[6] = {step.block, step.head, step.request, step.partial, turn, (int)step.place(*params)};
+        const int turn =
+            tile_keys == 64 ? turn_of<64>(*params, *tile, step) : turn_of<128>(*params, *tile, step);
+        const int place = step.place(*params);
+        const int found[6] = {step.block, step.head, step.request, step.partial, turn, place};
         for (int i = 0; i < 6; ++i) steps[6 * count + i] = found[i];
     }
 }
