@@ -232,7 +232,8 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if isinstance(value, tuple):
-        return tuple([_stand_in(one) for one in value])
+        made = [_stand_in(one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)  # AuxRequest has fields
     if isinstance(value, FlashMLASchedMeta):
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)

@@ -1,5 +1,5 @@
-"""The kernels of the backward of flex attention as the compiler makes them, and what their C++ and their Python
-side have to agree on.
+"""The kernels of the backward of flex attention as the compiler makes them, and what their C++ and their
+Python side have to agree on.
 """
 
 from __future__ import annotations
@@ -75,17 +75,18 @@ MAIN = {
     for dims in ALL_DIMS
     for name, functions in FUNCTIONS.items()
     for form in forms_of(*dims)
+    if form == forms_of(*dims)[0] or (dims, name) == ((128, 128), "softcap, causal")
 }
 MAIN |= {
     (dims, f"fp16 {name}", forms_of(*dims)[0].by_product): spec(
         "float16", *dims, forms_of(*dims)[0], header_of(*FUNCTIONS[name])
     )
-    for dims in ALL_DIMS
+    for dims in ((128, 128), (256, 256))
     for name in ("causal", "softcap, causal")
 }
 CAPTURED = {
     (dims, name, pass_): captured_spec("bfloat16", *dims, pass_, header_of(score, mask))
-    for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    for dims in ((64, 64), (128, 128), (256, 256))
     for name, score, mask, pass_ in (
         ("relative", RELATIVE, None, IN_ANY_ORDER),
         ("relative", RELATIVE, CAUSAL, IN_UNITS),
@@ -128,7 +129,7 @@ def test_others_compile(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("dims", ALL_DIMS, ids=str)
 def test_threads_and_shared_memory(dims: tuple[int, int]) -> None:
     for form in forms_of(*dims):
-        one = MAIN[dims, "softcap, causal", form.by_product]
+        one = spec("bfloat16", *dims, form, header_of(*FUNCTIONS["softcap, causal"]))
         assert_in_kernel(
             one,
             [
@@ -138,7 +139,8 @@ def test_threads_and_shared_memory(dims: tuple[int, int]) -> None:
                 "kFlex && kTrims && kTwoFactors",
             ],
         )
-    assert_in_kernel(MAIN[dims, "neither", form.by_product], ["!kTrims && !kTwoFactors"])
+    plain = spec("bfloat16", *dims, form, header_of(None, None))
+    assert_in_kernel(plain, ["!kTrims && !kTwoFactors"])
 
 
 @pytest.mark.parametrize("which", CAPTURED, ids=str)

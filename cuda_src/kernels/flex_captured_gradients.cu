@@ -136,7 +136,8 @@ struct Consumer {
                 const int i = 4 * j + c, r = c >> 1;
                 const float row_lse = (c & 1) ? lse.y : lse.x;
                 int q_idx = first_query + 8 * j + (c & 1), kv_idx = keys[r];
-                if constexpr (kMasked) q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(kv_idx, kv_len - 1);
+                if constexpr (kMasked)
+                    q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(kv_idx, kv_len - 1);
                 const float score = s[i] * params.score_scale;
                 const float value = params.score_mod(score, b, h, q_idx, kv_idx, q_len, kv_len);
                 const float p = exp2_approx(fmaf(value, params.softmax_scale_log2, -row_lse));

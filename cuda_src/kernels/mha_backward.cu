@@ -132,7 +132,7 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
     load_listed<KeyRows, BlockRows>(params, smem, tile);
 }
 __device__ __forceinline__ void trim(const Params&, SharedMemoryPlan& smem, const KeyTile&) {
-    trim_listed<BlockRows>(smem);
+    if constexpr (kTrims) trim_listed<BlockRows>(smem);
 }
 #else
 // Whether rows of K are to be cleared: those behind the request's, and those that no query sees.
@@ -332,7 +332,10 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
             mbarrier_arrive(smem_address(&smem.bar_dq_full[at]));
         }
     }
-    if constexpr (kFlex) mbarrier_arrive(smem_address(&smem.bar_dq_full[0]));  // the end
+    if constexpr (kFlex) {  // the end
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_free[0]), step.number * kUses & 1 ^ 1);
+        mbarrier_arrive(smem_address(&smem.bar_dq_full[0]));
+    }
 }
 
 struct Consumer {
@@ -688,8 +691,7 @@ struct Consumer {
                 const ValueAndDerivative one = mask.exponential(i, s[i], (c & 1) ? lse.y : lse.x);
                 s[i] = one.value;
                 // The derivative may be no number where nothing is left of P.
-                factors[4 * (j % 2) + c] =
-                    kTwoFactors ? (s[i] == 0.0f ? 0.0f : s[i] * one.derivative) : s[i];
+                factors[4 * (j % 2) + c] = kTwoFactors ? (s[i] == 0.0f ? 0.0f : s[i] * one.derivative) : s[i];
 #else
                 float score = s[i];
                 if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);

@@ -27,9 +27,9 @@ struct Params {
 #endif
     i64 dk_stride_b, dk_stride_s, dk_stride_h;
     i64 dv_stride_b, dv_stride_s, dv_stride_h;
-    i64 blocks;  // of a head in the scratch
+    i64 blocks;       // of a head in the scratch
     int b, heads_kv;  // with FLEX b counts those of K and V
-    int group;  // query heads of a KV head
+    int group;        // query heads of a KV head
     int d_qk, d_v;
     int seqlen_q, seqlen_k;
     int window_left, window_right;  // kNoBound: none

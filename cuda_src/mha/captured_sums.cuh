@@ -73,19 +73,9 @@ struct CapturedSums {
         if constexpr (kIndex < kSites) {
             constexpr Site kSite = ScoreMod::kSite[kIndex];
             if constexpr (kSite.by_q && !kSite.by_kv) {
-                float(&sums)[kBlockRows / 4] = block.sums[sites_of_queries(kIndex)];
-                // Each time lanes give away half of their columns; lane l is left with 2 l and the next.
+                float (&sums)[kBlockRows / 4] = block.sums[sites_of_queries(kIndex)];
                 const int lane = lane_index();
-#pragma unroll
-                for (int width = 8; width >= 2; width /= 2) {
-                    const bool upper = (lane & 2 * width) != 0;
-#pragma unroll
-                    for (int j = 0; j < width; ++j) {
-                        const float given = upper ? sums[j] : sums[j + width];
-                        const float kept = upper ? sums[j + width] : sums[j];
-                        sums[j] = kept + __shfl_xor_sync(0xffffffff, given, 2 * width);
-                    }
-                }
+                halve<8>(sums, lane);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int q_idx = first + 2 * lane + j;
@@ -129,6 +119,20 @@ struct CapturedSums {
     }
 
   private:
+    // Sums over lanes that have the same columns: each time they give away half of these. Lane l is left with
+    // columns 2 l and the next of the block.
+    template <int kWidth>
+    __device__ __forceinline__ static void halve(float (&sums)[kBlockRows / 4], int lane) {
+        const bool upper = (lane & 2 * kWidth) != 0;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+            const float low = sums[j], high = sums[j + kWidth];
+            const float given = upper ? low : high, kept = upper ? high : low;
+            sums[j] = kept + __shfl_xor_sync(0xffffffff, given, 2 * kWidth);
+        }
+        if constexpr (kWidth > 2) halve<kWidth / 2>(sums, lane);
+    }
+
     template <int kWanted>
     struct PlaceSink {
         i64 found;
@@ -157,9 +161,11 @@ struct CapturedSums {
         if constexpr (kPass == 1) {
             if (is_finite) largest[kGradient] = fmaxf(largest[kGradient], fabsf(value));
         } else {
-            CapturedCell* cell = reinterpret_cast<CapturedCell*>(params.score_mod.gradients[kGradient]) + place;
+            CapturedCell* cell =
+                reinterpret_cast<CapturedCell*>(params.score_mod.gradients[kGradient]) + place;
             if (is_finite) {
-                const double units = power_of_two(units_exponent(params.largest[kGradient], params.terms_log2));
+                const double units =
+                    power_of_two(units_exponent(params.largest[kGradient], params.terms_log2));
                 atomicAdd(&cell->units, static_cast<u64>(__double2ll_rn(static_cast<double>(value) * units)));
             } else {
                 atomicAdd(&cell->rest, value);

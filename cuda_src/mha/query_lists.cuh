@@ -172,11 +172,10 @@ __device__ __forceinline__ bool clear_empty_rows(unsigned char (&tiles)[kBytes],
     return any;
 }
 
-// A warp, which hands Q and dO on.
+// A warp, which hands Q and dO on, with kTrims.
 template <class BlockRows, class Plan>
 __device__ __forceinline__ void trim_listed(Plan& smem) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
-    if constexpr (!kTrims) return;
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
         const u32 stage = number % kStages, parity = number / kStages & 1;
@@ -197,7 +196,8 @@ __device__ __forceinline__ void trim_listed(Plan& smem) {
 // A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. No query may see
 // them, and their products with a dS of 0 must be 0.
 template <Dtype kDtype, class KeyRows, int kBytes>
-__device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row, int barrier) {
+__device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row,
+                                                      int barrier) {
     constexpr int kChunks = kBytes / KeyRows::kBytes;
     constexpr u32 kExponent = kDtype == Dtype::kBf16 ? 0x7f80 : 0x7c00;
     const int thread = threadIdx.x % 128;

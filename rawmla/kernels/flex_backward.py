@@ -386,7 +386,8 @@ class PreparedFlexBackward:
         assert call.lists is not None
         where: Any = {"device": call.device, "stream": stream, "capturing": self._capturing}
         jit.clear(states, ceil_div(mask.blocks, 4) * 4, stream, call.device)
-        block_mask.scatter(mask, call.lists, lists, states, **where)
+        rows = min(call.lists.columns[0], mask.columns), min(call.lists.columns[1], mask.columns)
+        block_mask.scatter(mask, call.lists._replace(columns=rows), lists, states, **where)
         last = call.seqlen_k - (mask.rows - 1) * call.lists.block_k
         params = RANKS_PARAMS.pack(
             states=states,
