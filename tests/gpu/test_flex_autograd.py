@@ -394,4 +394,5 @@ def test_compiled_module_trains() -> None:
             optimizer.step()
             losses[-1].append(float(loss))
         assert bool((layer.bias.grad != 0).any())
-    assert losses[0] == losses[1] and losses[0][-1] < 0.9 * losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)  # torch rounds its own operators otherwise
+    assert losses[0][-1] < 0.6 * losses[0][0]
