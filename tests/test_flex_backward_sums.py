@@ -1,5 +1,5 @@
-"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/mha/captured_sums.cuh for the
-CPU, where threads are the lanes of a warp.
+"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/mha/captured_sums.cuh for
+the CPU, where threads are the lanes of a warp.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import re
 from typing import Any
 
 import numpy as np
-import pytest
 from cuda_probe import source
 from host_mods import _library, needs_host_compiler
 
@@ -41,7 +40,8 @@ struct ScoreMod {
         {0, false, false}, {1, true, false}, {2, false, true}, {3, true, true}, {1, false, false}};
     float* gradients[4];
     template <class Sink>
-    void captured_gradients(float grad, float score, int, int h, int q_idx, int kv_idx, int, int, Sink& sink) const {
+    void captured_gradients(float grad, float score, int, int h, int q_idx, int kv_idx, int, int,
+                            Sink& sink) const {
         sink.template add<0>(h, grad * score);
         sink.template add<1>(q_idx / 2, grad);       // places of several queries
         sink.template add<2>(15 - kv_idx, 2 * grad);
@@ -83,10 +83,10 @@ inline double __longlong_as_double(i64 x) { double y; memcpy(&y, &x, 8); return 
 inline i64 __double2ll_rn(double x) { return llrint(x); }
 """
 _RUN = """
-// Scores and their gradients `[heads, blocks, 64 queries, 16 keys]`, and which are seen, for a warp whose first
-// key is 0, as flex_captured_gradients.cu goes through them.
-extern "C" void run(const Params* params, const float* scores, const float* grads, const bool* seen, int heads,
-                    int blocks) {
+// Scores and their gradients `[heads, blocks, 64 queries, 16 keys]`, and which are seen, for a warp whose
+// first key is 0, as flex_captured_gradients.cu goes through them.
+extern "C" void run(const Params* params, const float* scores, const float* grads, const bool* seen,
+                    int heads, int blocks) {
     std::vector<std::thread> lanes;
     for (int i = 0; i < 32; ++i)
         lanes.emplace_back([=] {
@@ -102,8 +102,9 @@ extern "C" void run(const Params* params, const float* scores, const float* grad
                             const int r = c >> 1, query = 8 * j + 2 * (lane % 4) + (c & 1);
                             const int at = ((h * blocks + block) * 64 + query) * 16 + keys[r];
                             CapturedSums::Sink sink{sums, of_queries, 2 * j + (c & 1), r, seen[at]};
-                            params->score_mod.captured_gradients(grads[at], scores[at], 0, h, block * 64 + query,
-                                                                 keys[r], 0, 0, sink);
+                            const int q_idx = block * 64 + query;
+                            params->score_mod.captured_gradients(grads[at], scores[at], 0, h, q_idx, keys[r],
+                                                                 0, 0, sink);
                         }
                     sums.flush_queries(of_queries, 0, h, 64 * block);
                 }
@@ -113,7 +114,9 @@ extern "C" void run(const Params* params, const float* scores, const float* grad
         });
     for (auto& one : lanes) one.join();
 }
-extern "C" double unit(u32 largest, int terms_log2) { return power_of_two(-units_exponent(largest, terms_log2)); }
+extern "C" double unit(u32 largest, int terms_log2) {
+    return power_of_two(-units_exponent(largest, terms_log2));
+}
 """
 SIZES = (HEADS, Q_LEN, KEYS, Q_LEN + KV_LEN)
 
@@ -160,7 +163,11 @@ def wanted(scores: Any, grads: Any, seen: Any) -> list[Any]:
 
 def run(pass_: int, arrays: list[Any], largest: Any, scores: Any, grads: Any, seen: Any) -> None:
     params = _Params(
-        (ctypes.c_void_p * 4)(*[x.ctypes.data for x in arrays]), Q_LEN, KV_LEN, TERMS_LOG2, largest.ctypes.data
+        (ctypes.c_void_p * 4)(*[x.ctypes.data for x in arrays]),
+        Q_LEN,
+        KV_LEN,
+        TERMS_LOG2,
+        largest.ctypes.data,
     )
     pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (scores, grads, seen)]
     library(pass_).run(ctypes.byref(params), *pointers, HEADS, BLOCKS)
