@@ -33,7 +33,8 @@ CALL = FlexBackwardCall(
     device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E, d_v=EV,
     q_strides=(1 << 20, 128, 1 << 15), k_strides=(1 << 21, 128, 1 << 16), v_strides=(1 << 22, 64, 1 << 17),
     out_strides=(1, 8, 16), dout_strides=(1 << 18, 64, 1 << 12), lse_strides=(4, 5, 6),
-    dlse_strides=(7, 8, 9), dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
+    dlse_strides=(7, 8, 9),
+    dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
     header=header_of(None, None), has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, captured=(),
     sites=0, deterministic=False,
 )  # fmt: skip
