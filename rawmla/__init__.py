@@ -39,6 +39,7 @@ _MODULE_OF = {
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
     "flex_attention": "attention.flex",
+    "flex_attention_backward": "attention.flex_backward",
     "gather_kv_cache": "mla.cache",
     "get_mla_metadata": "mla.plan",
     "install_flash_mla": "compat",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .attention.flex import AuxOutput as AuxOutput
     from .attention.flex import AuxRequest as AuxRequest
     from .attention.flex import flex_attention as flex_attention
+    from .attention.flex_backward import flex_attention_backward as flex_attention_backward
     from .attention.mods import CudaMod as CudaMod
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla

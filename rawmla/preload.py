@@ -13,8 +13,8 @@ from typing import Any
 import rawmla
 
 from . import jit
-from .attention import create, flex
-from .attention.flex_arrays import MASK_PARTS
+from .attention import create, flex, flex_backward
+from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
 from .call.arrays import READERS, Fields, Framework, is_array
 from .call.checks import as_bool
 from .kernels.operations import specs_of
@@ -159,7 +159,9 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
     with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
         results = function(*stand_ins, **named)
-        if backward:
+        if backward and function is flex.flex_attention:
+            _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
+        elif backward:
             _call_backward(
                 function, inspect.signature(function).bind(*stand_ins, **named).arguments, *results
             )
@@ -170,6 +172,7 @@ _WITH_BACKWARD = (
     attention.flash_attn_varlen_func,
     attention.flash_attn_varlen_kvpacked_func,
     attention.flash_attn_varlen_qkvpacked_func,
+    flex.flex_attention,
 )
 
 
@@ -193,10 +196,21 @@ def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any
     backward(out, *arrays, out, lse, **options)
 
 
+def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
+    """The call for the gradients of a call of `flex_attention`."""
+    out = results[0] if isinstance(results, tuple) else results
+    _, shape, _, _, device, framework, _ = READERS[type(out)](out, "out")
+    rows = tuple(shape[:-1])
+    (lse, _) = framework.allocator([(rows, "float32")], 0, device)()
+    names = inspect.signature(flex_backward.flex_attention_backward).parameters
+    options = {name: given[name] for name in names if name in given and name != "out"}
+    flex_backward.flex_attention_backward(out, out=out, lse=lse, **options)
+
+
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules: tuple[Any, ...] = (attention, cache, create, decode, flex, gradients, indices, merge, plan)
-    modules += (prefix, sparse_prefill)
+    modules: tuple[Any, ...] = (attention, cache, create, decode, flex, flex_backward, gradients, indices)
+    modules += (merge, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
     return [getattr(module, name) for module, name in names if inspect.isfunction(getattr(module, name))]
 
@@ -209,18 +223,23 @@ def _read(x: StandIn, name: str) -> Fields:
 READERS[StandIn] = _read
 
 
+_MASK = (*LISTS, *Q_LISTS, *MASK_PARTS)
+"""The attributes of a BlockMask that calls look at."""
+
+
 def _stand_in(value: Any) -> Any:
     """The argument of a call that launches nothing, for that of a call."""
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if isinstance(value, tuple):
-        return tuple([_stand_in(one) for one in value])
+        made = [_stand_in(one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)  # AuxRequest has fields
     if isinstance(value, FlashMLASchedMeta):
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)
         return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
     if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
-        parts = {name: getattr(value, name) for name in MASK_PARTS if hasattr(value, name)}
+        parts = {name: getattr(value, name) for name in _MASK if hasattr(value, name)}
         return SimpleNamespace(**{name: _stand_in(part) for name, part in parts.items()})
     return StandIn(value) if is_array(value) else value
 

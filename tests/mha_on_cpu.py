@@ -29,10 +29,8 @@ class OnCuda(torch.Tensor):  # type: ignore[misc]
         return 0
 
 
-def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -> list[Any]:
-    """Let CPU tensors pass for CUDA tensors; returns a list that is told of every launch, and so are the
-    streams on which nothing is launched in ``skipped``.
-    """
+def claim_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let CPU tensors pass for CUDA tensors of device 0; new ones are full of NaN."""
     framework = arrays.TorchFramework(torch)
 
     def read(x: Any, name: str) -> arrays.Fields:
@@ -50,6 +48,13 @@ def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -
     monkeypatch.setattr(framework, "_empty_strided", empty_strided)
     monkeypatch.setattr(framework, "_current_device", lambda: 0)
     memo.clear_all()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -> list[Any]:
+    """Let CPU tensors pass for CUDA tensors; returns a list that is told of every launch, and so are the
+    streams on which nothing is launched in ``skipped``.
+    """
+    claim_cuda(monkeypatch)
     launched: list[Any] = []
 
     def prepared(run: Callable[..., None]) -> Callable[..., Any]:
@@ -75,7 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch, skipped: list[int] | None = None) -
     return launched
 
 
-def _at(address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+def at(address: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """The tensor at an address; None at 0."""
     if not address:
         return None
@@ -93,16 +98,16 @@ def _rows(call: Any, address: int, which: str, name: str, heads: int, columns: i
     total = call.total_q if which == "q" else call.total_k
     strides = getattr(call, f"{name}_strides")
     if call.varlen:
-        return _at(address, call.dtype, (total, heads, columns), (*strides[1:], 1))
-    return _at(address, call.dtype, (call.b, total, heads, columns), (*strides, 1))
+        return at(address, call.dtype, (total, heads, columns), (*strides[1:], 1))
+    return at(address, call.dtype, (call.b, total, heads, columns), (*strides, 1))
 
 
 def _logs(call: Any, address: int, strides: tuple[int, int, int]) -> Any:
     """lse or dlse, from strides for (request, token, head)."""
     request, token, head = strides
     if call.varlen:
-        return _at(address, "float32", (call.total_q, call.h_q), (token, head))
-    return _at(address, "float32", (call.b, call.h_q, call.total_q), (request, head, token))
+        return at(address, "float32", (call.total_q, call.h_q), (token, head))
+    return at(address, "float32", (call.b, call.h_q, call.total_q), (request, head, token))
 
 
 def _options(call: Any, addresses: Any, sink_dtype: str | None) -> dict[str, Any]:
@@ -111,19 +116,19 @@ def _options(call: Any, addresses: Any, sink_dtype: str | None) -> dict[str, Any
 
     slopes = (call.b, call.h_q) if call.alibi_stride_b else (call.h_q,)
     steps = (call.alibi_stride_b, 1) if call.alibi_stride_b else (1,)
-    sink = None if sink_dtype is None else _at(addresses.attn_sink, sink_dtype, (call.h_q,), (1,))
+    sink = None if sink_dtype is None else at(addresses.attn_sink, sink_dtype, (call.h_q,), (1,))
     made = {
         "softmax_scale": call.softmax_scale,
         "window_size": (bound(call.window_left), bound(call.window_right)),
         "softcap": call.softcap,
         "attn_sink": sink,
-        "alibi_slopes": _at(addresses.alibi_slopes, "float32", slopes, steps),
+        "alibi_slopes": at(addresses.alibi_slopes, "float32", slopes, steps),
     }
     if call.varlen:
         for name, count in (("cu_seqlens", call.b + 1), ("seqused", call.b)):
             for which in ("q", "k"):
                 address = getattr(addresses, f"{name}_{which}")
-                made[f"{name}_{which}"] = _at(address, "int32", (count,), (1,))
+                made[f"{name}_{which}"] = at(address, "int32", (count,), (1,))
         made |= {"max_seqlen_q": call.max_seqlen_q, "max_seqlen_k": call.max_seqlen_k}
     return made
 
@@ -160,4 +165,4 @@ def _backward(call: Any, addresses: Any) -> None:
     function = reference.flash_attn_varlen_backward if call.varlen else reference.flash_attn_backward
     made = function(**arrays, lse=lse, dlse=dlse, **_options(call, addresses, call.sink_dtype))
     if call.sink_dtype is not None:
-        _at(addresses.dsink, call.sink_dtype, (call.h_q,), (1,)).copy_(made[3])
+        at(addresses.dsink, call.sink_dtype, (call.h_q,), (1,)).copy_(made[3])

@@ -55,7 +55,7 @@ def test_variants() -> None:
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
     dense = {"mha_forward", "mha_combine", *BACKWARD}
-    masks = {"block_mask_lists", "block_mask_scatter"}
+    masks = {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"}
     assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense | masks} | {
         (name, True) for name in prefill
     }
@@ -151,7 +151,10 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("mha", {"mha_forward", "mha_combine"}),
         ("mha_backward", BACKWARD),
         ("prefix", {"mha_forward", "mha_combine"}),
-        ("flex", {"block_mask_lists", "block_mask_scatter"}),
+        (
+            "flex",
+            {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"},
+        ),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:

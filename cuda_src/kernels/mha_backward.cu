@@ -1,7 +1,8 @@
 // Gradients of multi-head attention: dK and dV of a tile of keys, and what it adds to dQ. With P and dS of a
 // block of 64 query tokens, dV += P^T dO, dK += dS^T Q and dQ += dS K, where P = exp(S - lse), dS = P (dO V^T
-// - delta). docs/kernels/mha_backward.md has the schedule; rawmla/kernels/mha_backward.py chooses the
-// variant.
+// - delta). With FLEX, functions of the user's and lists of blocks. docs/kernels/mha_backward.md and
+// flex_backward.md have the schedule; rawmla/kernels/mha_backward.py and, with FLEX, flex_backward.py choose
+// the variant.
 //
 // Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for
 // one query head of the group after another:
@@ -24,21 +25,30 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
+#if FLEX
+#include "mha/query_lists.cuh"
+#endif
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kDimV = D_V;
 constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI, kWeights = WEIGHTS;
+constexpr bool kFlex = FLEX;
 // Whether dS has another factor than P.
+#if FLEX
+constexpr bool kTwoFactors = !ScoreMod::kDerivativeIsOne;
+#else
 constexpr bool kTwoFactors = kSoftcap || kWeights;
+#endif
 constexpr int kConsumers = 2;
 constexpr bool kByProduct = BY_PRODUCT;
 constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kThreads = 128 * (kConsumers + 2);
-constexpr int NB_DQ = 1;  // named barrier of the warpgroup of dQ
-constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = kByProduct ? 24 : 32;
-constexpr int kScoreRegisters = kByProduct ? 216 : kRegisters;  // of consumer 0
+constexpr int NB_DQ = 1;    // named barrier of the warpgroup of dQ
+constexpr int NB_KEYS = 2;  // and of the consumers, two
+constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = kByProduct && !kFlex ? 24 : 32;
+constexpr int kScoreRegisters = kByProduct && !kFlex ? 216 : kRegisters;  // of consumer 0
 static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <= 65536 / 128,
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
@@ -58,6 +68,10 @@ struct SharedMemoryPlan {
     uint4 factors[kByProduct ? 4 * 128 : 1];                          // of dS, from one consumer to the other
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], weights[kStages][kBlockRows];
     KeyTile tile;
+#if FLEX
+    QueryStep told[kToldSteps];
+    int trimmed[kStages];  // whether the block has rows that see no key
+#endif
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
     u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse and weights
@@ -113,6 +127,14 @@ struct Step {
     }
 };
 
+#if FLEX
+__device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
+    load_listed<KeyRows, BlockRows>(params, smem, tile);
+}
+__device__ __forceinline__ void trim(const Params&, SharedMemoryPlan& smem, const KeyTile&) {
+    if constexpr (kTrims) trim_listed<BlockRows>(smem);
+}
+#else
 // Whether rows of K are to be cleared: those behind the request's, and those that no query sees.
 __device__ __forceinline__ bool trims_keys(const KeyTile& tile) {
     return tile.first_key < tile.first_seen_key || tile.first_key + kTileKeys > tile.k_len;
@@ -208,38 +230,56 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
     const i64 last = end - 1 < tile.k_len - 1 ? end - 1 : tile.k_len - 1;
     return static_cast<int>(last / kTileKeys) - tile.first_key / kTileKeys;
 }
+#endif
+
+// One thread: adds what the tile gives to a block of dQ, which lies at `place` of the sums; with turns, when
+// `turn` tiles have.
+__device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan& smem, i64 place, int turn,
+                                          u32 number) {
+    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place of the plan
+    float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
+    if (params.turns != nullptr) {
+        while (load_acquire(params.turns + place) != turn) {}
+        fence_proxy_async();
+    }
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksQK; ++chunk) {
+        const int at = chunk % kPlaces;
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + chunk / kPlaces & 1);
+        bulk_reduce_add_f32(dst + chunk * (kChunkBytes / 4), smem_address(smem.dq[at]), kChunkBytes);
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+        mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
+    }
+    if (params.turns != nullptr) {
+        bulk_wait_group<0>();
+        fence_proxy_async();
+        add_release(params.turns + place, 1);
+    }
+}
 
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     u32 number = 0;
+#if FLEX
+#pragma unroll 1
+    for (;; ++number) {
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[0]), number * (kChunksQK / kPlaces) & 1);
+        const QueryStep step = smem.told[number % kToldSteps];
+        if (step.is_end()) break;
+        const int turn = params.turns == nullptr ? 0 : turn_of<kTileKeys>(params, tile, step);
+        add_block(params, smem, step.place(params), turn, number);
+    }
+#else
     for (int member = 0; member < params.group; ++member) {
         const int head = tile.kv_head * params.group + member;
         for (int block = tile.first_block; block < tile.end_block; ++block, ++number) {
             const i64 place = head * params.blocks + tile.first_row_block + block;
-            float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
-            if (params.turns != nullptr) {
-                const int turn = turn_of(params, tile, block);
-                while (load_acquire(params.turns + place) != turn) {}
-                fence_proxy_async();
-            }
-#pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; ++chunk) {
-                const int at = chunk % kPlaces;
-                mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]),
-                                     number * kUses + chunk / kPlaces & 1);
-                bulk_reduce_add_f32(dst + chunk * (kChunkBytes / 4), smem_address(smem.dq[at]), kChunkBytes);
-                bulk_commit_group();
-                bulk_wait_group_read<0>();
-                mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
-            }
-            if (params.turns != nullptr) {
-                bulk_wait_group<0>();
-                fence_proxy_async();
-                add_release(params.turns + place, 1);
-            }
+            const int turn = params.turns == nullptr ? 0 : turn_of(params, tile, block);
+            add_block(params, smem, place, turn, number);
         }
     }
+#endif
     bulk_wait_group<0>();
 }
 
@@ -249,11 +289,19 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
     constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     Step step;
     mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
+#if FLEX
+#pragma unroll 1
+    for (;; ++step.number) {
+#else
     const int blocks = tile.blocks() * params.group;
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i, ++step.number) {
+#endif
         const u32 stage = step.stage<kDsStages>();
         mbarrier_wait_parity(smem_address(&smem.bar_ds_full[stage]), step.parity<kDsStages>());
+#if FLEX
+        if (smem.told[step.number % kToldSteps].is_end()) break;
+#endif
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk) {
             const int at = chunk % kPlaces;
@@ -284,6 +332,10 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
             mbarrier_arrive(smem_address(&smem.bar_dq_full[at]));
         }
     }
+    if constexpr (kFlex) {  // the end
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_free[0]), step.number * kUses & 1 ^ 1);
+        mbarrier_arrive(smem_address(&smem.bar_dq_full[0]));
+    }
 }
 
 struct Consumer {
@@ -301,20 +353,19 @@ struct Consumer {
         float dk[kDimQK / 2], dv[kDimV / 2];
         clear(dk);
         clear(dv);
-        if (tile.blocks() > 0) {
+        if (begins(true)) {
             Scores s;
-            mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
             issue_scores(s);
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            for_each_block([&](bool masked, float slope, int block, bool has_next) {
+            for_each_block([&](bool masked, float slope, int block, bool has_next) -> bool {
                 if (masked) {
-                    take_block<true>(slope, block, has_next, s, dk, dv);
-                } else {
-                    take_block<false>(slope, block, has_next, s, dk, dv);
+                    return take_block<true>(slope, block, has_next, s, dk, dv);
                 }
+                return take_block<false>(slope, block, has_next, s, dk, dv);
             });
         }
+        if constexpr (kFlex) hand_over_end();
         store_dk(dk);
         store_dv(dv);
     }
@@ -322,18 +373,16 @@ struct Consumer {
     __device__ __forceinline__ void run_scores() {
         float dv[kDimV / 2];
         clear(dv);
-        if (tile.blocks() > 0) {
+        if (begins(true)) {
             Scores s;
-            mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
             issue_scores(s);
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            for_each_block([&](bool masked, float slope, int block, bool has_next) {
+            for_each_block([&](bool masked, float slope, int block, bool has_next) -> bool {
                 if (masked) {
-                    take_scores<true>(slope, block, has_next, s, dv);
-                } else {
-                    take_scores<false>(slope, block, has_next, s, dv);
+                    return take_scores<true>(slope, block, has_next, s, dv);
                 }
+                return take_scores<false>(slope, block, has_next, s, dv);
             });
         }
         store_dv(dv);
@@ -342,20 +391,19 @@ struct Consumer {
     __device__ __forceinline__ void run_gradients() {
         float dk[kDimQK / 2];
         clear(dk);
-        if (tile.blocks() > 0) {
+        if (begins(false)) {
             Scores s;
-            mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
             issue_dp(s);
             wgmma_wait_group<0>();
             wgmma_pin(s);
-            for_each_block([&](bool masked, float, int block, bool has_next) {
-                if (masked) {
-                    take_gradients<true>(block, has_next, s, dk);
-                } else {
-                    take_gradients<false>(block, has_next, s, dk);
+            for_each_block([&](bool masked, float, int block, bool has_next) -> bool {
+                if (masked && !kFlex) {  // it asks for zeros, not for masks
+                    return take_gradients<true>(block, has_next, s, dk);
                 }
+                return take_gradients<false>(block, has_next, s, dk);
             });
         }
+        if constexpr (kFlex) hand_over_end();
         store_dk(dk);
     }
 
@@ -363,7 +411,80 @@ struct Consumer {
     // The consumer's first row of K and V.
     __device__ __forceinline__ int first_row() const { return kByProduct ? 0 : 64 * wg; }
 
-    // take(whether some key is not seen by some query, slope, block, whether another block follows)
+    // Waits for K and V; whether there is a block. `with_scores`: the consumer has S^T.
+    __device__ __forceinline__ bool begins(bool with_scores) const {
+        if (!kFlex && tile.blocks() == 0) return false;
+        mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
+#if FLEX
+        if (MaskMod::kIsThere && with_scores)
+            clear_keys_not_finite<kDtype, KeyRows>(smem.k, first_row(), NB_KEYS + wg);
+#endif
+        return follows(true);
+    }
+    // Whether there is a block `step`.
+    __device__ __forceinline__ bool follows([[maybe_unused]] bool has_next) const {
+#if FLEX
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[step.stage()]), step.parity());
+        return !told().is_end();
+#else
+        return has_next;
+#endif
+    }
+#if FLEX
+    // Of the block `step`, which is waited for.
+    __device__ __forceinline__ const QueryStep& told() const { return smem.told[step.number % kToldSteps]; }
+
+    template <class Take>
+    __device__ __forceinline__ void for_each_block(Take take) {
+        const bool is_cut = tile.first_key + kTileKeys > tile.k_len;
+        bool masked;
+        do {
+            masked = is_cut;
+            if constexpr (kTrims) masked |= smem.trimmed[step.stage()] != 0;
+            if constexpr (MaskMod::kIsThere) masked |= told().partial != 0;
+        } while (take(warp_uniform(masked) != 0, 0.0f, 0, true));
+    }
+
+    // The functions of the call, at the thread's keys and the queries of a block. kMasked: some query may not
+    // see some key.
+    template <bool kMasked>
+    struct Mask {
+        const Consumer& self;
+        int b, h, first_query, partial;
+        int keys[2];
+
+        __device__ __forceinline__ Mask(const Consumer& self, int) : self(self) {
+            const QueryStep& step = self.told();
+            b = step.request;
+            h = step.head;
+            partial = step.partial;
+            first_query = step.block * kBlockRows + first_column();
+#pragma unroll
+            for (int r = 0; r < 2; ++r) keys[r] = self.key_of(r);
+        }
+        // Accumulator i, of a row with this lse in base 2: P, and the derivative of the score function.
+        __device__ __forceinline__ ValueAndDerivative exponential(int i, float s, float lse) const {
+            const Params& params = self.params;
+            const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
+            int q_idx = first_query + 8 * (i >> 2) + (i & 1), kv_idx = key;
+            if constexpr (kMasked) q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(key, kv_len - 1);
+            ValueAndDerivative score = {s, 1.0f};
+            if constexpr (ScoreMod::kIsThere)
+                score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
+                                                              q_len, kv_len);
+            float e = exp2_approx(fmaf(score.value, params.softmax_scale_log2, -lse));
+            if constexpr (kMasked) {
+                bool seen = key < kv_len && lse != kInfinity;
+                if constexpr (MaskMod::kIsThere)
+                    seen &= !partial | params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len);
+                e = seen ? e : 0.0f;
+            }
+            return {e, score.derivative};
+        }
+    };
+#else
+    // take(whether some key is not seen by some query, slope, block, whether another block follows), which
+    // gives the last again
     template <class Take>
     __device__ __forceinline__ void for_each_block(Take take) {
         // Blocks [plain_begin, plain_end) are seen by all keys of the warpgroup, as wholes.
@@ -413,9 +534,10 @@ struct Consumer {
             return static_cast<u32>(8 * (i >> 2) + (i & 1) - begin[(i >> 1) & 1]) >= seen;
         }
     };
+#endif
 
     template <bool kMasked>
-    __device__ __forceinline__ void take_block(float slope, int block, bool has_next, Scores& s,
+    __device__ __forceinline__ bool take_block(float slope, int block, bool has_next, Scores& s,
                                                float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
@@ -440,7 +562,8 @@ struct Consumer {
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;
-        if (has_next) {
+        const bool more = follows(has_next);
+        if (more) {
             issue_scores(s);
             wgmma_wait_group<1>();
         } else {
@@ -450,10 +573,11 @@ struct Consumer {
         release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
+        return more;
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ void take_scores(float slope, int block, bool has_next, Scores& s,
+    __device__ __forceinline__ bool take_scores(float slope, int block, bool has_next, Scores& s,
                                                 float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
@@ -462,7 +586,8 @@ struct Consumer {
         exponents(mask, slope, block, s, p);
         multiply_dv(dv, p);
         ++step.number;
-        if (has_next) {
+        const bool more = follows(has_next);
+        if (more) {
             issue_scores(s);
             wgmma_wait_group<1>();
         } else {
@@ -472,10 +597,11 @@ struct Consumer {
         release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
+        return more;
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ void take_gradients(int block, bool has_next, Scores& s,
+    __device__ __forceinline__ bool take_gradients(int block, bool has_next, Scores& s,
                                                    float (&dk)[kDimQK / 2]) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
@@ -487,7 +613,8 @@ struct Consumer {
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;
-        if (has_next) {
+        const bool more = follows(has_next);
+        if (more) {
             issue_dp(s);
             wgmma_wait_group<1>();
         } else {
@@ -497,6 +624,7 @@ struct Consumer {
         release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
+        return more;
     }
 
     // S^T of the block `step`, which is waited for.
@@ -559,6 +687,12 @@ struct Consumer {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int i = 4 * j + c;
+#if FLEX
+                const ValueAndDerivative one = mask.exponential(i, s[i], (c & 1) ? lse.y : lse.x);
+                s[i] = one.value;
+                // The derivative may be no number where nothing is left of P.
+                factors[4 * (j % 2) + c] = kTwoFactors ? (s[i] == 0.0f ? 0.0f : s[i] * one.derivative) : s[i];
+#else
                 float score = s[i];
                 if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);
                 const float slope_of_cap = kSoftcap ? fmaf(-score, score, 1.0f) : 1.0f;
@@ -570,6 +704,7 @@ struct Consumer {
                     exp2_approx(fmaf(score, params.softmax_scale_log2, -((c & 1) ? lse.y : lse.x)));
                 s[i] = mask.hides(i) ? 0.0f : e;
                 factors[4 * (j % 2) + c] = kSoftcap ? s[i] * slope_of_cap : s[i];
+#endif
             }
             if constexpr (!kByProduct) {
                 weigh(s, shares, j, p);
@@ -617,9 +752,13 @@ struct Consumer {
                 const int i = 4 * j + c;
                 const float2 factors = unpack_16bit<kDtype>(p[2 * j + c / 2]);
                 const float weighted = kWeights ? dp[i] * ((c & 1) ? weights.y : weights.x) : dp[i];
-                const float value =
-                    ((c & 1) ? factors.y : factors.x) * (weighted - ((c & 1) ? delta.y : delta.x));
+                const float factor = (c & 1) ? factors.y : factors.x;
+                const float value = factor * (weighted - ((c & 1) ? delta.y : delta.x));
+#if FLEX
+                ds[c] = factor == 0.0f ? 0.0f : value;  // asks no function again
+#else
                 ds[c] = mask.hides(i) ? 0.0f : value;
+#endif
             }
             p[2 * j] = pack_16bit<kDtype>(ds[0], ds[1]);
             p[2 * j + 1] = pack_16bit<kDtype>(ds[2], ds[3]);
@@ -665,6 +804,12 @@ struct Consumer {
         mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity<kDsStages>());
         store_ds(ds, stage);
         fence_proxy_async();
+        mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
+    }
+    // Tells the warpgroup of dQ that there is no block `step`.
+    __device__ __forceinline__ void hand_over_end() const {
+        const u32 stage = step.stage<kDsStages>();
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity<kDsStages>());
         mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
     }
     // As rows of queries.
@@ -741,7 +886,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
-        if (tile.blocks() == 0) return;  // nobody waits for what would be copied
+        if (!kFlex && tile.blocks() == 0) return;  // nobody waits for what would be copied
         if (warp_idx == 0) {
             if (elect_one_sync()) load(params, smem, tile);
         } else if (warp_idx == 1) {
@@ -753,7 +898,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     if (wg_idx == kConsumers + 1) {
         setmaxnreg_dec<kReducerRegisters>();
-        if (tile.blocks() > 0) multiply_dq(params, smem, tile);
+        if (kFlex || tile.blocks() > 0) multiply_dq(params, smem, tile);
         return;
     }
     Consumer consumer{params, smem, tile, wg_idx - 1, warp_idx};

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ..call.arrays import Framework, contiguous_strides, inspect
+from ..call.arrays import WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
 from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
@@ -32,8 +32,8 @@ IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 
 
 def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None. With `backward`, a score
-    function has gradients, and a mask function has to read nothing that requires grad.
+    """A function that a user gave, traced if it is one of Python; None for None, and a `Mod` as it is. With
+    `backward`, a score function has gradients, and a mask function has to read nothing that requires grad.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mo
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`, and `CudaMod.mod`.
+        As `rawmla.attention.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
     """
     if function is None:
         return None
@@ -58,6 +58,8 @@ def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mo
 
 
 def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
+    if isinstance(function, Mod):
+        return function
     if isinstance(function, str):
         function = CudaMod(function)
     if isinstance(function, CudaMod):
@@ -80,7 +82,21 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
     from . import memo
 
     place = torch.device("cuda", device)
-    return lambda function: memo.traced(function, kind, place, backward)
+
+    def traced(function: Any) -> Mod:
+        mod = memo.traced(function, kind, place, backward)
+        # Numbers on the CPU are no arrays that a reader sees.
+        if mod.numbers and not backward and torch.is_grad_enabled():
+            for number in mod.numbers:
+                if getattr(number.source, "requires_grad", False):
+                    raise NeedsGradient(
+                        f"{kind}: expected captured numbers that need no gradient here, got "
+                        "requires_grad=True with grad enabled; call under torch.no_grad(). "
+                        f"{WITH_BACKWARD}"
+                    )
+        return mod
+
+    return traced
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
@@ -150,10 +166,11 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
         check_place(name, view, device, framework, "query")
 
 
-def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
+def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
     """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
     asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
-    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`.
+    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`. With
+    ``by_columns`` those of a column of blocks lie one after the other.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
     batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]
@@ -164,7 +181,10 @@ def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
         "return true;" if mask is None else f"{{\n{mask.text}\n}}",  # with its own names
     ]
     shape = (grid.batches, grid.heads, grid.rows, grid.columns)
-    states = Place(0, shape, contiguous_strides(shape))
+    strides = contiguous_strides(shape)
+    if by_columns:
+        strides = (*strides[:2], 1, grid.rows)
+    states = Place(0, shape, strides)
     numbers = (grid.batches, grid.heads, grid.block_q, grid.block_k)
     return Mod(
         "\n".join(lines),

@@ -190,7 +190,9 @@ class CudaMod:
                 lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
                 numbers.append(Number(capture, is_integer))
         text = "\n".join([*lines, _with_return(self.code)])
-        gradients = self._backward(lines, captures, places) if backward else None
+        # Gradients may use fewer of them than the function does.
+        names = [f"[[maybe_unused]] {line}" for line in lines]
+        gradients = self._backward(names, captures, places) if backward else None
         return Mod(text, tuple(captures), tuple(numbers), gradients)
 
     def _backward(self, names: list[str], captures: list[Capture], places: dict[str, int]) -> Backward:

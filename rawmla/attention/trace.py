@@ -129,7 +129,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
     recorded = _Joint(mod, name) if backward else lambda *given: mod(*given)
     if backward and not torch.cuda.is_available():
         device = "cpu"  # without its driver autograd cannot ask a device for streams; no capture lies there
-    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
+    # inference_mode(False) enables gradients, of which only `_Joint` has use.
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
             torch.empty((), dtype=_DTYPE_OF.get(argument, torch.int32), device=device)
             for argument in arguments

@@ -21,7 +21,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..errors import INSTALL_HINT, MissingDependencyError
 from . import tracing
 
-WITH_BACKWARD = "flash_attn_func, flash_attn_varlen_func and its packed forms"
+WITH_BACKWARD = (
+    "What has a backward: q, k, v and attn_sink of flash_attn_func, flash_attn_varlen_func and its packed "
+    "forms; query, key, value and what score_mod reads, of flex_attention"
+)
 """The functions with a graph of autograd, for the texts of errors."""
 
 _DLPACK_CPU = 1  # kDLCPU
@@ -166,8 +169,8 @@ class TorchFramework:
         if x.requires_grad and self._is_grad_enabled():
             raise NeedsGradient(
                 f"{name}: expected a tensor that needs no gradient here, got requires_grad=True with grad "
-                "enabled; pass a detached tensor, or call the function under torch.no_grad(). What has a "
-                f"backward: q, k, v and attn_sink of {WITH_BACKWARD}"
+                "enabled; pass a detached tensor, or call the function under torch.no_grad(). "
+                f"{WITH_BACKWARD}"
             )
         return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 

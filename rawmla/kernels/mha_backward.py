@@ -4,12 +4,12 @@ multi-head attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import DTYPES, LOG2_E, ceil_div
 from .mha_combine import SINK_DTYPES
@@ -31,7 +31,7 @@ _CHUNK = 64
 _STAGES = 2
 _BARRIER_BYTES = 512
 _ALIGNMENT = 128
-_SECTION_HEADS = 2
+SECTION_HEADS = 2
 """Heads whose tiles run together, so that what they add to dQ stays in L2."""
 Strides = tuple[int, int, int]
 
@@ -110,21 +110,33 @@ PREPARE_PARAMS = ParamStruct(
         "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
     ),
 )  # fmt: skip
-PARAMS = ParamStruct(
-    TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
-    POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
-    POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
-    I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
-    I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
-    I64("blocks"),
-    I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
-    I32("tiles_per_head", "section", "alibi_stride_b"),
-    F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
-    changing=(
-        "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "turns", "dk", "dv",
-        "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
-    ),
+CHANGING = (
+    "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "turns", "dk", "dv",
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
 )  # fmt: skip
+
+
+def params_of(more_changing: Sequence[Declaration] = (), more: Iterable[Declaration] = ()) -> ParamStruct:
+    """Params of cuda_src/mha/backward_params.cuh with further members: some that change from launch to
+    launch, and some at the end.
+    """
+    return ParamStruct(
+        TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
+        POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
+        POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
+        more_changing,
+        I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
+        I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
+        I64("blocks"),
+        I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
+        I32("tiles_per_head", "section", "alibi_stride_b"),
+        F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
+        more,
+        changing=(*CHANGING, *(one.name for one in more_changing)),
+    )
+
+
+PARAMS = params_of()
 FINISH_PARAMS = ParamStruct(
     POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
@@ -197,26 +209,53 @@ def specs(
 
     ``weights``: there are sinks and dlse.
     """
-    d_qk, d_v = padded(d_qk), padded(d_v)
-    form = form_of(d_qk, d_v, softcap, alibi, weights)
-    places = _dq_places(form, d_qk, d_v)
-    smem_bytes = _shared_bytes(form, d_qk, d_v, places)
-    kind = ("DTYPE", DTYPES[dtype])
-    main = (
-        kind,
-        ("ALIBI", alibi),
-        ("BY_PRODUCT", form.by_product),
-        ("DQ_PLACES", places),
-        ("D_QK", d_qk),
-        ("D_V", d_v),
-        ("SMEM_BYTES", smem_bytes),
-        ("SOFTCAP", softcap),
-        ("WEIGHTS", weights),
+    form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights)
+    prepare, finish = specs_around(dtype)
+    return (
+        prepare,
+        variant(dtype, d_qk, d_v, form, {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}),
+        finish,
     )
+
+
+def specs_around(dtype: str) -> tuple[jit.KernelSpec, jit.KernelSpec]:
+    """The variants of the kernels before and behind the main one."""
+    kind = ("DTYPE", DTYPES[dtype])
     return (
         jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
-        jit.KernelSpec("mha_backward", main, threads=_THREADS, smem_bytes=smem_bytes),
         jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
+    )
+
+
+_FEATURES = {"ALIBI": False, "FLEX": False, "SOFTCAP": False, "WEIGHTS": False}
+
+
+def variant(
+    dtype: str,
+    d_qk: int,
+    d_v: int,
+    form: Form,
+    features: dict[str, bool],
+    headers: tuple[tuple[str, str], ...] = (),
+) -> jit.KernelSpec:
+    """The variant of the main kernel in a form."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    places = _dq_places(form, d_qk, d_v)
+    smem_bytes = _shared_bytes(form, d_qk, d_v, places)
+    return jit.KernelSpec(
+        "mha_backward",
+        (
+            ("BY_PRODUCT", form.by_product),
+            ("DQ_PLACES", places),
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("D_V", d_v),
+            ("SMEM_BYTES", smem_bytes),
+            *(_FEATURES | features).items(),
+        ),
+        threads=_THREADS,
+        smem_bytes=smem_bytes,
+        headers=headers,
     )
 
 
@@ -264,10 +303,10 @@ class PreparedMhaBackward:
         sink_dtype = SINK_DTYPES[call.sink_dtype or "float32"]
         sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
         prepare = PREPARE_PARAMS.pack(
-            **_strides("out", call.out_strides),
-            **_strides("dout", call.dout_strides),
-            **_strides("lse", call.lse_strides),
-            **_strides("dlse", call.dlse_strides),
+            **stride_params("out", call.out_strides),
+            **stride_params("dout", call.dout_strides),
+            **stride_params("lse", call.lse_strides),
+            **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
             accum_columns=chunks * _CHUNK,
@@ -277,8 +316,8 @@ class PreparedMhaBackward:
         # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
         factor = (call.softcap or call.softmax_scale) * LOG2_E
         main = PARAMS.pack(
-            **_strides("dk", call.dk_strides),
-            **_strides("dv", call.dv_strides),
+            **stride_params("dk", call.dk_strides),
+            **stride_params("dv", call.dv_strides),
             heads_kv=call.h_kv,
             group=call.h_q // call.h_kv,
             d_qk=call.d_qk,
@@ -287,7 +326,7 @@ class PreparedMhaBackward:
             window_left=call.window_left,
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
-            section=min(_SECTION_HEADS, call.b * call.h_kv),
+            section=min(SECTION_HEADS, call.b * call.h_kv),
             alibi_stride_b=call.alibi_stride_b,
             softmax_scale_log2=1.0 if call.has_alibi else factor,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
@@ -296,7 +335,7 @@ class PreparedMhaBackward:
             **sizes,
         )
         finish = FINISH_PARAMS.pack(
-            **_strides("dq", call.dq_strides),
+            **stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
             chunks=chunks,
             sink_dtype=sink_dtype,
@@ -378,6 +417,6 @@ def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callabl
     return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
 
 
-def _strides(name: str, strides: Strides) -> dict[str, int]:
+def stride_params(name: str, strides: Strides) -> dict[str, int]:
     """The members of a parameter struct with the strides of an array."""
     return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))

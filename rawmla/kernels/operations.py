@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..jit import KernelSpec
 from . import (
     block_mask,
+    flex_backward,
     mha_backward,
     mha_forward,
     mla_cache_gather,
@@ -135,7 +136,10 @@ def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[Kern
 
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
     # Those without functions, which depend on no option; the others are of a call.
-    return [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC] if mha_head_dims else []
+    if not mha_head_dims:
+        return []
+    masks = [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, flex_backward.RANKS_SPEC]
+    return [*masks, flex_backward.FINISH_SPEC]
 
 
 def _metadata() -> list[KernelSpec]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..mha import autograd
+from ..call import autograd
 from ..mha.arguments import order_of
+from ..mha.autograd import WHAT
 from .registration import NoExample, example, register
 
 __all__: list[str] = []
@@ -324,8 +325,9 @@ def _register(
         numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}
 
         def backpropagate(
-            dout: Any, dlse: Any, out: Any, lse: Any, sink: Any, arrays: Any, saved: Any
+            dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
         ) -> tuple[Any, ...]:
+            sink, *arrays = inputs
             known = {**numbers, **dict(zip(saved_at, saved, strict=True)), sink_at: sink}
             dout = autograd.gradient_of_out(dout, out)
             others = [known[i] for i in range(len(known))]
@@ -334,7 +336,7 @@ def _register(
             return (None if sink is None else dsink, dq, dk, dv)
 
         saved = tuple([given[i] for i in saved_at])
-        return autograd.attend(autograd.Call(run, backpropagate, given[sink_at], (q, k, v), saved))
+        return autograd.attend(autograd.Call(WHAT, run, backpropagate, (given[sink_at], q, k, v), saved))
 
     register(
         f"{name}({_ARRAYS}, {options}) -> (Tensor, Tensor)",

@@ -113,7 +113,7 @@ def _autograd(
                 raise NotImplementedError(
                     f"{op.name()} has no derivative: {name}: expected a tensor that needs no gradient, got "
                     "one that does; pass a detached tensor, or call under torch.no_grad() or "
-                    f"torch.inference_mode(). What has a backward: q, k, v and attn_sink of {WITH_BACKWARD}"
+                    f"torch.inference_mode(). {WITH_BACKWARD}"
                 )
         if needs_graph and graph is not None:
             return graph(lambda: op.redispatch(keyset & torch._C._after_autograd_keyset, *args), *args)

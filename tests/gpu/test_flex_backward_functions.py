@@ -172,7 +172,7 @@ def test_a_mod_that_is_not_finite_where_it_is_masked() -> None:
         ({"score_mod": lambda s, b, h, q, k: q * 1.0}, ValueError, "score_mod .*depends on score"),
         ({"score_mod": "2 * score"}, ValueError, "score_mod: expected a CudaMod with grad"),
         ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, NotImplementedError, "aten::lgamma"),
-        ({"scale": float("nan")}, ValueError, "^scale: expected a finite number"),
+        ({"scale": float("nan")}, ValueError, "^scale: expected a finite float32"),
     ),
 )
 def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
