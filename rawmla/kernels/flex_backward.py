@@ -33,8 +33,10 @@ _CAPTURED_KEYS, _CAPTURED_THREADS = 128, 384
 _CELL_BYTES = 16
 _FINISH_THREADS, _FINISH_CTAS = 256, 1024
 _RANKS_THREADS, _RANKS_CTAS = 128, 2048
-_FEW_SPILLS = 32
-"""Bytes that a thread may spill: less than what consumers that share one product cost."""
+_FEW_SPILLS = 256
+"""Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
+at d 128; consumers that share one product double what is added to dq, which takes nearly the step again.
+"""
 DTYPES_OF_SUMS = SINK_DTYPES
 """Values of the parameter dtype of flex_captured_finish.cu."""
 
