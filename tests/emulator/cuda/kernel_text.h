@@ -59,23 +59,26 @@ T emulator_from_lane(unsigned mask, T value, int lane, const char* instruction) 
     memcpy(&value, all[lane & 31], sizeof value);
     return value;
 }
+// `width`: the warp is cut into segments of so many lanes; what lies in another one is not seen.
 template <class T>
-T __shfl_sync(unsigned mask, T value, int lane) {
-    return emulator_from_lane(mask, value, lane, "shfl");
+T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+    const int first = threadIdx.x % 32 / width * width;
+    return emulator_from_lane(mask, value, first + (lane & (width - 1)), "shfl");
 }
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int bits) {
-    return emulator_from_lane(mask, value, threadIdx.x % 32 ^ bits, "shfl.bfly");
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+    const int lane = threadIdx.x % 32, other = lane ^ bits;
+    return emulator_from_lane(mask, value, other / width > lane / width ? lane : other, "shfl.bfly");
 }
 template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned by) {
+T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const unsigned lane = threadIdx.x % 32;
-    return emulator_from_lane(mask, value, lane < by ? lane : lane - by, "shfl.up");
+    return emulator_from_lane(mask, value, lane % width < by ? lane : lane - by, "shfl.up");
 }
 template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned by) {
+T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const unsigned lane = threadIdx.x % 32;
-    return emulator_from_lane(mask, value, lane + by > 31 ? lane : lane + by, "shfl.down");
+    return emulator_from_lane(mask, value, lane % width + by >= unsigned(width) ? lane : lane + by, "shfl.down");
 }
 inline unsigned emulator_ballot(unsigned mask, bool is_true, const char* instruction) {
     emulator_all_lanes(mask);
