@@ -1,5 +1,5 @@
-"""Flex attention with functions of Python and CUDA text, and the kernels that make block masks, on the emulated
-device.
+"""Flex attention with functions of Python and CUDA text, and the kernels that make block masks, on the
+emulated device.
 """
 
 from __future__ import annotations

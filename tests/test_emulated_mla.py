@@ -39,11 +39,15 @@ def test_dense_decode(emulator: Emulator, case: DenseCase) -> None:
     assert check("dense_decode", case, emulator) & few
 
 
-@pytest.mark.parametrize("case", SPARSE_CASES[1:3] + SPARSE_CASES[4:5] + SPARSE_CASES[6:], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", SPARSE_CASES[1:3] + SPARSE_CASES[4:5] + SPARSE_CASES[6:], ids=lambda case: case.id
+)
 def test_sparse_decode(emulator: Emulator, case: SparseCase) -> None:
     check("sparse_decode", case, emulator)
 
 
-@pytest.mark.parametrize("case", (PREFILL_CASES[2], PREFILL_CASES[7], PREFILL_CASES[8]), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", (PREFILL_CASES[2], PREFILL_CASES[7], PREFILL_CASES[8]), ids=lambda case: case.id
+)
 def test_sparse_prefill(emulator: Emulator, case: SparseCase) -> None:
     check("sparse_prefill", case, emulator)

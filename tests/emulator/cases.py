@@ -1,7 +1,7 @@
-"""Calls on the emulated device, checked as the GPU tests check them: by `rawmla.testing`, at its tolerances.
+"""Calls on the emulated device, checked as in the GPU tests: by `rawmla.testing`, at its tolerances.
 
-The cases are those of rawmla.testing, and the calls are made by the helpers of tests/gpu. Memory that no result
-may depend on is NaN, and so is what the library allocates.
+The cases are those of rawmla.testing, and the calls are made by the helpers of tests/gpu. Memory that no
+result may depend on is NaN, and so is what the library allocates.
 """
 
 from __future__ import annotations

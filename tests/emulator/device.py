@@ -25,7 +25,7 @@ _POISON = 0xFF  # NaN in every float type
 
 
 class EmulationError(Exception):
-    """A kernel did what the emulated machine refuses, or cannot end; the text says which threads, and where."""
+    """A kernel did what the machine refuses, or it cannot end; the text says which threads, and where."""
 
 
 class Emulator:
@@ -222,7 +222,9 @@ class HostTensors(arrays.TorchFramework):
 
     def _poisoned(self, shape: Any, strides: Any, dtype: Any) -> Any:
         torch = self._torch
-        elements = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        elements = (
+            0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        )
         memory = torch.full((elements * dtype.itemsize + 256,), _POISON, dtype=torch.uint8)
         first = -memory.data_ptr() % 256  # as allocators of CUDA memory align
         return memory[first : first + elements * dtype.itemsize].view(dtype).as_strided(shape, strides)

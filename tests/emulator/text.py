@@ -13,7 +13,9 @@ INSTEAD = Path(__file__).parent / "cuda" / "instead"
 _THREAD = re.compile(r'asm volatile\("mov\.u32 %0, %%tid\.x;" : "=r"\((\w+)\)\);')
 _DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
 _STATIC = re.compile(r"__shared__ ([\w:]+) (\w+)((?:\[[^]]+\])*);")
-_FUNCTION = re.compile(r"^(?:template <[^{}]*?>\n)?__device__ __forceinline__ [^;{}]*?(\w+)\([^;{}]*\) \{", re.MULTILINE)
+_FUNCTION = re.compile(
+    r"^(?:template <[^{}]*?>\n)?__device__ __forceinline__ [^;{}]*?(\w+)\([^;{}]*\) \{", re.MULTILINE
+)
 _OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
 _PTX = re.compile(r'\basm\b(?! volatile\("" :)')  # what has no instruction is left as it is
 

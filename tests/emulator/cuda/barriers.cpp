@@ -65,8 +65,9 @@ void mbarrier_wait(unsigned bar, unsigned parity) {
     const Mbarrier& at = mbarrier_at(bar);
     wait([&at, parity] { return at.phase % 2 != parity; },
          [&at, bar, parity] {
-             return formatted("parity %u of the mbarrier at %u: phase %u, %d of %d arrivals and %ld bytes missing",
-                              parity, bar - kFirstAddress, at.phase, at.missing, at.count, at.bytes);
+             return formatted(
+                 "parity %u of the mbarrier at %u: phase %u, %d of %d arrivals and %ld bytes missing", parity,
+                 bar - kFirstAddress, at.phase, at.missing, at.count, at.bytes);
          });
 }
 
@@ -97,7 +98,9 @@ Votes named_barrier_sync(int id, int threads, bool vote) {
     const NamedBarrier& at = arrive(id, threads, vote);
     if (at.turn == turn)
         wait([&at, turn] { return at.turn != turn; },
-             [&at, id] { return formatted("named barrier %d: %d of %d threads", id, at.arrived, at.threads); });
+             [&at, id] {
+                 return formatted("named barrier %d: %d of %d threads", id, at.arrived, at.threads);
+             });
     return at.result[turn % 2];
 }
 

@@ -89,7 +89,8 @@ void bulk_wait(unsigned left, bool only_reads) {
 }
 
 void bulk_load(unsigned dst, const void* src, unsigned bytes, unsigned bar) {
-    if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16) fail("bulk load: no multiples of 16");
+    if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
+        fail("bulk load: no multiples of 16");
     unsigned char* const to = shared(dst, bytes);
     cta->copies.push_back([=] {
         memcpy(to, src, bytes);
@@ -162,7 +163,8 @@ void tensor_copy(Transfer transfer, const void* map, unsigned address, unsigned 
     Box box;
     memcpy(&box.map, map, sizeof box.map);
     const int size = box.map.element_bytes;
-    if (box.map.rank != dims) fail("TMA: %d coordinates for a tensor map of %d dimensions", dims, box.map.rank);
+    if (box.map.rank != dims)
+        fail("TMA: %d coordinates for a tensor map of %d dimensions", dims, box.map.rank);
     const unsigned aligned = box.map.swizzle_bytes ? 128 : 16;
     if (address % aligned) fail("TMA: an address of shared memory that is no multiple of %u", aligned);
     unsigned bytes = size;

@@ -49,7 +49,8 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 // ---- warps
 
 inline void emulator_all_lanes(unsigned mask) {
-    if (mask != 0xffffffff) emulator::fail("an exchange among lanes %08x: only whole warps are emulated", mask);
+    if (mask != 0xffffffff)
+        emulator::fail("an exchange among lanes %08x: only whole warps are emulated", mask);
 }
 template <class T>
 T emulator_from_lane(unsigned mask, T value, int lane, const char* instruction) {
@@ -78,7 +79,8 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const unsigned lane = threadIdx.x % 32;
-    return emulator_from_lane(mask, value, lane % width + by >= unsigned(width) ? lane : lane + by, "shfl.down");
+    return emulator_from_lane(mask, value, lane % width + by >= unsigned(width) ? lane : lane + by,
+                              "shfl.down");
 }
 inline unsigned emulator_ballot(unsigned mask, bool is_true, const char* instruction) {
     emulator_all_lanes(mask);

@@ -183,7 +183,8 @@ std::string deadlock(const std::vector<Cta*>& ctas) {
             text += "\n  " + name(one->index) + ": " + std::to_string(indices.size()) + " threads (";
             for (size_t i = 0; i < indices.size() && i < 4; ++i)
                 text += (i ? " " : "") + std::to_string(indices[i]);
-            text += (indices.size() > 4 ? " .. " + std::to_string(indices.back()) : "") + ") wait for " + what;
+            text +=
+                (indices.size() > 4 ? " .. " + std::to_string(indices.back()) : "") + ") wait for " + what;
         }
     }
     return text;
@@ -234,7 +235,8 @@ void* static_shared(int line, int bytes) {
 unsigned char* shared(unsigned address, int bytes) {
     const unsigned offset = address - kFirstAddress;
     const bool is_dynamic = address >= kFirstAddress && offset + bytes <= unsigned(cta->dynamic_bytes);
-    const bool is_static = offset >= kDynamicBytes && offset + bytes <= unsigned(kDynamicBytes + kStaticBytes);
+    const bool is_static =
+        offset >= kDynamicBytes && offset + bytes <= unsigned(kDynamicBytes + kStaticBytes);
     if (!is_dynamic && !is_static) fail("%d bytes at %d of shared memory", bytes, int(offset));
     return cta->memory + offset;
 }
@@ -248,8 +250,9 @@ unsigned shared_address(const void* pointer) {
 }  // namespace emulator
 
 // Runs a grid to its end. Returns 0, or 1 and a report.
-extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid, int threads, int dynamic_bytes,
-                               int multiprocessors, unsigned seed, const void* params, char* text, int size) {
+extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid, int threads,
+                               int dynamic_bytes, int multiprocessors, unsigned seed, const void* params,
+                               char* text, int size) {
     using namespace emulator;
     random_number.seed(seed);
     report.clear();
@@ -266,7 +269,8 @@ extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid,
         while (report.empty() && (started < total || !under_way.empty())) {
             while (started < total && under_way.size() < static_cast<size_t>(multiprocessors)) {
                 const unsigned x = started % grid[0], y = started / grid[0] % grid[1];
-                under_way.push_back(start({x, y, unsigned(started / grid[0] / grid[1])}, threads, dynamic_bytes));
+                under_way.push_back(
+                    start({x, y, unsigned(started / grid[0] / grid[1])}, threads, dynamic_bytes));
                 ++started;
             }
             bool progress = false;
@@ -284,8 +288,7 @@ extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid,
             idle = progress ? 0 : idle + 1;
             if (idle > kIdleTurns) report = deadlock(under_way);
         }
-    } catch (int) {
-    }
+    } catch (int) {}
     for (Cta* one : under_way) end(one);
     if (report.empty()) return 0;
     snprintf(text, size, "%s", report.c_str());

@@ -29,9 +29,9 @@ struct Thread {
     std::function<bool()> may_go_on;     // empty: it can run
     std::function<std::string()> waits;  // what for, for the report of a deadlock
 
-    std::vector<Product> products;             // not committed
-    std::deque<std::vector<Product>> batches;  // committed, not computed
-    std::vector<std::function<void()>> gathers;             // cp.async that nothing waits for yet
+    std::vector<Product> products;                           // not committed
+    std::deque<std::vector<Product>> batches;                // committed, not computed
+    std::vector<std::function<void()>> gathers;              // cp.async that nothing waits for yet
     std::deque<std::vector<std::function<void()>>> landing;  // those that arrive on a barrier
     unsigned landed = 0;                                     // how many of these have
     std::shared_ptr<BulkGroup> bulk;                         // not committed
@@ -47,7 +47,7 @@ struct Warp {
 };
 
 struct Warpgroup {
-    unsigned computed = 0;     // batches
+    unsigned computed = 0;      // batches
     std::deque<int> committed;  // the threads that committed each batch which is not computed
 };
 

@@ -22,7 +22,8 @@ constexpr int kRows = 64, kDepth = 16, kMostColumns = 256;
 
 // A matrix in shared memory as out[k][row]: 16 bytes, which no swizzle parts, at a time.
 void read_matrix(float* out, int rows, uint64_t desc, bool is_mn_major, bool is_f16) {
-    const unsigned start = (desc & 0x3fff) << 4, lbo = (desc >> 16 & 0x3fff) << 4, sbo = (desc >> 32 & 0x3fff) << 4;
+    const unsigned start = (desc & 0x3fff) << 4, lbo = (desc >> 16 & 0x3fff) << 4,
+                   sbo = (desc >> 32 & 0x3fff) << 4;
     const unsigned mode = desc >> 62;  // 0 none, 1 128 bytes, 2 64 bytes, 3 32 bytes
     const int row_bytes = mode ? 256 >> mode : 16;
     const unsigned permuted = mode ? row_bytes / 16 - 1 : 0;
@@ -92,7 +93,8 @@ void compute_batch(Warpgroup& group) {
     Thread* const threads = threads_of(group);
     const size_t count = threads[0].batches.front().size();
     for (int t = 0; t < kWarpgroup; ++t)
-        if (threads[t].batches.front().size() != count) fail("the threads of a warpgroup commit different wgmma");
+        if (threads[t].batches.front().size() != count)
+            fail("the threads of a warpgroup commit different wgmma");
     for (size_t i = 0; i < count; ++i) {
         const Product* issued[kWarpgroup];
         for (int t = 0; t < kWarpgroup; ++t) issued[t] = &threads[t].batches.front()[i];

@@ -20,7 +20,8 @@ inline u32 emulator_to_e4m3(float x) {
     return sign | ((step + 9) * 8 + steps);
 }
 __device__ __forceinline__ u32 pack_e4m3(float x, float y, float z, float w) {
-    return emulator_to_e4m3(x) | emulator_to_e4m3(y) << 8 | emulator_to_e4m3(z) << 16 | emulator_to_e4m3(w) << 24;
+    return emulator_to_e4m3(x) | emulator_to_e4m3(y) << 8 | emulator_to_e4m3(z) << 16 |
+           emulator_to_e4m3(w) << 24;
 }
 
 inline u32 emulator_e4m3_to_f16(u32 code) {
