@@ -18,7 +18,7 @@ from rawmla.jit import KernelSpec, sources
 from .text import rewritten
 
 CUDA = Path(__file__).parent / "cuda"
-_MACHINE = ("machine.cpp", "barriers.cpp", "wgmma.cpp", "copies.cpp")
+_MACHINE = ("machine.cpp", "barriers.cpp", "wgmma.cpp", "copies.cpp", "clusters.cpp")
 _HEADERS = ("machine.h", "state.h", "kernel_text.h")
 # No trap of strict aliasing or of contracted multiply-adds that nvcc does not have in the same places.
 _FLAGS = ("-std=c++20", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off")

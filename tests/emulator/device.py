@@ -60,9 +60,17 @@ class Emulator:
         return self._kernels[spec]
 
     def run(
-        self, spec: jit.KernelSpec, library: ctypes.CDLL, grid: tuple[int, int, int], params: bytes
+        self,
+        spec: jit.KernelSpec,
+        library: ctypes.CDLL,
+        grid: tuple[int, int, int],
+        params: bytes,
+        cluster: tuple[int, int, int] | None = None,
     ) -> None:
         """Launch a kernel and wait for its end."""
+        cluster = cluster or (1, 1, 1)
+        if any(extent % size for extent, size in zip(grid, cluster, strict=True)):
+            raise ValueError(f"grid: expected multiples of the cluster {cluster}, got {grid}")
         expected = library.emulator_param_bytes()
         if len(params) != expected:
             raise ValueError(f"params: expected {expected} bytes, got {len(params)}")
@@ -72,6 +80,7 @@ class Emulator:
         failed = self._launch(
             library.emulator_entry,
             (ctypes.c_uint * 3)(*grid),
+            (ctypes.c_uint * 3)(*cluster),
             ctypes.c_int(spec.threads),
             ctypes.c_int(spec.smem_bytes),
             ctypes.c_int(self.sm_count),
@@ -130,9 +139,7 @@ class EmulatedKernel:
         """Run the kernel to its end, unless the stream is `NO_LAUNCH`."""
         if stream == jit.NO_LAUNCH:
             return
-        if cluster is not None:
-            raise NotImplementedError("clusters are not emulated")
-        self._emulator.run(self.spec, self._library, grid, params)
+        self._emulator.run(self.spec, self._library, grid, params, cluster)
 
     def prepare(
         self, grid: tuple[int, int, int], params: bytes, changing: struct.Struct, **options: Any

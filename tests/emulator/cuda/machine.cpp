@@ -102,9 +102,12 @@ void prepare(Thread& made, int index) {
     made.stack_pointer = top;
 }
 
-Cta* start(const Index& index, int threads, int dynamic_bytes) {
+Cta* start(const Index& index, Cluster* cluster, int threads, int dynamic_bytes) {
     Cta* made = new Cta;
     made->index = index;
+    made->cluster = cluster;
+    made->rank = cluster->ctas.size();
+    cluster->ctas.push_back(made);
     made->dynamic_bytes = dynamic_bytes;
     made->memory = static_cast<unsigned char*>(aligned_alloc(1024, kDynamicBytes + kStaticBytes));
     memset(made->memory, 0xff, kDynamicBytes + kStaticBytes);
@@ -115,16 +118,32 @@ Cta* start(const Index& index, int threads, int dynamic_bytes) {
     return made;
 }
 
-void end(Cta* ended) {
-    for (Thread& one : ended->threads) free(one.stack);
-    free(ended->memory);
+// The CTAs of cluster `number` of the grid.
+Cluster* start_cluster(unsigned long number, const Index& size, int threads, int dynamic_bytes) {
+    const unsigned columns = grid_size.x / size.x, rows = grid_size.y / size.y;
+    const Index first = {unsigned(number % columns) * size.x, unsigned(number / columns % rows) * size.y,
+                         unsigned(number / columns / rows) * size.z};
+    Cluster* made = new Cluster;
+    for (unsigned z = 0; z < size.z; ++z)
+        for (unsigned y = 0; y < size.y; ++y)
+            for (unsigned x = 0; x < size.x; ++x)
+                start({first.x + x, first.y + y, first.z + z}, made, threads, dynamic_bytes);
+    return made;
+}
+
+void end(Cluster* ended) {
+    for (Cta* one : ended->ctas) {
+        for (Thread& each : one->threads) free(each.stack);
+        free(one->memory);
+        delete one;
+    }
     delete ended;
 }
 
-bool is_done(const Cta& one) {
-    for (const Thread& each : one.threads)
-        if (!each.done) return false;
-    return one.copies.empty();
+bool is_done(const Cluster& cluster) {
+    for (const Cta* one : cluster.ctas)
+        if (!has_ended(*one) || !one->copies.empty()) return false;
+    return true;
 }
 
 // Runs the lanes of a warp that can run; how many of them did more than spin.
@@ -173,7 +192,9 @@ bool take_turn(Cta* one) {
 }
 
 // What every thread waits for.
-std::string deadlock(const std::vector<Cta*>& ctas) {
+std::string deadlock(const std::vector<Cluster*>& clusters) {
+    std::vector<const Cta*> ctas;
+    for (const Cluster* one : clusters) ctas.insert(ctas.end(), one->ctas.begin(), one->ctas.end());
     std::string text = "deadlock";
     for (const Cta* one : ctas) {
         std::map<std::string, std::vector<int>> threads;
@@ -191,6 +212,12 @@ std::string deadlock(const std::vector<Cta*>& ctas) {
 }
 
 }  // namespace
+
+bool has_ended(const Cta& one) {
+    for (const Thread& each : one.threads)
+        if (!each.done) return false;
+    return true;
+}
 
 void fail(const char* format, ...) {
     char text[400];
@@ -250,9 +277,9 @@ unsigned shared_address(const void* pointer) {
 }  // namespace emulator
 
 // Runs a grid to its end. Returns 0, or 1 and a report.
-extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid, int threads,
-                               int dynamic_bytes, int multiprocessors, unsigned seed, const void* params,
-                               char* text, int size) {
+extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid, const unsigned* cluster,
+                               int threads, int dynamic_bytes, int multiprocessors, unsigned seed,
+                               const void* params, char* text, int size) {
     using namespace emulator;
     random_number.seed(seed);
     report.clear();
@@ -261,23 +288,23 @@ extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid,
     kernel_params = params;
     grid_size = {grid[0], grid[1], grid[2]};
     block_size = {static_cast<unsigned>(threads), 1, 1};
-    const unsigned long total = 1ul * grid[0] * grid[1] * grid[2];
+    const Index cluster_size = {cluster[0], cluster[1], cluster[2]};
+    const unsigned long ctas = 1ul * cluster[0] * cluster[1] * cluster[2];
+    const unsigned long total = 1ul * grid[0] * grid[1] * grid[2] / ctas;
     unsigned long started = 0;
-    std::vector<Cta*> under_way;
+    std::vector<Cluster*> under_way;
     int idle = 0;
     try {
         while (report.empty() && (started < total || !under_way.empty())) {
-            while (started < total && under_way.size() < static_cast<size_t>(multiprocessors)) {
-                const unsigned x = started % grid[0], y = started / grid[0] % grid[1];
-                under_way.push_back(
-                    start({x, y, unsigned(started / grid[0] / grid[1])}, threads, dynamic_bytes));
-                ++started;
-            }
+            while (started < total &&
+                   (under_way.empty() || (under_way.size() + 1) * ctas <= unsigned(multiprocessors)))
+                under_way.push_back(start_cluster(started++, cluster_size, threads, dynamic_bytes));
             bool progress = false;
-            for (Cta* one : under_way)
-                if (report.empty()) progress |= take_turn(one);
-            for (size_t i = 0; i < under_way.size();) {
-                if (report.empty() && is_done(*under_way[i])) {
+            for (const Cluster* one : under_way)
+                for (Cta* each : one->ctas)
+                    if (report.empty()) progress |= take_turn(each);
+            for (size_t i = 0; i < under_way.size() && report.empty();) {
+                if (is_done(*under_way[i])) {
                     end(under_way[i]);
                     under_way.erase(under_way.begin() + i);
                     progress = true;
@@ -288,8 +315,9 @@ extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid,
             idle = progress ? 0 : idle + 1;
             if (idle > kIdleTurns) report = deadlock(under_way);
         }
-    } catch (int) {}
-    for (Cta* one : under_way) end(one);
+    } catch (int) {
+    }
+    for (Cluster* one : under_way) end(one);
     if (report.empty()) return 0;
     snprintf(text, size, "%s", report.c_str());
     return 1;

@@ -55,6 +55,15 @@ void wgmma_issue(const Product& product);
 void wgmma_commit();
 void wgmma_wait(unsigned left);
 
+// ---- clusters. A rank's address is one in its shared memory.
+
+unsigned cluster_rank();
+unsigned remote_address(unsigned address, unsigned rank);
+void cluster_arrive();
+void cluster_wait();
+void mbarrier_arrive_remote(unsigned bar, unsigned rank);
+void store_remote(unsigned dst, unsigned bar, const void* values, int bytes);  // counted on the barrier
+
 // ---- copies
 
 void copy_async(unsigned dst, const void* src, int bytes, bool reads);  // cp.async; or zeros
@@ -64,6 +73,7 @@ void copy_async_wait();
 // `map` is what emulator/device.py makes in place of the driver's.
 enum class Transfer { kLoad, kStore, kAdd };
 void tensor_copy(Transfer transfer, const void* map, unsigned shared, unsigned bar, const int* c, int dims);
+void tensor_multicast(unsigned ranks, const void* map, unsigned dst, unsigned bar, const int* c, int dims);
 void bulk_load(unsigned dst, const void* src, unsigned bytes, unsigned bar);
 void bulk_add_f32(float* dst, unsigned src, unsigned bytes);
 void bulk_commit();

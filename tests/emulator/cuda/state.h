@@ -24,6 +24,7 @@ struct BulkGroup {
 struct Thread {
     int index = 0;
     bool done = false;
+    unsigned cluster_turn = 0;  // of the cluster's barrier when it last arrived there
     char* stack = nullptr;
     void* stack_pointer = nullptr;
     std::function<bool()> may_go_on;     // empty: it can run
@@ -65,8 +66,18 @@ struct NamedBarrier {
     Votes votes{false, true}, result[2] = {};
 };
 
+struct Cta;
+
+struct Cluster {
+    std::vector<Cta*> ctas;  // by rank
+    unsigned turn = 0;       // of the barrier
+    size_t arrived = 0;
+};
+
 struct Cta {
     Index index{};
+    Cluster* cluster = nullptr;
+    unsigned rank = 0;
     unsigned char* memory = nullptr;  // dynamic shared memory, then static
     int dynamic_bytes = 0, static_bytes = 0;
     std::map<int, int> static_offsets;
@@ -77,6 +88,8 @@ struct Cta {
     NamedBarrier named[16];
     std::vector<std::function<void()>> copies;  // under way; they land in any order
 };
+
+bool has_ended(const Cta& one);  // all of its threads
 
 extern Cta* cta;        // of the running thread, or of the copy that lands
 extern Thread* thread;  // null while a copy lands

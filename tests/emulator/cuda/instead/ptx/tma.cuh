@@ -16,7 +16,8 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {}
     }                                                                                                        \
     __device__ __forceinline__ void tma_load_##DIMS##d_multicast(u32 dst, const TensorMap* map, u32 bar,     \
                                                                  u16 cta_mask, PARAMETERS) {                 \
-        emulator::fail("clusters are not emulated");                                                         \
+        const int c[] = {__VA_ARGS__};                                                                       \
+        emulator::tensor_multicast(cta_mask, map, dst, bar, c, DIMS);                                        \
     }                                                                                                        \
     __device__ __forceinline__ void tma_prefetch_##DIMS##d(const TensorMap* map, PARAMETERS) {}              \
     __device__ __forceinline__ void tma_store_##DIMS##d(const TensorMap* map, u32 src, PARAMETERS) {         \
