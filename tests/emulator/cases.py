@@ -23,8 +23,9 @@ from rawmla.testing.prefix import PrefixCase, make_prefix_inputs
 
 from .device import Emulator
 
-if "tests/gpu" not in sys.path:  # pytest has it already
-    sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+GPU_TESTS = str(Path(__file__).parents[1] / "gpu")
+if GPU_TESTS not in sys.path:  # pytest has it already
+    sys.path.append(GPU_TESTS)
 
 import flex_calls  # noqa: E402
 import gpu_support  # noqa: E402

@@ -11,7 +11,8 @@ constexpr int kRankShift = 24;  // in an address, of the rank + 1
 // Calls `action` as if the CTA of that rank ran.
 template <class Action>
 void in_cta(unsigned rank, Action action) {
-    if (rank >= cta->cluster->ctas.size()) fail("CTA %u of a cluster of %zu", rank, cta->cluster->ctas.size());
+    if (rank >= cta->cluster->ctas.size())
+        fail("CTA %u of a cluster of %zu", rank, cta->cluster->ctas.size());
     Cta* const own = cta;
     Cta* const other = cta->cluster->ctas[rank];
     if (has_ended(*other)) fail("CTA %u of the cluster has ended: its shared memory is gone", rank);
@@ -39,7 +40,9 @@ void cluster_wait() {
     const Cluster& cluster = *cta->cluster;
     const unsigned turn = thread->cluster_turn;
     wait([&cluster, turn] { return cluster.turn != turn; },
-         [&cluster] { return formatted("the barrier of the cluster: %zu threads are there", cluster.arrived); });
+         [&cluster] {
+             return formatted("the barrier of the cluster: %zu threads are there", cluster.arrived);
+         });
 }
 
 void mbarrier_arrive_remote(unsigned bar, unsigned rank) {
@@ -62,8 +65,7 @@ void store_remote(unsigned dst, unsigned bar, const void* values, int bytes) {
 
 void tensor_multicast(unsigned ranks, const void* map, unsigned dst, unsigned bar, const int* c, int dims) {
     for (unsigned rank = 0; ranks >> rank; ++rank)
-        if (ranks >> rank & 1)
-            in_cta(rank, [&] { tensor_copy(Transfer::kLoad, map, dst, bar, c, dims); });
+        if (ranks >> rank & 1) in_cta(rank, [&] { tensor_copy(Transfer::kLoad, map, dst, bar, c, dims); });
 }
 
 }  // namespace emulator

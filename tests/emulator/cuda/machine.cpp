@@ -315,8 +315,7 @@ extern "C" int emulator_launch(void (*entry)(const void*), const unsigned* grid,
             idle = progress ? 0 : idle + 1;
             if (idle > kIdleTurns) report = deadlock(under_way);
         }
-    } catch (int) {
-    }
+    } catch (int) {}
     for (Cluster* one : under_way) end(one);
     if (report.empty()) return 0;
     snprintf(text, size, "%s", report.c_str());
