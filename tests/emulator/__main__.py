@@ -14,8 +14,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rawmla.testing import DenseCase, SparseCase
+from rawmla.testing.flex import FlexCase
+from rawmla.testing.mha import MhaCase
+from rawmla.testing.prefix import PrefixCase
+
 from . import BuildError, EmulationError, Emulator, missing_reason
-from .cases import CASES, check, running_on
+
+CASES = {
+    "mha": MhaCase,
+    "prefix": PrefixCase,
+    "flex": FlexCase,
+    "dense_decode": DenseCase,
+    "sparse_decode": SparseCase,
+    "sparse_prefill": SparseCase,
+}
+"""Families of calls, and their cases."""
 
 
 def main() -> int:
@@ -33,6 +47,8 @@ def main() -> int:
     reason = missing_reason()
     if reason is not None:
         parser.error(reason)
+    from .cases import check, running_on  # torch is imported
+
     case = CASES[given.family](**dict(_field(word) for word in given.field))
     emulator = Emulator(given.folder, sm_count=given.sms)
     with running_on(emulator):

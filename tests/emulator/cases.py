@@ -34,16 +34,6 @@ import prefix_calls  # noqa: E402
 import test_prefill_sanitizer as prefill_calls  # noqa: E402
 import test_sparse_sanitizer as sparse_calls  # noqa: E402
 
-CASES = {
-    "mha": MhaCase,
-    "prefix": PrefixCase,
-    "flex": FlexCase,
-    "dense_decode": DenseCase,
-    "sparse_decode": SparseCase,
-    "sparse_prefill": SparseCase,
-}
-"""Families of calls, and their cases."""
-
 
 @contextlib.contextmanager
 def running_on(emulator: Emulator) -> Iterator[Emulator]:
