@@ -43,7 +43,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many schedules, one after the other")
     parser.add_argument("--sms", type=int, default=4, help="multiprocessors: CTAs that run together")
     parser.add_argument("--folder", type=Path, default=Path("build/emulator"), help="of compiled kernels")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     reason = missing_reason()
     if reason is not None:
         parser.error(reason)
