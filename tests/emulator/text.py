@@ -41,7 +41,10 @@ def _shared_memory(text: str) -> str:
 
 
 def without_ptx(name: str, text: str) -> tuple[str, set[str]]:
-    """A source with the functions of `INSTEAD` where it has PTX, and the names of those that it lost."""
+    """A source with the functions of `INSTEAD` where it has PTX, and the names of those that it lost.
+
+    Raises NotImplementedError if there are none for it.
+    """
     text = _THREAD.sub(r"\1 = threadIdx.x;", text)
     plain = _OPAQUE.sub(lambda found: " " * len(found[0]), text)  # for braces
     cut: list[tuple[int, int, str]] = []
@@ -49,9 +52,12 @@ def without_ptx(name: str, text: str) -> tuple[str, set[str]]:
         end = _end_of_block(plain, found.end())
         if _PTX.search(text, found.end(), end):
             cut.append((found.start(), end, found[1]))
+    lost = {function for _, _, function in cut}
+    if lost and not (INSTEAD / name).exists():
+        raise NotImplementedError(f"{name}: nothing stands in place of the PTX of {', '.join(sorted(lost))}")
     for i, (start, end, _) in reversed(list(enumerate(cut))):
         text = text[:start] + ((INSTEAD / name).read_text() if i == 0 else "") + text[end:]
-    return text, {lost for _, _, lost in cut}
+    return text, lost
 
 
 def _end_of_block(plain: str, at: int) -> int:
@@ -63,7 +69,7 @@ def _end_of_block(plain: str, at: int) -> int:
 
 
 def signatures(text: str) -> set[str]:
-    """Names and types of the parameters of all functions of a preprocessed header."""
+    """Of all functions of a preprocessed header: names, and types of the parameters."""
     found = set()
     for match in re.finditer(r"__device__ __forceinline__ ([^;{}]*?)\{", text):
         declared = " ".join(match[1].split())
