@@ -75,7 +75,7 @@ class Emulator:
         if len(params) != expected:
             raise ValueError(f"params: expected {expected} bytes, got {len(params)}")
         memory, address = aligned_buffer(len(params), _PARAMS_ALIGN)
-        memory[:] = bytes(params)
+        memory[:] = params
         report = ctypes.create_string_buffer(_REPORT_BYTES)
         failed = self._launch(
             library.emulator_entry,
@@ -149,7 +149,7 @@ class EmulatedKernel:
         def launch(stream: int, *members: Any, **context: Any) -> None:
             packed = bytearray(params)
             changing.pack_into(packed, 0, *members)
-            self.launch(grid, packed, stream, **options)
+            self.launch(grid, bytes(packed), stream, **options)
 
         return SimpleNamespace(launch=launch)
 
@@ -221,7 +221,7 @@ class HostTensors(arrays.TorchFramework):
     def read(self, x: Any, name: str) -> arrays.Fields:
         """See `TorchFramework.read`."""
         *fields, _ = super().read(_OnDevice(x), name)
-        return (*fields, x)  # type: ignore[return-value]
+        return (*fields, x)
 
     def is_capturing(self, device: int) -> bool:
         """Never."""

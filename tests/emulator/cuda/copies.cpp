@@ -1,5 +1,5 @@
-// Copies that run beside the threads: cp.async, TMA and bulk copies. Each lands at a time of its own, and
-// those that nobody waits for as late as possible.
+// Copies that run beside the threads: cp.async, TMA and bulk copies. Each lands at a random time of its own;
+// cp.async that no barrier counts lands when its thread waits for it.
 #include <cstdint>
 #include <cstring>
 
