@@ -27,6 +27,7 @@ SEEDS = range(1, 9)
 
 KERNEL = """
 #include "layout/swizzled_tile.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
@@ -57,7 +58,13 @@ def run(emulator: Emulator, tmp_path: Path) -> Any:
     (tmp_path / "kernels").mkdir()
 
     def run(
-        text: str, threads: int = 128, count: int = 128, given: Any = None, ctas: int = 1, seed: int = 1
+        text: str,
+        threads: int = 128,
+        count: int = 128,
+        given: Any = None,
+        ctas: int = 1,
+        cluster: int = 1,
+        seed: int = 1,
     ) -> Any:
         (tmp_path / "kernels" / "probe.cu").write_text(KERNEL + text + "}\n")
         spec = KernelSpec("probe", (), threads=threads, smem_bytes=65536 + 64)
@@ -66,7 +73,9 @@ def run(emulator: Emulator, tmp_path: Path) -> Any:
         memory = np.full(count + 4, np.nan, np.float32)
         out = memory[-memory.ctypes.data % 16 // 4 :][:count]
         params = np.array([source.ctypes.data, out.ctypes.data], np.int64).tobytes()
-        emulator.run(spec, build_kernel(spec, emulator.folder, tmp_path), (ctas, 1, 1), params)
+        emulator.run(
+            spec, build_kernel(spec, emulator.folder, tmp_path), (ctas, 1, 1), params, (cluster, 1, 1)
+        )
         return out
 
     return run
@@ -297,6 +306,51 @@ def test_a_wait_for_a_cta_that_never_writes(run: Any) -> None:
     report = r"deadlock\n  CTA \(0, 0, 0\): 32 threads \(0 1 2 3 \.\. 31\) wait for a value in global memory$"
     with pytest.raises(EmulationError, match=report):
         run(text, threads=32)
+
+
+CLUSTER = """
+    if (thread == 0) mbarrier_init(bar, 1);
+    cluster_arrive();
+    cluster_wait();
+    if (thread == 0) {
+        const u32 other = cluster_ctarank() ^ 1;
+        mbarrier_arrive_expect_tx(bar, 4);
+        store_async_4(remote_address(smem, other), remote_address(bar, other), __float_as_uint(blockIdx.x));
+        mbarrier_wait_parity(bar, 0);
+        params.out[blockIdx.x] = values[0];
+    }
+"""
+
+
+def test_clusters(run: Any) -> None:
+    """Each CTA of a pair gets the other's number. Without the barrier of the cluster, it may be too early."""
+    from emulator import EmulationError
+
+    late = 0
+    for seed in SEEDS:
+        out = run(CLUSTER, ctas=8, cluster=2, count=8, seed=seed)
+        np.testing.assert_array_equal(out, [1, 0, 3, 2, 5, 4, 7, 6])
+        try:
+            run(CLUSTER.replace("cluster_wait();", ""), ctas=8, cluster=2, count=8, seed=seed)
+        except EmulationError as error:
+            assert "no mbarrier at 65536 of shared memory" in str(error)
+            late += 1
+    assert late
+
+
+def test_a_cta_of_the_cluster_that_has_ended(run: Any) -> None:
+    from emulator import EmulationError
+
+    text = """
+    if (cluster_ctarank() == 1) {
+        *params.out = 0.0f;
+    } else {
+        while (load_acquire(reinterpret_cast<int*>(params.out)) != 0) {}
+        mbarrier_arrive_remote(bar, 1);
+    }
+    """
+    with pytest.raises(EmulationError, match="CTA 1 of the cluster has ended: its shared memory is gone$"):
+        run(text, threads=1, ctas=2, cluster=2)
 
 
 def test_parameters_of_another_size(emulator: Emulator) -> None:
