@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import benchlib
-from benchlib import against, families, files, nogpu, plot, report, source
+from benchlib import against, ahead, families, files, nogpu, plot, report, source
 from rawmla.testing.gpu import missing_hopper_reason
 
 SUSTAINED_TOTAL_SECONDS = 300.0
@@ -220,7 +220,12 @@ def measure_all(result: dict[str, Any], options: argparse.Namespace, settings: f
 
 def run_timed(options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Compile, measure into `result`, print the tables."""
-    kernels = compile_kernels()
+    beside = ahead.Ahead(options.chosen)
+    try:
+        kernels = compile_kernels()
+        beside.wait()
+    finally:
+        beside.stop()
     settings = families.Settings(
         options.replays, sustain_seconds(options.chosen, options.sustain_seconds), options.compare
     )

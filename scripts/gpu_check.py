@@ -2,12 +2,12 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
 Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests heat the GPU and slow it),
-`tests` (every test file by several processes, then those that measure time by themselves), `sanitizer` (the
-cases marked `sanitizer`, under each tool of compute-sanitizer; keep their shapes tiny). Each result is merged
-into the record as soon as it exists, of the benchmark each case, so the stages, and even the files or cases
-of one stage, can run in separate commands. A record made from other sources, on another GPU model or with
-another driver is started afresh. Tests that need two GPUs run where there are two, and are counted as
-skipped elsewhere.
+`tests` (every test file by several processes, long tests first, then those that measure time by themselves),
+`sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
+side; keep their shapes tiny). Each result is merged into the record as soon as it exists, of the benchmark
+each case, so the stages, and even the files or cases of one stage, can run in separate commands. A record
+made from other sources, on another GPU model or with another driver is started afresh. Tests that need two
+GPUs run where there are two, and are counted as skipped elsewhere.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,21 @@ SECONDS_BETWEEN_LOOKS = 1.0
 """At the results of the benchmark while it runs."""
 SANITIZER_ERROR = 86
 """Exit status that compute-sanitizer is told to give when it finds something."""
+SANITIZER_PORT, SANITIZER_PORTS = 49152, 16
+"""The first of the ports by which compute-sanitizer and the process that it watches find each other, and how
+many each has for itself: it tries ten, which are too few for all of them together.
+"""
+SANITIZER_PATIENCE = ("--launch-timeout", "300")
+"""For imports of many processes at once, before their first call of CUDA: a minute by default."""
+CORES = os.cpu_count() or 1
+PROCESSES = max(1, min(15, CORES - 1))
+"""Of pytest-xdist: more would leave a test too small a share of the GPU's memory."""
+ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""For processes side by side. As many threads as there are cores, in each of them, would make every small
+operation on the CPU wait for the others, and torch.compile would start as many processes.
+"""
+LONG_SECONDS = 3.0
+"""Tests of so many seconds are in the record by name, for the next run to begin with."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -56,12 +72,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
     parser.add_argument(
         "--test-args",
-        default="-n 4 --dist loadfile",
+        default=f"-n {PROCESSES} --dist load --maxschedchunk 4",
         metavar="TEXT",
-        help="how pytest-xdist runs the tests (default: %(default)r, four processes share the GPU)",
+        help="how pytest-xdist runs the tests (default: %(default)r, so many processes share the GPU)",
     )
     parser.add_argument(
         "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
+    )
+    parser.add_argument(
+        "--sanitizer-parts",
+        type=int,
+        default=max(1, min(4, CORES // len(SANITIZER_TOOLS))),
+        metavar="N",
+        help="parts of the cases, each in a process, that every tool watches (default %(default)d)",
     )
     parser.add_argument(
         "--sanitizer-args",
@@ -80,7 +103,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", type=Path, default=RECORD, help="the record to merge into (default docs/gpu-record.json)"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.sanitizer_parts < 1:
+        parser.error("argument --sanitizer-parts: expected at least 1")
+    return options
 
 
 def stages_of(options: argparse.Namespace) -> list[str]:
@@ -135,7 +161,8 @@ def describe_machine() -> dict[str, Any]:
 
 def empty_counts() -> dict[str, Any]:
     """Of a file that no test was reported of."""
-    return {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": [], "skip_reasons": {}}
+    counts = {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0}
+    return {**counts, "failures": [], "skip_reasons": {}, "long": {}}
 
 
 def file_of(case: ElementTree.Element) -> str:
@@ -145,17 +172,21 @@ def file_of(case: ElementTree.Element) -> str:
 
 
 def parse_junit(text: str) -> dict[str, dict[str, Any]]:
-    """Per test file its counts, seconds, the names of what failed and why tests were skipped, from pytest's
-    JUnit XML.
+    """Per test file its counts, seconds, the names of what failed, why tests were skipped, and the seconds of
+    long tests by name, from pytest's JUnit XML.
     """
     found: dict[str, dict[str, Any]] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
         counts = found.setdefault(file_of(case), empty_counts())
-        counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
+        name = f"{case.get('classname')}::{case.get('name')}"
+        seconds = float(case.get("time", "0"))
+        counts["seconds"] = round(counts["seconds"] + seconds, 3)
+        if seconds >= LONG_SECONDS:
+            counts["long"][name] = seconds
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
-            counts["failures"].append(f"{case.get('classname')}::{case.get('name')}")
+            counts["failures"].append(name)
         elif skipped is not None:
             counts["skipped"] += 1
             reason = skipped.get("message", "")
@@ -174,10 +205,10 @@ def sum_counts(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_pytest(
-    arguments: list[str], prefix: list[str], environment: dict[str, str]
+    arguments: list[str], prefix: list[str], environment: dict[str, str], *, show: bool = True
 ) -> tuple[dict[str, dict[str, Any]], int, str]:
-    """Run pytest with a JUnit report; returns the counts per file, exit status and output (shown as it
-    comes).
+    """Run pytest with a JUnit report; returns the counts per file, exit status and output, which is also
+    shown as it comes unless `show` is off.
     """
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
@@ -205,11 +236,34 @@ def run_pytest(
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
-            print(line, end="", flush=True)
+            if show:
+                print(line, end="", flush=True)
             lines.append(line)
         status = process.wait()
         results = parse_junit(junit.read_text()) if junit.exists() else {}
     return results, status, "".join(lines)
+
+
+def known_seconds(*records: dict[str, Any]) -> dict[str, float]:
+    """What a test took, by its name where it was long, and in the mean of a file by the file's name; of
+    several records the first one that has a file counts.
+    """
+    known: dict[str, float] = {}
+    for record in records:
+        for name, counts in record["tests"].items():
+            number = counts["passed"] + counts["failed"]
+            if name not in known and number:
+                known |= counts.get("long", {})
+                known[name] = counts["seconds"] / number
+    return known
+
+
+def side_by_side(record: dict[str, Any], folder: Path) -> dict[str, str]:
+    """The environment of processes beside others: ONE_THREAD_EACH, and the order of tests/conftest.py."""
+    records = [record] + ([json.loads(RECORD.read_text())] if RECORD.exists() else [])
+    path = folder / "seconds.json"
+    path.write_text(json.dumps(known_seconds(*records)))
+    return {**ONE_THREAD_EACH, "TEST_SECONDS": str(path)}
 
 
 def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
@@ -223,7 +277,9 @@ def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
     for chosen, arguments in ((together, shlex.split(options.test_args)), (alone, [])):
         if not chosen:
             continue
-        results, status, _ = run_pytest([*arguments, *chosen], [], {})
+        with tempfile.TemporaryDirectory() as folder:
+            environment = side_by_side(record, Path(folder)) if chosen is together else {}
+            results, status, _ = run_pytest([*arguments, *chosen], [], environment)
         for name, counts in results.items():
             record["tests"][name] = {**counts, "gpus": record["gpus"]}
         good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
@@ -240,10 +296,35 @@ def sanitizer_errors(output: str) -> int | None:
     return sum(int(a or b) for a, b in found) if found else None
 
 
+def files_with_marker(marker: str) -> list[str]:
+    """The test files under tests/gpu that have the marker: importing the others would only take time."""
+    text = f"pytest.mark.{marker}"
+    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in paths if text in path.read_text()]
+
+
+def sanitizer_verdict(parts: list[tuple[dict[str, dict[str, Any]], int, str]]) -> dict[str, Any]:
+    """What one tool says, from the counts, exit status and output of each part of the cases.
+
+    Clean means of every part: pytest passed, at least one case ran, and the tool's own summary counts zero
+    errors. `errors` is None where a part has no summary, `exit_status` the first one that is not 0.
+    """
+    counts = [sum_counts(results) for results, _, _ in parts]
+    errors = [sanitizer_errors(output) for _, _, output in parts]
+    statuses = [status for _, status, _ in parts]
+    return {
+        **{key: sum(count[key] for count in counts) for key in ("passed", "failed", "skipped")},
+        "failures": [name for count in counts for name in count["failures"]],
+        "errors": None if None in errors else sum(number or 0 for number in errors),
+        "exit_status": next((status for status in statuses if status), 0),
+        "clean": not any(statuses) and all(c["passed"] for c in counts) and all(e == 0 for e in errors),
+    }
+
+
 def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
     """Run the marked cases under each tool and merge the verdicts; True when all are clean.
 
-    Clean means: pytest passed, at least one case ran, and the tool's own summary counts zero errors.
+    Each tool watches several parts of the cases, in processes of their own, and all run side by side.
     torch's allocator hands out memory without caching, so that an access outside one array is outside an
     allocation.
     """
@@ -251,27 +332,34 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
     if program is None:
         print("compute-sanitizer is not on the PATH: stage skipped")
         return False
+    extra = shlex.split(options.sanitizer_args)
+    chosen = ["-m", "sanitizer", *files_with_marker("sanitizer")]
+    start = time.monotonic()
     good = True
-    for tool in options.tools:
-        extra = shlex.split(options.sanitizer_args)
-        prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR), *extra]
-        start = time.monotonic()
-        results, status, output = run_pytest(
-            ["-m", "sanitizer", "tests/gpu"], prefix, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        )
-        errors = sanitizer_errors(output)
-        counts = sum_counts(results)
-        clean = status == 0 and counts["passed"] > 0 and errors == 0
-        record["sanitizer"][tool] = {
-            **counts,
-            "seconds": round(time.monotonic() - start, 1),
-            "errors": errors,
-            "exit_status": status,
-            "clean": clean,
-            "options": options.sanitizer_args,
-        }
-        good &= clean
-        save_record(record, options.record)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ThreadPoolExecutor(options.sanitizer_parts * len(options.tools)) as pool,
+    ):
+        environment = {**side_by_side(record, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+        def run(tool: str, part: int) -> tuple[tuple[dict[str, dict[str, Any]], int, str], float]:
+            prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
+            number = options.tools.index(tool) * options.sanitizer_parts + part
+            prefix += ["--port", str(SANITIZER_PORT + SANITIZER_PORTS * number), *SANITIZER_PATIENCE, *extra]
+            one = {**environment, "TEST_PART": f"{part}/{options.sanitizer_parts}"}
+            return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
+
+        parts = range(1, options.sanitizer_parts + 1)
+        running = {tool: [pool.submit(run, tool, part) for part in parts] for tool in options.tools}
+        for tool, futures in running.items():
+            results, seconds = zip(*[future.result() for future in futures], strict=True)
+            for part, (_, _, output), ended in zip(parts, results, seconds, strict=True):
+                print(f"{tool}, part {part} of {len(parts)}, {ended:.0f} s:\n{output}", flush=True)
+            verdict = sanitizer_verdict(list(results))
+            settings = {"seconds": max(seconds), "options": options.sanitizer_args}
+            record["sanitizer"][tool] = {**verdict, **settings}
+            good &= verdict["clean"]
+            save_record(record, options.record)
     return good
 
 

@@ -1,11 +1,17 @@
 """Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU. For tests
 that run kernels without one there is an emulated device.
+
+scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
+tests took, those of files that it does not know come first then, and those that took longest after them; with
+`TEST_PART` 2/5 only the second of five parts runs.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +32,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def junit_name(nodeid: str) -> str:
+    """A test as JUnit reports name it: class and name."""
+    path, bracket, parameters = nodeid.partition("[")
+    file, *classes, name = path.split("::")
+    module = file.removesuffix(".py").replace("/", ".")
+    return f"{'.'.join([module, *classes])}::{name}{bracket}{parameters}"
+
+
+class Order:
+    """Which tests run, and in what order, where the environment says so. After -m and -k."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if "TEST_SECONDS" in os.environ:
+            seconds = json.loads(Path(os.environ["TEST_SECONDS"]).read_text())
+
+            def known(item: pytest.Item) -> float:
+                file = item.nodeid.partition("::")[0]
+                return float(seconds.get(junit_name(item.nodeid), seconds.get(file, inf)))
+
+            items.sort(key=known, reverse=True)  # those of a file stay together
+        if "TEST_PART" in os.environ:
+            part, parts = map(int, os.environ["TEST_PART"].split("/"))
+            chosen = items[part - 1 :: parts]
+            config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+            items[:] = chosen
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Order())
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,9 @@ def test_the_comparison_takes_rounded_results(case: PrefixCase) -> None:
     check_prefix(inputs, rounded(inputs))
 
 
-def test_the_comparison_finds_what_is_wrong() -> None:
+@pytest.mark.parametrize("part", (1 << 24, 100))
+def test_the_comparison_finds_what_is_wrong(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", part)
     inputs = make_prefix_inputs(PrefixCase(**{**SMALL, "d": 64}), "cpu")
 
     def fails(text: str, change: Any) -> None:
@@ -120,9 +122,11 @@ def test_the_comparison_finds_what_is_wrong() -> None:
     fails("L2 error of a row of out 4", lambda o: o[3, 1].mul_(1.02))
 
 
+@pytest.mark.parametrize("part", (1 << 24, 100))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_the_comparison_of_bytes(dtype: str) -> None:
+def test_the_comparison_of_bytes(dtype: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes what products in the dtype give, and refuses rounding towards 0 and other errors."""
+    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", part)
     case = PrefixCase(query_lengths=(60, 40), contexts=(70, 3), d=64, out_scale=0.01, dtype=dtype)
     inputs = make_prefix_inputs(case, "cpu")
     want = torch_reference(inputs) / 0.01

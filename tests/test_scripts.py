@@ -1,8 +1,11 @@
 """The scripts' arithmetic, file formats and reports; nothing here needs a GPU."""
 
 import gc
+import importlib.util
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +28,7 @@ import gpu_check  # noqa: E402
 import update_figures  # noqa: E402
 from benchlib import (  # noqa: E402
     against,
+    ahead,
     cases,
     columns,
     families,
@@ -665,6 +669,8 @@ def without_measuring(
         monkeypatch.setitem(family.__dict__, "measure", one)
     kernels = [{"label": "a", "nvrtc": "0.0"}, {"label": "b", "nvrtc": "0.0"}]
     monkeypatch.setattr(bench, "why_no_timing", lambda: None)
+    monkeypatch.setenv(ahead.COMPILE_THREADS, "1")
+    monkeypatch.setattr(ahead, "begin", lambda names: subprocess.Popen([sys.executable, "-c", ""]))
     monkeypatch.setattr(nogpu, "compile_all", did("compile", kernels))
     environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
     monkeypatch.setattr(bench, "environment", did("environment", environment))
@@ -781,6 +787,95 @@ def test_what_fails_after_the_cases_costs_no_row(tmp_path: Path, monkeypatch: py
     run = json.loads(path.read_text())
     assert run["errors"] == ["ceilings and host time after the cases: RuntimeError: CUDA error: no more"]
     assert len(run["rows"]) == len(families.select(SOME_CASES)) and "host" not in run
+
+
+def test_flex_cases_are_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in one of the processes, which begin before the kernels are compiled and end before anything is
+    timed; a single case needs none.
+    """
+    done = without_measuring(monkeypatch, lambda case, settings: good_row(case))
+    begun: list[str] = []
+
+    class Process:
+        def wait(self) -> None:
+            done.append("waited")
+
+        def kill(self) -> None:
+            done.append("killed")
+
+    def begin(names: Any) -> Any:
+        done.append("begun")
+        begun.extend(names)
+        return Process()
+
+    monkeypatch.setattr(ahead, "begin", begin)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 3)
+    assert bench.main(["--cases", "^flex-b|metadata-b1$"]) == 0
+    assert sorted(begun) == sorted(case.id for case in flex_cases.flex_cases())
+    after = ["killed", "waited"] * 3  # what has ended already
+    assert done[:12] == ["begun"] * 3 + ["compile"] + ["waited"] * 3 + after[:5]
+    assert done[12:15] == [after[5], "environment", "ceilings"]
+    assert "compiled the functions of flex cases: 0 s" in capsys.readouterr().err
+    done.clear()
+    begun.clear()
+    assert bench.main(["--cases", "^flex-.*-full$|metadata-b1$"]) == 0 and begun == []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nogpu, "compile_all", interrupted)
+    done.clear()
+    assert bench.main(["--cases", "^flex-b"]) == bench.INTERRUPTED
+    assert done == ["begun"] * 3 + after
+
+
+def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A case's own call and those beside it; one that fails does not keep the others."""
+    pytest.importorskip("torch")
+    from benchlib import flex_measure, peers
+
+    called: list[tuple[str, str]] = []
+
+    def prepare(case: Any) -> Any:
+        called.append(("ours", case.id))
+        if case.mask == "window":
+            raise ValueError("no window\nat all")
+        return types.SimpleNamespace(inputs=case.id)
+
+    def calls(name: str) -> Callable[[Any, Any], list[Any]]:
+        def one(case: Any, inputs: Any) -> list[Any]:
+            assert inputs == case.id
+            called.append((name, case.id))
+            raise ImportError("not here")
+
+        return one
+
+    monkeypatch.setattr(flex_measure, "prepare", prepare)
+    monkeypatch.setattr(peers, "FLEX", [peers.Peer(name, name, calls(name)) for name in ("A", "B")])
+    full, causal, _, window, *_, further = flex_cases.flex_cases()
+    ahead.compile_cases([case.id for case in (window, further, full)])
+    assert called == [
+        ("ours", window.id),
+        ("ours", further.id),
+        *((name, full.id) for name in ("ours", "A", "B")),
+    ]
+    assert capsys.readouterr().err == f"not compiled ahead: {window.id}: ValueError: no window\n"
+
+
+def test_a_process_that_compiles_ahead() -> None:
+    """It finds its modules, and the cases that it is given."""
+    process = ahead.begin([])
+    assert process.wait(timeout=60) == 0
+
+
+def test_progress() -> None:
+    stream = io.StringIO()
+    progress = report.Progress(10, stream)
+    for text in ("one", "two"):
+        progress.step(text)
+    assert stream.getvalue() == "[ 1/10]    0 s,  0.0 s  one\n[ 2/10]    0 s,  0.0 s  two\n"
 
 
 def test_an_interrupted_benchmark_leaves_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1950,7 +2045,7 @@ JUNIT = """<testsuites><testsuite>
 <failure message="no">no</failure></testcase>
 <testcase classname="tests.test_b.TestClass" file="tests/test_b.py" name="test_three" time="0">
 <skipped message="no GPU"/></testcase>
-<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_four" time="0">
+<testcase classname="tests.gpu.test_a" file="tests/gpu/test_a.py" name="test_four" time="7.5">
 <error message="broken">broken</error></testcase>
 <testcase classname="" name="tests.test_c" time="0"><error message="not collected">no</error></testcase>
 </testsuite></testsuites>"""
@@ -1964,14 +2059,60 @@ def test_junit_counts() -> None:
         "passed": 1,
         "failed": 2,
         "skipped": 0,
-        "seconds": 2.0,
+        "seconds": 9.5,
         "failures": failures,
         "skip_reasons": {},
+        "long": {"tests.gpu.test_a::test_four": 7.5},
     }
     assert found["tests/test_b.py"]["skip_reasons"] == {"no GPU": 1}
     assert found["tests/test_c.py"]["failed"] == 1
     total = gpu_check.sum_counts(found)
     assert (total["passed"], total["failed"], total["skipped"], len(total["failures"])) == (1, 3, 1, 3)
+
+
+def test_known_seconds() -> None:
+    """The mean of a file's tests, and its long ones; of the first record that has the file."""
+    counts = {"passed": 2, "failed": 1, "skipped": 5, "seconds": 12.0}
+    old = {"tests": {"a.py": {**counts, "seconds": 90.0, "long": {"a::old": 9.0}}, "b.py": counts}}
+    new = {"tests": {"a.py": {**counts, "long": {"a::x": 8.0}}, "c.py": {**counts, "passed": 0, "failed": 0}}}
+    assert gpu_check.known_seconds(new, old) == {"a.py": 4.0, "a::x": 8.0, "b.py": 4.0}
+
+
+def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New files, long tests, then the others of a file together; each test is in one of the parts."""
+    spec = importlib.util.spec_from_file_location("conftest_of_tests", ROOT / "tests" / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    assert conftest.junit_name("tests/gpu/test_a.py::Class::test_b[x::y-1]") == (
+        "tests.gpu.test_a.Class::test_b[x::y-1]"
+    )
+    nodes = ["t/a.py::one", "t/a.py::two[x]", "t/b.py::one", "t/b.py::C::two", "t/c.py::one", "t/c.py::two"]
+    dropped: list[Any] = []
+    config = types.SimpleNamespace(
+        hook=types.SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
+    )
+
+    def order() -> list[str]:
+        items = [types.SimpleNamespace(nodeid=node) for node in nodes]
+        conftest.Order().pytest_collection_modifyitems(config, items)
+        return [item.nodeid for item in items]
+
+    for name in ("TEST_SECONDS", "TEST_PART"):
+        monkeypatch.delenv(name, raising=False)
+    assert order() == nodes
+    path = tmp_path / "seconds.json"
+    path.write_text(json.dumps({"t/b.py": 2.0, "t/a.py": 1.0, "t.a::two[x]": 9.0, "t.b.C::two": 0.5}))
+    monkeypatch.setenv("TEST_SECONDS", str(path))
+    assert order() == [*nodes[4:], nodes[1], nodes[2], nodes[0], nodes[3]]
+    parts = []
+    for part in (1, 2, 3, 4):
+        monkeypatch.setenv("TEST_PART", f"{part}/4")
+        dropped.clear()
+        parts.append(order())
+        assert {item.nodeid for item in dropped} == set(nodes) - set(parts[-1])
+    assert parts[0] == [nodes[4], nodes[0]]
+    assert sorted(name for part in parts for name in part) == sorted(nodes)
 
 
 SAME = {"source_sha256": "a", "device": "D", "driver": "1"}
@@ -2040,6 +2181,100 @@ def test_the_tests_of_a_tree(
 )
 def test_sanitizer_summary(output: str, errors: int | None) -> None:
     assert gpu_check.sanitizer_errors(output) == errors
+
+
+SANITIZER = """
+import os, subprocess, sys
+tool, arguments = sys.argv[2], sys.argv[9:]
+assert sys.argv[1:8:2] == ["--tool", "--error-exitcode", "--port", "--launch-timeout"]
+assert arguments.pop(0) == "--more"
+print("port", sys.argv[6])
+status = subprocess.run(arguments).returncode
+bad = (tool, os.environ["TEST_PART"]) == ("racecheck", "2/3")
+silent = (tool, os.environ["TEST_PART"]) == ("initcheck", "3/3")
+if not silent:
+    print(f"RACECHECK SUMMARY: {4 * bad} hazards" if tool == "racecheck" else "ERROR SUMMARY: 0 errors")
+sys.exit(int(sys.argv[4]) if bad else status)
+"""
+
+
+def test_the_sanitizer_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All parts of all tools run; what one part finds, or fails to say, makes its tool not clean."""
+    small_suite(tmp_path)
+    (tmp_path / "tests" / "gpu" / "test_c.py").write_text(
+        "import os, pytest\npytestmark = pytest.mark.sanitizer\n"
+        "def test_one(): assert os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] == '1'\n"
+        "def test_two(): assert os.environ['OMP_NUM_THREADS'] == '1'\n"
+    )
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f"#!{sys.executable}\n{SANITIZER}")
+    program.chmod(0o700)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: str(program))
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    assert gpu_check.files_with_marker("sanitizer") == ["tests/gpu/test_c.py"]
+    path = tmp_path / "record.json"
+    arguments = ["--record", str(path), "--sanitizer-args=--more", "--sanitizer-parts", "3"]
+    options = gpu_check.parse_arguments(arguments)
+    record = gpu_check.load_record(path, SAME)
+    assert not gpu_check.run_sanitizer(record, options)
+    assert json.loads(path.read_text()) == record
+    found = {
+        tool: tuple(verdict[key] for key in ("passed", "failed", "errors", "exit_status", "clean"))
+        for tool, verdict in record["sanitizer"].items()
+    }
+    assert found == {
+        "memcheck": (6, 0, 0, 0, True),
+        "racecheck": (6, 0, 4, gpu_check.SANITIZER_ERROR, False),
+        "synccheck": (6, 0, 0, 0, True),
+        "initcheck": (6, 0, None, 0, False),
+    }
+    out = capfd.readouterr().out
+    assert out.count("2 passed") == 12
+    assert len(set(re.findall(r"^port (\d+)$", out, re.MULTILINE))) == 12
+    options = gpu_check.parse_arguments([*arguments, "--tools", "memcheck"])
+    assert gpu_check.run_sanitizer(record, options)
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
+    assert not gpu_check.run_sanitizer(record, options)
+    with pytest.raises(SystemExit):
+        gpu_check.parse_arguments(["--sanitizer-parts", "0"])
+
+
+def test_the_sanitizer_gets_every_case() -> None:
+    """The files that are looked for have all that is marked."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--collect-only",
+        "-m",
+        "sanitizer",
+    ]
+    answer = subprocess.run(
+        [*command, "-m", "sanitizer", "tests/gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    found = {line.partition("::")[0] for line in answer.stdout.splitlines() if "::" in line}
+    assert found == set(gpu_check.files_with_marker("sanitizer"))
+
+
+def test_a_part_without_a_case_is_not_clean() -> None:
+    def part(passed: int, status: int = 0, failed: int = 0) -> Any:
+        counts = {**gpu_check.empty_counts(), "passed": passed, "failed": failed}
+        return {"a.py": counts}, status, "ERROR SUMMARY: 0 errors"
+
+    assert gpu_check.sanitizer_verdict([part(1), part(2)])["clean"]
+    for bad in (part(0), part(0, 5), part(1, 1, 1), ({}, 0, "ERROR SUMMARY: 0 errors")):
+        verdict = gpu_check.sanitizer_verdict([part(1), bad])
+        assert not verdict["clean"] and verdict["exit_status"] == bad[1]
 
 
 def test_record_merges_only_with_the_same_sources_and_machine(

@@ -200,12 +200,16 @@ def test_torch_inputs_are_laid_out_alike(case: DenseCase) -> None:
     assert np.abs(got.q).max() == 1.0 and 0.08 < np.nanstd(got.k_cache) < 0.12
 
 
+@pytest.mark.parametrize("at_a_time", (1 << 26, 5000))
 @pytest.mark.parametrize("page_block_size", (16, 64, 256))
 @pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
-def test_repage_keeps_the_tokens(case: DenseCase, page_block_size: int) -> None:
+def test_repage_keeps_the_tokens(
+    case: DenseCase, page_block_size: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("torch")
     from rawmla.testing import repage
 
+    monkeypatch.setattr("rawmla.testing.generators.COPIED_AT_A_TIME", at_a_time)
     first = make_dense_inputs(case, "torch", "cpu")
     second = repage(first, page_block_size)
     assert second.k_cache.shape[1] == second.case.page_block_size == page_block_size
@@ -213,6 +217,24 @@ def test_repage_keeps_the_tokens(case: DenseCase, page_block_size: int) -> None:
         np.testing.assert_array_equal(got, want)
     same_page = make_dense_inputs(second.case, "torch", "cpu")
     np.testing.assert_array_equal(np.isnan(as_numpy(second).k_cache), np.isnan(as_numpy(same_page).k_cache))
+
+
+@pytest.mark.parametrize("shape", ((), (5,), (3, 7), (2, 3, 4, 5)), ids=str)
+@pytest.mark.parametrize("special", (False, True))
+def test_comparison_in_parts(special: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All figures are those of the arrays as a whole."""
+    draw = np.random.default_rng(0)
+    want = np.array(draw.normal(size=shape))
+    got = np.array(want + draw.normal(size=shape) * 0.01)
+    if special:
+        got[(0,) * len(shape)] = np.nan
+        want[(-1,) * len(shape)] = np.inf
+    whole = measure(got, want, Tolerance(0.01, 0.01))
+    assert whole.misplaced == (0 if not special else 1 if shape == () else 2)
+    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", 6)
+    parts = measure(got, want, Tolerance(0.01, 0.01))
+    for name in ("misplaced", "outside", "max_abs", "cosine", "rel_l2", "max_row_l2"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12, abs=1e-15), name
 
 
 # ---- the reference in torch

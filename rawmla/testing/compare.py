@@ -8,6 +8,7 @@ error), which catch what a tolerance per element lets through: many small errors
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,10 +109,44 @@ def measure(got: Any, want: Any, tolerance: Tolerance) -> Difference:
     if math.prod(got.shape) == 0:
         return Difference(0, 0, 0.0, 0.0, 0.0, 0.0)
     with np.errstate(all="ignore"):
-        return _measure(*_as_float64(got, want), tolerance)
+        return _measure(got, want, tolerance)
 
 
-def _measure(xp: Any, x: Any, y: Any, tolerance: Tolerance) -> Difference:
+PART_ELEMENTS = 1 << 24
+"""Elements that are compared at a time (128 MiB in float64), unless a single row has more."""
+
+
+def in_parts(*arrays: Any) -> Iterator[tuple[Any, ...]]:
+    """Some rows at a time of arrays of one shape, `[n, last dimension]` each, for little memory."""
+    if not arrays[0].ndim:
+        arrays = tuple(x.reshape(1) for x in arrays)
+    columns = arrays[0].shape[-1]
+    rows = [x.reshape(-1, columns) for x in arrays]
+    step = max(1, PART_ELEMENTS // columns)
+    for first in range(0, len(rows[0]), step):
+        yield tuple(x[first : first + step] for x in rows)
+
+
+def _measure(got: Any, want: Any, tolerance: Tolerance) -> Difference:
+    parts = []
+    for one, other in in_parts(got, want):
+        xp, x, y = _as_float64(one, other)
+        parts.append(_figures(xp, x, y, tolerance))
+    figures = xp.stack(parts)
+    figures = xp.stack([*figures[:, :6].sum(0), figures[:, 6].max(), figures[:, 7].max()]).tolist()
+    count_misplaced, count_outside, xx, yy, xy, ee, max_abs, max_row_l2 = figures
+    return Difference(
+        misplaced=int(count_misplaced),
+        outside=int(count_outside),
+        max_abs=max_abs,
+        cosine=1.0 - 2.0 * xy / (xx + yy) if xx + yy else 0.0,
+        rel_l2=math.sqrt(ee / yy) if yy else (math.inf if ee else 0.0),
+        max_row_l2=max_row_l2,
+    )
+
+
+def _figures(xp: Any, x: Any, y: Any, tolerance: Tolerance) -> Any:
+    """Of some rows: six numbers to be added up, and two of which the largest counts."""
     misplaced, finite, outside = _flags(xp, x, y, tolerance)
     x = xp.where(finite, x, xp.zeros_like(x))
     y = xp.where(finite, y, xp.zeros_like(y))
@@ -121,17 +156,8 @@ def _measure(xp: Any, x: Any, y: Any, tolerance: Tolerance) -> Difference:
     row_norm = (y * y).sum(-1) ** 0.5
     # A row of zeros has to be met exactly: its relative error is 0 or inf.
     row_l2 = xp.where(row_error == 0, xp.zeros_like(row_error), row_error / row_norm)
-    figures = xp.stack(
-        [misplaced.sum() + 0.0, outside.sum() + 0.0, abs(error).max(), xx, yy, xy, ee, row_l2.max()]
-    ).tolist()
-    count_misplaced, count_outside, max_abs, xx, yy, xy, ee, max_row_l2 = figures
-    return Difference(
-        misplaced=int(count_misplaced),
-        outside=int(count_outside),
-        max_abs=max_abs,
-        cosine=1.0 - 2.0 * xy / (xx + yy) if xx + yy else 0.0,
-        rel_l2=math.sqrt(ee / yy) if yy else (math.inf if ee else 0.0),
-        max_row_l2=max_row_l2,
+    return xp.stack(
+        [misplaced.sum() + 0.0, outside.sum() + 0.0, xx, yy, xy, ee, abs(error).max(), row_l2.max()]
     )
 
 

@@ -20,8 +20,8 @@ from ..attention.mods import CudaMod
 from .compare import Tolerance, measure
 from .mha import in_gaps, problems_of_out
 
-CHUNK_SCORES = 1 << 26
-"""Scores of one step of the reference (512 MiB in float64), unless those of a single head are more."""
+CHUNK_SCORES = 1 << 25
+"""Scores of one step of the reference (256 MiB in float64), unless those of a single head are more."""
 
 PAGE = 16
 """Keys of a page of the function "paged"."""

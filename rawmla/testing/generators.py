@@ -147,6 +147,10 @@ def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "
     return DenseInputs(case, q, k_cache, block_table, place(np.array(lengths, dtype=np.int32)), lengths)
 
 
+COPIED_AT_A_TIME = 1 << 26
+"""Elements that move to other pages at a time, which bounds the memory that this takes."""
+
+
 def repage(inputs: DenseInputs, page_block_size: int) -> DenseInputs:
     """The same torch q and tokens in a new, freshly poisoned cache with another page size."""
     case = replace(inputs.case, page_block_size=page_block_size)
@@ -158,8 +162,10 @@ def repage(inputs: DenseInputs, page_block_size: int) -> DenseInputs:
     table = place(pages.block_table)
     k_cache = _torch_empty_cache(case, pages, device)
     k_cache.fill_(_POISON[case.poison] or 0.0)
-    source = inputs.k_cache[inputs.block_table[request, token // old_page].long(), token % old_page]
-    k_cache[table[request, token // page_block_size].long(), token % page_block_size] = source
+    step = max(1, COPIED_AT_A_TIME // (case.h_kv * case.d_qk))
+    for r, t in zip(request.split(step), token.split(step), strict=True):
+        source = inputs.k_cache[inputs.block_table[r, t // old_page].long(), t % old_page]
+        k_cache[table[r, t // page_block_size].long(), t % page_block_size] = source
     return DenseInputs(
         case,
         inputs.q,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .compare import in_parts
 from .mha import HALF_STEP, LEAST, bounds_of, flash_attn_func, in_gaps, problems_of_out, used_rows
 
 GARBAGE = {"int32": 2**31 - 1, "int64": 2**62 + 1, "pointers": 2**62 + 1}
@@ -398,23 +399,36 @@ def decode_out(codes: Any) -> Any:
 
 
 def _problems_of_fp8(codes: Any, want: Any, dtype: str) -> list[str]:
+    import torch
+
+    parts = torch.stack([_figures_of_fp8(x, y, dtype) for x, y in in_parts(codes, want)])
+    wrong, error, nearest, products = parts[:, :4].sum(0).tolist()
+    if wrong:
+        return [f"{int(wrong)} elements of o are NaN"]
+    problems = []
+    excess = float(parts[:, 4].max())
+    if not excess <= 1:
+        problems.append(f"error of an element of o {excess:.3g} times what is allowed")
+    # As a whole, where rounding does not end at the largest number.
+    allowed = nearest**0.5 + HALF_STEP[dtype] * products**0.5
+    if not error**0.5 <= allowed:
+        problems.append(f"L2 error of o {error**0.5:.3g}, allowed {allowed:.3g}")
+    return problems
+
+
+def _figures_of_fp8(codes: Any, want: Any, dtype: str) -> Any:
+    """Of some rows: elements that are NaN; squared norms of the error, of the rounded reference's, and of
+    what half-steps of the products are counted in; and the largest error of an element by what is allowed.
+    """
+    import torch
+
     got, nearest = decode_out(codes), decode_out(encode_out(want))
-    wrong = ~got.isfinite()
-    if bool(wrong.any()):
-        return [f"{int(wrong.sum())} elements of o are NaN"]
     # What the products may be off by, in a single element: some half-steps of the row's typical value.
     typical = want.square().mean(-1, keepdim=True).sqrt()
     slack = 4 * HALF_STEP[dtype] * typical + LEAST[dtype]
     want = want.clamp(-E4M3_LARGEST, E4M3_LARGEST)
     step = (want.abs() + slack).clamp(min=2.0**-6, max=E4M3_LARGEST).log2().floor().exp2() / 8
-    problems = []
-    excess = float(((got - want).abs() / (step / 2 + slack)).max())
-    if not excess <= 1:
-        problems.append(f"error of an element of o {excess:.3g} times what is allowed")
-    # As a whole, where rounding does not end at the largest number.
+    excess = ((got - want).abs() / (step / 2 + slack)).max()
     inner = want.abs() < E4M3_LARGEST
-    error = float((got - want).norm())
-    allowed = float((nearest - want).norm() + HALF_STEP[dtype] * (inner * typical).norm())
-    if not error <= allowed:
-        problems.append(f"L2 error of o {error:.3g}, allowed {allowed:.3g}")
-    return problems
+    squares = [x.square().sum() for x in (got - want, nearest - want, inner * typical)]
+    return torch.stack([(~got.isfinite()).sum().double(), *squares, excess])

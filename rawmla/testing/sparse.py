@@ -376,6 +376,10 @@ class _NumpyKit:
         """float32, normal."""
         return self.draw.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
 
+    def clip(self, array: Any) -> Any:
+        """The array, limited to [-1, 1] in place."""
+        return array.clip(-1.0, 1.0, out=array)
+
     def largest(self, array: Any) -> Any:
         """Maximum over the last dimension."""
         return array.max(-1)
@@ -422,6 +426,9 @@ class _TorchKit(_NumpyKit):
     def normal(self, shape: tuple[int, ...], deviation: float) -> Any:
         return self.torch.empty(shape, device=self.device).normal_(0.0, deviation, generator=self.generator)
 
+    def clip(self, array: Any) -> Any:
+        return array.clip_(-1.0, 1.0)
+
     def largest(self, array: Any) -> Any:
         return array.amax(-1)
 
@@ -430,10 +437,10 @@ class _TorchKit(_NumpyKit):
 
 
 def _queries(case: SparseCase, kit: _NumpyKit) -> Any:
-    q = kit.normal((case.b, case.s_q, case.h_q, case.width), 1.0).clip(-1.0, 1.0)
+    q = kit.clip(kit.normal((case.b, case.s_q, case.h_q, case.width), 1.0))
     if case.sharp:
         factor = np.where(sharp_rows(case, np), np.float32(SHARP_FACTOR), np.float32(1.0))
-        q = q * kit.place(factor)
+        q *= kit.place(factor)
     return kit.view(kit.as_bytes(q, "bfloat16"), "bfloat16")
 
 

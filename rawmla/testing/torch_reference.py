@@ -12,8 +12,8 @@ from typing import Any
 
 from .sparse import RowFormat, SparseInputs, block_fields
 
-CHUNK_ELEMENTS = 1 << 28
-"""Cache elements converted to float64 at a time (2 GiB), unless a single request holds more."""
+CHUNK_ELEMENTS = 1 << 26
+"""Cache elements converted to float64 at a time (512 MiB), unless a single request holds more."""
 
 
 def flash_mla_with_kvcache(

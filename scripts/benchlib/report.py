@@ -21,20 +21,22 @@ Cells = list[list[str]]
 
 
 class Progress:
-    """A line on standard error for each thing that is done, with the count and the elapsed time."""
+    """A line on standard error for each thing that is done, with the count, the elapsed time and its own."""
 
     def __init__(self, total: int, stream: Any) -> None:
         self._total = total
         self._stream = stream
         self._done = 0
-        self._begin = time.monotonic()
+        self._begin = self._last = time.monotonic()
 
     def step(self, text: str) -> None:
         """Another one is done."""
         self._done += 1
         width = len(str(self._total))
-        seconds = time.monotonic() - self._begin
-        print(f"[{self._done:{width}}/{self._total}] {seconds:4.0f} s  {text}", file=self._stream, flush=True)
+        now = time.monotonic()
+        times = f"{now - self._begin:4.0f} s, {now - self._last:4.1f} s"
+        self._last = now
+        print(f"[{self._done:{width}}/{self._total}] {times}  {text}", file=self._stream, flush=True)
 
 
 def best_ceilings(ceilings: list[dict[str, float]]) -> dict[str, float]:

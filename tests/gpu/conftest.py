@@ -2,13 +2,13 @@
 of them would reach by themselves.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from gpu_support import forced_clusters, poison, poisonable_allocations, torch
+from gpu_shares import Shares, was_out_of_memory
+from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, torch
 
 import rawmla
 from rawmla.testing.gpu import missing_hopper_reason
@@ -38,15 +38,39 @@ def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+_shares: Shares | None = None
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _share_of_the_memory() -> None:
-    """Processes of pytest-xdist share the GPU: torch gives none of them more than its share, in which freed
-    memory that it keeps counts too. A test that needs more than that runs out of memory.
-    """
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if processes > 1 and missing_hopper_reason() is None:
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.set_per_process_memory_fraction(0.9 / processes, device)
+def _share_of_the_memory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Processes of pytest-xdist share the GPU."""
+    global _shares
+    if missing_hopper_reason() is None:
+        _shares = Shares.in_folder(tmp_path_factory.getbasetemp().parent)
+    if _shares is not None:
+        _shares.limit(torch)
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_given_back(_share_of_the_memory: None) -> Iterator[None]:
+    """What allocators keep of a test's memory, if it is much, is for other processes."""
+    yield
+    if _shares is not None:
+        _shares.give_back(torch, cupy)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Any:
+    """A test for which the share of its process is too small runs once more, with a large share."""
+    try:
+        return (yield)
+    except Exception as error:
+        if _shares is None or not was_out_of_memory(error):
+            raise
+    with _shares.large(torch, cupy):
+        arguments = pyfuncitem._fixtureinfo.argnames
+        pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in arguments})
+    return True
 
 
 @pytest.fixture
