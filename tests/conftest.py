@@ -1,16 +1,24 @@
-"""Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU.
+"""Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU. For tests
+that run kernels without one there is an emulated device.
 
 scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
 tests took, those of files that it does not know come first then, and those that took longest after them; with
 `TEST_PART` 2/5 only the second of five parts runs.
 """
 
+from __future__ import annotations
+
 import json
 import os
+from collections.abc import Iterator
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from emulator import Emulator
 
 from rawmla.testing.gpu import missing_hopper_reason
 
@@ -56,3 +64,25 @@ class Order:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Order())
+
+
+@pytest.fixture(scope="session")
+def emulator_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled for the emulated device: one folder for all processes of a session."""
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "emulator"
+
+
+@pytest.fixture
+def emulator(emulator_folder: Path) -> Iterator[Emulator]:
+    """An emulated device on which rawmla runs for the length of the test."""
+    from emulator import Emulator, missing_reason
+
+    reason = missing_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    pytest.importorskip("torch")
+    from emulator.cases import running_on
+
+    with running_on(Emulator(emulator_folder)) as device:
+        yield device

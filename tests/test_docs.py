@@ -178,6 +178,7 @@ def help_text(*command: str) -> str:
 
 def test_options_exist() -> None:
     programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla")]
+    programs.append(["-m", "tests.emulator"])
     programs += [[f"scripts/{name}.py"] for name in ("bench", "gpu_check", "update_figures")]
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
     for page in PAGES:

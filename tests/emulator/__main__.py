@@ -1,0 +1,79 @@
+"""Checks one call on the emulated device, from the root of a checkout:
+
+    python -m tests.emulator mha b=1 s_q=300 s_k=500 d_qk=64 d_v=64 causal=True dtype=float16 --seeds 5
+
+The words are a family of calls and fields of its case in `rawmla.testing`, as the names of tests show them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rawmla.testing import DenseCase, SparseCase
+from rawmla.testing.flex import FlexCase
+from rawmla.testing.mha import MhaCase
+from rawmla.testing.prefix import PrefixCase
+
+from . import BuildError, EmulationError, Emulator, missing_reason
+
+CASES = {
+    "mha": MhaCase,
+    "prefix": PrefixCase,
+    "flex": FlexCase,
+    "dense_decode": DenseCase,
+    "sparse_decode": SparseCase,
+    "sparse_prefill": SparseCase,
+}
+"""Families of calls, and their cases."""
+
+
+def main() -> int:
+    """Exit status 1 after a fault or a wrong result."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.emulator", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("family", choices=CASES)
+    parser.add_argument("field", nargs="*", help="NAME=VALUE, a field of the case")
+    parser.add_argument("--seed", type=int, default=1, help="the first schedule")
+    parser.add_argument("--seeds", type=int, default=1, help="how many schedules, one after the other")
+    parser.add_argument("--sms", type=int, default=4, help="multiprocessors: CTAs that run together")
+    parser.add_argument("--folder", type=Path, default=Path("build/emulator"), help="of compiled kernels")
+    given = parser.parse_intermixed_args()
+    reason = missing_reason()
+    if reason is not None:
+        parser.error(reason)
+    from .cases import check, running_on  # torch is imported
+
+    case = CASES[given.family](**dict(_field(word) for word in given.field))
+    emulator = Emulator(given.folder, sm_count=given.sms)
+    with running_on(emulator):
+        for emulator.seed in range(given.seed, given.seed + given.seeds):
+            begin, first = time.perf_counter(), len(emulator.launched)
+            try:
+                check(given.family, case)
+            except (AssertionError, BuildError, EmulationError) as error:
+                print(f"seed {emulator.seed}: {type(error).__name__}: {error}")
+                return 1
+            seconds = time.perf_counter() - begin
+            kernels = ", ".join(emulator.launched[first:])
+            print(f"seed {emulator.seed}: good, {seconds:.1f} s, {kernels}", flush=True)
+    return 0
+
+
+def _field(word: str) -> tuple[str, Any]:
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise SystemExit(f"expected NAME=VALUE, got {word!r}")
+    try:
+        return name, float("nan") if value == "nan" else ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Compiles kernels for the emulated machine with g++, once for each variant and folder."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from filelock import FileLock
+
+from rawmla.jit import KernelSpec, sources
+
+from .text import rewritten
+
+CUDA = Path(__file__).parent / "cuda"
+_MACHINE = ("machine.cpp", "barriers.cpp", "wgmma.cpp", "copies.cpp", "clusters.cpp")
+_HEADERS = ("machine.h", "state.h", "kernel_text.h")
+# No trap of strict aliasing or of contracted multiply-adds that nvcc does not have in the same places.
+_FLAGS = ("-std=c++20", "-march=native", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off")
+_LEAST_GCC = 12  # _Float16
+
+
+class BuildError(Exception):
+    """g++ refused a kernel; the text has its messages."""
+
+
+@cache
+def missing_reason() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    if platform.machine() != "x86_64":
+        return f"the emulator needs an x86-64 CPU, not {platform.machine()}"
+    if shutil.which("g++") is None:
+        return "the emulator needs g++"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout.strip()
+    if int(version.partition(".")[0]) < _LEAST_GCC:
+        return f"the emulator needs g++ {_LEAST_GCC}, found {version}"
+    return None
+
+
+def build_kernel(spec: KernelSpec, folder: Path, root: Path | None = None) -> ctypes.CDLL:
+    """The library of a variant, which is compiled unless `folder` has it.
+
+    Parameters
+    ----------
+    root : Path, optional
+        Folder of the CUDA sources; None: rawmla's.
+    """
+    machine = _build_machine(folder)
+    files = rewritten(sources.collect(root or sources.find_source_root(), spec.name, spec.headers))
+    # The entry, with its parameter struct by value as the kernel has it.
+    files["entry.cpp"] = f"""#include "kernel_text.h"
+#include "kernels/{spec.name}.cu"
+template <class Params>
+int bytes_of(void (*)(Params)) {{
+    return sizeof(Params);
+}}
+template <class Params>
+void call(void (*kernel)(Params), const void* params) {{
+    kernel(*static_cast<const Params*>(params));
+}}
+extern "C" int emulator_param_bytes() {{ return bytes_of({spec.name}); }}
+extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params); }}
+"""
+    defines = [f"-D{name}={value}" for name, value in spec.defines]
+    # CUDA's int and float overloads, unused variables and the like are nvcc's to judge.
+    flags = ["-O1", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
+    return ctypes.CDLL(str(_build(spec.name, files, ["entry.cpp"], flags, folder)))
+
+
+def _build_machine(folder: Path) -> Path:
+    files = {name: (CUDA / name).read_text() for name in (*_MACHINE, *_HEADERS)}
+    return _build("machine", files, _MACHINE, ["-O3"], folder)
+
+
+def launcher(folder: Path) -> ctypes.CDLL:
+    """The library of the machine itself."""
+    return ctypes.CDLL(str(_build_machine(folder)))
+
+
+def _build(
+    name: str, files: dict[str, str], compiled: tuple[str, ...] | list[str], flags: list[str], folder: Path
+) -> Path:
+    """The library that g++ makes of some files; processes that want the same wait for the first."""
+    headers = [(CUDA / header).read_text() for header in _HEADERS]
+    text = repr((sorted(files.items()), headers, _FLAGS, flags))
+    key = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    library = folder / f"lib{key}.so"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{key}.lock"):
+        if library.exists():
+            return library
+        source = folder / key
+        for file, content in files.items():
+            (source / file).parent.mkdir(parents=True, exist_ok=True)
+            (source / file).write_text(content)
+        aside = library.with_suffix(".tmp")
+        mains = [str(source / file) for file in compiled]
+        command = ["g++", *_FLAGS, "-I", str(source), *mains, *flags, "-o", str(aside)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise BuildError(f"{name}: g++ failed\n{done.stderr[:8000]}")
+        os.replace(aside, library)
+    return library

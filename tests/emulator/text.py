@@ -1,0 +1,80 @@
+"""The text of a kernel as g++ can compile it: PTX replaced, shared memory taken from the emulated machine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rawmla.jit.sources import SourceSet
+
+INSTEAD = Path(__file__).parent / "cuda" / "instead"
+"""Files by the names of sources: whole ones for headers of ptx/, else functions that replace some of them."""
+
+_THREAD = re.compile(r'asm volatile\("mov\.u32 %0, %%tid\.x;" : "=r"\((\w+)\)\);')
+_DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
+_STATIC = re.compile(r"__shared__ ([\w:]+) (\w+)((?:\[[^]]+\])*);")
+_FUNCTION = re.compile(
+    r"^(?:template <[^{}]*?>\n)?__device__ __forceinline__ [^;{}]*?(\w+)\([^;{}]*\) \{", re.MULTILINE
+)
+_OPAQUE = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*')
+_PTX = re.compile(r'\basm\b(?! volatile\("" :)')  # what has no instruction is left as it is
+
+
+def rewritten(sources: SourceSet) -> dict[str, str]:
+    """The files that a kernel is compiled from, by name."""
+    files = {}
+    for name, data in ((sources.main_name, sources.main), *sources.headers):
+        if name.startswith("ptx/"):
+            files[name] = (INSTEAD / name).read_text()
+        else:
+            files[name] = _shared_memory(without_ptx(name, data.decode())[0])
+    return files
+
+
+def _shared_memory(text: str) -> str:
+    text = _DYNAMIC.sub(r"unsigned char* const \1 = emulator::dynamic_shared();", text)
+    return _STATIC.sub(
+        r"typedef \1 \2_type\3; "
+        r"\2_type& \2 = *static_cast<\2_type*>(emulator::static_shared(__LINE__, sizeof(\2_type)));",
+        text,
+    )
+
+
+def without_ptx(name: str, text: str) -> tuple[str, set[str]]:
+    """A source with the functions of `INSTEAD` where it has PTX, and the names of those that it lost.
+
+    Raises NotImplementedError if there are none for it.
+    """
+    text = _THREAD.sub(r"\1 = threadIdx.x;", text)
+    plain = _OPAQUE.sub(lambda found: " " * len(found[0]), text)  # for braces
+    cut: list[tuple[int, int, str]] = []
+    for found in _FUNCTION.finditer(plain):
+        end = _end_of_block(plain, found.end())
+        if _PTX.search(text, found.end(), end):
+            cut.append((found.start(), end, found[1]))
+    lost = {function for _, _, function in cut}
+    if lost and not (INSTEAD / name).exists():
+        raise NotImplementedError(f"{name}: nothing stands in place of the PTX of {', '.join(sorted(lost))}")
+    for i, (start, end, _) in reversed(list(enumerate(cut))):
+        text = text[:start] + ((INSTEAD / name).read_text() if i == 0 else "") + text[end:]
+    return text, lost
+
+
+def _end_of_block(plain: str, at: int) -> int:
+    depth = 1
+    while depth:
+        depth += {"{": 1, "}": -1}.get(plain[at], 0)
+        at += 1
+    return at
+
+
+def signatures(text: str) -> set[str]:
+    """Of all functions of a preprocessed header: names, and types of the parameters."""
+    found = set()
+    for match in re.finditer(r"__device__ __forceinline__ ([^;{}]*?)\{", text):
+        declared = " ".join(match[1].split())
+        parts = re.search(r"(\w+) ?\((.*)\)[^()]*$", re.sub(r"\(&(\w+)\) ?\[\w+\]", r"&[] \1", declared))
+        assert parts is not None, declared
+        types = [re.sub(r" ?\w+( = .*)?$", "", one.strip()) for one in parts[2].split(",") if one.strip()]
+        found.add(f"{parts[1]}({', '.join(types)})")
+    return found
