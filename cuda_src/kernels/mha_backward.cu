@@ -9,10 +9,11 @@
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
-//   warpgroup 3           dQ = dS K
+//   warpgroup 3           dQ = dS K; there is none where the consumers do it (kDqByConsumers)
 // S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
-// 128 keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
-// dV, consumer 1 dP, dS and dK.
+// 128 keys each. Wide dK and dV leave no registers to a third warpgroup: then each consumer computes half of the
+// columns of dQ, in the registers of S^T. Where dK and dV do not fit one consumer (kByProduct), they share 64
+// keys: consumer 0 has S, P and dV, consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -31,22 +32,28 @@ constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI, kWeights = WEIGHTS;
 // Whether dS has another factor than P.
 constexpr bool kTwoFactors = kSoftcap || kWeights;
 constexpr int kConsumers = 2;
-constexpr bool kByProduct = BY_PRODUCT;
+constexpr bool kByProduct = BY_PRODUCT, kDqByConsumers = DQ_BY_CONSUMERS;
+static_assert(!(kByProduct && kDqByConsumers));
 constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
-constexpr int kStages = 2, kDsStages = kByProduct ? 1 : 2;
+constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
-constexpr int kThreads = 128 * (kConsumers + 2);
+constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
 constexpr int NB_DQ = 1;  // named barrier of the warpgroup of dQ
-constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = kByProduct ? 24 : 32;
+constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
+constexpr int kProducerRegisters = kByProduct || kDqByConsumers ? 24 : 32;
 constexpr int kScoreRegisters = kByProduct ? 216 : kRegisters;  // of consumer 0
-static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <= 65536 / 128,
+static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <=
+                  65536 / kThreads / 8 * 8 * kWarpgroups,
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
 using KeyRows = SwizzledTile<kTileKeys>;     // of K and V
 using BlockRows = SwizzledTile<kBlockRows>;  // of Q, dO and dS
-// dQ of a block goes to global memory in chunks of 64 columns, of which each always has the same place here.
-constexpr int kChunkBytes = kBlockRows * 64 * 4, kPlaces = DQ_PLACES;
-static_assert(kChunksQK % kPlaces == 0);
+// dQ of a block goes to global memory in parts: chunks of 64 columns, or the halves of the two consumers. Each
+// part always has the same place here.
+constexpr int kDqParts = kDqByConsumers ? kConsumers : kChunksQK, kPlaces = DQ_PLACES;
+constexpr int kColumnBytes = kBlockRows * 4, kPartBytes = kChunksQK * 64 / kDqParts * kColumnBytes;
+constexpr u32 kUses = kDqParts / kPlaces;  // of a place in a block
+static_assert(kDqParts % kPlaces == 0 && !(kDqByConsumers && kUses > 1));
 
 struct SharedMemoryPlan {
     unsigned char k[kChunksQK * KeyRows::kBytes];
@@ -54,7 +61,7 @@ struct SharedMemoryPlan {
     unsigned char q[kStages][kChunksQK * BlockRows::kBytes];
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
     unsigned char ds[kDsStages][kTileKeys / 64 * BlockRows::kBytes];  // [query][64 keys]
-    unsigned char dq[kPlaces][kChunkBytes];                           // as the accumulators of 128 threads
+    unsigned char dq[kPlaces][kPartBytes];                            // as the accumulators of 128 threads
     uint4 factors[kByProduct ? 4 * 128 : 1];                          // of dS, from one consumer to the other
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], weights[kStages][kBlockRows];
     KeyTile tile;
@@ -83,7 +90,7 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int i = 0; i < kDsStages; ++i) {
         mbarrier_init(smem_address(&smem.bar_ds_full[i]), 2 * kTileKeys);
-        mbarrier_init(smem_address(&smem.bar_ds_free[i]), 1);
+        mbarrier_init(smem_address(&smem.bar_ds_free[i]), kDqByConsumers ? 128 * kConsumers : 1);
     }
     mbarrier_init(smem_address(&smem.bar_factors_full), 128);
     mbarrier_init(smem_address(&smem.bar_factors_free), 128);
@@ -211,24 +218,23 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
 
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     u32 number = 0;
     for (int member = 0; member < params.group; ++member) {
         const int head = tile.kv_head * params.group + member;
         for (int block = tile.first_block; block < tile.end_block; ++block, ++number) {
             const i64 place = head * params.blocks + tile.first_row_block + block;
-            float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
+            float* dst = params.dq_accum + place * (kDqParts * kPartBytes / 4);
             if (params.turns != nullptr) {
                 const int turn = turn_of(params, tile, block);
                 while (load_acquire(params.turns + place) != turn) {}
                 fence_proxy_async();
             }
 #pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; ++chunk) {
-                const int at = chunk % kPlaces;
+            for (int part = 0; part < kDqParts; ++part) {
+                const int at = part % kPlaces;
                 mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]),
-                                     number * kUses + chunk / kPlaces & 1);
-                bulk_reduce_add_f32(dst + chunk * (kChunkBytes / 4), smem_address(smem.dq[at]), kChunkBytes);
+                                     number * kUses + part / kPlaces & 1);
+                bulk_reduce_add_f32(dst + part * (kPartBytes / 4), smem_address(smem.dq[at]), kPartBytes);
                 bulk_commit_group();
                 bulk_wait_group_read<0>();
                 mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
@@ -246,7 +252,6 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
 // The warpgroup of dQ.
 __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPlan& smem,
                                             const KeyTile& tile) {
-    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     Step step;
     mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
     const int blocks = tile.blocks() * params.group;
@@ -438,7 +443,11 @@ struct Consumer {
         // Kept meanwhile, the mask would cost a register.
         gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
         hand_over(p);
-        multiply_dk(dk, p);
+        if constexpr (kDqByConsumers) {
+            multiply_dq_and_dk(s, dk, p);
+        } else {
+            multiply_dk(dk, p);
+        }
         ++step.number;
         if (has_next) {
             issue_scores(s);
@@ -450,6 +459,62 @@ struct Consumer {
         release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
+    }
+
+    // kDqByConsumers: the consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T. dK
+    // is computed beside the first of them, and waited for by the caller.
+    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2],
+                                                       const Packed& ds) const {
+        constexpr int kWhole = kChunksQK / 2, kPasses = ceil_div(kChunksQK, 2);
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_full[0]), step.parity<1>());
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int whole = 64 * (pass + wg * (kChunksQK - kWhole));
+            const int half = wg == 0 ? 64 * kWhole : 32 * kChunksQK;
+            if (pass < kWhole) {
+                issue_dq(s, whole);
+            } else {
+                issue_dq(wgmma_columns<0, 16>(s), half);
+            }
+            if (pass == 0) {
+                multiply_dk(dk, ds);
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            wgmma_pin(s);
+            if (pass == kPasses - 1) mbarrier_arrive(smem_address(&smem.bar_ds_free[0]));
+            if (pass == 0) mbarrier_wait_parity(smem_address(&smem.bar_dq_free[wg]), step.free_parity<1>());
+            if (pass < kWhole) {
+                store_dq(s, whole);
+            } else {
+                store_dq(wgmma_columns<0, 16>(s), half);
+            }
+        }
+        fence_proxy_async();
+        mbarrier_arrive(smem_address(&smem.bar_dq_full[wg]));
+    }
+    // dQ of columns `first` and behind.
+    template <int kCount>
+    __device__ __forceinline__ void issue_dq(float (&dq)[kCount], int first) const {
+        const u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[0]));
+        const u64 desc_k =
+            KeyRows::mn_major(smem_address(smem.k) + first / 64 * KeyRows::kBytes + first % 64 * 2);
+        wgmma_pin(dq);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kTileKeys / 16; ++k)
+            wgmma_ss<kDtype, Major::kK, Major::kMn>(
+                dq, desc_ds + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
+                desc_k + k * KeyRows::kStepMn, k > 0);
+        wgmma_commit_group();
+    }
+    template <int kCount>
+    __device__ __forceinline__ void store_dq(const float (&dq)[kCount], int first) const {
+        float4* dst = reinterpret_cast<float4*>(&smem.dq[0][0] + first * kColumnBytes) + threadIdx.x % 128;
+#pragma unroll
+        for (int j = 0; j < kCount / 4; ++j)
+            dst[128 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     }
 
     template <bool kMasked>
@@ -751,10 +816,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         return;
     }
-    if (wg_idx == kConsumers + 1) {
-        setmaxnreg_dec<kReducerRegisters>();
-        if (tile.blocks() > 0) multiply_dq(params, smem, tile);
-        return;
+    if constexpr (!kDqByConsumers) {
+        if (wg_idx == kConsumers + 1) {
+            setmaxnreg_dec<kReducerRegisters>();
+            if (tile.blocks() > 0) multiply_dq(params, smem, tile);
+            return;
+        }
     }
     Consumer consumer{params, smem, tile, wg_idx - 1, warp_idx};
     if constexpr (!kByProduct) {
