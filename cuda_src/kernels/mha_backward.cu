@@ -9,11 +9,11 @@
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
-//   warpgroup 3           dQ = dS K; there is none where the consumers do it (kDqByConsumers)
+//   warpgroup 3           dQ = dS K, but for kDqByConsumers
 // S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
-// 128 keys each. Wide dK and dV leave no registers to a third warpgroup: then each consumer computes half of the
-// columns of dQ, in the registers of S^T. Where dK and dV do not fit one consumer (kByProduct), they share 64
-// keys: consumer 0 has S, P and dV, consumer 1 dP, dS and dK.
+// 128 keys each. With kDqByConsumers they have the registers of warpgroup 3, and each computes half of the
+// columns of dQ. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
+// dV, consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -38,7 +38,8 @@ constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
-constexpr int NB_DQ = 1;  // named barrier of the warpgroup of dQ
+// Named barriers: of the warpgroup of dQ; of the consumers, one each.
+constexpr int NB_DQ = 1, NB_CONSUMER = 2;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
 constexpr int kProducerRegisters = kByProduct || kDqByConsumers ? 24 : 32;
 constexpr int kScoreRegisters = kByProduct ? 216 : kRegisters;  // of consumer 0
@@ -313,7 +314,9 @@ struct Consumer {
             wgmma_wait_group<0>();
             wgmma_pin(s);
             for_each_block([&](bool masked, float slope, int block, bool has_next) {
-                if (masked) {
+                if constexpr (kDqByConsumers) {
+                    take_block_with_dq(masked, slope, block, has_next, s, dk, dv);
+                } else if (masked) {
                     take_block<true>(slope, block, has_next, s, dk, dv);
                 } else {
                     take_block<false>(slope, block, has_next, s, dk, dv);
@@ -442,12 +445,9 @@ struct Consumer {
         wgmma_pin(dv);
         // Kept meanwhile, the mask would cost a register.
         gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
+        wait_for_ds();
         hand_over(p);
-        if constexpr (kDqByConsumers) {
-            multiply_dq_and_dk(s, dk, p);
-        } else {
-            multiply_dk(dk, p);
-        }
+        multiply_dk(dk, p);
         ++step.number;
         if (has_next) {
             issue_scores(s);
@@ -461,10 +461,50 @@ struct Consumer {
         wgmma_pin(s);
     }
 
-    // kDqByConsumers: the consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T. dK
-    // is computed beside the first of them, and waited for by the caller.
-    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2],
-                                                       const Packed& ds) const {
+    // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands in
+    // registers ptxas finds none for them in some variants (C7511). Masks change P and dS where they are packed,
+    // behind a branch, across which ptxas moves no exponentials, which would cost registers.
+    __device__ __forceinline__ void take_block_with_dq(bool masked, float slope, int block, bool has_next,
+                                                       Scores& s, float (&dk)[kDimQK / 2],
+                                                       float (&dv)[kDimV / 2]) {
+        const u32 stage = step.stage();
+        const Mask<false> none(*this, block);
+        Packed p;  // as in take_block
+        exponents(none, slope, block, s, p);
+        if (masked) hide(block, p);
+        wait_for_ds();
+        store_ds(p, 0);
+        fence_proxy_async();
+        if constexpr (kTwoFactors) pack(s, p);
+        named_barrier_sync(NB_CONSUMER + wg, 128);
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), step.parity());
+        multiply_shared(dv, smem.dout[stage]);
+        issue_product<kDimV>(s, smem.v, smem.dout[stage]);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+        wgmma_pin(dv);
+        gradients(none, s, p);
+        if (masked) hide(block, p);
+        named_barrier_sync(NB_CONSUMER + wg, 128);
+        hand_over(p);
+        multiply_dq_and_dk(s, dk);
+        ++step.number;
+        wgmma_wait_group<0>();
+        wgmma_pin(dk);
+        release(stage);
+        if (has_next) issue_scores(s);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+    }
+    // Clears what is of queries that do not see the key.
+    __device__ __forceinline__ void hide(int block, Packed& p) const {
+        const Mask<true> mask(*this, block);
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i)
+            if (mask.hides(i)) p[i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
+    }
+    // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the last.
+    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2]) const {
         constexpr int kWhole = kChunksQK / 2, kPasses = ceil_div(kChunksQK, 2);
         mbarrier_wait_parity(smem_address(&smem.bar_ds_full[0]), step.parity<1>());
 #pragma unroll
@@ -476,12 +516,9 @@ struct Consumer {
             } else {
                 issue_dq(wgmma_columns<0, 16>(s), half);
             }
-            if (pass == 0) {
-                multiply_dk(dk, ds);
-                wgmma_wait_group<1>();
-            } else {
-                wgmma_wait_group<0>();
-            }
+            if (pass == kPasses - 1) multiply_shared(dk, smem.q[step.stage()]);
+            wgmma_wait_group<0>();
+            if (pass == kPasses - 1) wgmma_pin(dk);
             wgmma_pin(s);
             if (pass == kPasses - 1) mbarrier_arrive(smem_address(&smem.bar_ds_free[0]));
             if (pass == 0) mbarrier_wait_parity(smem_address(&smem.bar_dq_free[wg]), step.free_parity<1>());
@@ -494,12 +531,27 @@ struct Consumer {
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.bar_dq_full[wg]));
     }
+    // d += A B, with A, P^T or dS^T, where the consumer stored it.
+    template <int kCount>
+    __device__ __forceinline__ void multiply_shared(float (&d)[kCount], const unsigned char* b) const {
+        u64 desc_ds = BlockRows::mn_major(smem_address(smem.ds[0]) + wg * BlockRows::kBytes);
+        asm volatile("" : "+l"(desc_ds));
+        const u64 desc_q = BlockRows::mn_major(smem_address(b));
+        wgmma_pin(d);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockRows / 16; ++k)
+            wgmma_ss<kDtype, Major::kMn, Major::kMn>(d, desc_ds + k * BlockRows::kStepMn,
+                                                     desc_q + k * BlockRows::kStepMn, true);
+        wgmma_commit_group();
+    }
     // dQ of columns `first` and behind.
     template <int kCount>
     __device__ __forceinline__ void issue_dq(float (&dq)[kCount], int first) const {
-        const u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[0]));
-        const u64 desc_k =
-            KeyRows::mn_major(smem_address(smem.k) + first / 64 * KeyRows::kBytes + first % 64 * 2);
+        u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[0]));
+        u64 desc_k = KeyRows::mn_major(smem_address(smem.k) + first / 64 * KeyRows::kBytes + first % 64 * 2);
+        // As in issue_product.
+        asm volatile("" : "+l"(desc_ds), "+l"(desc_k));
         wgmma_pin(dq);
         wgmma_fence();
 #pragma unroll
@@ -549,6 +601,7 @@ struct Consumer {
         mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
         gradients(mask, s, p);
         mbarrier_arrive(smem_address(&smem.bar_factors_free));
+        wait_for_ds();
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;
@@ -724,10 +777,14 @@ struct Consumer {
         wgmma_commit_group();
     }
 
-    // dS to the warpgroup of dQ.
+    // Until dS may be written.
+    __device__ __forceinline__ void wait_for_ds() const {
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[step.stage<kDsStages>()]),
+                             step.free_parity<kDsStages>());
+    }
+    // dS to those who compute dQ.
     __device__ __forceinline__ void hand_over(const Packed& ds) const {
         const u32 stage = step.stage<kDsStages>();
-        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity<kDsStages>());
         store_ds(ds, stage);
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));

@@ -143,7 +143,7 @@ CLEAR_PARAMS = ParamStruct(
 
 
 class Form(NamedTuple):
-    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has both forms."""
+    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has the forms."""
 
     by_product: bool
     dq_by_consumers: bool
@@ -165,7 +165,8 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> F
     columns = 224 if softcap and (alibi or weights) else 256
     if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
         return BY_KEYS
-    if d_qk + d_v <= 320 and _shared_bytes(BY_KEYS_WITH_DQ, d_qk, d_v, 2) <= MAX_SMEM_BYTES:
+    # In other variants ptxas serialises the products of this form.
+    if (d_qk, d_v) == (192, 128) and not weights and not (softcap and alibi):
         return BY_KEYS_WITH_DQ
     return BY_PRODUCT
 
