@@ -49,8 +49,8 @@ static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegist
 
 using KeyRows = SwizzledTile<kTileKeys>;     // of K and V
 using BlockRows = SwizzledTile<kBlockRows>;  // of Q, dO and dS
-// dQ of a block goes to global memory in parts: chunks of 64 columns, or the halves of the two consumers. Each
-// part always has the same place here.
+// dQ of a block goes to global memory in parts: chunks of 64 columns, or the halves of the two consumers.
+// Each part always has the same place here.
 constexpr int kDqParts = kDqByConsumers ? kConsumers : kChunksQK, kPlaces = DQ_PLACES;
 constexpr int kColumnBytes = kBlockRows * 4, kPartBytes = kChunksQK * 64 / kDqParts * kColumnBytes;
 constexpr u32 kUses = kDqParts / kPlaces;  // of a place in a block
@@ -461,9 +461,9 @@ struct Consumer {
         wgmma_pin(s);
     }
 
-    // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands in
-    // registers ptxas finds none for them in some variants (C7511). Masks change P and dS where they are packed,
-    // behind a branch, across which ptxas moves no exponentials, which would cost registers.
+    // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands
+    // in registers ptxas finds too few in some variants (C7511). Masks change P and dS where they are packed,
+    // behind a branch, across which ptxas moves no exponentials: that would cost registers.
     __device__ __forceinline__ void take_block_with_dq(bool masked, float slope, int block, bool has_next,
                                                        Scores& s, float (&dk)[kDimQK / 2],
                                                        float (&dv)[kDimV / 2]) {
@@ -489,8 +489,6 @@ struct Consumer {
         hand_over(p);
         multiply_dq_and_dk(s, dk);
         ++step.number;
-        wgmma_wait_group<0>();
-        wgmma_pin(dk);
         release(stage);
         if (has_next) issue_scores(s);
         wgmma_wait_group<0>();
@@ -503,7 +501,8 @@ struct Consumer {
         for (int i = 0; i < kBlockRows / 2; ++i)
             if (mask.hides(i)) p[i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
     }
-    // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the last.
+    // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the
+    // last of them.
     __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2]) const {
         constexpr int kWhole = kChunksQK / 2, kPasses = ceil_div(kChunksQK, 2);
         mbarrier_wait_parity(smem_address(&smem.bar_ds_full[0]), step.parity<1>());
