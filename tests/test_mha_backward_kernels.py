@@ -20,6 +20,7 @@ from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import mha_backward
 from rawmla.kernels.mha_backward import (
     BY_KEYS,
+    BY_KEYS_WITH_DQ,
     BY_PRODUCT,
     BackwardAddresses,
     PreparedMhaBackward,
@@ -28,7 +29,7 @@ from rawmla.kernels.mha_backward import (
 )
 from rawmla.kernels.mha_forward import NO_BOUND
 
-# With every flag, and with all or none of them: both forms of the schedule at their ends.
+# With every flag, and with all or none of them: the forms of the schedule at their ends.
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 MORE_DIMS = ((64, 128), (128, 96), (40, 40), (8, 8), (192, 64), (96, 160), (32, 224), (64, 256), (256, 96))
 FLAGS = tuple(itertools.product((False, True), repeat=3))  # softcap, ALiBi, sinks with dlse
@@ -67,14 +68,21 @@ def test_forms_of_the_backward() -> None:
     assert form_of(128, 128, *plain) == form_of(128, 128, True, False, False) == BY_KEYS
     assert form_of(128, 128, False, True, True) == form_of(128, 96, True, True, True) == BY_KEYS
     assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
-    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == BY_PRODUCT
+    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == form_of(192, 160, *plain) == BY_PRODUCT
+    for flags in FLAGS:
+        softcap, alibi, weights = flags
+        wide = BY_PRODUCT if weights or (softcap and alibi) else BY_KEYS_WITH_DQ
+        assert form_of(192, 128, *flags) == wide
     steps = range(32, 257, 32)
     for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
         spec = specs("bfloat16", d_qk, d_v, *flags)[1]
         defines = dict(spec.defines)
         assert spec.smem_bytes <= MAX_SMEM_BYTES
-        assert defines["BY_PRODUCT"] == form_of(d_qk, d_v, *flags).by_product
-        assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0
+        form = form_of(d_qk, d_v, *flags)
+        assert (defines["BY_PRODUCT"], defines["DQ_BY_CONSUMERS"]) == (form.by_product, form.dq_by_consumers)
+        assert spec.threads == form.threads
+        parts = 2 if form.dq_by_consumers else -(-d_qk // 64)
+        assert parts % defines["DQ_PLACES"] == 0
 
 
 @pytest.mark.parametrize(
@@ -103,20 +111,25 @@ def test_backward_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("dims", "registers"), (((64, 64), (208, 208, 64, 32)), ((256, 256), (216, 208, 64, 24)))
+    ("dims", "registers", "launched"),
+    (
+        ((64, 64), (208, 208, 64, 32), 128),
+        ((256, 256), (216, 208, 64, 24), 128),
+        ((192, 128), (240, 240, 24), 168),
+    ),
 )
-def test_setmaxnreg_of_the_backward(dims: tuple[int, int], registers: tuple[int, ...]) -> None:
-    """Two consumers, the warpgroup of dQ and a producer share what the launch gives."""
+def test_setmaxnreg_of_the_backward(dims: tuple[int, int], registers: tuple[int, ...], launched: int) -> None:
+    """Two consumers, the warpgroup of dQ, if there is one, and a producer share what the launch gives."""
     spec = MAIN[("bfloat16", *dims, False, False, False)]
     moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
     assert {int(count) for _, count in moves} == set(registers)
-    launched = jit.build(spec).meta["registers"]
+    assert jit.build(spec).meta["registers"] == launched
     assert all((move == "inc") == (int(count) > launched) for move, count in moves)
-    assert launched == 128 and sum(registers) <= 4 * launched
+    assert spec.threads == 128 * len(registers) and sum(registers) <= len(registers) * launched
 
 
 def test_constants_of_the_backward() -> None:
-    for dims, form in (((128, 128), BY_KEYS), ((256, 256), BY_PRODUCT)):
+    for dims, form in (((128, 128), BY_KEYS), ((192, 128), BY_KEYS_WITH_DQ), ((256, 256), BY_PRODUCT)):
         assert_in_kernel(
             MAIN[("bfloat16", *dims, False, False, False)],
             [
@@ -239,7 +252,9 @@ def test_scratch_of_the_backward(
     assert of_main[5:10] == (lse, delta, weights, accum, turns)
 
 
-@pytest.mark.parametrize(("d_qk", "d_v", "keys"), ((128, 128, 128), (192, 128, 64), (256, 200, 64)))
+@pytest.mark.parametrize(
+    ("d_qk", "d_v", "keys"), ((128, 128, 128), (192, 128, 128), (192, 129, 64), (256, 200, 64))
+)
 def test_tiles_of_keys(launches: Launches, d_qk: int, d_v: int, keys: int) -> None:
     """The grid and the boxes of K and V follow the form of the schedule."""
     call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, max_seqlen_k=1000, total_k=1000)

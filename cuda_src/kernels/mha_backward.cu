@@ -10,9 +10,10 @@
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
-//   warpgroup 3           dQ = dS K
+//   warpgroup 3           dQ = dS K, but for kDqByConsumers
 // S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
-// 128 keys each. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
+// 128 keys each. With kDqByConsumers they have the registers of warpgroup 3, and each computes half of the
+// columns of dQ. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
 // dV, consumer 1 dP, dS and dK.
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -40,23 +41,29 @@ constexpr bool kTwoFactors = !ScoreMod::kDerivativeIsOne;
 constexpr bool kTwoFactors = kSoftcap || kWeights;
 #endif
 constexpr int kConsumers = 2;
-constexpr bool kByProduct = BY_PRODUCT;
+constexpr bool kByProduct = BY_PRODUCT, kDqByConsumers = DQ_BY_CONSUMERS;
+static_assert(!(kByProduct && kDqByConsumers));
 constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
-constexpr int kStages = 2, kDsStages = kByProduct ? 1 : 2;
+constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
-constexpr int kThreads = 128 * (kConsumers + 2);
-constexpr int NB_DQ = 1;    // named barrier of the warpgroup of dQ
-constexpr int NB_KEYS = 2;  // and of the consumers, two
-constexpr int kRegisters = 208, kReducerRegisters = 64, kProducerRegisters = kByProduct && !kFlex ? 24 : 32;
+constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
+// Named barriers: of the warpgroup of dQ; of the consumers, one each.
+constexpr int NB_DQ = 1, NB_KEYS = 2;
+constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
+constexpr int kProducerRegisters = (kByProduct && !kFlex) || kDqByConsumers ? 24 : 32;
 constexpr int kScoreRegisters = kByProduct && !kFlex ? 216 : kRegisters;  // of consumer 0
-static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <= 65536 / 128,
+static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <=
+                  65536 / kThreads / 8 * 8 * kWarpgroups,
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
 using KeyRows = SwizzledTile<kTileKeys>;     // of K and V
 using BlockRows = SwizzledTile<kBlockRows>;  // of Q, dO and dS
-// dQ of a block goes to global memory in chunks of 64 columns, of which each always has the same place here.
-constexpr int kChunkBytes = kBlockRows * 64 * 4, kPlaces = DQ_PLACES;
-static_assert(kChunksQK % kPlaces == 0);
+// dQ of a block goes to global memory in parts: chunks of 64 columns, or the halves of the two consumers.
+// Each part always has the same place here.
+constexpr int kDqParts = kDqByConsumers ? kConsumers : kChunksQK, kPlaces = DQ_PLACES;
+constexpr int kColumnBytes = kBlockRows * 4, kPartBytes = kChunksQK * 64 / kDqParts * kColumnBytes;
+constexpr u32 kUses = kDqParts / kPlaces;  // of a place in a block
+static_assert(kDqParts % kPlaces == 0 && !(kDqByConsumers && kUses > 1));
 
 struct SharedMemoryPlan {
     unsigned char k[kChunksQK * KeyRows::kBytes];
@@ -64,7 +71,7 @@ struct SharedMemoryPlan {
     unsigned char q[kStages][kChunksQK * BlockRows::kBytes];
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
     unsigned char ds[kDsStages][kTileKeys / 64 * BlockRows::kBytes];  // [query][64 keys]
-    unsigned char dq[kPlaces][kChunkBytes];                           // as the accumulators of 128 threads
+    unsigned char dq[kPlaces][kPartBytes];                            // as the accumulators of 128 threads
     uint4 factors[kByProduct ? 4 * 128 : 1];                          // of dS, from one consumer to the other
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], weights[kStages][kBlockRows];
     KeyTile tile;
@@ -97,7 +104,7 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
 #pragma unroll
     for (int i = 0; i < kDsStages; ++i) {
         mbarrier_init(smem_address(&smem.bar_ds_full[i]), 2 * kTileKeys);
-        mbarrier_init(smem_address(&smem.bar_ds_free[i]), 1);
+        mbarrier_init(smem_address(&smem.bar_ds_free[i]), kDqByConsumers ? 128 * kConsumers : 1);
     }
     mbarrier_init(smem_address(&smem.bar_factors_full), 128);
     mbarrier_init(smem_address(&smem.bar_factors_free), 128);
@@ -236,17 +243,16 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
 // `turn` tiles have.
 __device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan& smem, i64 place, int turn,
                                           u32 number) {
-    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place of the plan
-    float* dst = params.dq_accum + place * (kChunksQK * kChunkBytes / 4);
+    float* dst = params.dq_accum + place * (kDqParts * kPartBytes / 4);
     if (params.turns != nullptr) {
         while (load_acquire(params.turns + place) != turn) {}
         fence_proxy_async();
     }
 #pragma unroll
-    for (int chunk = 0; chunk < kChunksQK; ++chunk) {
-        const int at = chunk % kPlaces;
-        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + chunk / kPlaces & 1);
-        bulk_reduce_add_f32(dst + chunk * (kChunkBytes / 4), smem_address(smem.dq[at]), kChunkBytes);
+    for (int part = 0; part < kDqParts; ++part) {
+        const int at = part % kPlaces;
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + part / kPlaces & 1);
+        bulk_reduce_add_f32(dst + part * (kPartBytes / 4), smem_address(smem.dq[at]), kPartBytes);
         bulk_commit_group();
         bulk_wait_group_read<0>();
         mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
@@ -264,7 +270,7 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
 #if FLEX
 #pragma unroll 1
     for (;; ++number) {
-        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[0]), number * (kChunksQK / kPlaces) & 1);
+        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[0]), number * kUses & 1);
         const QueryStep step = smem.told[number % kToldSteps];
         if (step.is_end()) break;
         const int turn = params.turns == nullptr ? 0 : turn_of<kTileKeys>(params, tile, step);
@@ -286,7 +292,6 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
 // The warpgroup of dQ.
 __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPlan& smem,
                                             const KeyTile& tile) {
-    constexpr u32 kUses = kChunksQK / kPlaces;  // of a place in a block
     Step step;
     mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
 #if FLEX
@@ -359,7 +364,10 @@ struct Consumer {
             wgmma_wait_group<0>();
             wgmma_pin(s);
             for_each_block([&](bool masked, float slope, int block, bool has_next) -> bool {
-                if (masked) {
+                if constexpr (kDqByConsumers) {
+                    take_block_with_dq(masked, slope, block, has_next, s, dk, dv);
+                    return has_next;
+                } else if (masked) {
                     return take_block<true>(slope, block, has_next, s, dk, dv);
                 }
                 return take_block<false>(slope, block, has_next, s, dk, dv);
@@ -559,6 +567,7 @@ struct Consumer {
         wgmma_pin(dv);
         // Kept meanwhile, the mask would cost a register.
         gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
+        wait_for_ds();
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;
@@ -574,6 +583,113 @@ struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(s);
         return more;
+    }
+
+    // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands
+    // in registers ptxas finds too few in some variants (C7511). Masks change P and dS where they are packed,
+    // behind a branch, across which ptxas moves no exponentials: that would cost registers.
+    __device__ __forceinline__ void take_block_with_dq(bool masked, float slope, int block, bool has_next,
+                                                       Scores& s, float (&dk)[kDimQK / 2],
+                                                       float (&dv)[kDimV / 2]) {
+        const u32 stage = step.stage();
+        const Mask<false> none(*this, block);
+        Packed p;  // as in take_block
+        exponents(none, slope, block, s, p);
+        if (masked) hide(block, p);
+        wait_for_ds();
+        store_ds(p, 0);
+        fence_proxy_async();
+        if constexpr (kTwoFactors) pack(s, p);
+        named_barrier_sync(NB_KEYS + wg, 128);
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), step.parity());
+        multiply_shared(dv, smem.dout[stage]);
+        issue_product<kDimV>(s, smem.v, smem.dout[stage]);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+        wgmma_pin(dv);
+        gradients(none, s, p);
+        if (masked) hide(block, p);
+        named_barrier_sync(NB_KEYS + wg, 128);
+        hand_over(p);
+        multiply_dq_and_dk(s, dk);
+        ++step.number;
+        release(stage);
+        if (has_next) issue_scores(s);
+        wgmma_wait_group<0>();
+        wgmma_pin(s);
+    }
+    // Clears what is of queries that do not see the key.
+    __device__ __forceinline__ void hide(int block, Packed& p) const {
+        const Mask<true> mask(*this, block);
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i)
+            if (mask.hides(i)) p[i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
+    }
+    // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the
+    // last of them.
+    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2]) const {
+        constexpr int kWhole = kChunksQK / 2, kPasses = ceil_div(kChunksQK, 2);
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_full[0]), step.parity<1>());
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int whole = 64 * (pass + wg * (kChunksQK - kWhole));
+            const int half = wg == 0 ? 64 * kWhole : 32 * kChunksQK;
+            if (pass < kWhole) {
+                issue_dq(s, whole);
+            } else {
+                issue_dq(wgmma_columns<0, 16>(s), half);
+            }
+            if (pass == kPasses - 1) multiply_shared(dk, smem.q[step.stage()]);
+            wgmma_wait_group<0>();
+            if (pass == kPasses - 1) wgmma_pin(dk);
+            wgmma_pin(s);
+            if (pass == kPasses - 1) mbarrier_arrive(smem_address(&smem.bar_ds_free[0]));
+            if (pass == 0) mbarrier_wait_parity(smem_address(&smem.bar_dq_free[wg]), step.free_parity<1>());
+            if (pass < kWhole) {
+                store_dq(s, whole);
+            } else {
+                store_dq(wgmma_columns<0, 16>(s), half);
+            }
+        }
+        fence_proxy_async();
+        mbarrier_arrive(smem_address(&smem.bar_dq_full[wg]));
+    }
+    // d += A B, with A, P^T or dS^T, where the consumer stored it.
+    template <int kCount>
+    __device__ __forceinline__ void multiply_shared(float (&d)[kCount], const unsigned char* b) const {
+        u64 desc_ds = BlockRows::mn_major(smem_address(smem.ds[0]) + wg * BlockRows::kBytes);
+        asm volatile("" : "+l"(desc_ds));
+        const u64 desc_q = BlockRows::mn_major(smem_address(b));
+        wgmma_pin(d);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockRows / 16; ++k)
+            wgmma_ss<kDtype, Major::kMn, Major::kMn>(d, desc_ds + k * BlockRows::kStepMn,
+                                                     desc_q + k * BlockRows::kStepMn, true);
+        wgmma_commit_group();
+    }
+    // dQ of columns `first` and behind.
+    template <int kCount>
+    __device__ __forceinline__ void issue_dq(float (&dq)[kCount], int first) const {
+        u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[0]));
+        u64 desc_k = KeyRows::mn_major(smem_address(smem.k) + first / 64 * KeyRows::kBytes + first % 64 * 2);
+        // As in issue_product.
+        asm volatile("" : "+l"(desc_ds), "+l"(desc_k));
+        wgmma_pin(dq);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kTileKeys / 16; ++k)
+            wgmma_ss<kDtype, Major::kK, Major::kMn>(
+                dq, desc_ds + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
+                desc_k + k * KeyRows::kStepMn, k > 0);
+        wgmma_commit_group();
+    }
+    template <int kCount>
+    __device__ __forceinline__ void store_dq(const float (&dq)[kCount], int first) const {
+        float4* dst = reinterpret_cast<float4*>(&smem.dq[0][0] + first * kColumnBytes) + threadIdx.x % 128;
+#pragma unroll
+        for (int j = 0; j < kCount / 4; ++j)
+            dst[128 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     }
 
     template <bool kMasked>
@@ -610,6 +726,7 @@ struct Consumer {
         mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
         gradients(mask, s, p);
         mbarrier_arrive(smem_address(&smem.bar_factors_free));
+        wait_for_ds();
         hand_over(p);
         multiply_dk(dk, p);
         ++step.number;
@@ -798,10 +915,14 @@ struct Consumer {
         wgmma_commit_group();
     }
 
-    // dS to the warpgroup of dQ.
+    // Until dS may be written.
+    __device__ __forceinline__ void wait_for_ds() const {
+        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[step.stage<kDsStages>()]),
+                             step.free_parity<kDsStages>());
+    }
+    // dS to those who compute dQ.
     __device__ __forceinline__ void hand_over(const Packed& ds) const {
         const u32 stage = step.stage<kDsStages>();
-        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[stage]), step.free_parity<kDsStages>());
         store_ds(ds, stage);
         fence_proxy_async();
         mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
@@ -896,10 +1017,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
         return;
     }
-    if (wg_idx == kConsumers + 1) {
-        setmaxnreg_dec<kReducerRegisters>();
-        if (kFlex || tile.blocks() > 0) multiply_dq(params, smem, tile);
-        return;
+    if constexpr (!kDqByConsumers) {
+        if (wg_idx == kConsumers + 1) {
+            setmaxnreg_dec<kReducerRegisters>();
+            if (kFlex || tile.blocks() > 0) multiply_dq(params, smem, tile);
+            return;
+        }
     }
     Consumer consumer{params, smem, tile, wg_idx - 1, warp_idx};
     if constexpr (!kByProduct) {

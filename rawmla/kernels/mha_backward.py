@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 BLOCK_ROWS = 64
-_THREADS = 512
 _CHUNK = 64
 _STAGES = 2
 _BARRIER_BYTES = 512
@@ -156,14 +155,18 @@ CLEAR_PARAMS = ParamStruct(
 
 
 class Form(NamedTuple):
-    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has both forms."""
+    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has the forms."""
 
     by_product: bool
+    dq_by_consumers: bool
     tile_keys: int
     ds_stages: int
+    threads: int
 
 
-BY_KEYS, BY_PRODUCT = Form(False, 128, 2), Form(True, 64, 1)
+BY_KEYS = Form(False, False, 128, 2, 512)
+BY_KEYS_WITH_DQ = Form(False, True, 128, 1, 384)
+BY_PRODUCT = Form(True, False, 64, 1, 512)
 CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 
@@ -174,11 +177,14 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> F
     columns = 224 if softcap and (alibi or weights) else 256
     if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
         return BY_KEYS
+    # In other variants ptxas serialises the products of this form.
+    if (d_qk, d_v) == (192, 128) and not weights and not (softcap and alibi):
+        return BY_KEYS_WITH_DQ
     return BY_PRODUCT
 
 
 def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
-    """Shared memory of a variant with so many places for 64 columns of dQ."""
+    """Shared memory of a variant with so many places for parts of dQ."""
     row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
     ds_bytes = BLOCK_ROWS * 2 * form.tile_keys
     return (
@@ -186,18 +192,23 @@ def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
         + _STAGES * BLOCK_ROWS * (row_bytes + 12)
         + form.ds_stages * ds_bytes
         + (ds_bytes if form.by_product else 0)  # factors of dS
-        + BLOCK_ROWS * _CHUNK * 4 * places
+        + BLOCK_ROWS * _CHUNK * 4 * ceil_div(d_qk, _CHUNK) * places // _dq_parts(form, d_qk)
         + _BARRIER_BYTES
     )
 
 
+def _dq_parts(form: Form, d_qk: int) -> int:
+    """Parts in which dQ of a block goes to global memory."""
+    return 2 if form.dq_by_consumers else ceil_div(d_qk, _CHUNK)
+
+
 def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
-    """Places for chunks of dQ in shared memory, of which each chunk always has the same."""
-    chunks = ceil_div(d_qk, _CHUNK)
+    """Places for parts of dQ in shared memory, of which each part always has the same."""
+    parts = _dq_parts(form, d_qk)
     return next(
         n
-        for n in range(chunks, 0, -1)
-        if chunks % n == 0 and _shared_bytes(form, d_qk, d_v, n) <= MAX_SMEM_BYTES
+        for n in range(parts, 0, -1)
+        if parts % n == 0 and _shared_bytes(form, d_qk, d_v, n) <= MAX_SMEM_BYTES
     )
 
 
@@ -246,6 +257,7 @@ def variant(
         "mha_backward",
         (
             ("BY_PRODUCT", form.by_product),
+            ("DQ_BY_CONSUMERS", form.dq_by_consumers),
             ("DQ_PLACES", places),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
@@ -253,7 +265,7 @@ def variant(
             ("SMEM_BYTES", smem_bytes),
             *(_FEATURES | features).items(),
         ),
-        threads=_THREADS,
+        threads=form.threads,
         smem_bytes=smem_bytes,
         headers=headers,
     )
