@@ -364,10 +364,13 @@ struct Consumer {
             wgmma_wait_group<0>();
             wgmma_pin(s);
             for_each_block([&](bool masked, float slope, int block, bool has_next) -> bool {
+#if !FLEX
                 if constexpr (kDqByConsumers) {
                     take_block_with_dq(masked, slope, block, has_next, s, dk, dv);
                     return has_next;
-                } else if (masked) {
+                }
+#endif
+                if (masked) {
                     return take_block<true>(slope, block, has_next, s, dk, dv);
                 }
                 return take_block<false>(slope, block, has_next, s, dk, dv);
@@ -585,6 +588,7 @@ struct Consumer {
         return more;
     }
 
+#if !FLEX
     // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands
     // in registers ptxas finds too few in some variants (C7511). Masks change P and dS where they are packed,
     // behind a branch, across which ptxas moves no exponentials: that would cost registers.
@@ -625,6 +629,7 @@ struct Consumer {
         for (int i = 0; i < kBlockRows / 2; ++i)
             if (mask.hides(i)) p[i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
     }
+#endif
     // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the
     // last of them.
     __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2]) const {

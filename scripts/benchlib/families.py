@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-import rawmla
-
 from . import (
     cache_cases,
     cases,
@@ -115,11 +113,6 @@ def _time_flex_backward(case: flex_backward_cases.FlexBackwardCase, settings: Se
     return turns.time_in_turns(case, flex_backward_measure.prepare, settings, beside)
 
 
-def _flex_backward_cases() -> Sequence[Case]:
-    """None before rawmla has the function."""
-    return flex_backward_cases.flex_backward_cases() if "flex_attention_backward" in rawmla.__all__ else ()
-
-
 def _time_block_mask(case: flex_cases.BlockMaskCase, settings: Settings) -> Row:
     from . import flex_measure
 
@@ -209,7 +202,7 @@ AROUND_METHOD = (
     "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
 )
 
-_ALL_FAMILIES = (
+FAMILIES = (
     Family("dense decode", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True),
     *(
         Family(
@@ -250,7 +243,7 @@ _ALL_FAMILIES = (
     ),
     Family(
         "flex attention backward",
-        _flex_backward_cases,
+        flex_backward_cases.flex_backward_cases,
         _time_flex_backward,
         columns.FLEX_BACKWARD,
         BACKWARD_METHOD,
@@ -271,7 +264,6 @@ _ALL_FAMILIES = (
     ),
     Family("around decoding", cache_cases.all_cases, _time_around, columns.AROUND, AROUND_METHOD),
 )
-FAMILIES = tuple(family for family in _ALL_FAMILIES if family.cases())
 
 
 @cache
