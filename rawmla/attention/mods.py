@@ -177,7 +177,8 @@ class CudaMod:
         places: dict[str, int] = {}
         for name, capture in self.captures.items():
             if is_array(capture):
-                view = inspect(capture, f"captures: {name}")
+                may_require_grad = backward and getattr(capture, "requires_grad", False)
+                view = inspect(capture.detach() if may_require_grad else capture, f"captures: {name}")
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
                 at = f"mod.t{len(captures)}"
