@@ -211,6 +211,7 @@ FUNCTIONS = (
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "flex_attention",
+    "flex_attention_backward",
     "gather_kv_cache",
     "get_mla_metadata",
     "merge_attn_states",

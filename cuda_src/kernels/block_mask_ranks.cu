@@ -1,5 +1,5 @@
-// In which order tiles of keys add to dQ of a block of queries, where the order is fixed: those of the last keys
-// first. Of each block of a mask, how many tiles of the listed blocks behind it in its row there are.
+// In which order tiles of keys add to dQ of a block of queries, where the order is fixed: those of the last
+// keys first. Of each block of a mask, how many tiles of the listed blocks behind it in its row there are.
 //
 // A thread takes a row of blocks.
 #include "attention/block_states.cuh"

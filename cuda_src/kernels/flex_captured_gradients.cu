@@ -1,5 +1,5 @@
-// Gradients of the arrays that a score function of flex attention reads. Of each score the function says what it
-// adds where (attention/mods.cuh, Site), from the gradient of its result, P (dO V^T - delta). This kernel
+// Gradients of the arrays that a score function of flex attention reads. Of each score the function says what
+// it adds where (attention/mods.cuh, Site), from the gradient of its result, P (dO V^T - delta). This kernel
 // computes P and dP of all scores once more, after mha_backward_prepare.cu, and sums.
 // docs/kernels/flex_backward.md.
 //
@@ -111,8 +111,8 @@ struct Consumer {
         wgmma_commit_group();
     }
 
-    // The thread's two keys. Its queries are columns 8 j + 2 (lane % 4) and the next of the block: accumulators
-    // 4 j and 4 j + 1 for the first key, the two behind them for the second.
+    // The thread's two keys. Its queries are columns 8 j + 2 (lane % 4) and the next of the block:
+    // accumulators 4 j and 4 j + 1 for the first key, the two behind them for the second.
     __device__ __forceinline__ int key_of(int r) const {
         return tile.first_key + 64 * wg + warp_idx * 16 + lane_index() / 4 + 8 * r;
     }

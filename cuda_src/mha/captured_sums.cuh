@@ -1,7 +1,7 @@
-// Sums of what scores add to the gradients of captured arrays (attention/mods.cuh, Site), for fragments with keys
-// on their rows. A site whose place depends on no key is summed over a warp's keys of a block; one whose place
-// depends on no query, over all queries of a head; one whose place depends on neither, over both. Then, or at once
-// where it depends on both, sums are added to global memory.
+// Sums of what scores add to the gradients of captured arrays (attention/mods.cuh, Site), for fragments with
+// keys on their rows. A site whose place depends on no key is summed over a warp's keys of a block; one whose
+// place depends on no query, over all queries of a head; one whose place depends on neither, over both. Then,
+// or at once where it depends on both, sums are added to global memory.
 //
 // PASS   0   to float32, in any order
 //        1   nothing is added: the largest absolute value of a gradient's sums is found
@@ -35,7 +35,8 @@ struct CapturedSums {
                 for (int j = 0; j < kBlockRows / 4; ++j) sums[i][j] = 0.0f;
         }
     };
-    // What ScoreMod::captured_gradients calls for a score of the thread's: of its column `query`, its key `key`.
+    // What ScoreMod::captured_gradients calls for a score of the thread's: of its column `query`, its key
+    // `key`.
     struct Sink {
         CapturedSums& all;
         Block& block;

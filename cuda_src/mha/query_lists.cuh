@@ -1,9 +1,9 @@
-// Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and query
-// head that reads its keys. Partial blocks of the mask come first, where the mask function is asked, then full
-// ones. Without lists all are full.
+// Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and
+// query head that reads its keys. Partial blocks of the mask come first, where the mask function is asked,
+// then full ones. Without lists all are full.
 //
-// The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the end
-// as of a step more, which has no data.
+// The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
+// end as of a step more, which has no data.
 #pragma once
 #include "layout/swizzled_tile.cuh"
 #include "mha/key_tiles.cuh"
@@ -87,8 +87,8 @@ class QueryWalk {
     }
 };
 
-// Tiles that add to a block of dQ before this one: those behind it that list the block. They have been given out
-// before.
+// Tiles that add to a block of dQ before this one: those behind it that list the block. They have been given
+// out before.
 template <int kTileKeys>
 __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, const QueryStep& step) {
     const int column = params.ranks == nullptr ? 0 : tile.first_key / params.block_k;
@@ -149,8 +149,8 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
     mbarrier_wait_parity(kv, 0);  // nobody else waits for K and V that are not used
 }
 
-// A warp: clears the rows of a block of Q or dO whose lse is +inf; whether there are any. They see no key, or do
-// not exist: what they hold times a probability of 0 must be 0.
+// A warp: clears the rows of a block of Q or dO whose lse is +inf; whether there are any. They see no key, or
+// do not exist: what they hold times a probability of 0 must be 0.
 template <class BlockRows, int kBytes>
 __device__ __forceinline__ bool clear_empty_rows(unsigned char (&tiles)[kBytes],
                                                  const float (&lse)[kBlockRows]) {
@@ -193,8 +193,8 @@ __device__ __forceinline__ void trim_listed(Plan& smem) {
     }
 }
 
-// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. No query may see
-// them, and their products with a dS of 0 must be 0.
+// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. No query may
+// see them, and their products with a dS of 0 must be 0.
 template <Dtype kDtype, class KeyRows, int kBytes>
 __device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row,
                                                       int barrier) {
