@@ -404,6 +404,29 @@ def test_tensors_that_require_grad() -> None:
     assert detached.captures[0].array.data_ptr() == mod.captures[0].array.data_ptr()
 
 
+def test_cuda_text_whose_tensors_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For gradients they are read without, since a tensor that requires grad is refused while grad is on."""
+    torch = pytest.importorskip("torch")
+    from rawmla.attention import mods
+
+    read: list[Any] = []
+
+    def inspect(x: Any, name: str) -> SimpleNamespace:
+        read.append(x)
+        return SimpleNamespace(dtype="float32", shape=tuple(x.shape))
+
+    monkeypatch.setattr(mods, "inspect", inspect)
+    bias = torch.randn(300, requires_grad=True)
+    captures = {"bias": bias}
+    mod = rawmla.CudaMod(
+        "score + bias(q_idx)", captures, grad="grad", capture_grads={"bias": ("q_idx", "grad")}
+    )
+    assert mod.mod(backward=True).captures[0].array is bias
+    assert mod.mod().captures[0].array is bias
+    assert [x.requires_grad for x in read] == [False, True]
+    assert read[0].data_ptr() == bias.data_ptr()
+
+
 def test_lists_that_are_no_int32(world: World) -> None:
     mask = mask_of()
     mask.q_indices = mask.q_indices.but(dtype="int64")

@@ -272,9 +272,10 @@ def check_flex_backward(
     `results` are the out and lse that the backward pass was given, `got` dq, dk, dv and captured gradients by
     name. From these the L2 error of dq, dk and dv, relative to its norm, is at most a whole step of the
     dtype, and that of a row of 64 columns or more 1.25 half-steps of itself and of its terms, which in dq and
-    dk are rounded twice; 4 times as much for functions of which kernels have approximate instructions. Besides there is what float32 leaves of
-    terms that cancel. A captured gradient has both allowances, for its terms cancel, and its dtype's
-    rounding. Rows that attend nothing or that nothing attends are 0, and so is dv without a gradient of out.
+    dk are rounded twice; 4 times as much for functions of which kernels have approximate instructions.
+    Besides there is what float32 leaves of terms that cancel. A captured gradient has both allowances, for
+    its terms cancel, and its dtype's rounding. Rows that attend nothing or that nothing attends are 0, and so
+    is dv without a gradient of out.
     """
     import torch
 

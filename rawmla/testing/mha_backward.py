@@ -314,9 +314,9 @@ def check_mha_backward(
     dv, relative to its norm, is at most a whole step of the dtype, 4 times as much with a softcap, whose tanh
     is approximate; besides, what float32 leaves of terms that cancel, as where a row has a single key and its
     gradient is 0. A row of 64 columns or more is off by at most 1.25 half-steps of itself and of its terms,
-    which in dq and dk are rounded twice, and dsink by its rounding. Rows that attend nothing or that nothing attends are 0, and so is dv without a
-    gradient of out. With `plain` the largest error from the gradients of exact results, dsink's too, is also
-    held against that of plain torch in the inputs' dtype.
+    which in dq and dk are rounded twice, and dsink by its rounding. Rows that attend nothing or that nothing
+    attends are 0, and so is dv without a gradient of out. With `plain` the largest error from the gradients
+    of exact results, dsink's too, is also held against that of plain torch in the inputs' dtype.
     """
     case = inputs.case
     want = reference_backward(inputs, gradients, results)

@@ -233,7 +233,13 @@ def test_backward_of_broadcast_arrays(
         call = with_array(call, "dout", first_for_all)
     got = backward_of(call)
     assert copies == []
-    check_backward(call, got)
+    # With one key for all tokens dq is a key times the sum of dS, of which rounding leaves nothing right.
+    if "k" not in names or 1 not in axes:
+        check_backward(call, got)
+    dense = {name: getattr(call.inputs, name).contiguous() for name in ("q", "k", "v")}
+    gradients = replace(call.gradients, dout=call.gradients.dout.contiguous())
+    copied = replace(call, inputs=replace(call.inputs, **dense), gradients=gradients)
+    assert_same_gradients("copied", got, backward_of(copied))
     assert all(x.stride(-1) == 1 and 0 not in x.stride() for x in got)
 
 
