@@ -194,6 +194,8 @@ def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any
         if name in given:
             options[f"{name}_q"] = options[f"{name}_k"] = given[name]
     backward(out, *arrays, out, lse, **options)
+    if options.get("attn_sink") is not None:  # with a gradient of lse it has a kernel of its own
+        backward(out, *arrays, out, lse, **options, dlse=lse)
 
 
 def _call_flex_backward(given: dict[str, Any], results: Any) -> None:

@@ -227,7 +227,8 @@ def _add_gradients(
     if gradients.dlse is not None:
         dlse = gradients.dlse[own].double().masked_fill(~rows, 0.0)
         delta, terms = delta - dlse, terms + p * dlse.abs()[..., None]
-    grad = p * (dout @ values.mT - delta[..., None])
+    factors = dout @ values.mT - delta[..., None]  # of P times the derivative, which is rounded, in dS
+    grad = p * factors
 
     def to_products(x: Any) -> Any:
         (found,) = torch.autograd.grad(scores, products, x, retain_graph=True)
@@ -242,7 +243,7 @@ def _add_gradients(
     off = torch.maximum(ds.abs(), grad.abs()) if _is_approximate(inputs) else ds
     least = LEAST[case.dtype]
     smallest = least * visible.double()
-    lost = FLOAT32 * abs(scale) * lost + max(abs(scale), 1.0) * smallest
+    lost = FLOAT32 * abs(scale) * lost + (max(abs(scale), 1.0) + abs(scale) * factors.abs()) * smallest
     for square, of_ds, of_p in ((squares[0], scale * off, p), (squares[1], lost, smallest)):
         _add(square[0], own, (of_ds.square() @ norms(keys).square())[..., 0])
         _add(square[1], shared, (of_ds.square().mT @ norms(queries).square())[..., 0])

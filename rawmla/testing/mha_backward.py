@@ -258,10 +258,12 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
             out = _heads(arrays["out"], own, empty).to(exact)
         dots = (dout * out).sum(-1)
         ds = p * (dp - dots[..., None])
+        factors = (dp - dots[..., None]).abs()  # of P times the slope, which is rounded, in dS
         terms = p * norms(dout) * (norms(values).mT + norms(out))
         if arrays["dlse"] is not None:
             dlse = _heads(arrays["dlse"], own, empty).to(exact)[..., None]
             ds, terms = ds + weights * dlse, terms + weights * dlse.abs()
+            factors = factors + dlse.abs()
         off_ds = (slope * off_p + off_slope) * ds
         ds, terms = (slope * ds).masked_fill(hidden, 0.0), slope * terms
 
@@ -272,7 +274,8 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         if dtype != torch.float64:
             continue
         least = LEAST[case.dtype]
-        lost = FLOAT32 * scale * terms + least * max(scale, 1.0)  # dS is rounded before or after the scale
+        # dS is rounded before or after the scale.
+        lost = FLOAT32 * scale * terms + least * (max(scale, 1.0) + scale * factors)
         smallest = torch.full_like(lost, least)
         for squares, of_ds, of_p in ((sums.sizes, scale * off_ds, off_p * p), (sums.floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
