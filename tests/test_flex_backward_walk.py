@@ -126,7 +126,7 @@ class Mask(NamedTuple):
     arrays: list[Any]
 
 
-def make_mask(case: Case, draw: Any) -> Mask:
+def make_mask(case: Case, draw: Any, ascending: bool = False) -> Mask:
     rows, columns = -(-case.q_len // case.block[0]), -(-case.k_len // case.block[1])
     states = draw.integers(0, 3 if case.full else 2, (*case.masks, columns, rows)).astype(np.uint8)
     arrays = []
@@ -135,7 +135,8 @@ def make_mask(case: Case, draw: Any) -> Mask:
         # What is behind a count is no address.
         lists = np.full((*states.shape[:3], rows + case.wide), 2**31 - 1, np.int32)
         for place in np.ndindex(states.shape[:3]):
-            found = draw.permutation(np.flatnonzero(listed[place]))
+            found = np.flatnonzero(listed[place])
+            found = found if ascending else draw.permutation(found)
             lists[place][: len(found)] = found
         arrays += [listed.sum(-1, dtype=np.int32), lists]
     return Mask(states, arrays)
@@ -193,13 +194,14 @@ def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
     ]
 
 
+@pytest.mark.parametrize("ascending", (True, False))
 @pytest.mark.parametrize("tile_keys", (64, 128))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_listed_blocks(case: Case, tile_keys: int) -> None:
-    """Each once, of every request and head that reads the keys, partial ones first; and tiles take turns at a
-    block from the last keys to the first, without a gap.
+def test_listed_blocks(case: Case, tile_keys: int, ascending: bool) -> None:
+    """Each once, of every request and head that reads the keys, partial and full ones together in ascending
+    order if the lists are; and tiles take turns at a block from the last keys to the first, without a gap.
     """
-    mask = make_mask(case, np.random.default_rng(0))
+    mask = make_mask(case, np.random.default_rng(0), ascending)
     ranks = ranks_of(case, mask, tile_keys)
     q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
     turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -214,7 +216,7 @@ def test_listed_blocks(case: Case, tile_keys: int) -> None:
                     if state:
                         want.add((block, head, request, state == 1))
         assert len(steps) == len(want) and {(*step[:3], bool(step[3])) for step in steps} == want
-        order = [(request, head, not partial) for _, head, request, partial, *_ in steps]
+        order = [(request, head, block if ascending else 0) for block, head, request, *_ in steps]
         assert order == sorted(order)
         for block, head, request, _, turn, place in steps:
             assert place == head * case.b * q_blocks + request * q_blocks + block

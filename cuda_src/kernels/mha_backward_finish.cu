@@ -3,6 +3,7 @@
 // together. And the gradients of sinks from their parts.
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragments.cuh"
 #include "mha/backward_rows.cuh"
 #include "ptx/sync.cuh"
 
@@ -44,6 +45,17 @@ __device__ __forceinline__ void store_dsink(const Params& params, int head) {
     }
 }
 
+// Eight columns of a row, of which `count` exist. A whole row of them lies at a multiple of 16 bytes.
+__device__ __forceinline__ void store_columns(u16* dst, const u32 (&pairs)[4], int count) {
+    if (count >= 8) {
+        *reinterpret_cast<uint4*>(dst) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) dst[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     mha_backward_finish(const __grid_constant__ Params params) {
     griddepcontrol_wait();
@@ -62,21 +74,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int token = first_token + thread / 32 * 16 + thread % 32 / 4;
     u16* row = out + (rows.begin + token) * params.dq_stride_s;
     for (int chunk = 0; chunk < params.chunks; ++chunk) {
+        float4 fours[8];  // all are loaded before anything is stored, which might alias them
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            const float4 four = sums[chunk * 1024 + 128 * j];
-            const int column = 64 * chunk + 8 * j + 2 * (thread % 4);
-            const u32 pairs[2] = {pack_16bit<kDtype>(four.x * params.scale, four.y * params.scale),
-                                  pack_16bit<kDtype>(four.z * params.scale, four.w * params.scale)};
+        for (int j = 0; j < 8; ++j) fours[j] = sums[chunk * 1024 + 128 * j];
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                if (token + 8 * r >= rows.count) continue;
-                u16* dst = row + 8 * r * params.dq_stride_s + column;
-                if (column + 1 < params.d_qk) {
-                    *reinterpret_cast<u32*>(dst) = pairs[r];
-                } else if (column < params.d_qk) {
-                    *dst = static_cast<u16>(pairs[r]);
+        for (int r = 0; r < 2; ++r) {
+            u16* dst = row + 8 * r * params.dq_stride_s;
+            const bool exists = token + 8 * r < rows.count;
+#pragma unroll
+            for (int first = 0; first < 8; first += 4) {
+                u32 pairs[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float4& four = fours[first + j];
+                    pairs[j] = pack_16bit<kDtype>((r == 0 ? four.x : four.z) * params.scale,
+                                                  (r == 0 ? four.y : four.w) * params.scale);
                 }
+                quad_transpose(pairs);  // eight neighbouring columns
+                const int column = 64 * chunk + 8 * (first + thread % 4);
+                if (exists) store_columns(dst + column, pairs, params.d_qk - column);
             }
         }
     }

@@ -15,7 +15,9 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kThreads = 128;
-constexpr int kUnit = 8;  // elements that a thread loads at once
+constexpr int kUnit = 8;                                 // elements that a thread loads at once
+constexpr int kLanes = 16, kGroups = kThreads / kLanes;  // of a row; rows that are read side by side
+constexpr int kRows = kBlockRows / kGroups;              // of a thread
 
 struct Params {
     const void *out, *dout;
@@ -43,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_launch_dependents();
     const i64 place = blockIdx.x;
     const i64 block = place % params.blocks;
-    const int head = place / params.blocks, warp = threadIdx.x / 32, lane = lane_index();
+    const int head = place / params.blocks;
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
@@ -61,68 +63,95 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
 
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
-    __shared__ float dsink_of_warps[kThreads / 32];
-    const bool has_sink = params.attn_sink != nullptr;
-    const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
-    float dsink = 0.0f;
-    for (int row = warp; row < kBlockRows; row += kThreads / 32) {
-        const int token = first_token + row;
-        float lse = kInfinity, dots = 0.0f, dlse = 0.0f, w = 1.0f;
+    __shared__ float lse_of_rows[kBlockRows];  // -inf: the row sees no key or does not exist
+    __shared__ float dlse_of_rows[kBlockRows];
+    __shared__ float dsink_of_groups[kGroups];
+    if (threadIdx.x < kBlockRows) {
+        const int token = first_token + threadIdx.x;
+        const i64 at = rows.begin + token;
+        float lse = -kInfinity, dlse = 0.0f;
         if (token < q_len) {
-            const i64 at = rows.begin + token;
-            const float natural =
+            lse =
                 params
                     .lse[batch * params.lse_stride_b + at * params.lse_stride_s + head * params.lse_stride_h];
-            if (natural != -kInfinity) {
-                const u16* out = static_cast<const u16*>(params.out) + batch * params.out_stride_b +
-                                 at * params.out_stride_s + head * params.out_stride_h;
-                const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
-                                  at * params.dout_stride_s + head * params.dout_stride_h;
-                // Nothing behind a row's last element is read: it may be the end of the array's memory.
-                const int whole = params.d_v / kUnit * kUnit;
-                for (int column = kUnit * lane; column < whole; column += kUnit * 32) {
-                    const uint4 a = *reinterpret_cast<const uint4*>(out + column);
-                    const uint4 b = *reinterpret_cast<const uint4*>(dout + column);
-                    const u32 first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
+            if (params.dlse != nullptr && lse != -kInfinity)
+                dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
+                                   head * params.dlse_stride_h];
+        }
+        lse_of_rows[threadIdx.x] = lse;
+        dlse_of_rows[threadIdx.x] = dlse;
+    }
+    __syncthreads();
+
+    const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const i64 first = rows.begin + first_token + group;
+    const u16* out = static_cast<const u16*>(params.out) + batch * params.out_stride_b +
+                     first * params.out_stride_s + head * params.out_stride_h;
+    const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
+                      first * params.dout_stride_s + head * params.dout_stride_h;
+    bool attends[kRows];
+    float dots[kRows];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float2 x = unpack_16bit<kDtype>(first[i]), y = unpack_16bit<kDtype>(second[i]);
-                        dots = fmaf(x.x, y.x, dots);
-                        dots = fmaf(x.y, y.y, dots);
-                    }
-                }
-                if (whole + lane < params.d_v)
-                    dots = fmaf(unpack_16bit<kDtype>(out[whole + lane]).x,
-                                unpack_16bit<kDtype>(dout[whole + lane]).x, dots);
-                lse = natural * kLog2E;
-                if (has_sink) w = 1.0f / (1.0f + exp2f(sink * kLog2E - lse));
-                if (params.dlse != nullptr)
-                    dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
-                                       head * params.dlse_stride_h];
-            }
+    for (int i = 0; i < kRows; ++i) {
+        attends[i] = lse_of_rows[group + kGroups * i] != -kInfinity;
+        dots[i] = 0.0f;
+    }
+    // Nothing behind a row's last element is read: it may be the end of the array's memory.
+    const int whole = params.d_v / kUnit * kUnit;
+    for (int column = kUnit * lane; column < whole; column += kUnit * kLanes) {
+        uint4 a[kRows], b[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            a[i] = b[i] = make_uint4(0, 0, 0, 0);
+            if (!attends[i]) continue;
+            a[i] = *reinterpret_cast<const uint4*>(out + kGroups * i * params.out_stride_s + column);
+            b[i] = *reinterpret_cast<const uint4*>(dout + kGroups * i * params.dout_stride_s + column);
         }
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            dots += __shfl_xor_sync(0xffffffff, dots, distance);
-        dsink += (w - 1.0f) * dots;
-        if (lane == 0) {
-            const i64 at = place * kBlockRows + row;
-            if (params.weights != nullptr) {
-                params.lse_log2[at] = lse;
-                params.delta[at] = w * dots - dlse;
-                params.weights[at] = w;
-            } else {
-                params.lse_log2[at] = lse - log2f(w);
-                params.delta[at] = dots - dlse;
+        for (int i = 0; i < kRows; ++i) {
+            const u32 firsts[4] = {a[i].x, a[i].y, a[i].z, a[i].w};
+            const u32 seconds[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const float2 x = unpack_16bit<kDtype>(firsts[pair]), y = unpack_16bit<kDtype>(seconds[pair]);
+                dots[i] = fmaf(x.x, y.x, dots[i]);
+                dots[i] = fmaf(x.y, y.y, dots[i]);
             }
         }
     }
+    const bool has_sink = params.attn_sink != nullptr;
+    const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
+    float dsink = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (attends[i] && whole + lane < params.d_v)
+            dots[i] = fmaf(unpack_16bit<kDtype>(out[kGroups * i * params.out_stride_s + whole + lane]).x,
+                           unpack_16bit<kDtype>(dout[kGroups * i * params.dout_stride_s + whole + lane]).x,
+                           dots[i]);
+#pragma unroll
+        for (int distance = kLanes / 2; distance > 0; distance /= 2)
+            dots[i] += __shfl_xor_sync(0xffffffff, dots[i], distance);
+        const int row = group + kGroups * i;
+        const float lse = attends[i] ? lse_of_rows[row] * kLog2E : kInfinity;
+        const float w = has_sink && attends[i] ? 1.0f / (1.0f + exp2f(sink * kLog2E - lse)) : 1.0f;
+        dsink += (w - 1.0f) * dots[i];
+        if (lane != 0) continue;
+        const i64 at = place * kBlockRows + row;
+        if (params.weights != nullptr) {
+            params.lse_log2[at] = lse;
+            params.delta[at] = w * dots[i] - dlse_of_rows[row];
+            params.weights[at] = w;
+        } else {
+            params.lse_log2[at] = lse - log2f(w);
+            params.delta[at] = dots[i] - dlse_of_rows[row];
+        }
+    }
     if (!has_sink) return;
-    if (lane == 0) dsink_of_warps[warp] = dsink;
+    if (lane == 0) dsink_of_groups[group] = dsink;
     __syncthreads();
     if (threadIdx.x == 0) {
         float sum = 0.0f;
-        for (int i = 0; i < kThreads / 32; ++i) sum += dsink_of_warps[i];
+        for (int i = 0; i < kGroups; ++i) sum += dsink_of_groups[i];
         params.dsink_parts[place] = sum;
     }
 }

@@ -1,6 +1,7 @@
 // Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and
-// query head that reads its keys. Partial blocks of the mask come first, where the mask function is asked,
-// then full ones. Without lists all are full.
+// query head that reads its keys. Partial blocks of the mask, where the mask function is asked, and full ones
+// come together in ascending order, as lists are, so that tiles which take turns (turn_of) do not wait for
+// long. Without lists all are full.
 //
 // The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
 // end as of a step more, which has no data.
@@ -37,13 +38,16 @@ class QueryWalk {
     // The step after this one, or the end.
     __device__ __forceinline__ QueryStep next() {
         while (block >= end_block) {
-            if (entry < entries) {
-                // A number that is no block's is skipped: it would be an address of the scratch.
-                const int row = list[entry++];
-                if (static_cast<u32>(row) >= static_cast<u32>(params.mask_rows)) continue;
-                block = row * params.block_rows;
-                end_block = min_int(block + params.block_rows, params.q_blocks);
-            } else if (!next_list()) {
+            const int kind = row[1] < row[0], next_row = min_int(row[0], row[1]);
+            // A number that is no block's is skipped: it would be an address of the scratch.
+            if (next_row != kNoRow) {
+                if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
+                    block = next_row * params.block_rows;
+                    end_block = min_int(block + params.block_rows, params.q_blocks);
+                    is_full = kind;
+                }
+                advance(kind);
+            } else if (!next_head()) {
                 return {-1, 0, 0, 0};
             }
         }
@@ -51,38 +55,51 @@ class QueryWalk {
     }
 
   private:
+    static constexpr int kNoRow = 0x7fffffff;
+
     const Params& params;
     const KeyTile& tile;
     int member = -1, head = 0, request = 0;
     bool is_full = true;
-    const int* list = nullptr;
-    int entry = 0, entries = 0;
+    // Of partial and of full blocks: what is left of the list, and its next row of the mask.
+    const int* list[2] = {};
+    int left[2] = {}, row[2] = {kNoRow, kNoRow};
     int block = 0, end_block = 0;
 
-    // Partial and full blocks of one request and head, then of the next.
-    __device__ __forceinline__ bool next_list() {
-        if (is_full) {
-            if (++member == params.requests * params.group) return false;
-            const int further = member / params.group;
-            request = tile.request * params.requests + further;
-            head = tile.kv_head * params.group + member - further * params.group;
-            if (params.q_num_blocks == nullptr) {
-                block = 0, end_block = params.q_blocks;
-                return true;
-            }
+    __device__ __forceinline__ void advance(int kind) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
+            if (i != kind) continue;
+            row[i] = left[i] > 0 ? min_int(*list[i], kNoRow - 1) : kNoRow;
+            ++list[i], --left[i];
         }
-        is_full = !is_full;
-        const int kind = is_full;
-        const int* counts = is_full ? params.full_q_num_blocks : params.q_num_blocks;
-        const int* lists = is_full ? params.full_q_indices : params.q_indices;
-        entry = entries = 0;
-        if (counts == nullptr) return true;
+    }
+
+    // The blocks of one request and head, then of the next.
+    __device__ __forceinline__ bool next_head() {
+        if (++member == params.requests * params.group) return false;
+        const int further = member / params.group;
+        request = tile.request * params.requests + further;
+        head = tile.kv_head * params.group + member - further * params.group;
+        if (params.q_num_blocks == nullptr) {
+            block = 0, end_block = params.q_blocks;
+            return true;
+        }
         const i64 batch = request % params.mask_batches, mask_head = head % params.mask_heads;
         const i64 column = tile.first_key / params.block_k;
-        const i64 *of_counts = params.counts_strides + 3 * kind, *of_lists = params.lists_strides + 3 * kind;
-        entries = min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
-                          params.list_rows[kind]);
-        list = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+#pragma unroll
+        for (int kind = 0; kind < 2; ++kind) {
+            const int* counts = kind == 0 ? params.q_num_blocks : params.full_q_num_blocks;
+            const int* lists = kind == 0 ? params.q_indices : params.full_q_indices;
+            if (counts == nullptr) continue;
+            const i64 *of_counts = params.counts_strides + 3 * kind,
+                      *of_lists = params.lists_strides + 3 * kind;
+            left[kind] =
+                min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
+                        params.list_rows[kind]);
+            list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+            advance(kind);
+        }
         return true;
     }
 };
