@@ -156,7 +156,10 @@ def test_dense_attention(world: World, name: str, backward: bool) -> None:
     function, arguments = MHA_CALLS[name]
     assert rawmla.warmup_call(function, **arguments, backward=backward) is None
     assert [launch.stream for launch in world.mha] == [NO_LAUNCH]
-    assert [launch.stream for launch in world.mha_backward] == [NO_LAUNCH] * backward
+    # With sinks once more: with a gradient of lse there is another kernel.
+    wanted = [False, True][: 1 + (arguments.get("attn_sink") is not None)] * backward
+    assert [launch.call.has_dlse for launch in world.mha_backward] == wanted
+    assert {launch.stream for launch in world.mha_backward} <= {NO_LAUNCH}
     assert not world.framework.allocated and not world.framework.copied and not world.framework.filled
     if backward:
         forward, other = world.mha[0].call, world.mha_backward[0].call
@@ -194,6 +197,8 @@ def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyP
         rawmla.flash_attn_backward(out, out=out, lse=lse, **arguments)
     elif name in ("varlen", "renamed"):
         rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments)
+        if arguments.get("attn_sink") is not None:
+            rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments, dlse=lse)
     else:  # equal head dimensions and flags in arrays of their own
         rows = 40 if name.startswith("qkv") else 56
         heads = 8 if name.startswith("qkv") else 2
