@@ -30,13 +30,16 @@ _MODULE_OF = {
     "convert_indices": "mla.indices",
     "create_block_mask": "attention.create",
     "dequantize_k_cache": "mla.cache",
+    "flash_attn_backward": "mha.gradients",
     "flash_attn_func": "mha.attention",
+    "flash_attn_varlen_backward": "mha.gradients",
     "flash_attn_varlen_func": "mha.attention",
     "flash_attn_varlen_kvpacked_func": "mha.attention",
     "flash_attn_varlen_qkvpacked_func": "mha.attention",
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
     "flex_attention": "attention.flex",
+    "flex_attention_backward": "attention.flex_backward",
     "gather_kv_cache": "mla.cache",
     "get_mla_metadata": "mla.plan",
     "install_flash_mla": "compat",
@@ -64,6 +67,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .attention.flex import AuxOutput as AuxOutput
     from .attention.flex import AuxRequest as AuxRequest
     from .attention.flex import flex_attention as flex_attention
+    from .attention.flex_backward import flex_attention_backward as flex_attention_backward
     from .attention.mods import CudaMod as CudaMod
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla
@@ -79,6 +83,8 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
     from .mha.attention import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from .mha.gradients import flash_attn_backward as flash_attn_backward
+    from .mha.gradients import flash_attn_varlen_backward as flash_attn_varlen_backward
     from .mha.prefix import context_attention_fwd as context_attention_fwd
     from .mla.cache import dequantize_k_cache as dequantize_k_cache
     from .mla.cache import gather_kv_cache as gather_kv_cache

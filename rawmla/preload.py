@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
-from inspect import isfunction
 from types import SimpleNamespace
 from typing import Any
 
 import rawmla
 
 from . import jit
-from .attention import create, flex
-from .attention.flex_arrays import MASK_PARTS
+from .attention import create, flex, flex_backward
+from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
 from .call.arrays import READERS, Fields, Framework, is_array
+from .call.checks import as_bool
 from .kernels.operations import specs_of
-from .mha import attention, prefix
+from .mha import attention, gradients, prefix
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
 from .mla.plan import FlashMLASchedMeta
-from .stand_ins import NoFramework, StandIn
+from .stand_ins import Described, NoFramework, StandIn
 
 __all__ = ["warmup", "warmup_call"]
 
@@ -31,6 +34,7 @@ def warmup(
     sparse_formats: Iterable[str] | None = None,
     prefill_formats: Iterable[str] | None = None,
     mha_head_dims: Iterable[tuple[int, int]] | None = None,
+    mha_backward_head_dims: Iterable[tuple[int, int]] | None = None,
     prefix_head_dims: Iterable[int] | None = None,
     device: int | None = None,
 ) -> None:
@@ -44,10 +48,10 @@ def warmup(
     *operations : str
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
         reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
-        (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms), "prefix"
-        (`context_attention_fwd`), "flex" (lists of block masks; `warmup_call` loads the kernels of
-        `flex_attention` and `create_block_mask`, of which functions are a part). None named: all of them, as
-        far as the options below select any.
+        (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms), "mha_backward" (their
+        gradients), "prefix" (`context_attention_fwd`), "flex" (lists of block masks; `warmup_call` loads the
+        kernels of `flex_attention` and `create_block_mask`, of which functions are a part). None named: all
+        of them, as far as the options below select any.
     dtypes : iterable of str, optional
         dtypes of q and the cache in dense decoding, of what is merged, of the arrays of MHA, and of q in
         prefix prefill: "bfloat16", "float16". None: "bfloat16".
@@ -66,6 +70,8 @@ def warmup(
         Head dimensions (d_qk, d_v) of MHA, each 1 to 256; `warmup_call` loads what a softcap or slopes need.
         None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" or "flex" is named, else
         none.
+    mha_backward_head_dims : iterable of pairs of int, optional
+        The same of the backward of MHA. None: the same if "mha_backward" is named, else none.
     prefix_head_dims : iterable of int, optional
         Head dimensions of prefix prefill, each 1 to 256, over caches in vLLM's layout with blocks of a
         multiple of 16 tokens or over e4m3 caches; `warmup_call` loads what other caches, slopes or FP8
@@ -102,6 +108,7 @@ def warmup(
         sparse_formats=sparse_formats,
         prefill_formats=prefill_formats,
         mha_head_dims=mha_head_dims,
+        mha_backward_head_dims=mha_backward_head_dims,
         prefix_head_dims=prefix_head_dims,
     )
     if device is None:
@@ -110,7 +117,7 @@ def warmup(
         jit.get_kernel(spec, device)
 
 
-def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False, **kwargs: Any) -> None:
     """Compile and load what one call needs: `function(*args, **kwargs)` up to the launch of its kernels.
 
     Parameters
@@ -121,11 +128,15 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
     *args, **kwargs
         Its arguments. Arrays are looked at as in the call itself, and neither read nor written. A plan object
         is not filled, and no result is given.
+    backward : bool
+        Also load what the gradients of the call need. Tensors need not require grad for it.
 
     Raises
     ------
     TypeError
-        `function` is not a public function of rawmla that takes arrays.
+        `function` is not a public function of rawmla that takes arrays, or backward is no bool.
+    ValueError
+        backward of a function that has none.
     TypeError, ValueError, RawMLAError
         What the call itself raises, but that arrays of two frameworks may be on different streams.
 
@@ -141,14 +152,69 @@ def warmup_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None
         raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
     if function is create.create_block_mask:  # no array tells its framework
         function = create.load
-    function(*map(_stand_in, args), **{name: _stand_in(value) for name, value in kwargs.items()})
+    if as_bool("backward", backward) and function not in _WITH_BACKWARD:
+        raise ValueError(f"backward: expected False, as {function.__name__} has no backward, got True")
+    stand_ins = [_stand_in(value) for value in args]
+    named = {name: _stand_in(value) for name, value in kwargs.items()}
+    torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
+    with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
+        results = function(*stand_ins, **named)
+        if backward and function is flex.flex_attention:
+            _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
+        elif backward:
+            _call_backward(
+                function, inspect.signature(function).bind(*stand_ins, **named).arguments, *results
+            )
+
+
+_WITH_BACKWARD = (
+    attention.flash_attn_func,
+    attention.flash_attn_varlen_func,
+    attention.flash_attn_varlen_kvpacked_func,
+    attention.flash_attn_varlen_qkvpacked_func,
+    flex.flex_attention,
+)
+
+
+def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any, lse: Any) -> None:
+    """The call for the gradients of a call with these arguments and results."""
+    arrays: list[Any] = [given[name] for name in ("q", "k", "v") if name in given]
+    for name, count in (("qkv", 3), ("kv", 2)):
+        if name in given:
+            packed = READERS[type(given[name])](given[name], name)
+            _, parts = attention.unpacked(name, packed, given.get("head_dim_qk"), count)
+            arrays += [Described(*fields[:6]) for fields in parts]
+    backward: Callable[..., Any] = gradients.flash_attn_varlen_backward
+    if function is attention.flash_attn_func:
+        backward = gradients.flash_attn_backward
+    options = {name: given[name] for name in inspect.signature(backward).parameters if name in given}
+    for name in ("q", "k", "v", "out"):
+        options.pop(name, None)
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in given:
+            options[f"{name}_q"] = options[f"{name}_k"] = given[name]
+    backward(out, *arrays, out, lse, **options)
+    if options.get("attn_sink") is not None:  # with a gradient of lse it has a kernel of its own
+        backward(out, *arrays, out, lse, **options, dlse=lse)
+
+
+def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
+    """The call for the gradients of a call of `flex_attention`."""
+    out = results[0] if isinstance(results, tuple) else results
+    _, shape, _, _, device, framework, _ = READERS[type(out)](out, "out")
+    rows = tuple(shape[:-1])
+    (lse, _) = framework.allocator([(rows, "float32")], 0, device)()
+    names = inspect.signature(flex_backward.flex_attention_backward).parameters
+    options = {name: given[name] for name in names if name in given and name != "out"}
+    flex_backward.flex_attention_backward(out, out=out, lse=lse, **options)
 
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules = (attention, cache, create, decode, flex, indices, merge, plan, prefix, sparse_prefill)
+    modules: tuple[Any, ...] = (attention, cache, create, decode, flex, flex_backward, gradients, indices)
+    modules += (merge, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
-    return [getattr(module, name) for module, name in names if isfunction(getattr(module, name))]
+    return [getattr(module, name) for module, name in names if inspect.isfunction(getattr(module, name))]
 
 
 def _read(x: StandIn, name: str) -> Fields:
@@ -159,18 +225,23 @@ def _read(x: StandIn, name: str) -> Fields:
 READERS[StandIn] = _read
 
 
+_MASK = (*LISTS, *Q_LISTS, *MASK_PARTS)
+"""The attributes of a BlockMask that calls look at."""
+
+
 def _stand_in(value: Any) -> Any:
     """The argument of a call that launches nothing, for that of a call."""
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if isinstance(value, tuple):
-        return tuple([_stand_in(one) for one in value])
+        made = [_stand_in(one) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else tuple(made)  # AuxRequest has fields
     if isinstance(value, FlashMLASchedMeta):
         arrays = value.tile_scheduler_metadata, value.num_splits
         rows, num_splits = map(_stand_in, arrays)
         return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
     if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
-        parts = {name: getattr(value, name) for name in MASK_PARTS if hasattr(value, name)}
+        parts = {name: getattr(value, name) for name in _MASK if hasattr(value, name)}
         return SimpleNamespace(**{name: _stand_in(part) for name, part in parts.items()})
     return StandIn(value) if is_array(value) else value
 
@@ -180,5 +251,6 @@ _frameworks: dict[Framework, NoFramework] = {}
 
 def _framework_of(framework: Framework) -> NoFramework:
     return _frameworks.get(framework) or _frameworks.setdefault(
-        framework, NoFramework(framework.name, framework.is_capturing, framework.capture_query)
+        framework,
+        NoFramework(framework.name, framework.is_capturing, framework.capture_query, framework.determinism),
     )

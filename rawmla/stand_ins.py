@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import jit
-from .call.arrays import NewArray
+from .call.arrays import READERS, Fields, NewArray, contiguous_strides
 
-__all__ = ["NoFramework", "StandIn"]
+__all__ = ["Described", "NoFramework", "StandIn"]
 
 _ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
 
@@ -30,7 +30,21 @@ class StandIn:
         return self
 
 
-StandIn.__qualname__ = StandIn.__name__ = "array"  # what the texts of errors call it
+class Described(StandIn):
+    """Stands for an array of which this is known: ``fields`` are what a reader gives, without the array."""
+
+    def __init__(self, *fields: Any) -> None:
+        super().__init__()
+        self.fields = fields
+
+
+def _read(x: Described, name: str) -> Fields:
+    return (*x.fields, x)
+
+
+READERS[Described] = _read
+for _class in (StandIn, Described):
+    _class.__qualname__ = _class.__name__ = "array"  # what the texts of errors call it
 
 
 class NoFramework:
@@ -41,10 +55,12 @@ class NoFramework:
         name: str,
         is_capturing: Callable[[int], bool] = lambda device: False,
         capture_query: Callable[[int], Callable[[], bool]] = lambda device: lambda: False,
+        determinism: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
         self.is_capturing = is_capturing
         self.capture_query = capture_query
+        self.determinism = determinism
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         """As of `Framework`."""
@@ -53,8 +69,14 @@ class NoFramework:
     def allocator(
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
-        """As of `Framework`."""
-        return lambda: [StandIn() for _ in range(len(arrays) + 1)]
+        """As of `Framework`; what a call makes may be given to another one."""
+        made = [
+            Described(
+                _ADDRESS, shape, strides[0] if strides else contiguous_strides(shape), dtype, device, self
+            )
+            for shape, dtype, *strides in arrays
+        ]
+        return lambda: [*made, StandIn()]
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         """As of `Framework`."""

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, prefix prefill, flex
-attention, and of what goes with them.
+attention, their backward, and of what goes with them.
 
 On a machine with a Hopper GPU and torch: compiles what is not compiled yet and times every case (or those
 that --cases selects) next to the ceilings of the same run. A case that fails is reported, and the others
@@ -26,7 +26,7 @@ import benchlib
 from benchlib import against, ahead, families, files, nogpu, plot, report, source
 from rawmla.testing.gpu import missing_hopper_reason
 
-SUSTAINED_TOTAL_SECONDS = 300.0
+SUSTAINED_TOTAL_SECONDS = 360.0
 """Load of all cases together; with more cases than it has room for, each gets less than --sustain-seconds."""
 
 UNUSABLE_CUBINS = 2

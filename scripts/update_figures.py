@@ -52,8 +52,8 @@ LEGEND = (
     "sees at the power limit. A library beside ran in the same process, in turns with rawmla and in "
     "all three ways. A dash: not measured. Better other library: the faster of FlashMLA and "
     "FlashAttention-3 (which is stored for dense decoding with fixed lengths); of sparse attention with 8 "
-    "to 32 heads, FlashMLA runs 64; of dense and flex attention what ran beside; of prefix prefill vLLM's "
-    "Triton kernel."
+    "to 32 heads, FlashMLA runs 64; of dense and flex attention, forward and backward, what ran beside; of "
+    "prefix prefill vLLM's Triton kernel."
 )
 
 

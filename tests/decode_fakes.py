@@ -13,7 +13,15 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, memo
-from rawmla.kernels import common, flex_forward, mha_forward, mla_sparse_prefill, prefix_prefill
+from rawmla.kernels import (
+    common,
+    flex_backward,
+    flex_forward,
+    mha_backward,
+    mha_forward,
+    mla_sparse_prefill,
+    prefix_prefill,
+)
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -21,6 +29,7 @@ from rawmla.kernels import mla_sparse as sparse_decode
 
 SM_COUNT = 132
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 Arguments = dict[str, Any]
 
 
@@ -56,6 +65,7 @@ class FakeFramework:
         self.copied: list[FakeArray] = []
         self.filled: list[tuple[FakeArray, float]] = []
         self.asked_capturing = 0
+        self.determinism = lambda: False
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> FakeArray:
         array = FakeArray(shape, dtype, device=device, ptr=(len(self.allocated) + 1) << 24, framework=self)
@@ -79,7 +89,8 @@ class FakeFramework:
         return array.but(strides=None, ptr=0xC0000)
 
     def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
-        assert name in ("q", "k", "v", "kv", "qkv", "query", "key", "value", *LISTS)
+        flex = ("query", "key", "value", "grad_out", *LISTS, *Q_LISTS)
+        assert name in ("q", "k", "v", "kv", "qkv", "out", "dout", *flex)
         self.copied.append(array)
         return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
@@ -117,8 +128,10 @@ class World:
     decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
     sparse: list[SimpleNamespace]  # the same of sparse calls
     mha: list[SimpleNamespace]  # and of dense attention
+    mha_backward: list[SimpleNamespace]  # and of its backward
     prefix: list[SimpleNamespace]  # and of prefix prefill
     flex: list[SimpleNamespace]  # and of flex attention
+    flex_backward: list[SimpleNamespace]  # and of its backward
     plans: list[Arguments]
     reads: list[str]  # names of the arguments that were read
     loaded: list[Any]  # specs of the kernels that are launched by themselves
@@ -128,8 +141,9 @@ class World:
     def untouched(self) -> bool:
         """Nothing was allocated, copied, filled or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.prefix or self.flex or self.plans
-        loaded = self.loaded or self.enqueued
+        launched = self.decodes or self.sparse or self.mha or self.mha_backward or self.prefix or self.flex
+        launched = launched or self.flex_backward
+        loaded = self.plans or self.loaded or self.enqueued
         return not (made.allocated or made.copied or made.filled or launched or loaded)
 
 
@@ -202,6 +216,12 @@ class PreparedMha:
         )
 
 
+class PreparedMhaBackward(PreparedMha):
+    """Stands in for the launches of its backward."""
+
+    addresses = mha_backward.BackwardAddresses
+
+
 class PreparedPrefix(PreparedMha):
     """Stands in for the launch of prefix prefill: with scratch in some calls, without in others."""
 
@@ -223,6 +243,27 @@ class PreparedFlex(PreparedMha):
         assert (len(score_mod), len(mask_mod)) == (self.call.score_mod_bytes, self.call.mask_mod_bytes)
 
 
+class PreparedFlexBackward(PreparedMha):
+    """Stands in for the launches of its backward."""
+
+    addresses = flex_backward.FlexBackwardAddresses
+    scratch_bytes = 200
+
+    def launch(  # type: ignore[override]
+        self,
+        stream: int,
+        addresses: Any,
+        score_mod: bytes,
+        mask_mod: bytes,
+        captured: Sequence[int],
+        scratch: int,
+    ) -> None:
+        super().launch(stream, addresses, scratch)
+        last = self.launches[-1]
+        last.score_mod, last.mask_mod, last.captured = score_mod, mask_mod, captured
+        assert (len(score_mod), len(mask_mod)) == (self.call.score_mod_bytes, self.call.mask_mod_bytes)
+
+
 class LoadedKernel:
     """Stands in for a kernel that is launched by itself."""
 
@@ -238,7 +279,7 @@ class LoadedKernel:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), *[[] for _ in range(9)])
+    made = World(FakeFramework(), *[[] for _ in range(11)])
 
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
@@ -253,8 +294,11 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", partial(PreparedMhaBackward, made.mha_backward))
     monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", partial(PreparedPrefix, made.prefix))
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", partial(PreparedFlex, made.flex))
+    backward = partial(PreparedFlexBackward, made.flex_backward)
+    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", backward)
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
     monkeypatch.setattr(jit, "clear", clear)
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))

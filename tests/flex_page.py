@@ -22,6 +22,7 @@ def blocks_of(kind: str) -> dict[str, str]:
 
 
 EXAMPLES, CUPY_EXAMPLES = blocks_of("example"), blocks_of("cupy example")
+GRADIENTS = blocks_of("gradients")
 SETUP = re.findall(r"<!-- setup -->\n```python\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
@@ -58,7 +59,7 @@ def run(
     if dtype is not None:
         names |= {x: names[x].to(dtype) for x in ("q", "k", "v")}
     for one in (*NEEDS.get(name, ("causal",)), name):
-        _execute(EXAMPLES[one], device, names)
+        _execute({**EXAMPLES, **GRADIENTS}[one], device, names)
     return names, calls[-1]
 
 

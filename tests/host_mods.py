@@ -12,12 +12,12 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import source
 
-from rawmla.attention.mods import ELEMENTS
+from rawmla.attention.mods import ELEMENTS, Place, header, pack
 
 needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 
@@ -57,6 +57,12 @@ def _library(text: str) -> ctypes.CDLL:
     return ctypes.CDLL(f"{name}.so")
 
 
+def _called() -> str:
+    """What the text of a function calls, as C++."""
+    before, _, behind = source("attention/mods.cuh").partition("#include")
+    return _STAND_INS + before.replace("#pragma once", "") + behind.split('types.cuh"')[1]
+
+
 def evaluate(traced: Any, kind: str, scores: Any, indices: Any) -> Any:
     """The results of a traced function for scores `[n]` and (b, h, q_idx, kv_idx) `[n, 4]`, as float32."""
     import torch
@@ -74,9 +80,7 @@ def evaluate(traced: Any, kind: str, scores: Any, indices: Any) -> Any:
         fields.append(f"{'i64' if number.is_integer else 'float'} n{i};")
         setup.append(f"mod.n{i} = {int(value)};" if number.is_integer else f"mod.n{i} = {float(value)!r}f;")
     takes_score = kind == "score_mod"
-    parts = [source("attention/mods.cuh").split("#include")[0].replace("#pragma once", "")]
-    parts.append(source("attention/mods.cuh").split('types.cuh"')[1])
-    text = f"""{_STAND_INS}{"".join(parts)}
+    text = f"""{_called()}
 struct Mod {{ {" ".join(fields)} }};
 inline {"float" if takes_score else "bool"} function(
     const Mod& mod, {"float score, " if takes_score else ""}int b, int h, int q_idx, int kv_idx) {{
@@ -102,6 +106,68 @@ extern "C" void run(void** arrays, const float* scores, const int* at, int n, fl
         ctypes.c_void_p(out.data_ptr()),
     )
     return out
+
+
+class Differentiated(NamedTuple):
+    """What a type that a backward kernel takes gives at each point."""
+
+    values: Any  # float32 [n]
+    derivatives: Any  # float32 [n]
+    places: Any  # int64 [n, sites]
+    gradients: dict[int, Any]  # by capture: the sums over all points, float32 of the capture's shape
+    facts: dict[str, bool]
+
+
+def differentiate(traced: Any, scores: Any, indices: Any, grads: Any) -> Differentiated:
+    """The generated type ScoreMod of a function with gradients at scores `[n]` and (b, h, q_idx, kv_idx)
+    `[n, 4]`, where the result has the gradients `[n]`.
+    """
+    import torch
+
+    declared = header(traced, None).partition('mods.cuh"')[2]
+    text = f"""{_called()}{declared}
+struct Sink {{
+    const ScoreMod& mod;
+    i64* places;
+    template <int kPlace> void add(i64 place, float value) {{
+        places[kPlace] = place;
+        mod.gradients[ScoreMod::kSite[kPlace].gradient][place] += value;
+    }}
+}};
+extern "C" int size() {{ return sizeof(ScoreMod); }}
+extern "C" void run(const void* bytes, const float* scores, const int* at, const float* grads, int n,
+                    float* values, float* derivatives, i64* places, bool* facts) {{
+    ScoreMod mod;
+    memcpy(static_cast<void*>(&mod), bytes, sizeof(ScoreMod));
+    facts[0] = ScoreMod::kDerivativeIsOne, facts[1] = ScoreMod::kSitesNeedScore;
+    for (int i = 0; i < n; ++i, at += 4, places += ScoreMod::kSites) {{
+        const auto both = mod.value_and_derivative(scores[i], at[0], at[1], at[2], at[3], 50, 50);
+        values[i] = both.value, derivatives[i] = both.derivative;
+        Sink sink{{mod, places}};
+        mod.captured_gradients(grads[i], scores[i], at[0], at[1], at[2], at[3], 50, 50, sink);
+    }}
+}}
+"""
+    n, sites = len(scores), len(traced.backward.sites)
+    captured = [capture.array for capture in traced.captures]
+    places = [Place(x.data_ptr(), tuple(x.shape), x.stride()) for x in captured]
+    gradients = {place: torch.zeros(captured[place].shape) for place in traced.backward.gradients}
+    packed = pack(traced, places, [x.data_ptr() for x in gradients.values()])
+    library = _library(text)
+    assert library.size() == len(packed)
+    values, derivatives = torch.empty(n), torch.empty(n)
+    found = torch.full((n, sites), -1, dtype=torch.int64)
+    facts = (ctypes.c_bool * 2)()
+    inputs = (scores.float().contiguous(), indices.to(torch.int32).contiguous(), grads.float().contiguous())
+    library.run(
+        packed,
+        *[ctypes.c_void_p(x.data_ptr()) for x in inputs],
+        n,
+        *[ctypes.c_void_p(x.data_ptr()) for x in (values, derivatives, found)],
+        facts,
+    )
+    names = ("kDerivativeIsOne", "kSitesNeedScore")
+    return Differentiated(values, derivatives, found, gradients, dict(zip(names, facts, strict=True)))
 
 
 def wanted(function: Callable[..., Any], kind: str, scores: Any, indices: Any) -> Any:

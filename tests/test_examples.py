@@ -30,6 +30,7 @@ LINES = {  # at most
     "prefix_prefill": 120,
     "serve_step": 170,
     "sparse_decode_fp8": 90,
+    "train_tiny": 200,
     "varlen_prefill": 110,
 }
 
@@ -410,3 +411,84 @@ def test_requests_of_serve_step() -> None:
         counts.append(server.count)
         joined += int((before[: server.count] == 0).sum())
     assert max(counts) > names["BUCKET"] * 3 and joined > 64
+
+
+def small_train_tiny(*changes: tuple[str, str]) -> dict[str, Any]:
+    """The program with a smaller model, and plain attention of torch in place of rawmla's."""
+    import torch
+
+    def plain(q: Any, k: Any, v: Any, visible: Any) -> tuple[Any, Any]:
+        scores = (q @ k.mT).float() * q.shape[-1] ** -0.5
+        scores = scores.masked_fill(~visible, -torch.inf)
+        return torch.softmax(scores, -1).to(v.dtype) @ v, torch.logsumexp(scores, -1)
+
+    def dense(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+        assert causal
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
+        out, lse = plain(*[x.transpose(1, 2) for x in (q, k, v)], visible)
+        return out.transpose(1, 2), lse
+
+    def flex(q: Any, k: Any, v: Any, block_mask: Any) -> Any:
+        axes = [torch.arange(n) for n in (*q.shape[:3], k.shape[2])]
+        at = [x.view([-1 if i == d else 1 for d in range(4)]) for i, x in enumerate(axes)]
+        return plain(q, k, v, block_mask.mask_mod(*at))[0]
+
+    names = on_the_reference("train_tiny", *changes)
+    names |= {"TOKENS": 32, "WIDTH": 32, "HEAD_DIM": 16, "LAYERS": 1, "BATCH": 8, "STEPS": 24, "SHOWN": 6}
+    names |= {"LEARNED": 4.0, "BOUND": 0.005, "check_gradients": lambda: None}
+    stand_in = names["rawmla"]
+    stand_in.flash_attn_func, stand_in.flex_attention = dense, flex
+    stand_in.create_block_mask = lambda mask_mod, *sizes: SimpleNamespace(mask_mod=mask_mod)
+    stand_in.and_masks = rawmla.and_masks
+    return names
+
+
+def test_train_tiny_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    small_train_tiny()["main"]()
+    out = capsys.readouterr().out
+    assert (
+        len(re.findall(r"^(?:dense|flex), (?:rawmla|torch) +(?:\d\.\d{3} +){4}\d+ s$", out, re.MULTILINE))
+        == 4
+    )
+    assert (
+        len(re.findall(r"^(?:dense|flex), (?:rawmla|torch): step \d+, loss \d\.\d{3}$", out, re.MULTILINE))
+        == 16
+    )
+    assert len(re.findall(r"^(?:dense|flex): the curves part by at most 0\.00\d\d", out, re.MULTILINE)) == 2
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("document[b, q_idx] == document[b, kv_idx]", "document[b, q_idx] >= document[b, kv_idx]"),
+        ("document[b, q_idx] == document[b, kv_idx]", "document[0, q_idx] == document[0, kv_idx]"),
+        ("rawmla.and_masks(causal, same_document)", "rawmla.and_masks(same_document)"),
+    ],
+)
+def test_train_tiny_finds_mistakes(right: str, wrong: str) -> None:
+    """Which documents and tokens are seen shows in the curves."""
+    pytest.importorskip("torch")
+    names = small_train_tiny((right, wrong))
+    with pytest.raises(SystemExit, match="^train_tiny: flex attention ends with a loss of"):
+        names["main"]()
+
+
+def test_batches_of_train_tiny() -> None:
+    """Documents fill a row, their second halves repeat their first, and these are what is learned."""
+    torch = pytest.importorskip("torch")
+
+    names = on_the_reference("train_tiny")
+    draw = torch.Generator().manual_seed(5)
+    for documents in (1, 3):
+        tokens, document, places, wanted = names["batch"](documents, draw)
+        for row in range(names["BATCH"]):
+            parts = [tokens[row, document[row] == number] for number in document[row].unique()]
+            assert sum(map(len, parts)) == names["TOKENS"] and len(parts) <= documents
+            assert torch.equal(places[row], torch.cat([torch.arange(len(part)) for part in parts]))
+            expected = []
+            for part in parts:
+                half = len(part) // 2
+                assert len(part) % 2 == 0 and torch.equal(part[:half], part[half:])
+                expected += [-1] * (half - 1) + part[half:].tolist() + [-1]
+            assert wanted[row].tolist() == expected

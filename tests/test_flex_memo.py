@@ -148,6 +148,20 @@ def test_modules_of_torch_are_known(traces: list[Any]) -> None:
     assert len(traces) == 1
 
 
+def test_gradients(traces: list[Any]) -> None:
+    """Traces with and without them are two; kept ones have the gradients of a fresh one, of other tensors."""
+    tables = [torch.randn(50, requires_grad=True) for _ in range(2)]
+    mods = [memo.traced(biased(table, 2.0), "score_mod", "cpu", True) for table in tables]
+    assert len(traces) == 1
+    assert memo.traced(biased(tables[0], 2.0), "score_mod", "cpu").backward is None and len(traces) == 2
+    fresh = trace(biased(tables[0], 2.0), "score_mod", "cpu", True)
+    for mod, table in zip(mods, tables, strict=True):
+        assert mod.captures[0].array is table
+        assert mod.backward == fresh.backward and mod.backward.gradients == (0,)
+    other = memo.traced(biased(tables[0].detach(), 2.0), "score_mod", "cpu", True)
+    assert len(traces) == 3 and other.backward is not None and other.backward.gradients == ()
+
+
 def test_globals(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return s * SCALE

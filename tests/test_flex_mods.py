@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import numpy as np
 import pytest
 from cuda_probe import headers
 
@@ -97,8 +98,45 @@ def test_errors_point_at_the_users_line() -> None:
         ("score", {"a b": 1}, ValueError, "C identifiers, got 'a b'"),
         ("score", {"q_idx": 1}, ValueError, "got 'q_idx'"),
         ("score", {"table": [1, 2]}, TypeError, "expected table to be an array or a number"),
+        ("score", {"gradient_sink": 1}, ValueError, "got 'gradient_sink'"),
     ),
 )
 def test_refused(code: Any, captures: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         CudaMod(code, captures)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    (
+        ({"grad": 3}, TypeError, "^grad: expected CUDA text, got 3"),
+        ({"grad": " "}, TypeError, "^grad: expected CUDA text, got ' '"),
+        ({"capture_grads": "table"}, TypeError, "^capture_grads: expected a mapping"),
+        ({"capture_grads": {"other": ("", "1")}}, ValueError, "arrays in captures, got 'other'"),
+        ({"capture_grads": {"number": ("", "1")}}, ValueError, "arrays in captures, got 'number'"),
+        ({"capture_grads": {"table": "grad"}}, TypeError, "expected table to have indices and a value"),
+        ({"capture_grads": {"table": ("i", "j", "grad")}}, TypeError, "table to have indices and a value"),
+        ({"capture_grads": {"table": (("i", 3),)}}, TypeError, "table to have indices and a value"),
+        ({"capture_grads": {"table": ("i", " ")}}, ValueError, "expected table to have a value"),
+    ),
+)
+def test_refused_gradients(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CudaMod("score", {"table": np.zeros(3, np.float32), "number": 3.0}, **given)
+
+
+def test_gradients_are_asked_for() -> None:
+    with pytest.raises(
+        ValueError, match="^score_mod: expected a CudaMod with grad, since gradients are needed"
+    ):
+        CudaMod("2 * score").mod(backward=True)
+    mod = CudaMod("2 * score", grad="2 * grad").mod()
+    assert mod.backward is None and "value_and_derivative" not in header(mod, None)
+
+
+def test_errors_point_at_the_users_line_of_a_gradient() -> None:
+    mod = CudaMod("score * n", {"n": 2.0}, grad="const float y = grad * n;\nreturn z;").mod(backward=True)
+    text = header(mod, None)
+    line = text.split("\n").index("return z;") + 1
+    with pytest.raises(AssertionError, match=rf'user/mods.cuh\({line}\): error: identifier "z" is undefined'):
+        compiled(text)

@@ -12,6 +12,7 @@ import pytest
 from flex_page import (
     CUPY_EXAMPLES,
     EXAMPLES,
+    GRADIENTS,
     PAGE,
     SETUP,
     Call,
@@ -54,7 +55,7 @@ def build(*functions: Any) -> None:
 
 def test_every_block_is_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert sorted(blocks) == sorted([SETUP, *EXAMPLES.values(), *CUPY_EXAMPLES.values()])
+    assert sorted(blocks) == sorted([SETUP, *EXAMPLES.values(), *CUPY_EXAMPLES.values(), *GRADIENTS.values()])
     assert len(EXAMPLES) == 10 and set(CUPY_EXAMPLES) <= set(EXAMPLES)
 
 
@@ -118,6 +119,27 @@ def test_cuda_text_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     exec(compile(code, "docs/flex.md", "exec"), names)
     assert given["score"] is not None or given["mask"].captures
     build(*[None if given[x] is None else given[x].mod() for x in ("score", "mask")])
+
+
+def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's step of training, with the reference for kernels; numbers are tested elsewhere."""
+    pytest.importorskip("torch.nn.attention.flex_attention")
+    import flex_on_cpu
+
+    from rawmla.reference._flex import NumpyMod
+
+    launches = flex_on_cpu.install(monkeypatch)
+    launches.score = lambda table: NumpyMod(
+        lambda s, b, h, q, k: s + table[h, q - k + TOKENS],
+        lambda grad, *at: grad,
+        {"table": (table, lambda grad, s, b, h, q, k: ((h, q - k + TOKENS), grad))},
+    )
+    launches.mask = lambda: lambda b, h, q, k: q >= k
+    (name,) = GRADIENTS
+    names, _ = run(name, rawmla.flex_attention, create_block_mask, "cpu", TOKENS, None)
+    assert names["q"].grad.shape == names["q"].shape and bool(names["q"].grad.any())
+    read = names["table"].grad != 0  # by causal queries, at distances of 0 to TOKENS - 1
+    assert not bool(read[:, :TOKENS].any()) and bool(read[:, TOKENS:].any())
 
 
 def test_text_of_causal() -> None:

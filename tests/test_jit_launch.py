@@ -38,6 +38,7 @@ class FakeLibrary:
         self.result = 0
         self.capability = (9, 0)
         self.asked_context = 0
+        self.maps_need_a_context = False
         self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
         self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
         self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
@@ -142,7 +143,7 @@ class FakeLibrary:
             }
         )
         ctypes.memmove(out, MAP_BYTES, 128)
-        return self.result
+        return 201 if self.maps_need_a_context and self._stack()[-1] is None else self.result
 
 
 @pytest.fixture
@@ -617,6 +618,17 @@ def test_tensor_map_key_has_every_argument(library: FakeLibrary) -> None:
 
 def test_tensor_map_cache_is_bounded() -> None:
     assert tensor_map.cache_info().maxsize == 4096
+
+
+def test_tensor_map_in_a_thread_without_a_context(library: FakeLibrary) -> None:
+    """It is encoded in the context of a device with kernels; without one the driver's refusal is raised."""
+    library.maps_need_a_context = True
+    library.set_current(None)
+    with pytest.raises(LaunchError, match="explanation of 201"):
+        tensor_map(*MAP)
+    driver.get_driver()._contexts[1] = CONTEXT_B
+    assert tensor_map(*MAP) == MAP_BYTES
+    assert library._stack() == [None]
 
 
 def test_refused_tensor_map_prints_every_field(library: FakeLibrary) -> None:

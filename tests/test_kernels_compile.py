@@ -21,6 +21,7 @@ from rawmla.kernels import (
     all_specs,
     common,
     default_specs,
+    mha_backward,
     mha_forward,
     mla_cache_gather,
     mla_cache_rows,
@@ -40,6 +41,7 @@ SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {family(spec): spec for spec in reversed(SPECS)}
 REGISTERS_PER_SM = 65536
+BACKWARD = {"mha_backward", "mha_backward_prepare", "mha_backward_finish", "mha_backward_clear"}
 
 
 def of(name: str) -> list[KernelSpec]:
@@ -52,8 +54,8 @@ def test_variants() -> None:
     decoding = {"mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE}
     prefill = {"mla_combine", *SPARSE_DECODE}
     uniting = {"mla_find_not_finite", "mla_unite_selections"}
-    dense = {"mha_forward", "mha_combine"}
-    masks = {"block_mask_lists", "block_mask_scatter"}
+    dense = {"mha_forward", "mha_combine", *BACKWARD}
+    masks = {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"}
     assert set(BY_KERNEL) == {(name, False) for name in decoding | around | uniting | dense | masks} | {
         (name, True) for name in prefill
     }
@@ -147,8 +149,12 @@ def test_warmup_of_every_option_is_everything(monkeypatch: pytest.MonkeyPatch) -
         ("merge", {"mla_merge_states"}),
         ("metadata", {"mla_metadata"}),
         ("mha", {"mha_forward", "mha_combine"}),
+        ("mha_backward", BACKWARD),
         ("prefix", {"mha_forward", "mha_combine"}),
-        ("flex", {"block_mask_lists", "block_mask_scatter"}),
+        (
+            "flex",
+            {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"},
+        ),
     ],
 )
 def test_warmup_of_an_operation(monkeypatch: pytest.MonkeyPatch, operation: str, kernels: set[str]) -> None:
@@ -185,6 +191,18 @@ def test_every_operation_is_tested() -> None:
         ((), {"mha_head_dims": [(0, 64)]}, ValueError, r"mha_head_dims: .* 1 to 256, got \(0, 64\)"),
         ((), {"mha_head_dims": [(64, 64, 64)]}, ValueError, "mha_head_dims: expected pairs"),
         ((), {"mha_head_dims": [(64, 64.0)]}, ValueError, "mha_head_dims: .* of ints"),
+        (
+            (),
+            {"mha_backward_head_dims": [(64, 257)]},
+            ValueError,
+            r"mha_backward_head_dims: .* 1 to 256, got \(64, 257\)",
+        ),
+        (
+            ("mha",),
+            {"mha_backward_head_dims": [(64, 64)]},
+            ValueError,
+            "mha_backward_head_dims: expected None, as no operation named has this option",
+        ),
         ((), {"prefix_head_dims": [257]}, ValueError, "prefix_head_dims: .* 1 to 256, got 257"),
         ((), {"prefix_head_dims": [(64, 64)]}, TypeError, "prefix_head_dims: expected an iterable of int"),
         (("decode",), {}, ValueError, "operations: expected names among dense_decode, .*, got 'decode'"),
@@ -217,6 +235,11 @@ def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     others = loaded_by(monkeypatch, dtypes=["float16"])
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted, *specs_of(["flex"])}
     assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == prefix_prefill.specs("bfloat16", [64])
+    wanted = [*mha_backward.specs("float16", 96, 96), mha_backward.CLEAR_SPEC]
+    dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}
+    assert loaded_by(monkeypatch, "mha_backward", **dims) == wanted
+    assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted}
+    assert not BACKWARD & {spec.name for spec in loaded_by(monkeypatch, mha_head_dims=[(64, 64)])}
 
 
 def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from benchlib import (  # noqa: E402
     columns,
     families,
     files,
+    flex_backward_cases,
     flex_cases,
     mha_cases,
     nogpu,
@@ -813,14 +814,15 @@ def test_flex_cases_are_compiled_ahead(
     monkeypatch.setattr(ahead, "begin", begin)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 3)
     assert bench.main(["--cases", "^flex-b|metadata-b1$"]) == 0
-    assert sorted(begun) == sorted(case.id for case in flex_cases.flex_cases())
+    flex = [*flex_cases.flex_cases(), *flex_backward_cases.flex_backward_cases()]
+    assert sorted(begun) == sorted(case.id for case in flex)
     after = ["killed", "waited"] * 3  # what has ended already
     assert done[:12] == ["begun"] * 3 + ["compile"] + ["waited"] * 3 + after[:5]
     assert done[12:15] == [after[5], "environment", "ceilings"]
     assert "compiled the functions of flex cases: 0 s" in capsys.readouterr().err
     done.clear()
     begun.clear()
-    assert bench.main(["--cases", "^flex-.*-full$|metadata-b1$"]) == 0 and begun == []
+    assert bench.main(["--cases", "^flex-b2-.*-full$|metadata-b1$"]) == 0 and begun == []
 
     def interrupted() -> None:
         raise KeyboardInterrupt

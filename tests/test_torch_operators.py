@@ -288,8 +288,13 @@ WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("flash_attn_varlen", 5, lambda length: -1, ValueError, "max_seqlen_q: expected an int of at least 0"),
     ("flash_attn_varlen", 10, lambda left: -2, ValueError, "window_size: expected at least 0"),
     ("flash_attn_varlen full", 13, lambda x: x.int(), TypeError, "attn_sink: expected dtype float32 or"),
-    ("flash_attn_varlen_out", 17, lambda out: out[..., :8], ValueError, r"out: expected shape \[9, 4, 24\]"),
+    ("flash_attn_varlen_out", 18, lambda out: out[..., :8], ValueError, r"out: expected shape \[9, 4, 24\]"),
     ("flash_attn", 2, lambda v: v[:, 1:], ValueError, r"v: expected shape \[2, 5, 2, 'd_v'\]"),
+    ("flash_attn_backward", 0, lambda dout: dout.half(), TypeError, "dout: expected dtype bfloat16"),
+    ("flash_attn_backward", 5, lambda lse: lse.mT, ValueError, r"lse: expected shape \[2, 4, 3\]"),
+    ("flash_attn_varlen_backward full", 6, lambda dlse: dlse[1:], ValueError, "dlse: expected shape"),
+    ("flash_attn_varlen_backward full", 16, lambda cap: -1.0, ValueError, "softcap: expected a finite"),
+    ("flash_attn_varlen_backward_out", 24, lambda dv: dv[1:], ValueError, "dv: expected shape"),
     ("context_attention", 1, lambda k: None, ValueError, "k: expected an array, as v is one"),
     ("context_attention", 3, lambda o: o.half(), TypeError, "o: expected dtype bfloat16, that of q"),
     ("context_attention", 4, lambda name: "fp4", ValueError, "kv_cache_dtype: expected one of auto"),
@@ -844,3 +849,197 @@ def test_what_is_written_has_another_version() -> None:
     with torch.inference_mode():
         args[-1] = args[-1].clone()
         op(*args)
+
+
+# ---- gradients of dense attention
+
+
+def with_gradients(args: list[Any], *places: int) -> list[Any]:
+    """The same arguments, of which these require grad."""
+    return [x.detach().clone().requires_grad_() if i in places else x for i, x in enumerate(args)]
+
+
+@pytest.mark.parametrize(
+    ("case", "places"),
+    (
+        ("flash_attn", (0, 1, 2)),
+        ("flash_attn transposed", (1,)),
+        ("flash_attn padded", (0, 2)),
+        ("flash_attn_varlen", (0, 1, 2)),
+        ("flash_attn_varlen full", (0, 1, 2, 13)),
+        ("flash_attn_varlen full", (13,)),
+    ),
+)
+def test_opcheck_with_gradients(case: str, places: tuple[int, ...]) -> None:
+    op, args = arguments(case)
+    torch.library.opcheck(op, tuple(with_gradients(args, *places)))
+
+
+def gradients_of(api: Any, made: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
+    """The gradients of the reference's function, by the names of the leaves."""
+    fixed = "cu_seqlens_q" not in made
+    kind = "" if fixed else "_varlen"
+    out, lse = getattr(api, f"flash_attn{kind}_func")(**made)
+    got = getattr(api, f"flash_attn{kind}_backward")(dout, out=out, lse=lse, dlse=dlse, **made)
+    return dict(zip(("q", "k", "v", "attn_sink"), got, strict=False))
+
+
+@pytest.mark.parametrize("of", ("out", "lse", "both"))
+@pytest.mark.parametrize("full", (False, True))
+def test_gradients_of_operators(full: bool, of: str) -> None:
+    """Through out and lse, of some and of all arrays; those of the reference's backward, in every bit."""
+    made = varlen("cpu", full=full)
+    dout = tensors("cpu", 7)(9, 4, 24) * (of != "lse")
+    dlse = torch.linspace(-1, 1, 36).reshape(9, 4)
+    want = gradients_of(reference, made, dout, None if of == "out" else dlse)
+    op, args = arguments(f"flash_attn_varlen{' full' * full}")
+    for places in ((0, 1, 2), (1,), (0, 2, 13)):
+        places = tuple(i for i in places if args[i] is not None)
+        given = with_gradients(args, *places)
+        out, lse = op(*given)
+        grads = {"out": (dout,), "lse": (dlse,), "both": (dout, dlse)}[of]
+        results = {"out": (out,), "lse": (lse,), "both": (out, lse)}[of]
+        torch.autograd.backward(results, grads)
+        for i, name in ((0, "q"), (1, "k"), (2, "v"), (13, "attn_sink")):
+            if i in places:
+                assert torch.equal(given[i].grad, want[name]), name
+            elif given[i] is not None:
+                assert given[i].grad is None
+
+
+def test_second_derivative_of_an_operator() -> None:
+    op, args = arguments("flash_attn")
+    given = with_gradients(args, 0, 1)
+    (dq,) = torch.autograd.grad(op(*given)[0].float().square().sum(), given[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="^dense attention has no second derivative"):
+        dq.float().sum().backward()
+
+
+def test_saved_tensors_of_an_operator_that_were_changed() -> None:
+    op, args = arguments("flash_attn_varlen")
+    given = with_gradients(args, 0)
+    out, _ = op(*given)
+    given[3].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.float().sum().backward()
+
+
+def test_what_has_no_gradient() -> None:
+    op, args = arguments("flash_attn_varlen full")
+    text = r"^rawmla::flash_attn_varlen has no derivative: alibi_slopes: .* of flash_attn_func, flash_attn_v"
+    with pytest.raises(NotImplementedError, match=text):
+        op(*with_gradients(args, 0, 14))
+    op, args = arguments("flash_attn_varlen_out")
+    with pytest.raises(NotImplementedError, match="^rawmla::flash_attn_varlen_out has no derivative: q: "):
+        op(*with_gradients(args, 0))
+    op, args = arguments("flash_attn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it loads forward mode
+        for transform in (torch.func.grad, lambda f: lambda q: torch.func.jvp(f, (q,), (q,))):
+            with pytest.raises(NotImplementedError, match="^rawmla::flash_attn has no derivative: q: "):
+                transform(lambda q: op(q, *args[1:])[0].float().sum())(args[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", ("fixed", "varlen", "qkv", "kv"))
+def test_compiled_training(backend: str, form: str) -> None:
+    """A step that differentiates a loss of out and lse; its gradients are those that eager operators give."""
+    make, lengths = tensors("cpu", 8), int32([0, 4, 4, 9], "cpu")
+    leaves = {
+        "fixed": {"q": make(2, 3, 4, 40), "k": make(2, 5, 2, 40), "v": make(2, 5, 2, 24)},
+        "varlen": {"q": make(9, 4, 40), "k": make(9, 2, 40), "v": make(9, 2, 24)},
+        "qkv": {"qkv": make(9, 3, 4, 40)},
+        "kv": {"q": make(9, 4, 40), "kv": make(9, 2, 64)},
+    }[form]
+    leaves["attn_sink"] = torch.linspace(-1, 1, 4)
+
+    def step(leaves: dict[str, Any]) -> Any:
+        if form == "fixed":
+            out, lse = rawmla.flash_attn_func(**leaves, causal=True)
+        elif form == "varlen":
+            out, lse = rawmla.flash_attn_varlen_func(
+                **leaves, cu_seqlens_qo=lengths, cu_seqlens_kv=lengths, max_seqlen_qo=5, max_seqlen_kv=5
+            )
+        elif form == "qkv":
+            out, lse = rawmla.flash_attn_varlen_qkvpacked_func(**leaves, cu_seqlens=lengths, max_seqlen=5)
+        else:
+            out, lse = rawmla.flash_attn_varlen_kvpacked_func(
+                **leaves, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5,
+                head_dim_qk=40,
+            )  # fmt: skip
+        return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() + lse.square().sum()
+
+    results = []
+    for run in (torch.compile(step, fullgraph=True, backend=backend), torch.compile(step, backend="eager")):
+        given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
+        run(given).backward()
+        results.append([x.grad for x in given.values()])
+        assert all(x.grad is not None and bool(x.grad.any()) for x in given.values())
+    assert_equal(*results)
+
+
+def test_compiled_training_of_many_lengths() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(made: dict[str, Any]) -> Any:
+        return rawmla.flash_attn_varlen_func(**made, causal=True)[0].float().square().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for tokens in ((9, 13), (20, 7), (5, 64)):
+        made = varlen("cpu", tokens)
+        for name in ("q", "k", "v"):
+            made[name].requires_grad_()
+        compiled(made).backward()
+        counts.append(counter.frame_count)
+        detached = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in made.items()}
+        out, _ = reference.flash_attn_varlen_func(**detached, causal=True)
+        want = gradients_of(reference, {**detached, "causal": True}, 2 * out, None)
+        for name in ("q", "k", "v"):
+            assert torch.equal(made[name].grad, want[name])
+    assert counts[0] == counts[2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_plain_backward(backend: str) -> None:
+    """Fresh gradients, given ones, one that is given; with a sink and without."""
+
+    def step(api: Any, made: dict[str, Any], fixed: list[Any], dout: Any, dlse: Any, given: Any) -> Any:
+        out, lse = api.flash_attn_varlen_func(**made)
+        results = [*api.flash_attn_varlen_backward(dout, out=out, lse=lse, dlse=dlse, **made)]
+        names = {"learnable_sink": made["attn_sink"], "cu_seqlens_qo": made["cu_seqlens_q"]}
+        others = {n: x for n, x in made.items() if n not in ("attn_sink", "cu_seqlens_q")}
+        api.flash_attn_varlen_backward(
+            dout, out=out, lse=lse, **others, **names, dq=given[0], dk=given[1], dv=given[2][..., 8:]
+        )
+        q, k, v = fixed
+        out, lse = api.flash_attn_func(q, k, v)
+        results += api.flash_attn_backward(out, q, k, v, out, lse)
+        results += api.flash_attn_backward(out, q, k, v, out, lse, None, given[3])
+        return results
+
+    made, fixed = varlen("cpu", full=True), [x for x in arguments("flash_attn")[1][:3]]
+    dout, dlse = tensors("cpu", 7)(9, 4, 24), torch.linspace(-1, 1, 36).reshape(9, 4)
+    results = []
+    for api in (rawmla, reference):
+        given = [torch.ones_like(x) for x in (made["q"], made["k"])]
+        given += [torch.ones(13, 2, 32, dtype=torch.bfloat16), torch.ones_like(fixed[1])]
+        run = torch.compile(step, fullgraph=True, backend=backend) if api is rawmla else step
+        results.append([*run(api, made, fixed, dout, dlse, given), *given])
+    assert_equal(*results)
+    assert bool((results[0][-2][..., :8] == 1).all())
+
+
+def test_wrong_argument_of_a_traced_backward() -> None:
+    _, (q, k, v, *_) = arguments("flash_attn")
+    with FakeTensorMode() as mode:
+        q, k, v = (mode.from_tensor(x) for x in (q, k, v))
+        out, lse = rawmla.flash_attn_func(q, k, v)
+        for changes, error, text in (
+            ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
+            ({"softmax_scale": torch.ones(())}, TypeError, "softmax_scale: expected a number, got a tensor"),
+            ({"window_size": (-2, 0)}, ValueError, "window_size: expected at least 0"),
+            ({"dlse": lse.mT}, ValueError, "dlse: expected shape"),
+        ):
+            with pytest.raises(error, match=rf"^{text}"):
+                rawmla.flash_attn_backward(out, q, k, v, out, lse, **changes)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_mha_calls as mha_calls
 from decode_fakes import (
     B,
     FakeArray,
@@ -20,9 +22,11 @@ from decode_fakes import (
 )
 
 import rawmla
+from rawmla import jit
 from rawmla.attention import create
-from rawmla.jit import NO_LAUNCH
-from rawmla.kernels import mla_cache_write, mla_merge_states
+from rawmla.call import memo
+from rawmla.jit import NO_LAUNCH, KernelSpec
+from rawmla.kernels import mha_backward, mha_forward, mla_cache_write, mla_merge_states
 
 
 @pytest.fixture
@@ -117,6 +121,155 @@ def test_the_call_itself_is_not_mistaken_for_it(world: World) -> None:
     rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
     assert [launch.stream for launch in world.decodes] == [NO_LAUNCH, 0x51, NO_LAUNCH]
     assert out is world.framework.allocated[0]
+
+
+# ---- dense attention and its backward
+
+FIXED = {**mha_calls.fixed(), "causal": True, "softcap": 5.0}
+VARLEN = {**mha_calls.optional(), "window_size": (3, 0)}
+RENAMED = {
+    {"cu_seqlens_q": "cu_seqlens_qo", "max_seqlen_k": "max_seqlen_kv", "attn_sink": "learnable_sink"}.get(
+        n, n
+    ): x
+    for n, x in VARLEN.items()
+}
+PREPARED = {mha_forward: "PreparedMhaForward", mha_backward: "PreparedMhaBackward"}
+MHA_CALLS = {
+    "fixed": (rawmla.flash_attn_func, FIXED),
+    "varlen": (rawmla.flash_attn_varlen_func, VARLEN),
+    "renamed": (rawmla.flash_attn_varlen_func, RENAMED),
+    "qkv": (
+        rawmla.flash_attn_varlen_qkvpacked_func,
+        {**mha_calls.packed_qkv(40, 8, 320), "head_dim_qk": 128},
+    ),
+    "qkv4": (rawmla.flash_attn_varlen_qkvpacked_func, mha_calls.packed_qkv(40, 3, 8, 128)),
+    "kv": (
+        rawmla.flash_attn_varlen_kvpacked_func,
+        {**mha_calls.packed_kv(56, 2, 192), "head_dim_qk": 128, "alibi_slopes": FakeArray((8,), "float32")},
+    ),
+}
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize("name", MHA_CALLS)
+def test_dense_attention(world: World, name: str, backward: bool) -> None:
+    function, arguments = MHA_CALLS[name]
+    assert rawmla.warmup_call(function, **arguments, backward=backward) is None
+    assert [launch.stream for launch in world.mha] == [NO_LAUNCH]
+    # With sinks once more: with a gradient of lse there is another kernel.
+    wanted = [False, True][: 1 + (arguments.get("attn_sink") is not None)] * backward
+    assert [launch.call.has_dlse for launch in world.mha_backward] == wanted
+    assert {launch.stream for launch in world.mha_backward} <= {NO_LAUNCH}
+    assert not world.framework.allocated and not world.framework.copied and not world.framework.filled
+    if backward:
+        forward, other = world.mha[0].call, world.mha_backward[0].call
+        for field in set(forward._fields) & set(other._fields) - {"lse_strides", "sink_dtype"}:
+            assert getattr(forward, field) == getattr(other, field), field
+        assert (other.sink_dtype is not None) == forward.has_sink
+        assert other.lse_strides[2] == forward.lse_strides[1] or name == "fixed"
+
+
+@pytest.mark.parametrize("name", MHA_CALLS)
+def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Those that are loaded ahead are those that the call and its gradients load."""
+    loaded: list[KernelSpec] = []
+    real = {module: getattr(module, prepared) for module, prepared in PREPARED.items()}
+    world = make_world(monkeypatch)
+    for module, prepared in PREPARED.items():
+        monkeypatch.setattr(module, prepared, real[module])
+
+    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> Any:
+        loaded.append(spec)
+        launch = SimpleNamespace(launch=lambda *args: None)
+        return SimpleNamespace(prepare=lambda *args, **more: launch)
+
+    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda *args, **more: b"")
+    function, arguments = MHA_CALLS[name]
+    rawmla.warmup_call(function, **arguments, backward=True)
+    ahead = [*loaded]
+    assert {spec.name for spec in ahead} >= {"mha_forward", "mha_backward", "mha_backward_finish"}
+    assert ("mha_backward_clear" in {spec.name for spec in ahead}) == (name != "fixed")
+    loaded.clear()
+    memo.clear_all()
+    out, lse = function(**arguments)
+    if name == "fixed":
+        rawmla.flash_attn_backward(out, out=out, lse=lse, **arguments)
+    elif name in ("varlen", "renamed"):
+        rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments)
+        if arguments.get("attn_sink") is not None:
+            rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments, dlse=lse)
+    else:  # equal head dimensions and flags in arrays of their own
+        rows = 40 if name.startswith("qkv") else 56
+        heads = 8 if name.startswith("qkv") else 2
+        q, k = FakeArray((40, 8, 128), "bfloat16"), FakeArray((rows, heads, 128), "bfloat16")
+        v = FakeArray((rows, heads, out.shape[-1]), "bfloat16")
+        starts = FakeArray((4,))
+        slopes = arguments.get("alibi_slopes")
+        rawmla.flash_attn_varlen_backward(out, q, k, v, out, lse, starts, starts, 20, 20, alibi_slopes=slopes)
+    assert loaded == ahead and not world.mha
+
+
+def test_dense_attention_by_position_with_out(world: World) -> None:
+    call = mha_calls.plain()
+    out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
+    rawmla.warmup_call(rawmla.flash_attn_varlen_func, *call.values(), out=out, backward=True)
+    assert world.mha[0].addresses.out == 0x7000 == world.mha_backward[0].addresses.out
+    assert world.mha_backward[0].stream == NO_LAUNCH and not world.framework.allocated
+
+
+def test_backward_of_dense_attention(world: World) -> None:
+    """The plain functions for gradients, too."""
+    out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
+    lse = FakeArray((40, 8), "float32", ptr=0x8000)
+    rawmla.warmup_call(
+        rawmla.flash_attn_varlen_backward, out, out=out, lse=lse, **mha_calls.optional(), dq=None
+    )
+    assert [launch.stream for launch in world.mha_backward] == [NO_LAUNCH]
+    assert not world.mha and not world.framework.allocated
+
+
+def test_backward_without_keys(world: World) -> None:
+    call = {**mha_calls.fixed()}
+    for name, columns in (("k", 128), ("v", 64)):
+        call[name] = FakeArray((3, 0, 2, columns), "bfloat16")
+    rawmla.warmup_call(rawmla.flash_attn_func, **call, backward=True)
+    assert not world.mha_backward and not world.framework.filled
+
+
+def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at, and no graph is made of them."""
+    torch = pytest.importorskip("torch")
+    mha_on_cpu = pytest.importorskip("mha_on_cpu")
+    launched = mha_on_cpu.install(monkeypatch, streams := [])
+    q = torch.zeros(2, 3, 4, 16, dtype=torch.float16, requires_grad=True)
+    rawmla.warmup_call(rawmla.flash_attn_func, q, q, q, backward=True)
+    assert not launched and streams == [NO_LAUNCH] * 2
+    kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.zeros(2, 1, 64, dtype=torch.int32)
+    with pytest.raises(ValueError, match="^kv: expected a tensor that needs no gradient"):
+        rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, kv.detach(), kv, rows, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "kind", "text"),
+    (
+        (rawmla.flash_attn_func, {"backward": 1}, TypeError, "backward: expected a bool"),
+        (
+            rawmla.flash_attn_backward,
+            {name: FakeArray((3, 7, 2, 64), "bfloat16") for name in ("dout", "out", "q", "k", "v")}
+            | {"lse": FakeArray((3, 2, 7), "float32"), "causal": False, "softcap": 0.0},
+            ValueError,
+            "backward: expected False, as flash_attn_backward has no backward, got True",
+        ),
+    ),
+)
+def test_backward_that_is_refused(
+    world: World, function: Callable[..., Any], changes: Any, kind: Any, text: str
+) -> None:
+    with pytest.raises(kind, match=f"^{text}"):
+        rawmla.warmup_call(function, **{**FIXED, "backward": True, **changes})
+    assert not world.mha_backward and not world.framework.allocated
 
 
 L, S = 300, 500

@@ -203,6 +203,7 @@ def _varlen(device: str, tokens: tuple[int, int] = (9, 13), full: bool = False) 
         right,
         made.get("softcap", 0.0),
         *[made.get(name) for name in arrays],
+        False,
     ]
 
 
@@ -212,7 +213,19 @@ def _fixed(device: str, d_qk: int = 40, d_v: int = 24, b: int = 2, transposed: b
     made = [make(*shape) for shape in shapes]
     if transposed:
         made = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in made]
-    return [*made, None, True, 3, -1, 0.0, None, None]
+    return [*made, None, True, 3, -1, 0.0, None, None, False]
+
+
+def _backward_of(op: str, args: list[Any], *, dlse: bool = False, given: bool = False) -> list[Any]:
+    """The arguments of the backward of a forward call, made by the reference."""
+    q, k, v, *options = args
+    device = q.device
+    make = tensors(device, 5)
+    on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
+    out, lse = (x.to(device) for x in getattr(torch.ops.rawmla, op).default(*on_cpu))
+    logs = torch.linspace(-1, 1, lse.numel(), device=device).reshape(lse.shape) if dlse else None
+    targets = [torch.full_like(x, 7.0) for x in (q, k, v)] if given else []
+    return [make(*out.shape), q, k, v, out, lse, logs, *options, *targets]
 
 
 def _empty_for(q: Any, v: Any) -> Any:
@@ -321,6 +334,42 @@ CASES: dict[str, Case] = {
     "flash_attn_varlen full": ("flash_attn_varlen", lambda d: _varlen(d, full=True)),
     "flash_attn_varlen no keys": ("flash_attn_varlen", lambda d: _varlen(d, (4, 0))),
     "flash_attn_varlen empty": ("flash_attn_varlen", lambda d: _varlen(d, (0, 5))),
+    "flash_attn_varlen_backward": (
+        "flash_attn_varlen_backward",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d)),
+    ),
+    "flash_attn_varlen_backward full": (
+        "flash_attn_varlen_backward",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d, full=True), dlse=True),
+    ),
+    "flash_attn_varlen_backward no keys": (
+        "flash_attn_varlen_backward",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d, (4, 0))),
+    ),
+    "flash_attn_varlen_backward_out": (
+        "flash_attn_varlen_backward_out",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d, full=True), given=True),
+    ),
+    "flash_attn_backward": (
+        "flash_attn_backward",
+        lambda d: _backward_of("flash_attn", _fixed(d), dlse=True),
+    ),
+    "flash_attn_backward transposed": (
+        "flash_attn_backward",
+        lambda d: _backward_of("flash_attn", _fixed(d, transposed=True)),
+    ),
+    "flash_attn_backward padded": (
+        "flash_attn_backward",
+        lambda d: _backward_of("flash_attn", _fixed(d, 17, 33)),
+    ),
+    "flash_attn_backward empty": (
+        "flash_attn_backward",
+        lambda d: _backward_of("flash_attn", _fixed(d, b=0)),
+    ),
+    "flash_attn_backward_out": (
+        "flash_attn_backward_out",
+        lambda d: _backward_of("flash_attn", _fixed(d), given=True),
+    ),
     "flash_attn_varlen_out": (
         "flash_attn_varlen_out",
         lambda d: (args := _varlen(d, full=True)) + [_empty_for(args[0], args[2])],

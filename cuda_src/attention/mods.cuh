@@ -70,6 +70,15 @@ struct Captured {
         static_assert(sizeof...(Indices) == kRank);
         return value_of(load_read_only(data + offset<0>(indices...)));
     }
+    // Of the same element in a contiguous array of this shape.
+    template <class... Indices>
+    __device__ __forceinline__ i64 place(Indices... indices) const {
+        static_assert(sizeof...(Indices) == kRank);
+        i64 found = 0;
+        int dim = 0;
+        ((found = found * sizes[dim] + inside(indices, sizes[dim]), ++dim), ...);
+        return found;
+    }
 
   private:
     template <int kDim>
@@ -100,6 +109,33 @@ struct Named {
     __device__ __forceinline__ auto operator()(Indices... indices) const {
         return wide(array(indices...));
     }
+};
+
+// ---- gradients
+
+// A score function with its derivative by the score.
+struct ValueAndDerivative {
+    float value, derivative;
+};
+// A place of a captured array to which each score contributes: an element of gradient `gradient`, which can
+// be another one for another query token if `by_q` and for another key if `by_kv`. A kernel sums over what a
+// site does not depend on before it adds.
+//
+// A ScoreMod of a backward kernel has, besides what calls it:
+//   kDerivativeIsOne    the derivative is 1 everywhere
+//   kGradients          how many captured arrays have a gradient: gradients[i] is float32 and contiguous
+//   kSites, kSite[i]    what the function adds to them
+//   kSitesNeedScore     captured_gradients reads `score`
+//   value_and_derivative(score, b, h, q_idx, kv_idx, q_len, kv_len)
+//   captured_gradients(grad, score, b, h, q_idx, kv_idx, q_len, kv_len, sink)
+// The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the
+// function's result is `grad`: `value` is to be added to gradients[kSite[i].gradient][place]. `place` depends
+// on nothing but b, h, the lengths and what by_q and by_kv say. Of the two, what a sink does not use costs
+// nothing. Both functions are linear in the gradient, and may give NaN where a score is masked: what they
+// give there is to be left out, not to be multiplied by 0.
+struct Site {
+    int gradient;
+    bool by_q, by_kv;
 };
 
 // ---- arithmetic
@@ -268,4 +304,46 @@ __device__ __forceinline__ float torch_softplus(float x, float beta, float thres
 __device__ __forceinline__ float torch_leaky_relu(float x, float slope) { return x > 0.0f ? x : x * slope; }
 __device__ __forceinline__ float torch_elu(float x, float alpha, float scale, float input_scale) {
     return x > 0.0f ? x * scale : expm1f(x * input_scale) * (alpha * scale);
+}
+
+// ---- derivatives: `grad` times that of a function at x, or where it gave `result`
+
+__device__ __forceinline__ float torch_tanh_backward(float grad, float result) {
+    return grad * (1.0f - result * result);
+}
+__device__ __forceinline__ float torch_sigmoid_backward(float grad, float result) {
+    return grad * ((1.0f - result) * result);
+}
+__device__ __forceinline__ float torch_silu_backward(float grad, float x) {
+    const float sigmoid = torch_sigmoid(x);
+    return grad * (sigmoid * (1.0f + x * (1.0f - sigmoid)));
+}
+__device__ __forceinline__ float torch_gelu_backward(float grad, float x) {
+    const float below = 0.5f * (1.0f + erff(x * 0.707106781186547524f));
+    return grad * (below + x * 0.398942280401432678f * torch_exp(-0.5f * x * x));
+}
+__device__ __forceinline__ float torch_gelu_tanh_backward(float grad, float x) {
+    const float inner = tanhf(0.797884560802865356f * (x + 0.044715f * x * x * x));
+    const float slope = 0.797884560802865356f * (1.0f + 3 * 0.044715f * x * x);
+    return grad * (0.5f * (1.0f + inner) + 0.5f * x * (1.0f - inner * inner) * slope);
+}
+__device__ __forceinline__ float torch_softplus_backward(float grad, float x, float beta, float threshold) {
+    return x * beta > threshold ? grad : grad * torch_sigmoid(x * beta);
+}
+__device__ __forceinline__ float torch_leaky_relu_backward(float grad, float x, float slope) {
+    return x > 0.0f ? grad : grad * slope;
+}
+__device__ __forceinline__ float torch_elu_backward(float grad, float alpha, float scale, float input_scale,
+                                                    float x) {
+    return x > 0.0f ? grad * scale : grad * (input_scale * alpha * scale) * expf(x * input_scale);
+}
+__device__ __forceinline__ float torch_elu_backward_of_result(float grad, float alpha, float scale,
+                                                              float input_scale, float result) {
+    return result > 0.0f ? grad * scale : grad * input_scale * (result + alpha * scale);
+}
+__device__ __forceinline__ float torch_hardtanh_backward(float grad, float x, float low, float high) {
+    return x <= low || x >= high ? 0.0f : grad;
+}
+__device__ __forceinline__ float torch_threshold_backward(float grad, float x, float threshold) {
+    return x <= threshold ? 0.0f : grad;
 }

@@ -61,3 +61,9 @@ __device__ __forceinline__ float2 unpack_f16(u32 packed) {
         : "r"(packed));
     return pair;
 }
+// What pack_16bit packed.
+template <Dtype kDtype>
+__device__ __forceinline__ float2 unpack_16bit(u32 packed) {
+    if constexpr (kDtype == Dtype::kF16) return unpack_f16(packed);
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+}

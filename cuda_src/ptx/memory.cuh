@@ -90,6 +90,16 @@ __device__ __forceinline__ u64 load_global(const u64* ptr) {
     return value;
 }
 
+// One CTA tells another that what it did before is done: by adding, which the other sees by loading.
+__device__ __forceinline__ int load_acquire(const int* ptr) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(ptr) : "memory");
+    return value;
+}
+__device__ __forceinline__ void add_release(int* ptr, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(ptr), "r"(value) : "memory");
+}
+
 // Brings the 128-byte line of an address to L1, or to L2.
 __device__ __forceinline__ void prefetch_l1(const void* ptr) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(ptr) : "memory");

@@ -83,6 +83,15 @@ RAWMLA_TMA(5, "%1, %2, %3, %4, %5", "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8", 
 #undef RAWMLA_TMA
 // clang-format on
 
+// Copies `bytes` of global memory to shared memory, without a tensor map, and counts them on the barrier.
+// Addresses and `bytes` are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(bar)
+        : "memory");
+}
+
 // Adds `bytes` of float32 in shared memory to as many in global memory, without a tensor map. Each addition
 // is atomic; their order is not fixed. Addresses and `bytes` are multiples of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* dst, u32 src, u32 bytes) {

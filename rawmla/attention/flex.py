@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, NewArray, read_given
+from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
@@ -25,7 +25,10 @@ from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, wit
 from .mods import Mod, Place, pack
 from .traced import between_graphs
 
-__all__ = ["AuxOutput", "AuxRequest", "attend", "flex_attention"]
+__all__ = [
+    *("AuxOutput", "AuxRequest", "as_scale", "attend", "attend_alone"),
+    *("flex_attention", "hides_nothing", "read_dense", "wanted"),
+]
 
 
 class AuxRequest(NamedTuple):
@@ -108,10 +111,12 @@ def flex_attention(
     return_aux : AuxRequest, optional
         Which of lse and max_scores to give: (out, AuxOutput). torch's AuxRequest too.
     deterministic : bool, optional
-        Changes nothing: the same call always gives the same bits.
+        Whether dq and captured gradients, too, have the same bits always; results, dk and dv of the same call
+        do. None follows torch's switch, as the backward pass finds it.
     out : array, optional
         `[B, Hq, L, Ev]` in query's dtype, written and returned. Never copied: 16-byte aligned, last dimension
         contiguous, other strides positive multiples of 8, no element twice. It must not overlap an input.
+        None where a gradient is needed.
 
     Returns
     -------
@@ -126,7 +131,7 @@ def flex_attention(
     ------
     TypeError, ValueError
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
-        tensor requires grad while grad is enabled. Raised before anything is allocated or launched.
+        gradient is needed that there is none of. Raised before anything is allocated or launched.
     NotImplementedError
         A Python function calls an operator that kernels do not have; the text names both. Or query, key or
         value is a nested tensor.
@@ -139,9 +144,16 @@ def flex_attention(
     Allocates the copies that are named above, the results, and scratch with the framework of `query`: 16
     bytes, and with blocks that are brought to 128 one byte for each block of the mask and 8 bytes for each of
     128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
-    stream. Never synchronises, never reads a list or a captured array on the host. There is no backward yet.
+    stream. Never synchronises, never reads a list or a captured array on the host.
 
-    torch.compile runs the call between two graphs.
+    Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
+    torch that requires grad, out and lse have a graph, max_scores has none. Query, key and value then are
+    tensors of torch and none is float8. score_mod depends on the score; as a `CudaMod` it has `grad`, and
+    `capture_grads` of what requires grad. What mask_mod reads requires none, and block_mask has lists by
+    columns. Saved for the backward are inputs, out, lse, the lists, and what the functions read in this call.
+    There is no second derivative.
+
+    torch.compile runs the call between two graphs, through which gradients go.
 
     Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
     loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
@@ -160,7 +172,18 @@ def flex_attention(
     )  # fmt: skip
 
 
-def attend(
+def attend(*arguments: Any) -> Any:
+    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs it."""
+    try:
+        return attend_alone(*arguments)
+    except NeedsGradient:
+        pass
+    from .autograd import attention  # imports torch
+
+    return attention(*arguments)
+
+
+def attend_alone(
     query: Any,
     key: Any,
     value: Any,
@@ -174,15 +197,15 @@ def attend(
     deterministic: bool | None,
     out: Any,
 ) -> Any:
-    """`flex_attention`."""
+    """`flex_attention` without a graph."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
         as_bool("deterministic", deterministic)
-    wants_lse, wants_max = _wanted(return_lse, return_aux)
+    wants_lse, wants_max = wanted(return_lse, return_aux)
     _check_options(kernel_options)
-    scale = None if scale is None else _as_scale(scale)
-    q, k, v = [_read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    scale = None if scale is None else as_scale(scale)
+    q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     lists = lists_of(block_mask)
     views = (q, k, v, out_view, *(() if lists is None else lists.views))
@@ -195,7 +218,7 @@ def attend(
 
     score = as_mod(score_mod, "score_mod", device)
     mask = None
-    if checked.lists is not None and not _hides_nothing(block_mask.mask_mod):
+    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
         mask = as_mod(block_mask.mask_mod, "mask_mod", device)
     if not checked.scores:
         score = None  # what it reads may be empty
@@ -230,7 +253,7 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _hides_nothing(mask_mod: Any) -> bool:
+def hides_nothing(mask_mod: Any) -> bool:
     """Whether a function is `noop_mask`, or torch's of that name."""
     if mask_mod is noop_mask:
         return True
@@ -238,7 +261,8 @@ def _hides_nothing(mask_mod: Any) -> bool:
     return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
-def _read(x: Any, name: str) -> Fields:
+def read_dense(x: Any, name: str) -> Fields:
+    """The fields of query, key or value."""
     if getattr(x, "is_nested", False):
         raise NotImplementedError(
             f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
@@ -247,7 +271,7 @@ def _read(x: Any, name: str) -> Fields:
     return READERS[type(x)](x, name)
 
 
-def _wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
+def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     """Whether lse and max_scores are results."""
     if return_aux is None:
         return return_lse, False
@@ -274,7 +298,7 @@ def _check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
 
 
-def _as_scale(scale: Any) -> float:
+def as_scale(scale: Any) -> float:
     if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
         raise TypeError(f"scale: expected a float or None, got {show(scale)}")
     number = float(scale)

@@ -13,13 +13,18 @@ from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
-__all__ = ["LISTS", "MASK_PARTS", "FlexChecked", "GivenLists", "Recut", "check_arrays", "lists_of"]
+__all__ = [
+    *("LISTS", "MASK_PARTS", "Q_LISTS", "FlexChecked", "GivenLists", "Recut", "check_arrays"),
+    *("check_lengths", "check_lists", "cut_of", "lists_of"),
+]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-MASK_PARTS = (*LISTS, "BLOCK_SIZE", "mask_mod", "seq_lengths")
-"""The attributes of a BlockMask that a call looks at."""
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+"""Lists by columns, which a backward walks."""
+MASK_PARTS = ("BLOCK_SIZE", "mask_mod", "seq_lengths")
+"""The attributes of a BlockMask that a call looks at besides lists."""
 Strides = tuple[int, int, int]
 _UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
 """Names of the functions of a mask that was indexed, rawmla's and torch's."""
@@ -28,15 +33,19 @@ _UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
 class GivenLists(NamedTuple):
     """The lists of a block mask."""
 
-    views: tuple[Fields, Fields, Fields | None, Fields | None]  # in the order of LISTS
+    names: tuple[str, str, str, str]  # LISTS or Q_LISTS
+    views: tuple[Fields, Fields, Fields | None, Fields | None]  # in their order
     sizes: tuple[Any, ...]  # BLOCK_SIZE and seq_lengths
 
 
-def lists_of(block_mask: Any) -> GivenLists | None:
-    """The lists of a mask; None where everything is attended, as torch's mask of one huge block says too."""
+def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> GivenLists | None:
+    """The lists of a mask; None where everything is attended, as torch's mask of one huge block says too.
+
+    ``names``: LISTS, or Q_LISTS for those by columns.
+    """
     if block_mask is None:
         return None
-    missing = [name for name in MASK_PARTS if not hasattr(block_mask, name)]
+    missing = [name for name in (*names, *MASK_PARTS) if not hasattr(block_mask, name)]
     if missing:
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)} without {missing[0]}")
     if getattr(block_mask.mask_mod, "__name__", "") in _UNSET_MASKS:
@@ -49,16 +58,20 @@ def lists_of(block_mask: Any) -> GivenLists | None:
     if lengths == (1, 1) and min(block_q, block_k) >= NO_BOUND:
         return None
     counts, indices, full_counts, full_indices = [
-        read_given(getattr(block_mask, name), f"block_mask.{name}") for name in LISTS
+        read_given(getattr(block_mask, name), f"block_mask.{name}") for name in names
     ]
-    if counts is None or indices is None:
-        raise ValueError("block_mask: expected kv_num_blocks and kv_indices, got None")
+    has_full = getattr(block_mask, LISTS[2], None) is not None
+    if counts is None or indices is None or (names == Q_LISTS and has_full and full_counts is None):
+        absent = names[2:] if counts is not None and indices is not None else names[:2]
+        remedy = ""
+        if names == Q_LISTS:
+            remedy = "; gradients need lists by columns, which create_block_mask makes, and from_kv_blocks "
+            remedy += "with compute_q_blocks"
+        raise ValueError(f"block_mask: expected {absent[0]} and {absent[1]}, got None{remedy}")
     if (full_counts is None) != (full_indices is None):
-        raise ValueError(
-            "block_mask: expected full_kv_num_blocks and full_kv_indices or none of them, got one"
-        )
+        raise ValueError(f"block_mask: expected {names[2]} and {names[3]} or none of them, got one")
     views = counts, indices, full_counts, full_indices
-    return GivenLists(views, (int(block_q), int(block_k), *lengths))
+    return GivenLists(names, views, (int(block_q), int(block_k), *lengths))
 
 
 class Recut(NamedTuple):
@@ -144,10 +157,10 @@ def check_arrays(
     list_copies = (False, False, False, False)
     scores = min(b, seqlen_q, seqlen_k) > 0
     if lists is not None and scores:
-        found, list_copies = _check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
-        cut = _cut(found, seqlen_q, seqlen_k, tile_of(d_qk, d_v).keys)
+        found, list_copies = check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
+        cut = cut_of(found, seqlen_q, seqlen_k, 2 * WARPGROUP_ROWS, tile_of(d_qk, d_v).keys)
     elif lists is not None:
-        _check_lengths(lists, seqlen_q, seqlen_k)
+        check_lengths(lists, seqlen_q, seqlen_k)
     return FlexChecked(
         b=b,
         k_batches=k_batches,
@@ -168,7 +181,7 @@ def check_arrays(
     )
 
 
-def _check_lengths(lists: GivenLists, seqlen_q: int, seqlen_k: int) -> None:
+def check_lengths(lists: GivenLists, seqlen_q: int, seqlen_k: int) -> None:
     _, _, *lengths = lists.sizes
     if tuple(lengths) != (seqlen_q, seqlen_k):
         small = lengths[0] < seqlen_q or lengths[1] < seqlen_k
@@ -193,25 +206,28 @@ class _Pair(NamedTuple):
 _NO_PAIR = _Pair((0, 0, 0), (0, 0, 0), 1, 1, 0, (False, False))
 
 
-def _check_lists(
+def check_lists(
     lists: GivenLists, b: int, h_q: int, seqlen_q: int, seqlen_k: int, device: int, framework: Framework
 ) -> tuple[BlockLists, tuple[bool, bool, bool, bool]]:
-    """Check the lists of a mask; returns how they lie, and which have to be copied."""
-    _check_lengths(lists, seqlen_q, seqlen_k)
+    """Check the lists of a mask; returns how they lie, and which have to be copied. Those by columns have the
+    columns of blocks where others have rows.
+    """
+    check_lengths(lists, seqlen_q, seqlen_k)
     block_q, block_k, *_ = lists.sizes
     if block_q < 1 or block_k < 1 or block_q % 16 or block_k % 16:
         raise ValueError(f"block_mask: expected a BLOCK_SIZE of multiples of 16, got {(block_q, block_k)}")
-    for name, view in zip(LISTS, lists.views, strict=True):
+    names = lists.names
+    for name, view in zip(names, lists.views, strict=True):
         if view is not None:
             check_on_device(f"block_mask.{name}", view, device, framework)
             if view[3] not in INTEGERS:
                 raise TypeError(f"block_mask.{name}: expected dtype int32, got {view[3]}")
-    rows = -(-seqlen_q // block_q)
+    lines = -(-seqlen_k // block_k) if names == Q_LISTS else -(-seqlen_q // block_q)
     counts, indices, full_counts, full_indices = lists.views
-    partial = _check_pair(LISTS[0], counts, LISTS[1], indices, rows)
+    partial = _check_pair(names[0], counts, names[1], indices, lines)
     full = _NO_PAIR
     if full_counts is not None and full_indices is not None:
-        full = _check_pair(LISTS[2], full_counts, LISTS[3], full_indices, rows)
+        full = _check_pair(names[2], full_counts, names[3], full_indices, lines)
         if (full.batches, full.heads) != (partial.batches, partial.heads):
             raise ValueError(
                 "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
@@ -234,18 +250,21 @@ def _check_lists(
     return found, (*partial.copied, *full.copied)
 
 
-def _check_pair(counts_name: str, counts: Fields, lists_name: str, indices: Fields, rows: int) -> _Pair:
+def _check_pair(counts_name: str, counts: Fields, lists_name: str, indices: Fields, lines: int) -> _Pair:
     """Check the lists of one kind of blocks."""
     _, shape, strides, dtype, *_ = indices
     _, counts_shape, counts_strides, counts_dtype, *_ = counts
+    line, others, owner = ("rows", "columns", "query")
+    if lists_name in Q_LISTS:
+        line, others, owner = ("columns", "rows", "key")
     if not 2 <= len(shape) <= 4 or tuple(shape[:-1]) != tuple(counts_shape):
         raise ValueError(
-            f"block_mask.{lists_name}: expected shape [B, H, rows, columns] where {counts_name} is "
-            f"[B, H, rows], got {list(shape)} and {list(counts_shape)}"
+            f"block_mask.{lists_name}: expected shape [B, H, {line}, {others}] where {counts_name} is "
+            f"[B, H, {line}], got {list(shape)} and {list(counts_shape)}"
         )
-    if shape[-2] < rows:
+    if shape[-2] < lines:
         raise ValueError(
-            f"block_mask.{lists_name}: expected at least {rows} rows of blocks, as query has, got shape "
+            f"block_mask.{lists_name}: expected at least {lines} {line} of blocks, as {owner} has, got shape "
             f"{list(shape)}"
         )
     copies_counts, copies = counts_dtype != "int32", dtype != "int32"
@@ -279,13 +298,13 @@ def _no_longer(block: int, length: int) -> int:
     return min(block, -(-length // 128) * 128)
 
 
-def _cut(lists: BlockLists, seqlen_q: int, seqlen_k: int, keys: int) -> Recut | None:
-    """The blocks that lists are brought to; None where the kernel walks them as they are: its tiles divide
-    them, or there is one block.
+def cut_of(lists: BlockLists, seqlen_q: int, seqlen_k: int, rows: int, keys: int) -> Recut | None:
+    """The blocks that lists are brought to; None where a kernel with tiles of so many rows and keys walks
+    them as they are: its tiles divide them, or there is one block.
     """
-    rows = 2 * WARPGROUP_ROWS
     block_q, block_k = lists.block_q, lists.block_k
     if (block_q % rows == 0 or block_q >= seqlen_q) and (block_k % keys == 0 or block_k >= seqlen_k):
         return None
     sizes = (lists.batches, lists.heads, seqlen_q, seqlen_k)
-    return Recut(Grid(*sizes, block_q, block_k), Grid(*sizes, rows, max(rows, keys)))
+    side = 2 * WARPGROUP_ROWS
+    return Recut(Grid(*sizes, block_q, block_k), Grid(*sizes, side, max(side, keys)))

@@ -6,21 +6,34 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from ..call.arrays import Framework, contiguous_strides, inspect
+from ..call.arrays import WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
 from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
-from .mods import HEADER_NAME, Capture, CudaMod, Kind, Layout, Mod, Number, Place, header
+from .mods import (
+    HEADER_NAME,
+    NO_FUNCTION,
+    Backward,
+    Capture,
+    CudaMod,
+    Kind,
+    Layout,
+    Mod,
+    Number,
+    Place,
+    header,
+)
 
 __all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "placed", "within_blocks"]
 
-IDENTITY = Mod("return score;", (), ())
+IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 """The score function that changes nothing."""
 
 
-def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None.
+def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
+    """A function that a user gave, traced if it is one of Python; None for None, and a `Mod` as it is. With
+    `backward`, a score function has gradients, and a mask function has to read nothing that requires grad.
 
     Raises
     ------
@@ -29,21 +42,35 @@ def as_mod(function: Any, kind: Kind, device: int) -> Mod | None:
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`.
+        As `rawmla.attention.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
     """
     if function is None:
         return None
+    mod = _as_mod(function, kind, device, backward and kind == "score_mod")
+    if backward and kind == "mask_mod":
+        for source in (*[x.array for x in mod.captures], *[x.source for x in mod.numbers]):
+            if getattr(source, "requires_grad", False):
+                raise ValueError(
+                    "mask_mod: expected captured tensors that do not require grad, got one of shape "
+                    f"{list(source.shape)} that does"
+                )
+    return mod
+
+
+def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
+    if isinstance(function, Mod):
+        return function
     if isinstance(function, str):
         function = CudaMod(function)
     if isinstance(function, CudaMod):
-        return function.mod()
+        return function.mod(backward)
     if not callable(function):
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    return _tracer(kind, device)(function)
+    return _tracer(kind, device, backward)(function)
 
 
 @lru_cache(maxsize=256)
-def _tracer(kind: Kind, device: int) -> Callable[[Any], Mod]:
+def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
     """What traces functions of a kind that read tensors of the device."""
     try:
         import torch
@@ -55,7 +82,21 @@ def _tracer(kind: Kind, device: int) -> Callable[[Any], Mod]:
     from . import memo
 
     place = torch.device("cuda", device)
-    return lambda function: memo.traced(function, kind, place)
+
+    def traced(function: Any) -> Mod:
+        mod = memo.traced(function, kind, place, backward)
+        # Numbers on the CPU are no arrays that a reader sees.
+        if mod.numbers and not backward and torch.is_grad_enabled():
+            for number in mod.numbers:
+                if getattr(number.source, "requires_grad", False):
+                    raise NeedsGradient(
+                        f"{kind}: expected captured numbers that need no gradient here, got "
+                        "requires_grad=True with grad enabled; call under torch.no_grad(). "
+                        f"{WITH_BACKWARD}"
+                    )
+        return mod
+
+    return traced
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
@@ -86,7 +127,7 @@ def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
     return HEADER_NAME, _header(_text_of(score), _text_of(mask))
 
 
-_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...]]
+_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...], "Backward | None"]
 
 
 def _text_of(mod: Mod | None) -> _Text | None:
@@ -94,7 +135,7 @@ def _text_of(mod: Mod | None) -> _Text | None:
     if mod is None:
         return None
     captures = tuple([(capture.dtype, capture.rank, capture.layout) for capture in mod.captures])
-    return mod.text, captures, tuple([number.is_integer for number in mod.numbers])
+    return mod.text, captures, tuple([number.is_integer for number in mod.numbers]), mod.backward
 
 
 @lru_cache(maxsize=1024)
@@ -102,11 +143,12 @@ def _header(score: _Text | None, mask: _Text | None) -> str:
     def mod_of(text: _Text | None) -> Mod | None:
         if text is None:
             return None
-        statements, captures, numbers = text
+        statements, captures, numbers, backward = text
         return Mod(
             statements,
             tuple(Capture(None, *capture) for capture in captures),
             tuple(Number(0, is_integer) for is_integer in numbers),
+            backward,
         )
 
     return header(mod_of(score), mod_of(mask))
@@ -124,10 +166,11 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
         check_place(name, view, device, framework, "query")
 
 
-def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
+def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
     """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
     asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
-    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`.
+    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`. With
+    ``by_columns`` those of a column of blocks lie one after the other.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
     batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]
@@ -138,7 +181,10 @@ def within_blocks(mask: Mod | None, grid: Grid) -> Mod:
         "return true;" if mask is None else f"{{\n{mask.text}\n}}",  # with its own names
     ]
     shape = (grid.batches, grid.heads, grid.rows, grid.columns)
-    states = Place(0, shape, contiguous_strides(shape))
+    strides = contiguous_strides(shape)
+    if by_columns:
+        strides = (*strides[:2], 1, grid.rows)
+    states = Place(0, shape, strides)
     numbers = (grid.batches, grid.heads, grid.block_q, grid.block_k)
     return Mod(
         "\n".join(lines),

@@ -1,8 +1,9 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
-functools.partial. Tensors count by dtype and shape, everything else by value. A function that reads what is
-not known here, such as an object or a module of a user's, is traced at every call.
+functools.partial. Tensors count by dtype, shape and whether they require grad, everything else by value. A
+function that reads what is not known here, such as an object or a module of a user's, is traced at every
+call.
 """
 
 from __future__ import annotations
@@ -41,16 +42,21 @@ class _Kept(NamedTuple):
 _kept: OrderedDict[Any, _Kept] = OrderedDict()
 
 
-def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any) -> Mod:
-    """A function as CUDA text with the tensors that it reads now; errors as of `trace`."""
+def traced(
+    function: Callable[..., Any],
+    kind: Literal["score_mod", "mask_mod"],
+    device: Any,
+    backward: bool = False,
+) -> Mod:
+    """A function as CUDA text with the tensors that it reads now; arguments and errors as of `trace`."""
     tensors: list[torch.Tensor] = []
     try:
-        key = (kind, device, _described(function, tensors, frozenset()))
+        key = (kind, device, backward, _described(function, tensors, frozenset()))
         found = _kept.get(key)
     except (_Unknown, TypeError):  # TypeError: what cannot be hashed
-        return trace(function, kind, device)
+        return trace(function, kind, device, backward)
     if found is None:
-        mod = trace(function, kind, device)
+        mod = trace(function, kind, device, backward)
         places = {id(tensor): place for place, tensor in enumerate(tensors)}
         captures = [places.get(id(capture.array)) for capture in mod.captures]
         if None not in captures:
@@ -62,13 +68,12 @@ def traced(function: Callable[..., Any], kind: Literal["score_mod", "mask_mod"],
         return mod
     _kept.move_to_end(key)
     mod, captures_at, numbers_at = found
-    return Mod(
-        mod.text,
-        tuple(
+    return mod._replace(
+        captures=tuple(
             capture._replace(array=tensors[place])
             for capture, place in zip(mod.captures, captures_at, strict=True)
         ),
-        tuple(
+        numbers=tuple(
             number if place is None else number._replace(source=tensors[place])
             for number, place in zip(mod.numbers, numbers_at, strict=True)
         ),
@@ -84,7 +89,7 @@ def _without_tensors(mod: Mod, numbers_at: tuple[int | None, ...]) -> Mod:
             number = number._replace(source=source.item() if place is None else None)
         numbers.append(number)
     captures = tuple(capture._replace(array=None) for capture in mod.captures)
-    return Mod(mod.text, captures, tuple(numbers))
+    return mod._replace(captures=captures, numbers=tuple(numbers))
 
 
 def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:

@@ -6,17 +6,21 @@ import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from ..call.arrays import inspect, is_array
 
-__all__ = ["ELEMENTS", "HEADER_NAME", "Capture", "CudaMod", "Mod", "Number", "header", "pack"]
+__all__ = [
+    *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Mod", "Number", "Place"),
+    *("Site", "header", "pack"),
+]
 
 Kind = Literal["score_mod", "mask_mod"]
 HEADER_NAME = "user/mods.cuh"
 _FLOAT32_MAX = 3.4028234663852886e38
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
-_RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod"}
+_RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod", "gradient_sink"}
 ELEMENTS = {
     "bool": "Bool",
     "uint8": "unsigned char",
@@ -37,12 +41,13 @@ Layout = Literal["kAny", "kSmall", "kSmallRows"]
 
 
 class Capture(NamedTuple):
-    """An array that a function reads, ``mod.t<i>`` in its text."""
+    """An array that a function reads, ``mod.t<i>`` in its text, and its name for the user."""
 
     array: Any
     dtype: str
     rank: int
     layout: Layout = "kAny"
+    name: str = ""
 
 
 class Number(NamedTuple):
@@ -54,12 +59,41 @@ class Number(NamedTuple):
     is_integer: bool
 
 
+class Site(NamedTuple):
+    """An element of a captured array to whose gradient every score adds something.
+
+    `by_q` and `by_kv`: another query token, another key may be another element.
+    """
+
+    gradient: int
+    by_q: bool
+    by_kv: bool
+
+
+class Backward(NamedTuple):
+    """What a kernel needs of a score function's gradients. In both texts ``grad`` is the gradient of the
+    result; they are linear in it.
+    """
+
+    text: str  # statements, the last of which returns the result and its derivative by the score
+    is_one: bool  # the derivative, everywhere
+    captured: str  # statements: `gradient_sink.template add<i>(place, value)` for each site i
+    captured_needs_score: bool
+    gradients: tuple[int, ...]  # the captures that have one, in the order of the sites' `gradient`
+    sites: tuple[Site, ...]
+
+
 class Mod(NamedTuple):
     """A function as a kernel has it."""
 
     text: str  # statements, the last of which returns
     captures: tuple[Capture, ...]
     numbers: tuple[Number, ...]
+    backward: Backward | None = None
+
+
+NO_FUNCTION = Backward("return {score, 1.0f};", True, "", False, (), ())
+"""The gradients of the score function that changes nothing."""
 
 
 class CudaMod:
@@ -75,11 +109,21 @@ class CudaMod:
         An array is read as ``name(i, j, ...)``, with an index for each of its dimensions: a float, an i64 for
         integers, a bool. Indices below 0 count from the end; what is outside is moved inside. A number is a
         float or an i64 of that name, and not part of the text: another one needs no new kernel.
+    grad : str, optional
+        The gradient of `score`, as `code` is written: besides its names it can use ``grad`` (float), the
+        gradient of what `code` gives, in which it has to be linear. Wanted where gradients are; score
+        functions only.
+    capture_grads : mapping of str to (str, str), optional
+        By the name of a floating-point array in `captures` what a score adds to its gradient: indices such
+        as ``"h, q_idx"``, by the rules of those of a reading, and an expression, which can use ``grad`` too.
+        A sequence of such pairs where the array is read at several places. Wanted for tensors of torch that
+        require grad; arrays that are no tensors and are named here have gradients too.
 
     Raises
     ------
     TypeError, ValueError
-        The code is no str; a name is no identifier or has a meaning already; a capture is no array or number.
+        The code is no str; a name is no identifier or has a meaning already; a capture is no array or number;
+        capture_grads has no pairs of str, or a name that is no floating-point array of captures.
 
     Notes
     -----
@@ -87,10 +131,19 @@ class CudaMod:
     you would not take a program.
     """
 
-    def __init__(self, code: str, captures: Mapping[str, Any] | None = None) -> None:
-        if not isinstance(code, str) or not code.strip():
-            raise TypeError(f"code: expected CUDA text, got {code!r}")
+    def __init__(
+        self,
+        code: str,
+        captures: Mapping[str, Any] | None = None,
+        *,
+        grad: str | None = None,
+        capture_grads: Mapping[str, Any] | None = None,
+    ) -> None:
+        for given, text in (("code", code), ("grad", grad)):
+            if (text is not None or given == "code") and not (isinstance(text, str) and text.strip()):
+                raise TypeError(f"{given}: expected CUDA text, got {text!r}")
         self.code = code
+        self.grad = grad
         self.captures = dict(captures or {})
         for name, capture in self.captures.items():
             if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
@@ -102,27 +155,114 @@ class CudaMod:
             if isinstance(capture, int) and not -(2**63) <= capture < 2**63:
                 raise ValueError(f"captures: expected {name} to be an int of 64 bits, got {capture}")
 
-    def mod(self) -> Mod:
-        """The function as a kernel has it."""
+        if not isinstance(capture_grads, (Mapping, NoneType)):
+            raise TypeError(f"capture_grads: expected a mapping of names, got {capture_grads!r}")
+        self.capture_grads = {name: _pairs(name, x) for name, x in (capture_grads or {}).items()}
+        for name in self.capture_grads:
+            if not is_array(self.captures.get(name)):
+                raise ValueError(f"capture_grads: expected names of arrays in captures, got {name!r}")
+
+    def mod(self, backward: bool = False) -> Mod:
+        """The function as a kernel has it; with `backward`, one that computes gradients.
+
+        Raises
+        ------
+        TypeError, ValueError
+            A capture has a dtype that kernels do not read. With `backward`: there is no grad, or none of a
+            tensor that requires it, or one of an array of integers.
+        """
         lines: list[str] = []
         captures: list[Capture] = []
         numbers: list[Number] = []
+        places: dict[str, int] = {}
         for name, capture in self.captures.items():
             if is_array(capture):
-                view = inspect(capture, f"captures: {name}")
+                may_require_grad = backward and getattr(capture, "requires_grad", False)
+                view = inspect(capture.detach() if may_require_grad else capture, f"captures: {name}")
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
                 at = f"mod.t{len(captures)}"
                 lines.append(f"const Named<decltype({at})> {name}{{{at}}};")
-                captures.append(Capture(capture, view.dtype, len(view.shape)))
+                places[name] = len(captures)
+                captures.append(Capture(capture, view.dtype, len(view.shape), name=name))
             else:
                 is_integer = isinstance(capture, int)
                 c_type = "i64" if is_integer else "float"
                 lines.append(f"const {c_type} {name} = mod.n{len(numbers)};")
                 numbers.append(Number(capture, is_integer))
-        has_return = re.search(r"\breturn\b", self.code) is not None
-        lines.append(self.code if has_return else f"return {self.code}\n;")  # may end with a comment
-        return Mod("\n".join(lines), tuple(captures), tuple(numbers))
+        text = "\n".join([*lines, _with_return(self.code)])
+        # Gradients may use fewer of them than the function does.
+        names = [f"[[maybe_unused]] {line}" for line in lines]
+        gradients = self._backward(names, captures, places) if backward else None
+        return Mod(text, tuple(captures), tuple(numbers), gradients)
+
+    def _backward(self, names: list[str], captures: list[Capture], places: dict[str, int]) -> Backward:
+        """What a kernel needs for gradients; `names` has the statements that give captures their names."""
+        if self.grad is None:
+            raise ValueError(
+                "score_mod: expected a CudaMod with grad, since gradients are needed, got one without"
+            )
+        for name, place in places.items():
+            if getattr(captures[place].array, "requires_grad", False) and name not in self.capture_grads:
+                raise ValueError(
+                    f"score_mod: expected a CudaMod with capture_grads for {name}, which requires grad, "
+                    "got one without"
+                )
+        wanted = {}
+        for name, pairs in self.capture_grads.items():
+            if "float" not in captures[places[name]].dtype:
+                raise ValueError(
+                    f"capture_grads: expected {name} to be of a floating-point dtype, got "
+                    f"{captures[places[name]].dtype}"
+                )
+            if getattr(captures[places[name]].array, "requires_grad", True):
+                wanted[places[name]] = pairs
+        gradients = tuple(sorted(wanted))
+        sites: list[Site] = []
+        calls: list[str] = []
+        read: set[str] = set()
+        for gradient, place in enumerate(gradients):
+            for indices, value in wanted[place]:
+                words = set(_IDENTIFIER.findall(indices))
+                by = [bool(words & {argument, "score"}) for argument in ("q_idx", "kv_idx")]
+                calls.append(
+                    f"gradient_sink.template add<{len(sites)}>(mod.t{place}.place(\n{indices}\n), "
+                    f"static_cast<float>(\n{value}\n));"
+                )
+                sites.append(Site(gradient, *by))
+                read |= words | set(_IDENTIFIER.findall(value))
+        arguments = "score, b, h, q_idx, kv_idx, q_len, kv_len"
+        return Backward(
+            "\n".join(
+                [f"return {{mod({arguments}), [&]() -> float {{", *names, _with_return(self.grad), "}()};"]
+            ),
+            self.grad.strip() == "grad",
+            "\n".join([*(names if calls else []), *calls]),
+            "score" in read,
+            gradients,
+            tuple(sites),
+        )
+
+
+def _with_return(code: str) -> str:
+    """Statements that return, of an expression too."""
+    return code if re.search(r"\breturn\b", code) else f"return {code}\n;"  # may end with a comment
+
+
+def _pairs(name: Any, given: Any) -> tuple[tuple[str, str], ...]:
+    """Pairs of indices and values."""
+    pairs = given
+    if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(x, str) for x in given):
+        pairs = (given,)
+    if not isinstance(pairs, (tuple, list)) or not all(
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
+        for pair in pairs
+    ):
+        raise TypeError(f"capture_grads: expected {name} to have indices and a value, got {given!r}")
+    for _, value in pairs:
+        if not value.strip():
+            raise ValueError(f"capture_grads: expected {name} to have a value, got {value!r}")
+    return tuple((indices, value) for indices, value in pairs)
 
 
 # ---- what a variant of the kernel is made of
@@ -144,23 +284,58 @@ def header(score: Mod | None, mask: Mod | None) -> str:
 def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) -> list[str]:
     """A type with the captures and numbers of a function as members, which is called as the function is."""
     fields = []
+    backward = mod.backward if mod is not None else NO_FUNCTION if first else None
     if mod is not None:
         fields = [
             f"Captured<{ELEMENTS[c.dtype]}, {c.rank}, Layout::{c.layout}> t{i};"
             for i, c in enumerate(mod.captures)
         ]
         fields += [f"{'i64' if n.is_integer else 'float'} n{i};" for i, n in enumerate(mod.numbers)]
-    text = f"return {neutral};" if mod is None else mod.text
+    if backward is not None:
+        fields.append(f"float* gradients[{max(1, len(backward.gradients))}];")
+    arguments = f"{first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len"
+    head = f"[[maybe_unused]] const {name}& mod = *this;"
     return [
         f"struct {name} {{",
         f"static constexpr bool kIsThere = {'false' if mod is None else 'true'};",
+        *([] if backward is None else _facts_of(backward)),
         *(fields or ["i64 nothing;"]),
-        f"__device__ __forceinline__ {result} operator()(",
-        f"    {first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len) const {{",
-        f"[[maybe_unused]] const {name}& mod = *this;",
-        text,
+        f"__device__ __forceinline__ {result} operator()({arguments}) const {{",
+        head,
+        f"return {neutral};" if mod is None else mod.text,
         "}",
+        *([] if backward is None else _methods_of(backward, arguments, head)),
         "};",
+    ]
+
+
+def _facts_of(backward: Backward) -> list[str]:
+    """What a kernel can know of gradients while it is compiled."""
+    bools = {False: "false", True: "true"}
+    sites = [f"{{{x.gradient}, {bools[x.by_q]}, {bools[x.by_kv]}}}" for x in backward.sites]
+    return [
+        f"static constexpr bool kDerivativeIsOne = {bools[backward.is_one]};",
+        f"static constexpr int kGradients = {len(backward.gradients)};",
+        f"static constexpr int kSites = {len(sites)};",
+        f"static constexpr bool kSitesNeedScore = {bools[backward.captured_needs_score]};",
+        f"static constexpr Site kSite[{max(1, len(sites))}] = {{{', '.join(sites)}}};",
+    ]
+
+
+def _methods_of(backward: Backward, arguments: str, head: str) -> list[str]:
+    """The functions that cuda_src/attention/mods.cuh describes at `Site`."""
+    return [
+        f"__device__ __forceinline__ ValueAndDerivative value_and_derivative({arguments}) const {{",
+        head,
+        "[[maybe_unused]] constexpr float grad = 1.0f;",
+        backward.text,
+        "}",
+        "template <class Sink>",
+        "__device__ __forceinline__ void captured_gradients(",
+        f"    [[maybe_unused]] float grad, {arguments}, [[maybe_unused]] Sink& gradient_sink) const {{",
+        head,
+        backward.captured,
+        "}",
     ]
 
 
@@ -179,8 +354,12 @@ class Place(NamedTuple):
         return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
-def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
-    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8."""
+def pack(mod: Mod | None, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
+    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8.
+
+    ``gradients``: where those of `Backward.gradients` lie, float32, contiguous and of the captures' shapes;
+    none for a kernel that computes none.
+    """
     if mod is None or not (mod.captures or mod.numbers):
         return bytes(8)
     packed = b""
@@ -197,4 +376,8 @@ def pack(mod: Mod | None, places: Sequence[Place]) -> bytes:
             packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
         else:
             packed += struct.pack("<f", ctypes.c_float(value).value)  # infinite where it is too large
-    return packed + bytes(-len(packed) % 8)
+    packed += bytes(-len(packed) % 8)
+    if mod.backward is not None:
+        count = max(1, len(mod.backward.gradients))
+        packed += struct.pack(f"<{count}Q", *(gradients or [0] * count))
+    return packed

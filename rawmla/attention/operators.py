@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["MAX_ELEMENTS", "OPERATORS", "Refused", "Value", "View", "Writer"]
+__all__ = ["MAX_ELEMENTS", "OPERATORS", "Refused", "Value", "View", "Writer", "elements"]
 
 MAX_ELEMENTS = 16
 """Of a vector that a function may have in between."""
@@ -31,6 +32,8 @@ _C_TYPES = {
     torch.float64: "float",
 }
 """All floating-point numbers are float in between."""
+_NAMED = re.compile(r"\bv(\d+)\b")
+"""Names that a `Writer` gives."""
 
 
 class Refused(Exception):
@@ -60,6 +63,12 @@ class View(NamedTuple):
         return tuple(len(dim) for dim in self.dims if isinstance(dim, range))
 
 
+def elements(view: View) -> list[tuple[str, ...]]:
+    """The indices of each element, in the order of a contiguous array."""
+    choices = [dim if isinstance(dim, range) else (dim,) for dim in view.dims]
+    return [tuple(map(str, indices)) for indices in itertools.product(*choices)]
+
+
 class Writer:
     """Collects the statements of a function, and the numbers that it closes over.
 
@@ -69,17 +78,36 @@ class Writer:
         Statements.
     numbers : list
         Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them.
+    of_gradients : bool
+        What follows belongs to gradients: 0 stands in the text, since it is no number of a user's.
     """
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.numbers: list[Any] = []
+        self.of_gradients = False
+        self._names: dict[tuple[str, str], str] = {}
 
     def let(self, c_type: str, text: str) -> str:
-        """Name the value of an expression."""
-        name = f"v{len(self.lines)}"
-        self.lines.append(f"const {c_type} {name} = {text};")
+        """Name the value of an expression; one that has been named keeps its name."""
+        name = self._names.setdefault((c_type, text), f"v{len(self.lines)}")
+        if name == f"v{len(self.lines)}":
+            self.lines.append(f"const {c_type} {name} = {text};")
         return name
+
+    def needed(self, *texts: str) -> list[str]:
+        """The statements that expressions need, in their order."""
+        numbers: set[int] = set()
+        open_ends = list(texts)
+        while open_ends:
+            new = {int(number) for number in _NAMED.findall(open_ends.pop())} - numbers
+            numbers |= new
+            open_ends += [self.lines[number].partition(" = ")[2] for number in new]
+        return [self.lines[number] for number in sorted(numbers)]
+
+    def reads(self, *texts: str) -> set[str]:
+        """The words of expressions and of what they need: arguments of the function are among them."""
+        return set(re.findall(r"\w+", " ".join([*self.needed(*texts), *texts])))
 
     def number(self, number: Any) -> str:
         """A Python number or 0-d CPU tensor as a parameter of the kernel."""
@@ -94,6 +122,8 @@ class Writer:
             return self._read(x)
         if isinstance(x, bool):
             return Value(torch.bool, (), ("true" if x else "false",))
+        if self.of_gradients and isinstance(x, (int, float)) and x == 0:
+            return Value(torch.float32 if isinstance(x, float) else torch.int64, (), ("0",))
         if isinstance(x, int):
             return Value(torch.int64, (), (self.number(x),))
         if isinstance(x, float):
@@ -109,12 +139,10 @@ class Writer:
                 f"reads {count} elements of a captured tensor at once (shape {list(view.shape)}); at most "
                 f"{MAX_ELEMENTS} can be in use, index it by b, h, q_idx or kv_idx"
             )
-        choices = [dim if isinstance(dim, range) else (dim,) for dim in view.dims]
-        items = []
-        for indices in itertools.product(*choices):
-            items.append(
-                self.let(_C_TYPES[view.dtype], f"mod.t{view.capture}({', '.join(map(str, indices))})")
-            )
+        items = [
+            self.let(_C_TYPES[view.dtype], f"mod.t{view.capture}({', '.join(indices)})")
+            for indices in elements(view)
+        ]
         return Value(view.dtype, view.shape, tuple(items))
 
     def cast(self, value: Value, dtype: torch.dtype) -> Value:
@@ -341,9 +369,14 @@ def _pow(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
     """Small powers are part of the text, since they are multiplications."""
     dtype = _computed(meta.dtype)
     if isinstance(b, (int, float)) and dtype.is_floating_point:
-        if b in (2, 3, 4):
+        if b == 1:
+            return writer.cast(writer.value(a), torch.float32)
+        if abs(b) in (2, 3, 4):
             base = writer.cast(writer.value(a), torch.float32)
-            return writer.elementwise(torch.float32, (base,), lambda x: " * ".join([x] * int(b)))
+            power = "torch_reciprocal({})" if b < 0 else "{}"
+            return writer.elementwise(
+                torch.float32, (base,), lambda x: power.format(" * ".join([x] * int(abs(b))))
+            )
         if b in (0.5, -0.5, -1):
             name = {0.5: "sqrtf", -0.5: "rsqrtf", -1: "torch_reciprocal"}[b]
             return writer.elementwise(torch.float32, (a,), _call(name))
@@ -422,6 +455,39 @@ def _where(writer: Writer, meta: Any, condition: Any, a: Any, b: Any) -> Value:
 OPERATORS["masked_fill"] = lambda writer, meta, x, mask, value: _where(writer, meta, mask, value, x)
 
 
+# ---- derivatives
+
+
+for _name in ("tanh_backward", "sigmoid_backward", "silu_backward", "threshold_backward"):
+    OPERATORS[_name] = _in_float(f"torch_{_name}")
+
+
+@_operator("gelu_backward")
+def _gelu_backward(writer: Writer, meta: Any, grad: Any, x: Any, *, approximate: str = "none") -> Value:
+    name = "torch_gelu_tanh_backward" if approximate == "tanh" else "torch_gelu_backward"
+    return writer.elementwise(torch.float32, (grad, x), _call(name))
+
+
+OPERATORS["softplus_backward"] = lambda writer, meta, grad, x, beta, threshold: writer.elementwise(
+    torch.float32, (grad, x, float(beta), float(threshold)), _call("torch_softplus_backward")
+)
+OPERATORS["hardtanh_backward"] = lambda writer, meta, grad, x, low, high: writer.elementwise(
+    torch.float32, (grad, x, float(low), float(high)), _call("torch_hardtanh_backward")
+)
+OPERATORS["leaky_relu_backward"] = lambda writer, meta, grad, x, slope, is_result: writer.elementwise(
+    torch.float32, (grad, x, float(slope)), _call("torch_leaky_relu_backward")
+)
+
+
+@_operator("elu_backward")
+def _elu_backward(
+    writer: Writer, meta: Any, grad: Any, alpha: Any, scale: Any, input_scale: Any, is_result: bool, x: Any
+) -> Value:
+    name = "torch_elu_backward_of_result" if is_result else "torch_elu_backward"
+    numbers = (float(alpha), float(scale), float(input_scale))
+    return writer.elementwise(torch.float32, (grad, *numbers, x), _call(name))
+
+
 # ---- what makes a value, or changes its dtype
 
 
@@ -447,6 +513,7 @@ def _filled(writer: Writer, meta: Any, number: Any) -> Value:
 
 OPERATORS["scalar_tensor"] = lambda writer, meta, number, **_: _filled(writer, meta, number)
 OPERATORS["full"] = lambda writer, meta, size, number, **_: _filled(writer, meta, number)
+OPERATORS["fill"] = lambda writer, meta, x, number: _filled(writer, meta, number)
 OPERATORS["full_like"] = lambda writer, meta, x, number, **_: _filled(writer, meta, number)
 OPERATORS["new_full"] = lambda writer, meta, x, size, number, **_: _filled(writer, meta, number)
 
@@ -459,7 +526,7 @@ def _constant(text: str) -> Operator:
     return operator
 
 
-for _name in ("zeros", "zeros_like", "new_zeros"):
+for _name in ("zeros", "zeros_like", "new_zeros", "empty_like", "_efficientzerotensor"):
     OPERATORS[_name] = _constant("0")
 for _name in ("ones", "ones_like", "new_ones"):
     OPERATORS[_name] = _constant("1")
@@ -533,6 +600,74 @@ def _select(writer: Writer, meta: Any, x: Any, dim: int, index: Any) -> Any:
     value = writer.value(x)
     dim %= len(value.shape)
     return _without(value, dim, index % value.shape[dim])
+
+
+@_operator("index_put", "_index_put_impl", "_unsafe_index_put")
+def _index_put(
+    writer: Writer, meta: Any, x: Any, indices: Sequence[Any], put: Any, accumulate: bool = False, *_: Any
+) -> Value:
+    """A short vector with another element, or one to which something is added."""
+    value = writer.value(x)
+    chosen = {
+        dim: writer.let("int", f"inside({_index_item(writer, index)}, {value.shape[dim]})")
+        for dim, index in enumerate(indices)
+        if index is not None
+    }
+    kept = [dim for dim in range(len(value.shape)) if dim not in chosen]
+    new = writer.broadcast(
+        writer.cast(writer.value(put), meta.dtype), tuple(value.shape[dim] for dim in kept)
+    )
+    items = []
+    for place, old in zip(itertools.product(*map(range, value.shape)), value.items, strict=True):
+        position = 0
+        for dim in kept:
+            position = position * value.shape[dim] + place[dim]
+        here = " & ".join(f"({index} == {place[dim]})" for dim, index in chosen.items())
+        item = f"torch_add({old}, {new.items[position]})" if accumulate else new.items[position]
+        items.append(writer.let(_C_TYPES[meta.dtype], f"{here} ? {item} : {old}"))
+    return Value(meta.dtype, value.shape, tuple(items))
+
+
+def _in_zeros(writer: Writer, meta: Any, grad: Any, dim: int, kept: Sequence[int]) -> Value:
+    """Zeros, but for these indices of a dimension, of which there is a gradient."""
+    part = writer.value(grad)
+    rank = len(meta.shape)
+    part = part._replace(
+        shape=(*part.shape[: dim % rank], len(kept), *meta.shape[dim % rank + 1 :])
+    )  # of a select too
+    zero = writer.cast(Value(torch.int32, (), ("0",)), meta.dtype).items[0]
+    items = []
+    for place in itertools.product(*map(range, meta.shape)):
+        if place[dim] not in kept:
+            items.append(zero)
+            continue
+        position = 0
+        own = (*place[: dim % rank], kept.index(place[dim]), *place[dim % rank + 1 :])
+        for extent, index in zip(part.shape, own, strict=True):
+            position = position * extent + index
+        items.append(part.items[position])
+    return Value(meta.dtype, tuple(meta.shape), tuple(items))
+
+
+OPERATORS["select_backward"] = lambda writer, meta, grad, sizes, dim, index: _in_zeros(
+    writer, meta, grad, dim, [index % sizes[dim]]
+)
+OPERATORS["slice_backward"] = lambda writer, meta, grad, sizes, dim, start, end, step: _in_zeros(
+    writer, meta, grad, dim, range(sizes[dim])[slice(start, end, step)]
+)
+
+
+@_operator("stack")
+def _stack(writer: Writer, meta: Any, parts: Sequence[Any], dim: int = 0) -> Value:
+    values = [writer.cast(writer.value(part), meta.dtype) for part in parts]
+    dim %= len(meta.shape)
+    items = []
+    for place in itertools.product(*map(range, meta.shape)):
+        position = 0
+        for extent, index in zip(values[0].shape, (*place[:dim], *place[dim + 1 :]), strict=True):
+            position = position * extent + index
+        items.append(values[place[dim]].items[position])
+    return Value(meta.dtype, tuple(meta.shape), tuple(items))
 
 
 def _take(

@@ -2,6 +2,10 @@
 
 A function is run once on fake tensors (torch's make_fx), which records the operators that it calls on its
 arguments; `rawmla.attention.operators` writes each as CUDA. Nothing is launched.
+
+For gradients torch's autograd runs in the same recording. What a function reads of captured tensors that
+require grad are leaves then: their gradients say what each score adds where, and no tensor of the size of a
+captured one is made.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from .mods import ELEMENTS, Capture, Mod, Number
-from .operators import OPERATORS, Refused, Value, View, Writer
+from .mods import ELEMENTS, Backward, Capture, Mod, Number, Site
+from .names import names_of
+from .operators import OPERATORS, Refused, Value, View, Writer, elements
 
 __all__ = ["name_of", "trace"]
 
@@ -35,6 +42,8 @@ _PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "
 """Where and as what torch would make a tensor; its dtype is that of the result."""
 
 
+_DTYPE_OF = {"score": torch.float32, "grad": torch.float32}
+"""Of the arguments that are no int32."""
 _DTYPES = {getattr(torch, name): name for name in ELEMENTS}
 
 
@@ -46,7 +55,16 @@ def name_of(mod: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__)
 
 
-def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], device: Any = "cpu") -> Mod:
+_READS = {"IndexBackward0", "SelectBackward0", "SliceBackward0", "UnbindBackward0", "AliasBackward0"}
+"""What autograd calls operators of which a `View` is left."""
+
+
+def trace(
+    mod: Callable[..., Any],
+    kind: Literal["score_mod", "mask_mod"],
+    device: Any = "cpu",
+    backward: bool = False,
+) -> Mod:
     """Record a function and write it as CUDA.
 
     Parameters
@@ -57,6 +75,8 @@ def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], devic
         Which of the two it is.
     device : torch.device
         That of the tensors it reads.
+    backward : bool
+        Write the gradients of a score function too: of the score and of captured tensors that require grad.
 
     Raises
     ------
@@ -65,44 +85,59 @@ def trace(mod: Callable[..., Any], kind: Literal["score_mod", "mask_mod"], devic
     NotImplementedError
         It calls an operator that kernels do not have, or holds more than a short vector in between.
     ValueError
-        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. All name
-        the function.
+        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. With
+        `backward`: no gradient of the score follows from what it returns, or a number on the CPU requires
+        grad. All name the function.
     """
     name = f"{kind} {name_of(mod)}"
-    graph = _record(mod, kind, device, name)
+    graph = _record(mod, kind, device, name, backward)
     writer = Writer()
     captures: list[Capture] = []
     values: dict[Any, Any] = {}
-    arguments = iter(ARGUMENTS[kind])
-    for node in graph.graph.nodes:
+    arguments = iter((*ARGUMENTS[kind], "grad"))
+    nodes = list(graph.graph.nodes)
+    results = nodes[-1].args[0]
+    for node in nodes:
         if node.op == "placeholder":
             argument = next(arguments)
-            values[node] = Value(torch.float32 if argument == "score" else torch.int32, (), (argument,))
+            values[node] = Value(_DTYPE_OF.get(argument, torch.int32), (), (argument,))
         elif node.op == "get_attr":
             values[node] = _captured(writer, captures, getattr(graph, node.target), name)
         elif node.op == "call_function":
             values[node] = _written(writer, node, values, name)
-        else:
-            returned = node.args[0]
+        if backward and node is results[0]:
+            writer.of_gradients = True
+    returned = torch.fx.node.map_arg(results, lambda one: values[one])
+    result, *gradients = returned if backward else (returned,)
+    item = _result(writer, result, kind, name)
+    if backward:
+        names = names_of(mod, [capture.array for capture in captures])
+        captures = [x._replace(name=one) for x, one in zip(captures, names, strict=True)]
     return Mod(
-        _with_return(writer, values.get(returned, returned) if _is_node(returned) else returned, kind, name),
+        "\n".join([*writer.needed(item), f"return {item};"]),
         tuple(captures),
         tuple(Number(source, _is_integer(source)) for source in writer.numbers),
+        _backward(writer, item, gradients, name) if backward else None,
     )
 
 
-def _record(mod: Callable[..., Any], kind: str, device: Any, name: str) -> Any:
-    """The graph of the operators that a function calls."""
+def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward: bool) -> Any:
+    """The graph of the operators that a function calls; with `backward`, of `_Joint`."""
     _check_arguments(mod, kind, name)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    arguments = (*ARGUMENTS[kind], "grad") if backward else ARGUMENTS[kind]
+    # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
+    recorded = _Joint(mod, name) if backward else lambda *given: mod(*given)
+    if backward and not torch.cuda.is_available():
+        device = "cpu"  # without its driver autograd cannot ask a device for streams; no capture lies there
+    # inference_mode(False) enables gradients, of which only `_Joint` has use.
+    with torch.inference_mode(False), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         fakes = [
-            torch.empty((), dtype=torch.float32 if argument == "score" else torch.int32, device=device)
-            for argument in ARGUMENTS[kind]
+            torch.empty((), dtype=_DTYPE_OF.get(argument, torch.int32), device=device)
+            for argument in arguments
         ]
         try:
             with _IndexByTensors():
-                # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
-                return make_fx(lambda *arguments: mod(*arguments), tracing_mode="real")(*fakes)
+                return make_fx(recorded, tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
             raise ValueError(
                 f"{name}: expected a function that does not branch on its arguments or on tensors' values "
@@ -130,6 +165,80 @@ class _IndexByTensors(TorchFunctionMode):
                     args[0], [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in indices]
                 )
         return func(*args, **(kwargs or {}))
+
+
+class _Joint:
+    """A score function and its gradients, to be recorded."""
+
+    def __init__(self, mod: Callable[..., Any], name: str) -> None:
+        self._mod = mod
+        self._name = name
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, grad: Any) -> tuple[Any, ...]:
+        """The result, its gradient by the score, what is read of captured tensors, and the gradients by it;
+        None where there is none.
+        """
+        # In this thread, which make_fx records. In a backward pass torch has switched gradients off.
+        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+            source = score.detach().requires_grad_()
+            with _ReadsAreLeaves(self._name) as reads:
+                result = self._mod(source.clone(), b, h, q_idx, kv_idx)  # no leaf, for what is in place
+            if not isinstance(result, torch.Tensor) or result.ndim or not result.requires_grad:
+                return result, None, [], []
+            leaves = reads.leaves
+            try:
+                by_score, *by_leaves = torch.autograd.grad(
+                    result.to(torch.float32), (source, *leaves), grad, allow_unused=True
+                )
+            except RuntimeError as error:
+                raise NotImplementedError(f"{self._name}: torch finds no gradients: {error}") from error
+            return result, by_score, leaves, by_leaves
+
+
+class _ReadsAreLeaves(_IndexByTensors):
+    """Inside, what is read of captured tensors that require grad is leaves, with gradients of their own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.leaves: list[torch.Tensor] = []
+        self._name = name
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._own, (args, kwargs or {}))
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            return self._read(result)
+        if type(result) in (tuple, list):
+            return type(result)(self._read(x) if isinstance(x, torch.Tensor) else x for x in result)
+        return result
+
+    def _own(self, tensor: Any) -> Any:
+        """A leaf for a captured tensor."""
+        if isinstance(tensor, FakeTensor) or not tensor.requires_grad:
+            return tensor
+        if tensor.ndim == 0 and tensor.device.type == "cpu":
+            raise ValueError(
+                f"{self._name}: expected captured tensors that require grad on the device of query, got a "
+                "number on the CPU"
+            )
+        if id(tensor) not in self._of:
+            self._of[id(tensor)] = tensor, self._leaf(tensor)
+        return self._of[id(tensor)][1]
+
+    def _read(self, result: Any) -> Any:
+        """A leaf instead of part of one."""
+        made_by = result.grad_fn
+        while made_by is not None and made_by.name() in _READS:
+            made_by = made_by.next_functions[0][0]
+        source = getattr(made_by, "variable", None)
+        return self._leaf(result) if any(leaf is source for leaf in self.leaves) else result
+
+    def _leaf(self, tensor: Any) -> Any:
+        self.leaves.append(tensor.detach().requires_grad_())
+        return self.leaves[-1]
 
 
 def _check_arguments(mod: Any, kind: str, name: str) -> None:
@@ -176,7 +285,8 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
     write = OPERATORS.get(called.removesuffix("_") if changes else called)
     if write is None:
         raise NotImplementedError(f"{name}: calls {schema.name}, which kernels do not have")
-    if changes and (isinstance(values[node.args[0]], View) or node.args[0].meta["val"].ndim):
+    changed = values[node.args[0]] if changes else None
+    if isinstance(changed, View) or (changed is not None and changed.shape and not writer.of_gradients):
         raise ValueError(
             f"{name}: expected a function without side effects, got one that changes a tensor by "
             f"{schema.name}"
@@ -192,18 +302,53 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
     return written
 
 
-def _with_return(writer: Writer, returned: Any, kind: str, name: str) -> str:
+def _result(writer: Writer, returned: Any, kind: str, name: str) -> str:
+    """What a function returns."""
     if not isinstance(returned, (Value, View, bool, int, float)):
         raise ValueError(f"{name}: expected it to return a 0-d tensor, got {type(returned).__name__}")
     value = writer.value(returned)
     if value.shape:
         raise ValueError(f"{name}: expected it to return a 0-d tensor, got shape {list(value.shape)}")
     (item,) = writer.cast(value, torch.float32 if kind == "score_mod" else torch.bool).items
-    return "\n".join([*writer.lines, f"return {item};"])
+    return item
 
 
-def _is_node(x: Any) -> bool:
-    return isinstance(x, torch.fx.Node)
+def _backward(writer: Writer, result: str, returned: Any, name: str) -> Backward:
+    """The texts of gradients, from those that `_Joint` returns."""
+    by_score, leaves, by_leaves = returned
+    if by_score is None:
+        raise ValueError(
+            f"{name}: expected it to return what depends on score, since gradients are needed, got what "
+            "has no derivative by it"
+        )
+    (derivative,) = writer.cast(writer.value(by_score), torch.float32).items
+    added: dict[tuple[int, tuple[str, ...]], str] = {}  # by capture and indices
+    for leaf, gradient in zip(leaves, by_leaves, strict=True):
+        if gradient is None:
+            continue
+        items = writer.cast(writer.value(gradient), torch.float32).items
+        for indices, item in zip(elements(leaf), items, strict=True):
+            place = (leaf.capture, indices)
+            added[place] = writer.let("float", f"{added[place]} + {item}") if place in added else item
+    gradients = sorted({capture for capture, _ in added})
+    sites, calls = [], []
+    for i, ((capture, indices), item) in enumerate(added.items()):
+        reads = writer.reads(*indices)
+        sites.append(
+            Site(
+                gradients.index(capture),
+                *(bool(reads & {argument, "score"}) for argument in ("q_idx", "kv_idx")),
+            )
+        )
+        calls.append(f"gradient_sink.template add<{i}>(mod.t{capture}.place({', '.join(indices)}), {item});")
+    return Backward(
+        "\n".join([*writer.needed(result, derivative), f"return {{{result}, {derivative}}};"]),
+        derivative == "grad",
+        "\n".join([*writer.needed(*calls), *calls]),
+        "score" in writer.reads(*calls),
+        tuple(gradients),
+        tuple(sites),
+    )
 
 
 def _is_integer(source: Any) -> bool:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from . import create, flex
+from . import create, flex, flex_backward
 
-__all__ = ["attend", "make"]
+__all__ = ["attend", "backpropagate", "make"]
 
 attend = torch.compiler.disable(flex.attend)
+backpropagate = torch.compiler.disable(flex_backward.backpropagate)
 make = torch.compiler.disable(create.make)

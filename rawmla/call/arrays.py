@@ -21,6 +21,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 from ..errors import INSTALL_HINT, MissingDependencyError
 from . import tracing
 
+WITH_BACKWARD = (
+    "What has a backward: q, k, v and attn_sink of flash_attn_func, flash_attn_varlen_func and its packed "
+    "forms; query, key, value and what score_mod reads, of flex_attention"
+)
+"""The functions with a graph of autograd, for the texts of errors."""
+
 _DLPACK_CPU = 1  # kDLCPU
 _DLPACK_CUDA = (2, 13)  # kDLCUDA, kDLCUDAManaged
 _ALLOCATION_ALIGNMENT = 256  # bytes; what every CUDA allocator gives
@@ -28,6 +34,10 @@ _ALLOCATION_ALIGNMENT = 256  # bytes; what every CUDA allocator gives
 
 NewArray = tuple[tuple[int, ...], str] | tuple[tuple[int, ...], str, tuple[int, ...]]
 """Shape and dtype of an array to be made, and its strides in elements unless it is contiguous."""
+
+
+class NeedsGradient(ValueError):
+    """A tensor that was read requires grad while grad is enabled."""
 
 
 class Framework(Protocol):
@@ -72,6 +82,9 @@ class Framework(Protocol):
 
     def capture_query(self, device: int) -> Callable[[], bool]:
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
+
+    def determinism(self) -> bool:
+        """Whether the framework as a whole is told to give the same bits always."""
 
 
 class ArrayView(NamedTuple):
@@ -154,10 +167,10 @@ class TorchFramework:
         if not ptr:
             _refuse_no_memory(name, x, shape)
         if x.requires_grad and self._is_grad_enabled():
-            raise ValueError(
-                f"{name}: expected a tensor that needs no gradient, because this function has no backward, "
-                "got requires_grad=True with grad enabled; pass a detached tensor, or call the function "
-                "under torch.no_grad()"
+            raise NeedsGradient(
+                f"{name}: expected a tensor that needs no gradient here, got requires_grad=True with grad "
+                "enabled; pass a detached tensor, or call the function under torch.no_grad(). "
+                f"{WITH_BACKWARD}"
             )
         return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 
@@ -219,6 +232,10 @@ class TorchFramework:
         if query is None:
             query = self._queries[device] = partial(self.is_capturing, device)
         return query
+
+    def determinism(self) -> bool:
+        """See `Framework.determinism`; torch.use_deterministic_algorithms sets it."""
+        return bool(self._torch.are_deterministic_algorithms_enabled())
 
 
 class CupyFramework:
@@ -359,6 +376,10 @@ class CupyFramework:
         if query is None:
             query = self._queries[device] = partial(self.is_capturing, device)
         return query
+
+    def determinism(self) -> bool:
+        """See `Framework.determinism`; CuPy has no such switch."""
+        return False
 
     def _on(self, device: int) -> AbstractContextManager[Any]:
         return self._cupy.cuda.Device(device)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +84,27 @@ class Driver:
         code = getattr(self.library, function)(*arguments)
         if code != 0:
             raise LaunchError(f"{function}: {self.error_text(code)}")
+
+    def call_in_any_context(self, function: str, *arguments: Any) -> None:
+        """`call` of what asks for a context and does not care which.
+
+        A thread may have none although kernels are loaded: torch's threads of autograd begin so.
+        """
+        code = getattr(self.library, function)(*arguments)
+        if code == _INVALID_CONTEXT and self._contexts:
+            with self.in_context(next(iter(self._contexts.values()))):
+                self.call(function, *arguments)
+        elif code != 0:
+            raise LaunchError(f"{function}: {self.error_text(code)}")
+
+    @contextmanager
+    def in_context(self, context: int) -> Iterator[None]:
+        """Make ``context`` current in this thread, and the previous one again afterwards."""
+        self.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def has(self, function: str) -> bool:
         """Whether this driver version knows ``function``."""

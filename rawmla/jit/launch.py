@@ -7,8 +7,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -141,7 +140,7 @@ class Kernel:
         # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
         # The default outlives the globals of this module, which are gone when the interpreter ends.
         if self._module is not None and not is_finalizing():
-            with _current(self._driver, self._context):
+            with self._driver.in_context(self._context):
                 self._module = None
 
     def launch(
@@ -223,7 +222,7 @@ class Kernel:
         self._get_context(buffers.context_ref)
         if buffers.context.value == self._context:
             return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
-        with _current(self._driver, self._context):
+        with self._driver.in_context(self._context):
             return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
 
     def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
@@ -329,16 +328,6 @@ class PreparedLaunch:
         return buffers
 
 
-@contextmanager
-def _current(driver: Driver, context: int) -> Iterator[None]:
-    """Make ``context`` current in this thread, and the previous one again afterwards."""
-    driver.call("cuCtxPushCurrent_v2", ctypes.c_void_p(context))
-    try:
-        yield
-    finally:
-        driver.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
 def clear(address: int, size: int, stream: int, device: int) -> None:
     """Enqueue the clearing of ``size`` bytes of ``device``'s memory, both multiples of 4.
 
@@ -347,7 +336,7 @@ def clear(address: int, size: int, stream: int, device: int) -> None:
     if stream == NO_LAUNCH:
         return
     driver = get_driver()
-    with _current(driver, driver.primary_context(device)):
+    with driver.in_context(driver.primary_context(device)):
         driver.call(
             "cuMemsetD32Async",
             ctypes.c_uint64(address),
@@ -445,7 +434,7 @@ def _load(compiled: CompiledKernel, device: int) -> Kernel:
     spec = compiled.spec
     driver = get_driver()
     context = driver.primary_context(device)
-    with cupy.cuda.Device(device), _current(driver, context):
+    with cupy.cuda.Device(device), driver.in_context(context):
         try:
             module = Module()
             module.load(compiled.cubin)  # the bytes that were checked, not a file that may be another by now

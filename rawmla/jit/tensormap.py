@@ -70,7 +70,7 @@ def tensor_map(
     driver = get_driver()
     memory, address = aligned_buffer(TENSOR_MAP_BYTES, 128)
     try:
-        driver.call(
+        driver.call_in_any_context(
             "cuTensorMapEncodeTiled",
             ctypes.c_void_p(address),
             ctypes.c_int(codes[0]),

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from ..jit import KernelSpec
 from . import (
     block_mask,
+    flex_backward,
+    mha_backward,
     mha_forward,
     mla_cache_gather,
     mla_cache_write,
@@ -49,6 +51,12 @@ def _one_of(default: tuple[Any, ...], every: Iterable[Any]) -> Option:
     return Option(default, values, " or ".join(map(repr, values)))
 
 
+_HEAD_DIMS = Option(
+    (),
+    ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
+    "pairs (d_qk, d_v) of ints from 1 to 256",
+    lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
+)
 OPTIONS = {
     "dtypes": _one_of(("bfloat16",), DTYPES),
     "d_qk": _one_of((576,), D_QK),
@@ -60,12 +68,8 @@ OPTIONS = {
     ),
     "sparse_formats": _one_of((), FORMATS),
     "prefill_formats": _one_of((), FORMATS),
-    "mha_head_dims": Option(
-        (),
-        ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)),
-        "pairs (d_qk, d_v) of ints from 1 to 256",
-        lambda pair: len(pair) == 2 and all(type(d) is int and 1 <= d <= 256 for d in pair),
-    ),
+    "mha_head_dims": _HEAD_DIMS,
+    "mha_backward_head_dims": _HEAD_DIMS,
     "prefix_head_dims": Option(
         (), (64, 128), "ints from 1 to 256", lambda d: type(d) is int and 1 <= d <= 256
     ),
@@ -117,6 +121,14 @@ def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> lis
     return [spec for dtype in dtypes for spec in mha_forward.specs(dtype, head_dims)]
 
 
+def _mha_backward(
+    dtypes: Iterable[str], mha_backward_head_dims: Iterable[tuple[int, int]]
+) -> list[KernelSpec]:
+    head_dims = list(mha_backward_head_dims)
+    specs = [spec for dtype in dtypes for dims in head_dims for spec in mha_backward.specs(dtype, *dims)]
+    return [*specs, mha_backward.CLEAR_SPEC] if specs else []
+
+
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
     head_dims = list(prefix_head_dims)
     return [spec for dtype in dtypes for spec in prefix_prefill.specs(dtype, head_dims)]
@@ -124,7 +136,10 @@ def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[Kern
 
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
     # Those without functions, which depend on no option; the others are of a call.
-    return [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC] if mha_head_dims else []
+    if not mha_head_dims:
+        return []
+    masks = [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, flex_backward.RANKS_SPEC]
+    return [*masks, flex_backward.FINISH_SPEC]
 
 
 def _metadata() -> list[KernelSpec]:
@@ -140,6 +155,7 @@ OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
     "merge": _merge,
     "metadata": _metadata,
     "mha": _mha,
+    "mha_backward": _mha_backward,
     "prefix": _prefix,
     "flex": _flex,
 }

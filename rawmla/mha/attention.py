@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..call import tracing
-from ..call.arrays import READERS, Fields
+from ..call.arrays import READERS, Fields, NeedsGradient
 from .arguments import either, packed_parts
 from .forward import SEPARATE, Parts, attend
 from .traced import operators
@@ -15,6 +16,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "unpacked",
 ]
 
 Window = tuple[int | None, int | None]
@@ -88,7 +90,8 @@ def flash_attn_varlen_func(
         No key to the right of the diagonal, as `window_size` with 0 on the right. The diagonal ends in the
         last query and the last key: query i stands at key `i + s_k - s_q`.
     deterministic : bool
-        Changes nothing: the same call always gives the same bits.
+        Whether dq, too, has the same bits always, as in `flash_attn_varlen_backward`; out, lse, dk, dv and
+        dsink of the same call do.
     is_varlen : bool
         False promises that every request has `max_seqlen_q` and `max_seqlen_k` tokens, and saves looking for
         them. Results of a call that breaks the promise are undefined, but nothing outside of the arrays is
@@ -112,7 +115,7 @@ def flash_attn_varlen_func(
     out : array, optional
         `[total_q, h_q, d_v]` in q's dtype, written and returned. Never copied: 16-byte aligned, last
         dimension contiguous, other strides positive multiples of 8 (a slice of a larger buffer is fine), no
-        element twice. It must not overlap an input.
+        element twice. It must not overlap an input. None where a gradient is needed.
 
     Returns
     -------
@@ -130,8 +133,7 @@ def flash_attn_varlen_func(
     TypeError, ValueError
         An argument is of the wrong kind or dtype (an array where a number is expected among them, because
         reading it would wait for the GPU), or given under both of its names; a shape, stride, range or
-        combination is not allowed; a tensor requires grad while grad is enabled. Raised before anything is
-        allocated or launched.
+        combination is not allowed. Raised before anything is allocated or launched.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
 
@@ -142,7 +144,12 @@ def flash_attn_varlen_func(
     multiprocessors because queries are few, 4 * splits * h_q * total_q * (d_v, rounded up to 32, + 1) bytes,
     at most 32 MiB. Enqueues the copies, the clearing and one kernel, or two with splits, on its current
     stream. Never synchronises, never reads a length on the host. Nothing is launched without requests or
-    query tokens. There is no backward yet, so a tensor that requires grad is refused while grad is enabled.
+    query tokens.
+
+    Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
+    graph: gradients are those of `flash_attn_varlen_backward`, which says what they cost, through out, lse or
+    both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. ALiBi's
+    slopes have no gradient, and there is no second derivative.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
@@ -174,28 +181,51 @@ def flash_attn_varlen_func(
             deterministic, is_varlen, window_size, softcap, attn_sink, alibi_slopes, attention_chunk,
             seqused_q, seqused_k, out,
         )  # fmt: skip
-    return attend(
-        SEPARATE,
-        READERS[type(q)](q, "q"),
-        READERS[type(k)](k, "k"),
-        READERS[type(v)](v, "v"),
-        READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
-        READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        window_size,
-        softcap,
-        attn_sink,
-        alibi_slopes,
-        attention_chunk,
-        seqused_q,
-        seqused_k,
-        out,
+    try:
+        return attend(
+            SEPARATE,
+            READERS[type(q)](q, "q"),
+            READERS[type(k)](k, "k"),
+            READERS[type(v)](v, "v"),
+            READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
+            READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            window_size,
+            softcap,
+            attn_sink,
+            alibi_slopes,
+            attention_chunk,
+            seqused_q,
+            seqused_k,
+            out,
+        )
+    except NeedsGradient:
+        pass
+    return _with_graph(
+        flash_attn_varlen_func,
+        {"q": q, "k": k, "v": v},
+        {"dropout_p": dropout_p, "attention_chunk": attention_chunk, "out": out},
+        {},
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        deterministic=deterministic,
+        is_varlen=is_varlen,
+        window_size=window_size,
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
     )
 
 
@@ -262,30 +292,61 @@ def flash_attn_varlen_qkvpacked_func(
             dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
             attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
         )  # fmt: skip
-    (part_q, part_k, part_v), (q, k, v) = _unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
-    lengths = READERS[type(cu_seqlens)](cu_seqlens, "cu_seqlens")
-    return attend(
-        Parts(part_q, part_k, part_v, ("cu_seqlens", "cu_seqlens"), ("max_seqlen", "max_seqlen")),
-        q,
-        k,
-        v,
-        lengths,
-        lengths,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        window_size,
-        softcap,
-        attn_sink,
-        alibi_slopes,
-        attention_chunk,
-        seqused_q,
-        seqused_k,
-        out,
+    try:
+        (part_q, part_k, part_v), (q, k, v) = unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
+        lengths = READERS[type(cu_seqlens)](cu_seqlens, "cu_seqlens")
+        return attend(
+            Parts(part_q, part_k, part_v, ("cu_seqlens", "cu_seqlens"), ("max_seqlen", "max_seqlen")),
+            q,
+            k,
+            v,
+            lengths,
+            lengths,
+            max_seqlen,
+            max_seqlen,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            window_size,
+            softcap,
+            attn_sink,
+            alibi_slopes,
+            attention_chunk,
+            seqused_q,
+            seqused_k,
+            out,
+        )
+    except NeedsGradient:
+        pass
+    return _with_graph(
+        flash_attn_varlen_qkvpacked_func,
+        {"qkv": qkv},
+        {
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+            "head_dim_qk": head_dim_qk,
+            "dropout_p": dropout_p,
+            "attention_chunk": attention_chunk,
+            "out": out,
+        },
+        {
+            "cu_seqlens_q": cu_seqlens,
+            "cu_seqlens_k": cu_seqlens,
+            "max_seqlen_q": max_seqlen,
+            "max_seqlen_k": max_seqlen,
+        },
+        softmax_scale=softmax_scale,
+        causal=causal,
+        deterministic=deterministic,
+        is_varlen=is_varlen,
+        window_size=window_size,
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
     )
 
 
@@ -363,29 +424,57 @@ def flash_attn_varlen_kvpacked_func(
             max_seqlen_k, dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
             attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
         )  # fmt: skip
-    (part_k, part_v), (k, v) = _unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
-    return attend(
-        Parts(("q", None), part_k, part_v),
-        READERS[type(q)](q, "q"),
-        k,
-        v,
-        READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
-        READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        window_size,
-        softcap,
-        attn_sink,
-        alibi_slopes,
-        attention_chunk,
-        seqused_q,
-        seqused_k,
-        out,
+    try:
+        (part_k, part_v), (k, v) = unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
+        return attend(
+            Parts(("q", None), part_k, part_v),
+            READERS[type(q)](q, "q"),
+            k,
+            v,
+            READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
+            READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
+            max_seqlen_q,
+            max_seqlen_k,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            is_varlen,
+            window_size,
+            softcap,
+            attn_sink,
+            alibi_slopes,
+            attention_chunk,
+            seqused_q,
+            seqused_k,
+            out,
+        )
+    except NeedsGradient:
+        pass
+    return _with_graph(
+        flash_attn_varlen_kvpacked_func,
+        {"q": q, "kv": kv},
+        {
+            "head_dim_qk": head_dim_qk,
+            "dropout_p": dropout_p,
+            "attention_chunk": attention_chunk,
+            "out": out,
+        },
+        {},
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        deterministic=deterministic,
+        is_varlen=is_varlen,
+        window_size=window_size,
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
     )
 
 
@@ -452,32 +541,63 @@ def flash_attn_func(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
             attn_sink, attention_chunk, out,
         )  # fmt: skip
-    return attend(
-        SEPARATE,
-        READERS[type(q)](q, "q"),
-        READERS[type(k)](k, "k"),
-        READERS[type(v)](v, "v"),
-        None,
-        None,
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        False,
-        window_size,
-        softcap,
-        attn_sink,
-        alibi_slopes,
-        attention_chunk,
-        None,
-        None,
-        out,
+    try:
+        return attend(
+            SEPARATE,
+            READERS[type(q)](q, "q"),
+            READERS[type(k)](k, "k"),
+            READERS[type(v)](v, "v"),
+            None,
+            None,
+            None,
+            None,
+            dropout_p,
+            softmax_scale,
+            causal,
+            deterministic,
+            False,
+            window_size,
+            softcap,
+            attn_sink,
+            alibi_slopes,
+            attention_chunk,
+            None,
+            None,
+            out,
+        )
+    except NeedsGradient:
+        pass
+    return _with_graph(
+        flash_attn_func,
+        {"q": q, "k": k, "v": v},
+        {"dropout_p": dropout_p, "attention_chunk": attention_chunk, "out": out},
+        {},
+        softmax_scale=softmax_scale,
+        causal=causal,
+        deterministic=deterministic,
+        window_size=window_size,
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
     )
 
 
-def _unpacked(
+def _with_graph(
+    function: Callable[..., tuple[Any, Any]],
+    arrays: dict[str, Any],
+    forward: dict[str, Any],
+    backward: dict[str, Any],
+    **both: Any,
+) -> tuple[Any, Any]:
+    """The call of a function above of which a tensor requires grad: ``arrays``, by the names that they have
+    there, and the keywords of the function, of that for its gradients, and of both.
+    """
+    from .autograd import attention  # imports torch
+
+    return attention(function, arrays, {**forward, **both}, {**backward, **both})
+
+
+def unpacked(
     name: str, view: Fields, head_dim_qk: Any, count: int
 ) -> tuple[list[tuple[str, Any]], list[Fields]]:
     """The parts of a packed array, of which v is the last of ``count``: for `Parts`, and their fields."""

@@ -1,6 +1,6 @@
 """One forward call of dense attention, from the arrays to the launch, laid out as `rawmla.mla.dense_decode`.
 
-What depends on the kinds of the arrays alone is in a `_Checked`, and what depends on the numbers of the call
+What depends on the kinds of the arrays alone is in a `Checked`, and what depends on the numbers of the call
 too in a `_Prepared`; both are kept.
 """
 
@@ -35,7 +35,17 @@ from .arguments import (
     walked,
 )
 
-__all__ = ["SEPARATE", "Parts", "attend", "copies_of"]
+__all__ = [
+    "SEPARATE",
+    "Arrays",
+    "Checked",
+    "Parts",
+    "attend",
+    "check_arrays",
+    "check_places",
+    "copies_of",
+    "of_three",
+]
 
 
 Strides = tuple[int, int, int]
@@ -57,7 +67,7 @@ SEPARATE = Parts(("q", None), ("k", None), ("v", None))
 """Arrays of their own."""
 
 
-class _Arrays(NamedTuple):
+class Arrays(NamedTuple):
     """The arrays of a call by the names of the arguments; None: not given."""
 
     q: Fields
@@ -72,7 +82,7 @@ class _Arrays(NamedTuple):
     out: Fields | None
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
     """Sizes of the arrays, and their strides in elements for the dimensions (request, token, head)."""
 
     h_q: int
@@ -99,18 +109,18 @@ class _Prepared(NamedTuple):
     """Requests lie where cu_seqlens says."""
 
 
-class _Checked(NamedTuple):
+class Checked(NamedTuple):
     """What follows from the kinds of the arrays, which passed the checks."""
 
     b: int
     copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
     mixes_frameworks: bool  # some arrays are of another framework than q
     default_scale: float
-    sizes: _Sizes
+    sizes: Sizes
     calls: Memo[_Prepared]
 
 
-_checked: Memo[_Checked] = Memo(shared=True)
+_checked: Memo[Checked] = Memo(shared=True)
 
 
 def attend(
@@ -152,22 +162,22 @@ def attend(
     used_q, used_k = read_given(seqused_q, "seqused_q"), read_given(seqused_k, "seqused_k")
     sink, slopes = read_given(attn_sink, "attn_sink"), read_given(alibi_slopes, "alibi_slopes")
     out_view = read_given(out, "out")
-    # In the order of _Arrays, which only checks need.
+    # In the order of Arrays, which only checks need.
     views = q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, sink, slopes, out_view
     kind = tuple([kind_of(view) for view in views])
     latest_kind, checked = _checked.latest
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
-        checked = _checked.get(kind) or _checked.keep(kind, _check(parts, _Arrays(*views)))
+        checked = _checked.get(kind) or _checked.keep(kind, check_arrays(parts, Arrays(*views)))
         _checked.latest = kind, checked
     _, copied, has_others, default_scale, _, calls = checked
     if has_others:
-        _check_places(parts, _Arrays(*views))
+        check_places(parts, Arrays(*views))
     if softmax_scale is None:
         softmax_scale = default_scale
     check_softcap(softmax_scale, softcap)
 
     key = (max_seqlen_q, max_seqlen_k, is_varlen, softmax_scale, left, right, softcap)
-    call = calls.get(key) or calls.keep(key, _prepare(checked, key, _Arrays(*views)))
+    call = calls.get(key) or calls.keep(key, _prepare(checked, key, Arrays(*views)))
     allocate, launch, varlen = call
     q_ptr, _, _, _, device, framework, _ = q
     k_ptr, v_ptr = k[0], v[0]
@@ -194,7 +204,7 @@ def attend(
     return out, lse
 
 
-def _check(parts: Parts, arrays: _Arrays) -> _Checked:
+def check_arrays(parts: Parts, arrays: Arrays) -> Checked:
     """Check the arrays of a call against each other."""
     q, k, v, cu_seqlens_q, *_ = arrays
     has_segments = cu_seqlens_q is not None
@@ -249,33 +259,33 @@ def _check(parts: Parts, arrays: _Arrays) -> _Checked:
         out_steps = fresh_out_strides(q, d_v)[:-1]
     else:
         out_steps = _check_out(arrays.out, first, q, d_v)
-    _check_places(parts, arrays)
+    check_places(parts, arrays)
     steps = [walked(view) for view in (q, k, v)]
     copied = [step is None for step in steps]
     q_strides, k_strides, v_strides = [
         aligned_strides(tuple(view[1]))[:-1] if step is None else step
         for view, step in zip((q, k, v), steps, strict=True)
     ]
-    return _Checked(
+    return Checked(
         b=b,
         copied=(copied[0], copied[1], copied[2]) if any(copied) else None,
         mixes_frameworks=mixes_frameworks(arrays),
         default_scale=d_qk**-0.5,
-        sizes=_Sizes(
-            h_q, h_kv, d_qk, d_v, sizes_q[-1], sizes_k[-1], _of_three(q_strides), _of_three(k_strides),
-            _of_three(v_strides), _of_three(out_steps), alibi_stride_b,
+        sizes=Sizes(
+            h_q, h_kv, d_qk, d_v, sizes_q[-1], sizes_k[-1], of_three(q_strides), of_three(k_strides),
+            of_three(v_strides), of_three(out_steps), alibi_stride_b,
         ),
         calls=Memo(),
     )  # fmt: skip
 
 
-def _of_three(strides: tuple[int, ...]) -> Strides:
+def of_three(strides: tuple[int, ...]) -> Strides:
     """With 0 for the requests where an array has no dimension for them."""
     request, token, head = (0, *strides)[-3:]
     return request, token, head
 
 
-def _check_requests(parts: Parts, arrays: _Arrays, cu_seqlens_q: Fields) -> int:
+def _check_requests(parts: Parts, arrays: Arrays, cu_seqlens_q: Fields) -> int:
     """Check where the requests are said to lie; returns their number."""
     name_q, name_k = parts.cu_seqlens
     _, shape, *_ = cu_seqlens_q
@@ -293,7 +303,7 @@ def _check_requests(parts: Parts, arrays: _Arrays, cu_seqlens_q: Fields) -> int:
     return b
 
 
-def _check_head_terms(arrays: _Arrays, b: int, h_q: int) -> int:
+def _check_head_terms(arrays: Arrays, b: int, h_q: int) -> int:
     """Check the sink and the slopes; returns the stride of the requests of the latter."""
     if arrays.attn_sink is not None:
         check_vector("attn_sink", arrays.attn_sink, tuple(SINK_DTYPES), h_q, "h_q is that of q")
@@ -324,16 +334,16 @@ def _check_out(out: Fields, first: str, q: Fields, d_v: int) -> tuple[int, ...]:
     return check_out_layout(out)
 
 
-def _check_places(parts: Parts, arrays: _Arrays) -> None:
+def check_places(parts: Parts, arrays: Arrays) -> None:
     """Check that all arrays are on the device of q and, if they are of another framework, on its stream."""
     _, _, _, _, device, framework, _ = arrays.q
-    names = (*[name for name, _ in parts[:3]], *parts.cu_seqlens, *_Arrays._fields[5:])
+    names = (*[name for name, _ in parts[:3]], *parts.cu_seqlens, *Arrays._fields[5:])
     for name, view in zip(names, arrays, strict=True):
         if view is not None:
             check_place(name, view, device, framework, parts.q[0])
 
 
-def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> _Prepared:
+def _prepare(checked: Checked, key: tuple[Any, ...], arrays: Arrays) -> _Prepared:
     """Load the kernel of a call and work out its parameters."""
     max_q, max_k, is_varlen, softmax_scale, left, right, softcap = key
     b = checked.b

@@ -41,7 +41,15 @@ from ._cache import (
     round_to_bf16,
     write_kv_cache,
 )
-from ._flex import and_masks, create_block_mask, flex_attention, noop_mask, or_masks
+from ._flex import (
+    NumpyMod,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    flex_attention_backward,
+    noop_mask,
+    or_masks,
+)
 from ._mha import (
     flash_attn_backward,
     flash_attn_func,
@@ -73,6 +81,7 @@ from ._plan import (
 from ._prefix import context_attention_fwd
 
 __all__ = [
+    "NumpyMod",
     "BATCH_INVARIANT_MARK",
     "BATCH_INVARIANT_MAX_SPLITS",
     "BATCH_INVARIANT_MIN_BLOCKS",
@@ -112,6 +121,7 @@ __all__ = [
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "flex_attention",
+    "flex_attention_backward",
     "gather_kv_cache",
     "get_mla_metadata",
     "merge_attn_states",

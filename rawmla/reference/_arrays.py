@@ -50,7 +50,7 @@ def read(x: Any, name: str) -> Array:
     torch = sys.modules["torch"]
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            f"{name}: expected a tensor that does not require grad, for there is no backward, got one that "
+            f"{name}: expected a tensor that does not require grad, as no graph is made here, got one that "
             "does; detach it or call under torch.no_grad()"
         )
     dtype = str(x.dtype).removeprefix("torch.")

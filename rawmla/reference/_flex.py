@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,15 @@ from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, 
 from ._cache import decode_e4m3, decode_e5m2
 from ._mha import _sum
 
-__all__ = ["and_masks", "create_block_mask", "flex_attention", "noop_mask", "or_masks"]
+__all__ = [
+    "NumpyMod",
+    "and_masks",
+    "create_block_mask",
+    "flex_attention",
+    "flex_attention_backward",
+    "noop_mask",
+    "or_masks",
+]
 
 _DECODERS = {"float8_e4m3fn": decode_e4m3, "float8_e5m2": decode_e5m2}
 _HUGE_BLOCK = 2**30
@@ -27,6 +35,32 @@ class _Listed(NamedTuple):
 
     partial: _Bools
     full: _Bools
+
+
+class NumpyMod:
+    """A score function of NumPy arrays with its gradients, as `rawmla.CudaMod` is one of CUDA text.
+
+    Args:
+        function: `(score, b, h, q_idx, kv_idx)`, what `flex_attention` takes.
+        grad: `(grad, score, b, h, q_idx, kv_idx)`: the gradient of the scores `[L, S]`, from that of what
+            `function` gives.
+        capture_grads: by name an array that `function` reads, and a function of the arguments of `grad` that
+            gives `(indices, value)`: what each score adds, and where. Both have shapes that broadcast to
+            `[..., L, S]`; dimensions in front are of an array that is read at several places.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        grad: Callable[..., Any],
+        capture_grads: Mapping[str, tuple[Any, Callable[..., Any]]] | None = None,
+    ) -> None:
+        self.function = function
+        self.grad = grad
+        self.capture_grads = dict(capture_grads or {})
+
+    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return self.function(score, b, h, q_idx, kv_idx)
 
 
 def flex_attention(
@@ -84,9 +118,7 @@ def flex_attention(
         check_target(out, "out")
         if tuple(out.shape) != (b, h_q, seqlen_q, d_v):
             raise ValueError(f"out: expected [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out.shape)}")
-    factor = d_qk**-0.5 if scale is None else float(scale)
-    if not math.isfinite(factor):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
+    factor = _scale(scale, d_qk)
     listed = _positions(block_mask, seqlen_q, seqlen_k)
     group = h_q // k.shape[1]
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
@@ -101,11 +133,7 @@ def flex_attention(
                 scores = factor * (queries[request, head] @ keys[pair].T)
                 if score_mod is not None:
                     scores = np.broadcast_to(score_mod(scores, *at), scores.shape).astype(np.float64)
-            visible = np.ones(scores.shape, bool)
-            if listed is not None:
-                batches, heads = listed.full.shape[:2]
-                place = (request % batches, head % heads)
-                visible = listed.full[place] | listed.partial[place] & _mask(block_mask.mask_mod, at)
+            visible = _visible(listed, block_mask, at)
             place = (request, head)
             results[place], lse[place], top[place] = _attend(scores, visible, values[pair])
     if out is not None:
@@ -119,6 +147,115 @@ def flex_attention(
 
     wanted = (return_aux.lse, lse), (getattr(return_aux, "max_scores", False), top)
     return result, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in wanted])
+
+
+def flex_attention_backward(
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    score_mod: NumpyMod | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    grad_lse: Any = None,
+    deterministic: bool | None = None,
+) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Gradients of `flex_attention`, from its results and their gradients.
+
+    With `p = exp(score - lse)` of a score that is attended, `DELTA = rowsum(grad_out * out) - grad_lse` of a
+    row: the gradient of what score_mod gives is `p * (grad_out·value - DELTA)`. Where nothing is attended it
+    is 0, and so is what follows from it.
+
+    Args:
+        grad_out: `[B, Hq, L, Ev]`, gradient of out.
+        query, key, value, block_mask, scale, enable_gqa: those of `flex_attention`; of one dtype.
+        out, lse: its results, `[B, Hq, L, Ev]` and `[B, Hq, L]`.
+        score_mod: with its gradients; None: scores stay as they are.
+        grad_lse: `[B, Hq, L]`, gradient of lse; None: it is not used.
+        deterministic: does not change what is computed.
+
+    Returns:
+        dq, dk, dv: of the shapes of query, key and value, summed over what shares a head or a batch; float64,
+        or tensors of their dtype.
+        captured: by name the gradients of arrays in `score_mod.capture_grads`, of their shapes.
+
+    Raises:
+        TypeError, ValueError: as `flex_attention`; a score function without gradients.
+    """
+    q, k, v = (read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
+    _check_shapes(q, k, v, as_bool("enable_gqa", enable_gqa))
+    for name, array in (("key", k), ("value", v)):
+        if array.dtype in _DECODERS:
+            raise ValueError(f"{name}: expected the dtype of query, for gradients, got {array.dtype}")
+    if score_mod is not None and not isinstance(score_mod, NumpyMod):
+        raise TypeError(f"score_mod: expected a NumpyMod, which has gradients, got {show(score_mod)}")
+    b, h_q, seqlen_q, d_qk = q.shape
+    batches, h_kv, seqlen_k, d_v = v.shape
+    dout, results = (
+        _of_shape(name, x, (b, h_q, seqlen_q, d_v)) for name, x in (("grad_out", grad_out), ("out", out))
+    )
+    logs = _of_shape("lse", lse, (b, h_q, seqlen_q))
+    delta = (dout * results).sum(-1)
+    if grad_lse is not None:
+        delta = delta - _of_shape("grad_lse", grad_lse, (b, h_q, seqlen_q))
+    factor = _scale(scale, d_qk)
+    listed = _positions(block_mask, seqlen_q, seqlen_k)
+    queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
+    dq, dk, dv = (np.zeros(x.shape) for x in (queries, keys, values))
+    captured = {
+        name: np.zeros(read(array, name).shape)
+        for name, (array, _) in (score_mod.capture_grads if score_mod else {}).items()
+    }
+    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
+    for request, head in np.ndindex(b, h_q):
+        place, pair = (request, head), (request % batches, head // (h_q // h_kv))
+        at = (np.int64(request), np.int64(head), i, j)
+        visible = _visible(listed, block_mask, at) & (logs[place] > -np.inf)[:, None]
+        with np.errstate(all="ignore"):  # masked pairs may be anything
+            products = factor * (queries[place] @ keys[pair].T)
+            scores = products if score_mod is None else score_mod(products, *at)
+            p = np.where(visible, np.exp(scores - logs[place][:, None]), 0)
+            grad = np.where(visible, p * (dout[place] @ values[pair].T - delta[place][:, None]), 0)
+            ds = grad
+            if score_mod is not None:
+                ds = np.where(visible, score_mod.grad(grad, products, *at), 0)
+                for name, (_, gradient) in score_mod.capture_grads.items():
+                    indices, added = gradient(grad, products, *at)
+                    _add(captured[name], indices, added, visible)
+        dq[place] = factor * _sum(ds, visible, keys[pair])
+        dk[pair] += factor * _sum(ds.T, visible.T, queries[place])
+        dv[pair] += _sum(p.T, visible.T, dout[place])
+    gradients = {}
+    for name, total in captured.items():
+        assert score_mod is not None
+        source = read(score_mod.capture_grads[name][0], name)
+        gradients[name] = like(total, source.dtype, source)
+    return like(dq, q.dtype, q), like(dk, k.dtype, k), like(dv, v.dtype, v), gradients
+
+
+def _add(
+    total: NDArray[np.float64], indices: tuple[Any, ...], added: Any, visible: NDArray[np.bool_]
+) -> None:
+    """Add what visible scores say to the elements that they name."""
+    shape = np.broadcast_shapes(*[np.shape(x) for x in (*indices, added)], visible.shape)
+    terms = np.where(visible, np.broadcast_to(added, shape), 0)
+    if indices:
+        np.add.at(total, tuple(np.broadcast_to(x, shape) for x in indices), terms)
+    else:
+        total += terms.sum()
+
+
+def _of_shape(name: str, x: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """An array of this shape, as float64."""
+    array = read(x, name)
+    check_dtype(name, array, FLOAT_DTYPES)
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(array.shape)}")
+    return array.values.astype(np.float64)
 
 
 def create_block_mask(
@@ -187,6 +324,23 @@ def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """How many are listed, and which, ascending, with the others behind them."""
     order = np.argsort(~is_listed, axis=-1, kind="stable")
     return is_listed.sum(-1).astype(np.int32), order.astype(np.int32)
+
+
+def _scale(scale: float | None, d_qk: int) -> float:
+    factor = d_qk**-0.5 if scale is None else float(scale)
+    if not math.isfinite(factor):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return factor
+
+
+def _visible(listed: _Listed | None, block_mask: Any, at: tuple[Any, ...]) -> _Bools:
+    """What is attended by one head of one request, `[L, S]`."""
+    request, head, i, j = at
+    if listed is None:
+        return np.ones((len(i), j.shape[1]), bool)
+    batches, heads = listed.full.shape[:2]
+    place = (request % batches, head % heads)
+    return listed.full[place] | listed.partial[place] & _mask(block_mask.mask_mod, at)
 
 
 def _mask(mask_mod: Callable[..., Any], at: tuple[Any, ...]) -> _Bools:

@@ -456,14 +456,21 @@ def flash_attn_varlen_backward(
     """Gradients of `flash_attn_varlen_func`.
 
     Probabilities are computed again from q, k and the given lse: `p = exp(score - lse)`, with a sink
-    `exp(score - logaddexp(lse, sink))`. The gradient of a score is
-    `p * (dout·v - rowsum(dout * out)) + exp(score - lse) * dlse`, times `1 - tanh(...) ** 2` with a softcap,
-    times softmax_scale on its way to q and k. That of a sink is
-    `-sum(exp(sink - logaddexp(lse, sink)) * (dout·out))` over the rows of its head.
+    `exp(score - logaddexp(lse, sink))`. The gradient of a score is `p * (dout·v - DELTA)`, where
+    `DELTA = rowsum(dout * out) - c * dlse`; c is 1, with a sink `exp(logaddexp(lse, sink) - lse)`, so that
+    `p * c` is `exp(score - lse)` whatever the sink. With a softcap it is times
+    `1 - tanh(softmax_scale * q·k / softcap) ** 2`, then times softmax_scale on its way to q and k. dq sums it
+    times k over the keys that a query sees; dk and dv sum it times q, and p times dout, over the queries that
+    see a key, of all query heads of the KV head. The gradient of a sink is
+    `-sum(exp(sink - logaddexp(lse, sink)) * (dout·out))` over the rows of its head that see a key.
+
+    The operation is that of FlashAttention (github.com/Dao-AILab/flash-attention; Dao et al., 2022,
+    arxiv.org/abs/2205.14135, appendix B), and FlashMLA's (github.com/deepseek-ai/FlashMLA) on other GPUs.
 
     Args:
         dout: `[total_q, h_q, d_v]`, gradient of out.
-        out, lse: what the forward function returned for the other arguments.
+        out, lse: what the forward function returned for the other arguments; lse with heads or tokens first
+            in memory. Nothing is read of rows that have nothing to attend or are of no request.
         dq, dk, dv: optional arrays of the shapes of q, k, v that are overwritten. A tensor is also what is
             returned.
         dlse: `[total_q, h_q]`, gradient of lse; None: 0.
@@ -472,7 +479,7 @@ def flash_attn_varlen_backward(
 
     Returns:
         dq, dk, dv: of the shapes of q, k, v, 0 where a row has nothing to attend, is attended by none or is
-        of no request; float64, or tensors of their dtypes.
+        of no request; float64, or tensors of their dtypes. dv is 0 where dout is, whatever dlse.
         dsink: with attn_sink, `[h_q]`; float64, or a tensor of the sink's dtype.
     """
     _check_ignored(0.0, deterministic, is_varlen, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -508,7 +515,7 @@ def flash_attn_backward(
 
     Args:
         dout: `[b, s_q, h_q, d_v]`, gradient of out.
-        lse, dlse: `[b, h_q, s_q]`.
+        lse, dlse: `[b, h_q, s_q]`, in any order in memory.
 
     Other arguments, results and errors are those of `flash_attn_varlen_backward`, with the shapes of
     `flash_attn_func`.

@@ -43,6 +43,7 @@ class Function:
         arrays: `(xp, captures, score, b, h, q_idx, kv_idx)` for arrays of any shapes, xp being numpy or torch
             and captures arrays of it, float64 where they are floating point.
         captures: tensors and numbers by name.
+        grad, capture_grads: those of `rawmla.CudaMod`, of a score function.
         positive: scores have to be positive, and not too small.
         approximate: the kernel's instructions for it are.
     """
@@ -51,24 +52,26 @@ class Function:
     code: str
     arrays: Callable[..., Any]
     captures: Mapping[str, Any] = field(default_factory=dict)
+    grad: str | None = None
+    capture_grads: Mapping[str, Any] = field(default_factory=dict)
     positive: bool = False
     approximate: bool = False
 
     def cuda(self) -> CudaMod:
         """The function as CUDA text with its captures."""
-        return CudaMod(self.code, self.captures)
+        return CudaMod(self.code, self.captures, grad=self.grad, capture_grads=self.capture_grads)
 
     def numpy(self) -> Callable[..., Any]:
         """The function for NumPy arrays, as `rawmla.reference` takes it."""
         read = {name: _exact(x).cpu().numpy() if _is_array(x) else x for name, x in self.captures.items()}
         return partial(self.arrays, np, SimpleNamespace(**read))
 
-    def torch(self) -> Callable[..., Any]:
-        """The function for tensors of any shapes."""
+    def torch(self, instead: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        """The function for tensors of any shapes; `instead`: what it reads instead of captures."""
         import torch
 
         read = {name: _exact(x) if _is_array(x) else x for name, x in self.captures.items()}
-        return partial(self.arrays, torch, SimpleNamespace(**read))
+        return partial(self.arrays, torch, SimpleNamespace(**{**read, **(instead or {})}))
 
     def form(self, name: str) -> Any:
         """What `rawmla.flex_attention` takes: "python" or "cuda"."""
@@ -80,7 +83,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _exact(tensor: Any) -> Any:
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return tensor.detach().double() if tensor.is_floating_point() else tensor
 
 
 @dataclass(frozen=True)
@@ -122,16 +125,22 @@ Builder = Callable[[Sizes], Function]
 
 
 def _plain(
-    python: Callable[..., Any], code: str, arrays: Callable[..., Any], positive: bool = False
+    python: Callable[..., Any],
+    code: str,
+    arrays: Callable[..., Any],
+    grad: str | None = None,
+    positive: bool = False,
 ) -> Builder:
     """A function without captures; `arrays` takes xp and no captures."""
-    made = Function(python, code, lambda xp, t, *at: arrays(xp, *at), positive=positive)
+    made = Function(python, code, lambda xp, t, *at: arrays(xp, *at), grad=grad, positive=positive)
     return lambda sizes: made
 
 
-def _same(function: Callable[..., Any], code: str, positive: bool = False) -> Builder:
+def _same(
+    function: Callable[..., Any], code: str, grad: str | None = None, positive: bool = False
+) -> Builder:
     """A function without captures whose arithmetic is that of tensors and of NumPy arrays."""
-    return _plain(function, code, lambda xp, *at: function(*at), positive)
+    return _plain(function, code, lambda xp, *at: function(*at), grad, positive)
 
 
 def _torch() -> Any:
@@ -147,6 +156,7 @@ def _softcap(sizes: Sizes) -> Function:
         "cap * tanhf(score / cap)",
         lambda xp, t, s, b, h, q, k: t.cap * xp.tanh(s / t.cap),
         {"cap": cap},
+        "const float t = tanhf(score / cap);\nreturn grad * (1.0f - t * t);",
         approximate=True,
     )
 
@@ -158,6 +168,8 @@ def _relative_table(sizes: Sizes) -> Function:
         "score + table(q_idx - kv_idx + shift)",
         lambda xp, t, s, b, h, q, k: s + t.table[q - k + t.shift],
         {"table": table, "shift": shift},
+        "grad",
+        {"table": ("q_idx - kv_idx + shift", "grad")},
     )
 
 
@@ -168,6 +180,8 @@ def _clamped_table(sizes: Sizes) -> Function:
         "score + table(max_int(min_int(q_idx - kv_idx, 16), -16) + 16)",
         lambda xp, t, s, b, h, q, k: s + t.table[xp.clip(q - k, -16, 16) + 16],
         {"table": table},
+        "grad",
+        {"table": ("max_int(min_int(q_idx - kv_idx, 16), -16) + 16", "grad")},
     )
 
 
@@ -178,6 +192,7 @@ def _alibi(sizes: Sizes) -> Function:
         "score + exp2f(-(h + 1) * 8.0f / heads) * (kv_idx - q_idx)",
         lambda xp, t, s, b, h, q, k: s + 2.0 ** (-((h + 1) * 8.0 / t.heads)) * (k - q),
         {"heads": heads},
+        "grad",
     )
 
 
@@ -188,6 +203,8 @@ def _alibi_table(sizes: Sizes) -> Function:
         "score - slopes(h) * fabsf(q_idx - kv_idx)",
         lambda xp, t, s, b, h, q, k: s - t.slopes[h] * abs(q - k),
         {"slopes": slopes},
+        "grad",
+        {"slopes": ("h", "-grad * fabsf(q_idx - kv_idx)")},
     )
 
 
@@ -198,6 +215,8 @@ def _head_offset(sizes: Sizes) -> Function:
         "score + offset(h)",
         lambda xp, t, s, b, h, q, k: s + t.offset[h],
         {"offset": offset},
+        "grad",
+        {"offset": ("h", "grad")},
     )
 
 
@@ -208,6 +227,8 @@ def _head_scale(sizes: Sizes) -> Function:
         "score * factor(h)",
         lambda xp, t, s, b, h, q, k: s * t.factor[h],
         {"factor": factor},
+        "grad * factor(h)",
+        {"factor": ("h", "grad * score")},
     )
 
 
@@ -218,6 +239,13 @@ def _head_gate(sizes: Sizes) -> Function:
         "score / (1.0f + expf(-gate(h)))",
         lambda xp, t, s, b, h, q, k: s / (1 + xp.exp(-t.gate[h])),
         {"gate": gate},
+        "grad / (1.0f + expf(-gate(h)))",
+        {
+            "gate": (
+                "h",
+                "grad * score * expf(-gate(h)) / ((1.0f + expf(-gate(h))) * (1.0f + expf(-gate(h))))",
+            )
+        },
     )
 
 
@@ -242,8 +270,10 @@ def _bias(order: str, dtype: str = "float32", chained: bool = False) -> Builder:
             return s + t.bias[tuple(at[letter] for letter in order)]
 
         names = dict(zip("bhqk", ("b", "h", "q_idx", "kv_idx"), strict=True))
-        code = f"score + bias({', '.join(names[letter] for letter in order)})"
-        return Function(python, code, arrays, {"bias": bias})
+        place = ", ".join(names[letter] for letter in order)
+        return Function(
+            python, f"score + bias({place})", arrays, {"bias": bias}, "grad", {"bias": (place, "grad")}
+        )
 
     return build
 
@@ -256,6 +286,8 @@ def _symmetric(sizes: Sizes) -> Function:
         "score + bias(q_idx, kv_idx) + bias(kv_idx, q_idx)",
         lambda xp, t, s, b, h, q, k: s + t.bias[q, k] + t.bias[k, q],
         {"bias": bias},
+        "grad",
+        {"bias": (("q_idx, kv_idx", "grad"), ("kv_idx, q_idx", "grad"))},
     )
 
 
@@ -266,6 +298,8 @@ def _scalar(sizes: Sizes) -> Function:
         "score * factor()",
         lambda xp, t, s, b, h, q, k: s * t.factor,
         {"factor": factor},
+        "grad * factor()",
+        {"factor": ("", "grad * score")},
     )
 
 
@@ -276,6 +310,8 @@ def _one_element(sizes: Sizes) -> Function:
         "score * factor(0)",
         lambda xp, t, s, b, h, q, k: s * t.factor[0],
         {"factor": factor},
+        "grad * factor(0)",
+        {"factor": ("0", "grad * score")},
     )
 
 
@@ -291,6 +327,14 @@ for (int i = 0; i < 3; ++i) {
 return score - far;""",
         lambda xp, t, s, b, h, q, k: s - ((t.places[q] - t.places[k]) ** 2).sum(-1),
         {"places": places},
+        "grad",
+        {
+            "places": [
+                (f"{own}_idx, {i}", f"-2 * grad * (places({own}_idx, {i}) - places({other}_idx, {i}))")
+                for own, other in (("q", "kv"), ("kv", "q"))
+                for i in range(3)
+            ]
+        },
     )
 
 
@@ -301,6 +345,7 @@ def _documents_score(sizes: Sizes) -> Function:
         "documents(b, q_idx) == documents(b, kv_idx) ? score : -kInfinity",
         lambda xp, t, s, b, h, q, k: xp.where(t.documents[b, q] == t.documents[b, k], s, -inf),
         {"documents": documents},
+        "documents(b, q_idx) == documents(b, kv_idx) ? grad : 0.0f",
     )
 
 
@@ -324,7 +369,8 @@ def _nested(sizes: Sizes) -> Function:
     code = """const i64 own = document(q_idx), other = document(kv_idx);
 const i64 apart = (q_idx - offsets(own)) - (kv_idx - offsets(other));
 return own == other ? score + 0.01f * apart : -kInfinity;"""
-    return Function(python, code, arrays, {"document": document, "offsets": offsets})
+    grad = "document(q_idx) == document(kv_idx) ? grad : 0.0f"
+    return Function(python, code, arrays, {"document": document, "offsets": offsets}, grad)
 
 
 def _paged(sizes: Sizes) -> Function:
@@ -338,6 +384,8 @@ def _paged(sizes: Sizes) -> Function:
         "score + bias(pages(b, kv_idx / page) * page + kv_idx % page)",
         lambda xp, t, s, b, h, q, k: s + t.bias[t.pages[b, k // PAGE] * PAGE + k % PAGE],
         {"pages": pages, "bias": bias, "page": PAGE},
+        "grad",
+        {"bias": ("pages(b, kv_idx / page) * page + kv_idx % page", "grad")},
     )
 
 
@@ -350,44 +398,55 @@ def _gathered(sizes: Sizes) -> Function:
         "score + table(b, narrow(kv_idx))",
         lambda xp, t, s, b, h, q, k: s + t.table[b, t.narrow[k] + 0 * k],  # 0 * k: as an index has to be
         {"table": table, "narrow": narrow},
+        "grad",
+        {"table": ("b, narrow(kv_idx)", "grad")},
     )
 
 
 SCORES: dict[str, Builder] = {
-    "identity": _same(lambda s, b, h, q, k: s, "score"),
-    "twice": _same(lambda s, b, h, q, k: 2 * s, "2 * score"),
-    "square": _same(lambda s, b, h, q, k: s**2, "score * score"),
-    "reciprocal": _same(lambda s, b, h, q, k: 1 / s, "1.0f / score", positive=True),
+    "identity": _same(lambda s, b, h, q, k: s, "score", "grad"),
+    "twice": _same(lambda s, b, h, q, k: 2 * s, "2 * score", "2 * grad"),
+    "square": _same(lambda s, b, h, q, k: s**2, "score * score", "2 * score * grad"),
+    "reciprocal": _same(
+        lambda s, b, h, q, k: 1 / s, "1.0f / score", "-grad / (score * score)", positive=True
+    ),
     "log": _plain(
         lambda s, b, h, q, k: _torch().where(s > 0, _torch().log(s), -inf),
         "score > 0.0f ? logf(score) : -kInfinity",
         lambda xp, s, b, h, q, k: xp.where(s > 0, xp.log(s), -inf),
+        "score > 0.0f ? grad / score : 0.0f",
     ),
     "softcap": _softcap,
     "silu": _plain(
         lambda s, b, h, q, k: _torch().nn.functional.silu(s),
         "score / (1.0f + expf(-score))",
         lambda xp, s, b, h, q, k: s / (1 + xp.exp(-s)),
+        "const float t = 1.0f / (1.0f + expf(-score));\nreturn grad * t * (1.0f + score * (1.0f - t));",
     ),
     "trigonometric": _plain(
         lambda s, b, h, q, k: 2 * _torch().sin(s) + _torch().cos(s),
         "2 * sinf(score) + cosf(score)",
         lambda xp, s, b, h, q, k: 2 * xp.sin(s) + xp.cos(s),
+        "grad * (2 * cosf(score) - sinf(score))",
     ),
     "causal": _plain(
         lambda s, b, h, q, k: _torch().where(q >= k, s, -inf),
         "q_idx >= kv_idx ? score : -kInfinity",
         lambda xp, s, b, h, q, k: xp.where(q >= k, s, -inf),
+        "q_idx >= kv_idx ? grad : 0.0f",
     ),
     "inverse causal": _plain(
         lambda s, b, h, q, k: _torch().where(q <= k, s, -inf),
         "q_idx <= kv_idx ? score : -kInfinity",
         lambda xp, s, b, h, q, k: xp.where(q <= k, s, -inf),
+        "q_idx <= kv_idx ? grad : 0.0f",
     ),
-    "relative": _same(lambda s, b, h, q, k: s + (q - k), "score + (q_idx - kv_idx)"),
+    "relative": _same(lambda s, b, h, q, k: s + (q - k), "score + (q_idx - kv_idx)", "grad"),
     "relative table": _relative_table,
     "clamped table": _clamped_table,
-    "absolute": _same(lambda s, b, h, q, k: s - 0.05 * abs(q - k), "score - 0.05f * fabsf(q_idx - kv_idx)"),
+    "absolute": _same(
+        lambda s, b, h, q, k: s - 0.05 * abs(q - k), "score - 0.05f * fabsf(q_idx - kv_idx)", "grad"
+    ),
     "alibi": _alibi,
     "alibi table": _alibi_table,
     "head offset": _head_offset,
@@ -409,6 +468,7 @@ SCORES: dict[str, Builder] = {
         lambda s, b, h, q, k: _torch().where((q ^ k) % 2 == 0, s, s * 0.5),
         "(q_idx ^ kv_idx) % 2 == 0 ? score : score * 0.5f",
         lambda xp, s, b, h, q, k: xp.where((q ^ k) % 2 == 0, s, s * 0.5),
+        "(q_idx ^ kv_idx) % 2 == 0 ? grad : grad * 0.5f",
     ),
     "documents": _documents_score,
     "nested": _nested,
@@ -621,13 +681,13 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
     made = []
     for name in ("q", "k", "v"):
         dtype = case.kv_dtype if case.kv_dtype and name != "q" else case.dtype
-        array = _empty(shapes[name], case.layout, case.gap, getattr(torch, dtype), device)
+        array = empty_array(shapes[name], case.layout, case.gap, getattr(torch, dtype), device)
         made.append(array.copy_(values[name]))
     q, k, v = made
     return FlexInputs(case, q, k, v, score, mask, block_mask)
 
 
-def _empty(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
+def empty_array(shape: tuple[int, ...], layout: str, gap: float, dtype: Any, device: str) -> Any:
     """An array `[b, heads, tokens, columns]` full of `gap`, and around it as the layout has it."""
     b, heads, tokens, columns = shape
     if layout == "tokens":
@@ -663,9 +723,17 @@ def _whole_runs(keys: Any, size: int) -> Any:
 
 
 def block_mask_of(
-    seen: Any, lengths: tuple[int, int], block: tuple[int, int], mask_mod: Any, *, separate: bool = True
+    seen: Any,
+    lengths: tuple[int, int],
+    block: tuple[int, int],
+    mask_mod: Any,
+    *,
+    separate: bool = True,
+    by_columns: bool = False,
 ) -> BlockMask:
-    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; without lists by columns."""
+    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; `by_columns`: with the lists of
+    columns, which a backward pass reads.
+    """
     import torch
 
     rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
@@ -673,11 +741,15 @@ def block_mask_of(
     padded[:, :, : lengths[0], : lengths[1]] = seen
     blocks = padded.view(*seen.shape[:2], rows, block[0], columns, block[1])
     some, full = blocks.any(5).any(3), blocks.all(5).all(3)
+    kinds = [some & ~full, full] if separate else [some, None]
+    kinds += [None if x is None else x.mT for x in kinds] if by_columns else [None, None]
     parts: list[Any] = [lengths]
-    for listed in (some & ~full, full) if separate else (some,):
+    for listed in kinds:
+        if listed is None:
+            parts += [None, None]
+            continue
         order = torch.argsort((~listed).int(), dim=-1, stable=True)
         parts += [listed.sum(-1, dtype=torch.int32), order.int()]
-    parts += [None] * (9 - len(parts))
     parts += [block, mask_mod]
     return BlockMask(*parts)
 

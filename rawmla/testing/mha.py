@@ -253,11 +253,7 @@ def flash_attn_func(
     rows_at_once = max(1, CHUNK_SCORES // s_k)
     for rows in torch.arange(s_q, device=q.device).split(rows_at_once):
         behind = rows[:, None] + first
-        hidden = torch.zeros_like(behind, dtype=torch.bool)
-        if left is not None:
-            hidden |= behind > left
-        if right is not None:
-            hidden |= behind < -right
+        hidden = hidden_pairs(behind, causal, window_size)
         empty = hidden.all(1)
         for part in pairs.split(max(1, CHUNK_SCORES // (s_k * max(len(rows), d_qk + v.shape[-1])))):
             request, head = part // h_q, part % h_q
@@ -282,6 +278,28 @@ def flash_attn_func(
     return out, lse
 
 
+def distances(s_q: int, s_k: int, missing_keys: int, device: Any) -> Any:
+    """By how many positions a key is behind a query, `[s_q, s_k]`."""
+    import torch
+
+    first = s_k + missing_keys - s_q
+    return torch.arange(s_q, device=device)[:, None] + first - torch.arange(s_k, device=device)
+
+
+def hidden_pairs(behind: Any, causal: bool, window_size: tuple[int | None, int | None]) -> Any:
+    """The pairs of a query and a key that a mask hides, by their distances."""
+    import torch
+
+    left, right = (None if bound == -1 else bound for bound in window_size)
+    right = 0 if causal else right
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
+    if left is not None:
+        hidden |= behind > left
+    if right is not None:
+        hidden |= behind < -right
+    return hidden
+
+
 def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
     """out and lse of a call in `dtype`, None: float64. In rows of no request out and lse are NaN."""
     import torch
@@ -293,25 +311,33 @@ def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
     kind = torch.float64 if dtype is None else dtype
     out = torch.full((total_q, h_q, inputs.v.shape[-1]), float("nan"), dtype=kind, device=inputs.q.device)
     lse = torch.full((total_q, h_q), float("nan"), dtype=torch.float64, device=inputs.q.device)
-    bounds_q, bounds_k = inputs.cu_seqlens_q.tolist(), inputs.cu_seqlens_k.tolist()
-    used_q, used_k = (
-        [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-        if used is None
-        else used.tolist()
-        for bounds, used in ((bounds_q, inputs.seqused_q), (bounds_k, inputs.seqused_k))
-    )
     slopes = options.pop("alibi_slopes")
-    for r, (first_q, first_k) in enumerate(zip(bounds_q[:-1], bounds_k[:-1], strict=True)):
-        rows = slice(first_q, bounds_q[r + 1])
-        out[rows], lse[rows] = 0, -inf
-        end_q = min(first_q + used_q[r], bounds_q[r + 1])
-        end_k = min(first_k + used_k[r], bounds_k[r + 1])
+    first, last = int(inputs.cu_seqlens_q[0]), int(inputs.cu_seqlens_q[-1])
+    out[first:last], lse[first:last] = 0, -inf
+    for r, (rows_q, rows_k) in enumerate(tokens_of(inputs)):
         own = slopes[r : r + 1] if slopes is not None and slopes.ndim == 2 else slopes
-        arrays = (inputs.q[first_q:end_q], inputs.k[first_k:end_k], inputs.v[first_k:end_k])
-        one_q, one_k, one_v = (x[None] for x in arrays)
+        one_q, one_k, one_v = (x[None] for x in (inputs.q[rows_q], inputs.k[rows_k], inputs.v[rows_k]))
         one, one_lse = flash_attn_func(one_q, one_k, one_v, **options, alibi_slopes=own, dtype=dtype)
-        out[first_q:end_q], lse[first_q:end_q] = one[0], one_lse[0].T
+        out[rows_q], lse[rows_q] = one[0], one_lse[0].T
     return out, lse
+
+
+def tokens_of(inputs: MhaInputs) -> list[tuple[slice, slice]]:
+    """The rows of q, and those of k, that hold the tokens of each segment."""
+    sides = []
+    for cu_seqlens, used in (
+        (inputs.cu_seqlens_q, inputs.seqused_q),
+        (inputs.cu_seqlens_k, inputs.seqused_k),
+    ):
+        bounds = cu_seqlens.tolist()
+        lengths = (cu_seqlens.diff() if used is None else used).tolist()
+        sides.append(
+            [
+                slice(start, min(start + max(length, 0), end))
+                for start, length, end in zip(bounds, lengths, bounds[1:], strict=False)
+            ]
+        )
+    return list(zip(*sides, strict=True))
 
 
 def covered_rows(inputs: MhaInputs) -> Any:

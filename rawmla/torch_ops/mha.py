@@ -1,4 +1,5 @@
-"""The operators of dense attention and of prefix prefill, registered as those of `rawmla.torch_ops.mla`.
+"""The operators of dense attention, its backward and prefix prefill, registered as those of
+`rawmla.torch_ops.mla`.
 
 A window has two arguments, whose bounds are -1 for none. Packed arrays are split before: parts are views. A
 scale that may be a number or a tensor has two arguments, of which one at least is None.
@@ -6,23 +7,29 @@ scale that may be a number or a tensor has two arguments, of which one at least 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..call import autograd
 from ..mha.arguments import order_of
+from ..mha.autograd import WHAT
 from .registration import NoExample, example, register
 
 __all__: list[str] = []
 
 Result = tuple[torch.Tensor, ...]
 _MASKS = "SymInt window_left, SymInt window_right, float softcap, Tensor? attn_sink, Tensor? alibi_slopes"
+_ARRAYS = "Tensor q, Tensor k, Tensor v"
 _VARLEN = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    f"SymInt max_seqlen_k, float? softmax_scale, bool causal, bool is_varlen, {_MASKS}, Tensor? seqused_q, "
-    "Tensor? seqused_k"
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    f"float? softmax_scale, bool causal, bool is_varlen, {_MASKS}, Tensor? seqused_q, Tensor? seqused_k, "
+    "bool deterministic"
 )
-_FIXED = f"Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, {_MASKS}"
+_FIXED = f"float? softmax_scale, bool causal, {_MASKS}, bool deterministic"
+_BACKWARD = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+_GRADIENTS = "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv"
 _PREFIX = (
     "Tensor q, Tensor? k, Tensor? v, Tensor(a!) o, str kv_cache_dtype, Tensor k_cache, Tensor v_cache, "
     "Tensor b_loc, Tensor b_start_loc, Tensor b_seq_len, SymInt? max_seq_len, SymInt max_input_len, "
@@ -52,6 +59,7 @@ def _varlen(
     alibi_slopes: Any,
     seqused_q: Any,
     seqused_k: Any,
+    deterministic: bool,
     out: Any = None,
 ) -> Any:
     return api.flash_attn_varlen_func(
@@ -65,7 +73,7 @@ def _varlen(
         0.0,
         softmax_scale,
         causal,
-        False,
+        deterministic,
         is_varlen,
         window_size=(window_left, window_right),
         softcap=softcap,
@@ -89,6 +97,7 @@ def _fixed(
     softcap: float,
     attn_sink: Any,
     alibi_slopes: Any,
+    deterministic: bool,
     out: Any = None,
 ) -> Any:
     return api.flash_attn_func(
@@ -101,9 +110,117 @@ def _fixed(
         (window_left, window_right),
         softcap,
         alibi_slopes,
+        deterministic,
         attn_sink=attn_sink,
         out=out,
     )
+
+
+def _varlen_backward(
+    api: Any,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None,
+    causal: bool,
+    is_varlen: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    attn_sink: Any,
+    alibi_slopes: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    deterministic: bool,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+) -> Any:
+    made = api.flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dq,
+        dk,
+        dv,
+        causal,
+        softmax_scale,
+        is_varlen,
+        dlse=dlse,
+        deterministic=deterministic,
+        window_size=(window_left, window_right),
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )
+    return _with_dsink(made, q)
+
+
+def _fixed_backward(
+    api: Any,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dlse: Any,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    attn_sink: Any,
+    alibi_slopes: Any,
+    deterministic: bool,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+) -> Any:
+    made = api.flash_attn_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        causal,
+        softmax_scale,
+        dlse=dlse,
+        deterministic=deterministic,
+        window_size=(window_left, window_right),
+        softcap=softcap,
+        attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+    )
+    return _with_dsink(made, q)
+
+
+def _with_dsink(made: tuple[Any, ...], q: Any) -> tuple[Any, ...]:
+    """Always four results: without a sink the last one has no elements."""
+    if len(made) == 4 or not isinstance(q, torch.Tensor):  # or a stand-in, of which the results do not matter
+        return made
+    return (*made, _empty_dsink(q, None))
 
 
 def _prefix(
@@ -185,24 +302,68 @@ def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
-register(
-    f"flash_attn_varlen({_VARLEN}) -> (Tensor, Tensor)",
-    _varlen,
-    lambda q, k, v, *args: (_empty_out(q, v), _empty_varlen_lse(q)),
-)
-register(
-    f"flash_attn_varlen_out({_VARLEN}, Tensor(a!) out) -> Tensor",
-    lambda *args: _varlen(*args)[1],
-    lambda q, *args: _empty_varlen_lse(q),
-)
-register(
-    f"flash_attn({_FIXED}) -> (Tensor, Tensor)",
-    _fixed,
-    lambda q, k, v, *args: (_empty_out(q, v), _empty_lse(q)),
-)
-register(
-    f"flash_attn_out({_FIXED}, Tensor(a!) out) -> Tensor",
-    lambda *args: _fixed(*args)[1],
-    lambda q, *args: _empty_lse(q),
-)
+def _empty_dsink(q: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
+    return q.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
+
+
+def _register(
+    name: str,
+    options: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    empty_lse: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Register a form of dense attention and its backward, and both once more for results that are given.
+
+    ``options`` is what of their schemas all have in common.
+    """
+    names = [argument.split()[-1] for argument in options.split(", ")]
+    sink_at = names.index("attn_sink")
+
+    def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *given: Any) -> Any:
+        saved_at = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and i != sink_at]
+        numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}
+
+        def backpropagate(
+            dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
+        ) -> tuple[Any, ...]:
+            sink, *arrays = inputs
+            known = {**numbers, **dict(zip(saved_at, saved, strict=True)), sink_at: sink}
+            dout = autograd.gradient_of_out(dout, out)
+            others = [known[i] for i in range(len(known))]
+            op = getattr(torch.ops.rawmla, f"{name}_backward").default
+            dq, dk, dv, dsink = op(dout, *arrays, out, lse, dlse, *others)
+            return (None if sink is None else dsink, dq, dk, dv)
+
+        saved = tuple([given[i] for i in saved_at])
+        return autograd.attend(autograd.Call(WHAT, run, backpropagate, (given[sink_at], q, k, v), saved))
+
+    register(
+        f"{name}({_ARRAYS}, {options}) -> (Tensor, Tensor)",
+        forward,
+        lambda q, k, v, *args: (_empty_out(q, v), empty_lse(q)),
+        (("q", "k", "v", "attn_sink"), graph),
+    )
+    register(
+        f"{name}_out({_ARRAYS}, {options}, Tensor(a!) out) -> Tensor",
+        lambda *args: forward(*args)[1],
+        lambda q, *args: empty_lse(q),
+    )
+    register(
+        f"{name}_backward({_BACKWARD}, {options}) -> (Tensor, Tensor, Tensor, Tensor)",
+        backward,
+        lambda dout, q, k, v, out, lse, dlse, *args: (
+            *[_empty_out(x, x) for x in (q, k, v)],
+            _empty_dsink(q, args[sink_at]),
+        ),
+    )
+    register(
+        f"{name}_backward_out({_BACKWARD}, {options}, {_GRADIENTS}) -> Tensor",
+        lambda *args: backward(*args)[-1],
+        lambda dout, q, k, v, out, lse, dlse, *args: _empty_dsink(q, args[sink_at]),
+    )
+
+
+_register("flash_attn_varlen", _VARLEN, _varlen, _varlen_backward, _empty_varlen_lse)
+_register("flash_attn", _FIXED, _fixed, _fixed_backward, _empty_lse)
 register(f"context_attention_out({_PREFIX}) -> ()", _prefix, None)

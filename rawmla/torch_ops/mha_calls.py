@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
+from ..call.checks import as_bool
 from ..mha.arguments import as_window, check_options, packed_parts
 
-__all__ = ["context_attention_fwd", "flash_attn", "flash_attn_varlen", "unpacked"]
+__all__ = [
+    "context_attention_fwd",
+    "flash_attn",
+    "flash_attn_backward",
+    "flash_attn_varlen",
+    "flash_attn_varlen_backward",
+    "unpacked",
+]
 
 _ops = torch.ops.rawmla
 
@@ -80,6 +88,7 @@ def flash_attn_varlen(
         alibi_slopes,
         seqused_q,
         seqused_k,
+        as_bool("deterministic", deterministic),
     )
     if out is None:
         return _ops.flash_attn_varlen.default(*call)
@@ -105,10 +114,93 @@ def flash_attn(
     check_options(dropout_p, deterministic, attention_chunk)
     refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
     left, right = as_window(window_size, False)
-    call = (q, k, v, softmax_scale, causal, left, right, softcap, attn_sink, alibi_slopes)
+    deterministic = as_bool("deterministic", deterministic)
+    call = (q, k, v, softmax_scale, causal, left, right, softcap, attn_sink, alibi_slopes, deterministic)
     if out is None:
         return _ops.flash_attn.default(*call)
     return out, _ops.flash_attn_out.default(*call, out)
+
+
+def flash_attn_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    causal: Any,
+    softmax_scale: Any,
+    is_varlen: Any,
+    dlse: Any,
+    deterministic: Any,
+    window_size: Any,
+    softcap: Any,
+    attn_sink: Any,
+    alibi_slopes: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+) -> tuple[Any, ...]:
+    """`rawmla.flash_attn_varlen_backward`."""
+    refuse_tensors(
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        is_varlen=is_varlen,
+        softcap=softcap,
+    )
+    left, right = as_window(window_size, False)
+    call = (
+        *(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        *(softmax_scale, causal, is_varlen, left, right, softcap, attn_sink, alibi_slopes),
+        *(seqused_q, seqused_k, as_bool("deterministic", deterministic)),
+    )
+    return _backward("flash_attn_varlen_backward", call, (dq, dk, dv), attn_sink)
+
+
+def flash_attn_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    causal: Any,
+    softmax_scale: Any,
+    dlse: Any,
+    deterministic: Any,
+    window_size: Any,
+    softcap: Any,
+    attn_sink: Any,
+    alibi_slopes: Any,
+) -> tuple[Any, ...]:
+    """`rawmla.flash_attn_backward`."""
+    refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
+    left, right = as_window(window_size, False)
+    call = (
+        *(dout, q, k, v, out, lse, dlse, softmax_scale, causal, left, right, softcap),
+        *(attn_sink, alibi_slopes, as_bool("deterministic", deterministic)),
+    )
+    return _backward("flash_attn_backward", call, (dq, dk, dv), attn_sink)
+
+
+def _backward(name: str, call: tuple[Any, ...], given: Any, attn_sink: Any) -> tuple[Any, ...]:
+    if all(one is not None for one in given):
+        results, dsink = list(given), getattr(_ops, f"{name}_out").default(*call, *given)
+    else:
+        *made, dsink = getattr(_ops, name).default(*call)
+        results = [new if one is None else one.copy_(new) for one, new in zip(given, made, strict=True)]
+    return tuple(results) if attn_sink is None else (*results, dsink)
 
 
 def context_attention_fwd(

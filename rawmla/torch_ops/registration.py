@@ -5,7 +5,7 @@
 - a CUDA kernel, the call of the public function, as it is in eager code;
 - a CPU kernel, the same call of `rawmla.reference`, behind the checks of the public function;
 - a fake kernel: these checks, and empty results;
-- refusals of gradients and of vmap.
+- refusals of vmap, and of gradients but for operators that have a backward.
 
 The checks are the public function itself, called with stand-ins: it runs up to the point where it needs a
 device. Sizes that torch keeps symbolic are checked by their example values, so that a check restricts no
@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 import rawmla
 
 from .. import jit, reference
-from ..call.arrays import READERS, Fields
-from ..stand_ins import NoFramework, StandIn
+from ..call.arrays import WITH_BACKWARD
+from ..stand_ins import Described, NoFramework
 
 __all__ = ["LIBRARY", "NoExample", "example", "register"]
 
@@ -37,7 +37,12 @@ _TAGS = [
 ]
 
 
-def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | None) -> None:
+def register(
+    schema: str,
+    call: Callable[..., Any],
+    empty: Callable[..., Any] | None,
+    graph: tuple[tuple[str, ...], Callable[..., Any]] | None = None,
+) -> None:
     """Register the operator `rawmla::<schema>`.
 
     Parameters
@@ -53,6 +58,9 @@ def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | 
         ``empty(*args)`` makes results of that kind, not filled, with every stride that those of the CUDA
         kernel have. It compares no size that may be symbolic. None: the operator returns nothing, and what
         ``call`` returns is dropped.
+    graph : pair of tuple of str and callable, optional
+        The arguments that have gradients, and ``graph(forward, *args)``, which calls ``forward()`` and gives
+        its results with a graph of autograd. None: no argument has one.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     qualified = f"rawmla::{name}"
@@ -79,13 +87,16 @@ def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | 
     LIBRARY.impl(name, cuda, "CUDA")
     LIBRARY.impl(name, cpu, "CPU")
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
-    LIBRARY.impl(name, _autograd(op, names), "Autograd", with_keyset=True)
+    LIBRARY.impl(name, _autograd(op, names, *(graph or ((), None))), "Autograd", with_keyset=True)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5
         torch.library.register_vmap(qualified, _refuse_vmap(qualified), lib=LIBRARY)
 
 
-def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
-    """The kernel of the Autograd key: refuses tensors that would need a backward, as eager functions do.
+def _autograd(
+    op: Any, names: list[str], differentiable: tuple[str, ...], graph: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The kernel of the Autograd key: makes a graph, and refuses tensors that would need a backward which
+    there is not, as eager functions do.
 
     Does not run in inference mode.
     """
@@ -93,13 +104,19 @@ def _autograd(op: Any, names: list[str]) -> Callable[..., Any]:
     written = [i for i, info in enumerate(infos) if info is not None and info.is_write]
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        needs_graph = False
         for name, tensor in _tensors(names, args):
-            if tensor.requires_grad and torch.is_grad_enabled() or _has_tangent(tensor):
+            needs = tensor.requires_grad and torch.is_grad_enabled()
+            if needs and name in differentiable and not torch._C._are_functorch_transforms_active():
+                needs_graph = True
+            elif needs or _has_tangent(tensor):
                 raise NotImplementedError(
                     f"{op.name()} has no derivative: {name}: expected a tensor that needs no gradient, got "
                     "one that does; pass a detached tensor, or call under torch.no_grad() or "
-                    "torch.inference_mode()"
+                    f"torch.inference_mode(). {WITH_BACKWARD}"
                 )
+        if needs_graph and graph is not None:
+            return graph(lambda: op.redispatch(keyset & torch._C._after_autograd_keyset, *args), *args)
         result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         for i in written:  # a graph that has saved one of these refuses to run backward
             if not args[i].is_inference():
@@ -124,22 +141,7 @@ def _refuse_vmap(name: str) -> Callable[..., Any]:
     return rule
 
 
-class _Described(StandIn):
-    """Stands for a tensor; `fields` are what a reader gives, without the array."""
-
-    def __init__(self, fields: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.fields = fields
-
-
-def _read(x: _Described, name: str) -> Fields:
-    ptr, shape, strides, dtype = x.fields
-    return ptr, shape, strides, dtype, jit.NO_DEVICE, _NO_FRAMEWORK, x
-
-
-_Described.__qualname__ = _Described.__name__ = "array"  # what the texts of errors call it
 _NO_FRAMEWORK = NoFramework("torch")
-READERS[_Described] = _read
 
 
 class NoExample(Exception):
@@ -172,7 +174,8 @@ def _stand_in(value: Any, address: Callable[[Any], int]) -> Any:
         return [_stand_in(one, address) for one in value]
     if isinstance(value, torch.Tensor):
         shape, strides = (tuple([example(n) for n in sizes]) for sizes in (value.shape, value.stride()))
-        return _Described((address(value), shape, strides, str(value.dtype).removeprefix("torch.")))
+        dtype = str(value.dtype).removeprefix("torch.")
+        return Described(address(value), shape, strides, dtype, jit.NO_DEVICE, _NO_FRAMEWORK)
     return example(value)
 
 

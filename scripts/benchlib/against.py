@@ -58,6 +58,7 @@ MATCH_FIELDS = (
     "block_size",
     "cuda_text",
     "further",
+    "captured",
 )
 """Fields that identify a case in a list of other libraries' times. A stored row is of a case when every one
 of these that it has is equal."""

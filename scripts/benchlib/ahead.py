@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import families
+from .flex_backward_cases import FlexBackwardCase
 from .flex_cases import FlexCase
 from .report import one_line
 
@@ -60,14 +61,17 @@ def compile_cases(names: Sequence[str]) -> None:
     """Make the calls of these cases once, and those of what runs beside them. What fails is one line: it
     fails again when the case is timed, and is reported then.
     """
-    from . import flex_measure, peers
+    from . import backward_peers, flex_backward_measure, flex_measure, peers
 
     for name in names:
         case = families.case_named(name)
         assert isinstance(case, FlexCase)
         try:
-            inputs = flex_measure.prepare(case).inputs
-            for peer in peers.FLEX if case.is_compared else ():
+            if isinstance(case, FlexBackwardCase):
+                inputs, beside = flex_backward_measure.prepare(case).inputs, backward_peers.FLEX
+            else:
+                inputs, beside = flex_measure.prepare(case).inputs, peers.FLEX
+            for peer in beside if case.is_compared else ():
                 try:
                     peer.calls(case, inputs)
                 except ImportError:

@@ -30,19 +30,32 @@ def _gathered(row: Row) -> str:
     return f"{row['gathered_us']:.1f} ({row['gather_us']:.1f})" if "gathered_us" in row else EMPTY
 
 
-def _stand_in(way: str, key: str) -> Column:
-    """What stands for FlashAttention-4 where only cuDNN ran beside: a share of cuDNN's time, about what
-    earlier runs with both found.
-    """
+def _forward_share(row: Row) -> float:
+    """FlashAttention-4's time over cuDNN's, about what earlier runs with both found."""
+    return 0.75 if row["d_qk"] == 96 else 0.90
+
+
+def _backward_share(row: Row) -> float:
+    """As `_forward_share`. cuDNN is slow with 192/128 and no mask."""
+    if row["d_qk"] == 192 and not row["causal"]:
+        return 0.57
+    return {96: 0.75, 256: 1.11}.get(row["d_qk"], 0.87)
+
+
+def _stand_in(way: str, key: str, share: Callable[[Row], float]) -> Column:
+    """What stands for FlashAttention-4 where only cuDNN ran beside: a share of cuDNN's time."""
 
     def cell(row: Row) -> str:
         beside = row.get("beside", {})
         if FLASH_ATTENTION_4 in beside or key not in beside.get(CUDNN, {}):
             return EMPTY
-        share = 0.75 if row["d_qk"] == 96 else 0.90
-        return f"{share * beside[CUDNN][key] / beside[OURS][key]:.3f}"
+        return f"{share(row) * beside[CUDNN][key] / beside[OURS][key]:.3f}"
 
     return Column(f"stand-in for {FLASH_ATTENTION_4} / ours, {way}", cell)
+
+
+def _stand_ins(share: Callable[[Row], float]) -> tuple[Column, Column]:
+    return _stand_in("rested", "us", share), _stand_in("sustained", "sustained_us", share)
 
 
 NAME = Column("case", lambda row: str(row["case"]))
@@ -64,8 +77,16 @@ EVERY_WAY = (
 ATTENTION = (*EVERY_WAY, _number("cold L2 µs", "cold_us", 1), *RATES)
 DECODE = (*ATTENTION, _number("metadata µs", "meta_us", 1))
 PREFIX = (*EVERY_WAY, *RATES)
-MHA = (*PREFIX, _stand_in("rested", "us"), _stand_in("sustained", "sustained_us"))
+MHA = (*PREFIX, *_stand_ins(_forward_share))
 FLEX = PREFIX
+FLEX_BACKWARD = (
+    *PREFIX,
+    _number("deterministic rested µs", "deterministic_us", 1),
+    Column(
+        "timed as", lambda row: EMPTY if "us" not in row else "calls" if "not_captured" in row else "graphs"
+    ),
+)
+MHA_BACKWARD = (*FLEX_BACKWARD, *_stand_ins(_backward_share))
 BLOCK_MASKS = (_number("µs", "us", 1), _number("one call with its wait µs", "call_us", 1))
 PREFILL = (*ATTENTION, Column("gathered first µs (gather)", _gathered))
 METADATA = (_number("µs", "us", 2),)

@@ -9,7 +9,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
-from . import cache_cases, cases, columns, flex_cases, mha_cases, prefix_cases
+from . import (
+    cache_cases,
+    cases,
+    columns,
+    flex_backward_cases,
+    flex_cases,
+    mha_backward_cases,
+    mha_cases,
+    prefix_cases,
+)
 from .columns import Column, Row
 
 
@@ -78,6 +87,12 @@ def _time_mha(case: mha_cases.MhaCase, settings: Settings) -> Row:
     return measure.time_attention(case, mha_measure.prepare, replace(settings, compare=True), peers.MHA)
 
 
+def _time_mha_backward(case: mha_backward_cases.MhaBackwardCase, settings: Settings) -> Row:
+    from . import backward_peers, mha_backward_measure, turns
+
+    return turns.time_in_turns(case, mha_backward_measure.prepare, settings, backward_peers.MHA)
+
+
 def _time_prefix(case: prefix_cases.PrefixCase, settings: Settings) -> Row:
     from . import measure, prefix_measure
 
@@ -89,6 +104,13 @@ def _time_flex(case: flex_cases.FlexCase, settings: Settings) -> Row:
 
     beside = peers.FLEX if case.is_compared else ()
     return measure.time_attention(case, flex_measure.prepare, replace(settings, compare=True), beside)
+
+
+def _time_flex_backward(case: flex_backward_cases.FlexBackwardCase, settings: Settings) -> Row:
+    from . import backward_peers, flex_backward_measure, turns
+
+    beside = backward_peers.FLEX if case.is_compared else ()
+    return turns.time_in_turns(case, flex_backward_measure.prepare, settings, beside)
 
 
 def _time_block_mask(case: flex_cases.BlockMaskCase, settings: Settings) -> Row:
@@ -159,6 +181,19 @@ FLEX_METHOD = (
     f"prefill; FLOPs = 4 * d * h_q * positions in blocks of {flex_cases.BLOCK} x {flex_cases.BLOCK} of which "
     "any is attended; bytes = q, k, v and out once, lse and max_scores where asked for."
 )
+BACKWARD_METHOD = (
+    "Backward: the plain functions, from out, lse and a gradient of out that are there already, in graphs of "
+    "at most 1.5 TFLOP or one call; of the libraries beside the gradients of q, k and v by "
+    "torch.autograd.grad, captured in graphs too. Where one of them cannot be captured, all of a row are "
+    "timed as calls that are enqueued one after another. Every figure is the median of three rounds in which "
+    "all take turns, also where nothing runs beside, the load is shared out over them, and the figure "
+    "without rests is of the same graph. Deterministic: the rested time with deterministic=True. Dense: "
+    "FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the forward; the stand-in for "
+    "FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, 0.57 with d 192/128 and no "
+    "mask: about their ratio in earlier runs that had both. Flex: FLOPs = 10 * d * h_q * positions in the "
+    "blocks that the forward counts; a captured table has a gradient too, and nothing runs beside a table. "
+    "Bytes = q, k, v, out, dout, lse, dq, dk and dv once."
+)
 BLOCK_MASK_METHOD = (
     "Block masks: create_block_mask of a causal Python function, traced before; in a graph of 10 calls, and "
     "the median of eager calls that are each waited for."
@@ -198,6 +233,22 @@ FAMILIES = (
         attention=True,
     ),
     Family("flex attention", flex_cases.flex_cases, _time_flex, columns.FLEX, FLEX_METHOD, attention=True),
+    Family(
+        "dense attention backward",
+        mha_backward_cases.mha_backward_cases,
+        _time_mha_backward,
+        columns.MHA_BACKWARD,
+        BACKWARD_METHOD,
+        attention=True,
+    ),
+    Family(
+        "flex attention backward",
+        flex_backward_cases.flex_backward_cases,
+        _time_flex_backward,
+        columns.FLEX_BACKWARD,
+        BACKWARD_METHOD,
+        attention=True,
+    ),
     Family(
         "block masks",
         flex_cases.block_mask_cases,

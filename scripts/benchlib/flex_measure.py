@@ -106,6 +106,7 @@ def attention_of_token(case: FlexCase, inputs: FlexArrays, request: int, token: 
     return torch.einsum("ht,htd->hd", (scores - lse[:, None]).exp(), v), lse, scores.amax(1)
 
 
+@torch.no_grad()
 def check_output(case: FlexCase, inputs: FlexArrays, out: Any, further: Any = None) -> float:
     """Largest relative L2 error of the first, a middle and the last query token of the first and the last
     request. `further`: what has lse and max_scores, which are checked too.

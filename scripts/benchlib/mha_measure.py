@@ -77,8 +77,8 @@ def attention_of_token(case: MhaCase, inputs: MhaArrays, request: int, token: in
     kernel.
     """
     queries, keys = case.lengths()[request]
-    q = _of_request(case, inputs.q, request, 0)
-    k, v = (_of_request(case, array, request, 1) for array in (inputs.k, inputs.v))
+    q = of_request(case, inputs.q, request, 0)
+    k, v = (of_request(case, array, request, 1) for array in (inputs.k, inputs.v))
     own = token + keys - queries
     begin = 0 if case.window is None else max(0, own - case.window)
     end = own + 1 if case.causal else keys
@@ -93,7 +93,7 @@ def attention_of_token(case: MhaCase, inputs: MhaArrays, request: int, token: in
     return torch.einsum("ht,thd->hd", (scores - total[:, None]).exp(), seen_v)
 
 
-def _of_request(case: MhaCase, array: Any, request: int, side: int) -> Any:
+def of_request(case: MhaCase, array: Any, request: int, side: int) -> Any:
     """The tokens of a request in q, out (side 0), or k and v (side 1)."""
     if not case.varlen:
         return array[request]
@@ -113,7 +113,7 @@ def check_output(case: MhaCase, inputs: MhaArrays, out: Any) -> float:
         queries = case.lengths()[request][0]
         for token in {0, queries // 2, queries - 1}:
             want = attention_of_token(case, inputs, request, token)
-            got = _of_request(case, out, request, 0)[token].double()
+            got = of_request(case, out, request, 0)[token].double()
             error = float((got - want).norm() / want.norm())
             assert error < 0.01, f"{case.id}: token {token} of request {request} has an error of {error}"
             worst = max(worst, error)

@@ -129,9 +129,11 @@ def _cudnn(case: MhaCase, inputs: Any) -> list[Call]:
         raise ValueError("torch hands it neither varied lengths nor windows, softcaps and sinks")
     q, k, v = (array.transpose(1, 2) for array in (inputs.q, inputs.k, inputs.v))
 
-    def call(_: int) -> None:
+    def call(_: int) -> Any:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.h_kv != case.h_q)
+            return scaled_dot_product_attention(
+                q, k, v, is_causal=case.causal, enable_gqa=case.h_kv != case.h_q
+            )
 
     return [call]
 
@@ -144,8 +146,8 @@ def _flash_attention_4(case: MhaCase, inputs: Any) -> list[Call]:
     function = flash_attn_varlen_func if case.varlen else flash_attn_func
     keywords = options(case, inputs, "learnable_sink")
 
-    def call(_: int) -> None:
-        function(inputs.q, inputs.k, inputs.v, **keywords)
+    def call(_: int) -> Any:
+        return function(inputs.q, inputs.k, inputs.v, **keywords)
 
     return [call]
 

@@ -12,7 +12,7 @@ from .report import best_ceilings, intensity
 INTENSITIES = (8.0, 10000.0)
 """FLOP per byte where the plot begins and ends."""
 
-MARKERS = "osD^v<>P"
+MARKERS = "osD^v<>PXp"
 
 
 def roofline(run: dict[str, Any], title: str, path: Path) -> None:

@@ -77,6 +77,10 @@ class Graph:
             with torch.cuda.graph(self.graph, stream=self.stream):
                 calls()
 
+    def replay(self) -> None:
+        """Enqueue the captured calls on the current stream."""
+        self.graph.replay()
+
     def rested(self, replays: int) -> Timing:
         """Warm up and time replays back to back. The GPU idles between them if they would last longer than
         FULL_CLOCK_SECONDS together, and afterwards for COOL_DOWN times as long as the timed replays.
@@ -95,9 +99,9 @@ class Graph:
             self._warm_up()
             return Timing.of(self._time(replays))
 
-    def sustained(self, seconds: float) -> dict[str, float]:
+    def sustained(self, seconds: float, rest_after: float = REST_AFTER_LOAD_SECONDS) -> dict[str, float]:
         """Replay without a pause for `seconds`: `us` is the mean of a call over the second half, `watts` and
-        `mhz` are those of that half, where they can be read. Rests afterwards.
+        `mhz` are those of that half, where they can be read. Rests afterwards for `rest_after` seconds.
         """
         with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
             _, replay = self._warm_up()
@@ -112,14 +116,14 @@ class Graph:
                     timed = 1
                 elif timed:
                     timed += 1
-                self.graph.replay()
+                self.replay()
                 queued.append(torch.cuda.Event())
                 queued[-1].record()
                 if len(queued) > allowed:
                     queued.popleft().synchronize()
             end.record()
             end.synchronize()
-        time.sleep(REST_AFTER_LOAD_SECONDS)
+        time.sleep(rest_after)
         return {"us": middle.elapsed_time(end) * 1e3 / (timed * self.count), **meter.figures()}
 
     def _warm_up(self) -> tuple[float, float]:
@@ -127,7 +131,7 @@ class Graph:
         begin = time.perf_counter()
         done = 0
         while done < WARMUP_REPLAYS or time.perf_counter() - begin < WARMUP_SECONDS:
-            self.graph.replay()
+            self.replay()
             self.stream.synchronize()
             done += 1
         spent = time.perf_counter() - begin
@@ -139,7 +143,7 @@ class Graph:
         for _ in range(replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            self.graph.replay()
+            self.replay()
             end.record()
             end.synchronize()
             samples.append(start.elapsed_time(end) * 1e3 / self.count)

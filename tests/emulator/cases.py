@@ -18,6 +18,7 @@ import torch
 import rawmla
 from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla.testing.flex import FlexCase, check_flex, make_flex_inputs
+from rawmla.testing.flex_backward import make_flex_backward_inputs
 from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 from rawmla.testing.prefix import PrefixCase, make_prefix_inputs
 
@@ -27,8 +28,10 @@ GPU_TESTS = str(Path(__file__).parents[1] / "gpu")
 if GPU_TESTS not in sys.path:  # pytest has it already
     sys.path.append(GPU_TESTS)
 
+import flex_backward_calls  # noqa: E402
 import flex_calls  # noqa: E402
 import gpu_support  # noqa: E402
+import mha_backward_calls  # noqa: E402
 import mha_calls  # noqa: E402
 import prefix_calls  # noqa: E402
 import test_prefill_sanitizer as prefill_calls  # noqa: E402
@@ -38,8 +41,9 @@ import test_sparse_sanitizer as sparse_calls  # noqa: E402
 @contextlib.contextmanager
 def running_on(emulator: Emulator) -> Iterator[Emulator]:
     """Inside, `check` can be called."""
+    with_torch = (gpu_support, mha_calls, prefix_calls, flex_calls, mha_backward_calls, flex_backward_calls)
     with contextlib.ExitStack() as stack:
-        for module in (gpu_support, mha_calls, prefix_calls, flex_calls):  # without a GPU they have no torch
+        for module in with_torch:  # without a GPU they have none
             stack.enter_context(mock.patch.object(module, "torch", torch))
         yield stack.enter_context(emulator.installed())
 
@@ -87,6 +91,20 @@ def check_block_mask(case: FlexCase, form: str = "python") -> None:
         assert one is None or torch.equal(one, wanted), name
 
 
+def _check_mha_backward(case: MhaCase, of: str = "out", deterministic: bool = False) -> None:
+    """`of`: what gradients begin with: "out", "lse" or "both"."""
+    call = mha_backward_calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
+    mha_backward_calls.check_backward(call, mha_backward_calls.backward_of(call, deterministic=deterministic))
+
+
+def _check_flex_backward(
+    case: FlexCase, of: str = "out", deterministic: bool = False, form: str = "python"
+) -> None:
+    call = flex_backward_calls.backward_inputs(case, of, make_flex_backward_inputs(case, "cpu"))
+    got = flex_backward_calls.backward_of(call, form, deterministic=deterministic)
+    flex_backward_calls.check_backward(call, got)
+
+
 def _check_dense_decode(case: DenseCase) -> None:
     inputs = make_dense_inputs(case, "torch", "cpu")
     gpu_support.check(inputs, gpu_support.decode(inputs, "object"))
@@ -107,6 +125,8 @@ _CHECKS: dict[str, Any] = {
     "mha": _check_mha,
     "prefix": _check_prefix,
     "flex": _check_flex,
+    "mha_backward": _check_mha_backward,
+    "flex_backward": _check_flex_backward,
     "dense_decode": _check_dense_decode,
     "sparse_decode": _check_sparse_decode,
     "sparse_prefill": _check_sparse_prefill,

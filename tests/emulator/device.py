@@ -15,7 +15,7 @@ from rawmla import jit
 from rawmla.call import arrays, memo
 from rawmla.jit.driver import DeviceInfo, aligned_buffer
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import flex_forward
+from rawmla.kernels import flex_backward, flex_forward
 
 from .build import build_kernel, launcher
 
@@ -100,7 +100,7 @@ class Emulator:
 
         with contextlib.ExitStack() as stack:
             for name, value in {
-                "build": lambda spec: SimpleNamespace(losses=[]),  # no registers are spilled
+                "build": lambda spec: SimpleNamespace(losses=[], meta={"spill_stores": 0}),
                 "clear": _clear,
                 "current_device": lambda: 0,
                 "device_info": lambda device: DeviceInfo("emulated", self.sm_count, (9, 0)),
@@ -111,6 +111,7 @@ class Emulator:
                 stack.enter_context(mock.patch.object(jit, name, value))
             # What is kept between calls has kernels in it, or arrays' frameworks.
             stack.enter_context(mock.patch.object(flex_forward, "_keys_of", BoundedTable(64)))
+            stack.enter_context(mock.patch.object(flex_backward, "_form_of", BoundedTable(64)))
             stack.enter_context(mock.patch.dict(arrays._frameworks, {"torch": HostTensors(torch)}))
             stack.enter_context(mock.patch.dict(arrays.READERS, clear=True))
             memo.clear_all()

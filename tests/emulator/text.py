@@ -46,6 +46,8 @@ def without_ptx(name: str, text: str) -> tuple[str, set[str]]:
     Raises NotImplementedError if there are none for it.
     """
     text = _THREAD.sub(r"\1 = threadIdx.x;", text)
+    if not _PTX.search(text):
+        return text, set()
     plain = _OPAQUE.sub(lambda found: " " * len(found[0]), text)  # for braces
     cut: list[tuple[int, int, str]] = []
     for found in _FUNCTION.finditer(plain):

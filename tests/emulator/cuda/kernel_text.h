@@ -89,6 +89,16 @@ inline unsigned emulator_ballot(unsigned mask, bool is_true, const char* instruc
     for (int i = 0; i < 32; ++i) bits |= unsigned(all[i][0]) << i;
     return bits;
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    emulator_all_lanes(mask);
+    const emulator::Lanes all = emulator::exchange(&value, sizeof value, "redux");
+    unsigned most = 0;
+    for (int i = 0; i < 32; ++i) {
+        memcpy(&value, all[i], sizeof value);
+        if (value > most) most = value;
+    }
+    return most;
+}
 inline unsigned __ballot_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote"); }
 inline int __any_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote") != 0; }
 inline int __all_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote") == ~0u; }
@@ -161,6 +171,8 @@ inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, b
 inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
+inline double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
+inline long long __double2ll_rn(double x) { return __builtin_llrint(x); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }

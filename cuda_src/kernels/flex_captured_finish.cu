@@ -1,0 +1,44 @@
+// The gradient of a captured array in its dtype, from the sums that flex_captured_gradients.cu leaves.
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "mha/captured_cells.cuh"
+#include "ptx/sync.cuh"
+
+constexpr int kThreads = 256;
+
+struct Params {
+    const void* sums;    // float32, or CapturedCell
+    const u32* largest;  // of what was added to cells; null: there are none
+    void* out;
+    i64 count;
+    int dtype;  // 0: float32, 1: bfloat16, 2: float16, 3: float64
+    int terms_log2;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flex_captured_finish(const __grid_constant__ Params params) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    double unit = 0.0;
+    if (params.largest != nullptr) unit = power_of_two(-units_exponent(*params.largest, params.terms_log2));
+    for (i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x; i < params.count;
+         i += static_cast<i64>(gridDim.x) * kThreads) {
+        double sum;
+        if (params.largest == nullptr) {
+            sum = static_cast<const float*>(params.sums)[i];
+        } else {
+            const CapturedCell cell = static_cast<const CapturedCell*>(params.sums)[i];
+            sum = static_cast<double>(static_cast<i64>(cell.units)) * unit + cell.rest;
+        }
+        const float value = static_cast<float>(sum);
+        if (params.dtype == 0) {
+            static_cast<float*>(params.out)[i] = value;
+        } else if (params.dtype == 3) {
+            static_cast<double*>(params.out)[i] = sum;
+        } else {
+            const u32 packed = params.dtype == 1 ? pack_16bit<Dtype::kBf16>(value, 0.0f)
+                                                 : pack_16bit<Dtype::kF16>(value, 0.0f);
+            static_cast<u16*>(params.out)[i] = static_cast<u16>(packed);
+        }
+    }
+}

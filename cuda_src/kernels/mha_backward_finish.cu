@@ -1,0 +1,99 @@
+// dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each
+// block of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread
+// together. And the gradients of sinks from their parts.
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "layout/fragments.cuh"
+#include "mha/backward_rows.cuh"
+#include "ptx/sync.cuh"
+
+constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
+constexpr int kThreads = 128;
+
+struct Params {
+    const float* dq_accum;
+    void* dq;
+    const int* cu_seqlens_q;
+    const float* dsink_parts;  // [heads, blocks]
+    void* dsink;               // [heads]; null: none
+    i64 dq_stride_b, dq_stride_s, dq_stride_h;
+    i64 blocks;  // of a head
+    int b, seqlen_q, d_qk;
+    int chunks;
+    int sink_dtype;  // mha/sink.cuh
+    float scale;
+};
+
+// All threads. The sum of a head's parts, always in the same order.
+__device__ __forceinline__ void store_dsink(const Params& params, int head) {
+    __shared__ float sums[kThreads];
+    float sum = 0.0f;
+    for (i64 block = threadIdx.x; block < params.blocks; block += kThreads)
+        sum += params.dsink_parts[head * params.blocks + block];
+    sums[threadIdx.x] = sum;
+    for (int distance = kThreads / 2; distance > 0; distance /= 2) {
+        __syncthreads();
+        if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
+    }
+    if (threadIdx.x != 0) return;
+    if (params.sink_dtype == 0) {
+        static_cast<float*>(params.dsink)[head] = sums[0];
+    } else {
+        const u32 packed = params.sink_dtype == 1 ? pack_16bit<Dtype::kBf16>(sums[0], 0.0f)
+                                                  : pack_16bit<Dtype::kF16>(sums[0], 0.0f);
+        static_cast<u16*>(params.dsink)[head] = static_cast<u16>(packed);
+    }
+}
+
+// Eight columns of a row, of which `count` exist. A whole row of them lies at a multiple of 16 bytes.
+__device__ __forceinline__ void store_columns(u16* dst, const u32 (&pairs)[4], int count) {
+    if (count >= 8) {
+        *reinterpret_cast<uint4*>(dst) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) dst[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mha_backward_finish(const __grid_constant__ Params params) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const i64 place = blockIdx.x, block = place % params.blocks;
+    const int head = place / params.blocks, thread = threadIdx.x;
+    if (params.dsink != nullptr && block == 0) store_dsink(params, head);
+    const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
+    const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
+    const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
+    if (first_token < 0 || first_token >= rows.count) return;
+    u16* out = static_cast<u16*>(params.dq) + head * params.dq_stride_h;
+    if (params.cu_seqlens_q == nullptr) out += request * params.dq_stride_b;
+    const float4* sums =
+        reinterpret_cast<const float4*>(params.dq_accum) + place * params.chunks * 1024 + thread;
+    const int token = first_token + thread / 32 * 16 + thread % 32 / 4;
+    u16* row = out + (rows.begin + token) * params.dq_stride_s;
+    for (int chunk = 0; chunk < params.chunks; ++chunk) {
+        float4 fours[8];  // all are loaded before anything is stored, which might alias them
+#pragma unroll
+        for (int j = 0; j < 8; ++j) fours[j] = sums[chunk * 1024 + 128 * j];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            u16* dst = row + 8 * r * params.dq_stride_s;
+            const bool exists = token + 8 * r < rows.count;
+#pragma unroll
+            for (int first = 0; first < 8; first += 4) {
+                u32 pairs[4];
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float4& four = fours[first + j];
+                    pairs[j] = pack_16bit<kDtype>((r == 0 ? four.x : four.z) * params.scale,
+                                                  (r == 0 ? four.y : four.w) * params.scale);
+                }
+                quad_transpose(pairs);  // eight neighbouring columns
+                const int column = 64 * chunk + 8 * (first + thread % 4);
+                if (exists) store_columns(dst + column, pairs, params.d_qk - column);
+            }
+        }
+    }
+}

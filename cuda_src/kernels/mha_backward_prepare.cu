@@ -1,0 +1,157 @@
+// What the backward pass needs of each row of queries, before it: delta = sum(dout * out) - dlse, and lse in
+// base 2. A row that sees no key, or exists in no request, has lse +inf, so that its probabilities are 0.
+// Clears the sums of dQ too.
+//
+// With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and dS = exp(s - lse) (w
+// dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w is a number of its own,
+// since it may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
+//
+// A CTA takes a block of kBlockRows rows of a head, in the scratch's order (mha/backward_rows.cuh).
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "mha/backward_rows.cuh"
+#include "mha/sink.cuh"
+#include "ptx/sync.cuh"
+
+constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
+constexpr int kThreads = 128;
+constexpr int kUnit = 8;                                 // elements that a thread loads at once
+constexpr int kLanes = 16, kGroups = kThreads / kLanes;  // of a row; rows that are read side by side
+constexpr int kRows = kBlockRows / kGroups;              // of a thread
+
+struct Params {
+    const void *out, *dout;
+    const float* lse;
+    const float* dlse;  // null: zeros
+    float *lse_log2, *delta, *dq_accum;
+    const void* attn_sink;                // [heads]; null: none
+    float* dsink_parts;                   // [heads, blocks]
+    float* weights;                       // as lse_log2; null: log2 w goes to lse
+    int* turns;                           // mha/backward_params.cuh; null: there are none
+    const int *cu_seqlens_q, *seqused_q;  // as in the kernel after this one
+    i64 out_stride_b, out_stride_s, out_stride_h;
+    i64 dout_stride_b, dout_stride_s, dout_stride_h;
+    i64 lse_stride_b, lse_stride_s, lse_stride_h;
+    i64 dlse_stride_b, dlse_stride_s, dlse_stride_h;
+    i64 blocks;  // of a head
+    int b, heads, seqlen_q, d_v;
+    int accum_columns;  // of the sums of dQ
+    int sink_dtype;     // mha/sink.cuh
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    mha_backward_prepare(const __grid_constant__ Params params) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    const i64 place = blockIdx.x;
+    const i64 block = place % params.blocks;
+    const int head = place / params.blocks;
+    const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
+    const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
+    const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
+    if (first_token < 0 || first_token >= rows.count) {
+        if (params.attn_sink != nullptr && threadIdx.x == 0) params.dsink_parts[place] = 0.0f;
+        return;
+    }
+    int q_len = rows.count;
+    if (params.seqused_q != nullptr) q_len = min_int(q_len, params.seqused_q[request]);
+
+    float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
+    for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+
+    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
+
+    const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
+    __shared__ float lse_of_rows[kBlockRows];  // -inf: the row sees no key or does not exist
+    __shared__ float dlse_of_rows[kBlockRows];
+    __shared__ float dsink_of_groups[kGroups];
+    if (threadIdx.x < kBlockRows) {
+        const int token = first_token + threadIdx.x;
+        const i64 at = rows.begin + token;
+        float lse = -kInfinity, dlse = 0.0f;
+        if (token < q_len) {
+            lse =
+                params
+                    .lse[batch * params.lse_stride_b + at * params.lse_stride_s + head * params.lse_stride_h];
+            if (params.dlse != nullptr && lse != -kInfinity)
+                dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
+                                   head * params.dlse_stride_h];
+        }
+        lse_of_rows[threadIdx.x] = lse;
+        dlse_of_rows[threadIdx.x] = dlse;
+    }
+    __syncthreads();
+
+    const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+    const i64 first = rows.begin + first_token + group;
+    const u16* out = static_cast<const u16*>(params.out) + batch * params.out_stride_b +
+                     first * params.out_stride_s + head * params.out_stride_h;
+    const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
+                      first * params.dout_stride_s + head * params.dout_stride_h;
+    bool attends[kRows];
+    float dots[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        attends[i] = lse_of_rows[group + kGroups * i] != -kInfinity;
+        dots[i] = 0.0f;
+    }
+    // Nothing behind a row's last element is read: it may be the end of the array's memory.
+    const int whole = params.d_v / kUnit * kUnit;
+    for (int column = kUnit * lane; column < whole; column += kUnit * kLanes) {
+        uint4 a[kRows], b[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            a[i] = b[i] = make_uint4(0, 0, 0, 0);
+            if (!attends[i]) continue;
+            a[i] = *reinterpret_cast<const uint4*>(out + kGroups * i * params.out_stride_s + column);
+            b[i] = *reinterpret_cast<const uint4*>(dout + kGroups * i * params.dout_stride_s + column);
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const u32 firsts[4] = {a[i].x, a[i].y, a[i].z, a[i].w};
+            const u32 seconds[4] = {b[i].x, b[i].y, b[i].z, b[i].w};
+#pragma unroll
+            for (int pair = 0; pair < 4; ++pair) {
+                const float2 x = unpack_16bit<kDtype>(firsts[pair]), y = unpack_16bit<kDtype>(seconds[pair]);
+                dots[i] = fmaf(x.x, y.x, dots[i]);
+                dots[i] = fmaf(x.y, y.y, dots[i]);
+            }
+        }
+    }
+    const bool has_sink = params.attn_sink != nullptr;
+    const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
+    float dsink = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (attends[i] && whole + lane < params.d_v)
+            dots[i] = fmaf(unpack_16bit<kDtype>(out[kGroups * i * params.out_stride_s + whole + lane]).x,
+                           unpack_16bit<kDtype>(dout[kGroups * i * params.dout_stride_s + whole + lane]).x,
+                           dots[i]);
+#pragma unroll
+        for (int distance = kLanes / 2; distance > 0; distance /= 2)
+            dots[i] += __shfl_xor_sync(0xffffffff, dots[i], distance);
+        const int row = group + kGroups * i;
+        const float lse = attends[i] ? lse_of_rows[row] * kLog2E : kInfinity;
+        const float w = has_sink && attends[i] ? 1.0f / (1.0f + exp2f(sink * kLog2E - lse)) : 1.0f;
+        dsink += (w - 1.0f) * dots[i];
+        if (lane != 0) continue;
+        const i64 at = place * kBlockRows + row;
+        if (params.weights != nullptr) {
+            params.lse_log2[at] = lse;
+            params.delta[at] = w * dots[i] - dlse_of_rows[row];
+            params.weights[at] = w;
+        } else {
+            params.lse_log2[at] = lse - log2f(w);
+            params.delta[at] = dots[i] - dlse_of_rows[row];
+        }
+    }
+    if (!has_sink) return;
+    if (lane == 0) dsink_of_groups[group] = dsink;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int i = 0; i < kGroups; ++i) sum += dsink_of_groups[i];
+        params.dsink_parts[place] = sum;
+    }
+}

@@ -1,0 +1,241 @@
+// Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and
+// query head that reads its keys. Partial blocks of the mask, where the mask function is asked, and full ones
+// come together in ascending order, as lists are, so that tiles which take turns (turn_of) do not wait for
+// long. Without lists all are full.
+//
+// The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
+// end as of a step more, which has no data.
+#pragma once
+#include "layout/swizzled_tile.cuh"
+#include "mha/key_tiles.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+
+// A row that sees no key may hold NaN, and only functions make such rows: they are cleared.
+constexpr bool kTrims = ScoreMod::kIsThere || MaskMod::kIsThere;
+// Places for what is told. Who reads last is the thread that adds dQ: it is five steps behind at most.
+constexpr int kToldSteps = 8;
+
+struct alignas(16) QueryStep {
+    int block;  // of kBlockRows queries; negative: the end
+    int head, request;
+    int partial;
+
+    __device__ __forceinline__ bool is_end() const { return block < 0; }
+    // Of the block, in the scratch.
+    __device__ __forceinline__ i64 place(const Params& params) const {
+        return head * params.blocks + static_cast<i64>(request) * params.q_blocks + block;
+    }
+};
+
+class QueryWalk {
+  public:
+    __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
+        : params(params), tile(tile) {}
+
+    // The step after this one, or the end.
+    __device__ __forceinline__ QueryStep next() {
+        while (block >= end_block) {
+            const int kind = row[1] < row[0], next_row = min_int(row[0], row[1]);
+            // A number that is no block's is skipped: it would be an address of the scratch.
+            if (next_row != kNoRow) {
+                if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
+                    block = next_row * params.block_rows;
+                    end_block = min_int(block + params.block_rows, params.q_blocks);
+                    is_full = kind;
+                }
+                advance(kind);
+            } else if (!next_head()) {
+                return {-1, 0, 0, 0};
+            }
+        }
+        return {block++, head, request, !is_full};
+    }
+
+  private:
+    static constexpr int kNoRow = 0x7fffffff;
+
+    const Params& params;
+    const KeyTile& tile;
+    int member = -1, head = 0, request = 0;
+    bool is_full = true;
+    // Of partial and of full blocks: what is left of the list, and its next row of the mask.
+    const int* list[2] = {};
+    int left[2] = {}, row[2] = {kNoRow, kNoRow};
+    int block = 0, end_block = 0;
+
+    __device__ __forceinline__ void advance(int kind) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
+            if (i != kind) continue;
+            row[i] = left[i] > 0 ? min_int(*list[i], kNoRow - 1) : kNoRow;
+            ++list[i], --left[i];
+        }
+    }
+
+    // The blocks of one request and head, then of the next.
+    __device__ __forceinline__ bool next_head() {
+        if (++member == params.requests * params.group) return false;
+        const int further = member / params.group;
+        request = tile.request * params.requests + further;
+        head = tile.kv_head * params.group + member - further * params.group;
+        if (params.q_num_blocks == nullptr) {
+            block = 0, end_block = params.q_blocks;
+            return true;
+        }
+        const i64 batch = request % params.mask_batches, mask_head = head % params.mask_heads;
+        const i64 column = tile.first_key / params.block_k;
+#pragma unroll
+        for (int kind = 0; kind < 2; ++kind) {
+            const int* counts = kind == 0 ? params.q_num_blocks : params.full_q_num_blocks;
+            const int* lists = kind == 0 ? params.q_indices : params.full_q_indices;
+            if (counts == nullptr) continue;
+            const i64 *of_counts = params.counts_strides + 3 * kind,
+                      *of_lists = params.lists_strides + 3 * kind;
+            left[kind] =
+                min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
+                        params.list_rows[kind]);
+            list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+            advance(kind);
+        }
+        return true;
+    }
+};
+
+// Tiles that add to a block of dQ before this one: those behind it that list the block. They have been given
+// out before.
+template <int kTileKeys>
+__device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, const QueryStep& step) {
+    const int column = params.ranks == nullptr ? 0 : tile.first_key / params.block_k;
+    const int begin = params.ranks == nullptr ? 0 : column * params.block_k;
+    const int end = params.ranks == nullptr ? tile.k_len : min_int(begin + params.block_k, tile.k_len);
+    const int behind = ceil_div(end - begin, kTileKeys) - 1 - (tile.first_key - begin) / kTileKeys;
+    if (params.ranks == nullptr) return behind;
+    const i64 mask = static_cast<i64>(step.request % params.mask_batches) * params.mask_heads +
+                     step.head % params.mask_heads;
+    const i64 line = mask * params.mask_columns + column;
+    return behind + params.ranks[line * params.mask_rows + step.block / params.block_rows];
+}
+
+// One thread: copies K and V once, then Q, dO, lse and delta of each step.
+template <class KeyRows, class BlockRows, class Plan>
+__device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
+    constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
+    constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
+    const u32 kv = smem_address(&smem.bar_kv);
+    mbarrier_arrive_expect_tx(kv, sizeof(smem.k) + sizeof(smem.v));
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksQK; ++chunk)
+        tma_load_4d(smem_address(smem.k) + chunk * KeyRows::kBytes, &params.k_map, kv, 64 * chunk,
+                    tile.first_key, tile.kv_head, tile.request);
+#pragma unroll
+    for (int chunk = 0; chunk < kChunksV; ++chunk)
+        tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
+                    tile.first_key, tile.kv_head, tile.request);
+    QueryWalk walk(params, tile);
+#pragma unroll 1
+    for (u32 number = 0;; ++number) {
+        const QueryStep step = walk.next();
+        const u32 stage = number % kStages, free_parity = number / kStages & 1 ^ 1;
+        const u32 q_full = smem_address((kTrims ? smem.bar_q_landed : smem.bar_q_full) + stage);
+        const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
+        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), free_parity);
+        smem.told[number % kToldSteps] = step;
+        if (step.is_end()) {
+            mbarrier_arrive(q_full);
+            break;
+        }
+        const int token = step.block * kBlockRows;
+        const i64 row = step.place(params) * kBlockRows;
+        mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
+#pragma unroll
+        for (int chunk = 0; chunk < kChunksQK; ++chunk)
+            tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
+                        64 * chunk, token, step.head, step.request);
+        bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), free_parity);
+        mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
+#pragma unroll
+        for (int chunk = 0; chunk < kChunksV; ++chunk)
+            tma_load_4d(smem_address(smem.dout[stage]) + chunk * BlockRows::kBytes, &params.dout_map,
+                        dout_full, 64 * chunk, token, step.head, step.request);
+        bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
+    }
+    mbarrier_wait_parity(kv, 0);  // nobody else waits for K and V that are not used
+}
+
+// A warp: clears the rows of a block of Q or dO whose lse is +inf; whether there are any. They see no key, or
+// do not exist: what they hold times a probability of 0 must be 0.
+template <class BlockRows, int kBytes>
+__device__ __forceinline__ bool clear_empty_rows(unsigned char (&tiles)[kBytes],
+                                                 const float (&lse)[kBlockRows]) {
+    const int lane = lane_index();
+    unsigned char* units = tiles + lane / 8 * BlockRows::kBytes + lane % 8 * 16;
+    bool any = false;
+#pragma unroll 1
+    for (int first = 0; first < kBlockRows; first += 32) {
+        u32 rows = __ballot_sync(0xffffffff, lse[first + lane] == kInfinity);
+        any |= rows != 0;
+#pragma unroll 1
+        for (; rows != 0; rows &= rows - 1)
+            if (lane < kBytes / BlockRows::kBytes * 8)
+                *reinterpret_cast<uint4*>(units + (first + __ffs(rows) - 1) * BlockRows::kRowBytes) =
+                    make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    return any;
+}
+
+// A warp, which hands Q and dO on, with kTrims.
+template <class BlockRows, class Plan>
+__device__ __forceinline__ void trim_listed(Plan& smem) {
+    constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
+#pragma unroll 1
+    for (u32 number = 0;; ++number) {
+        const u32 stage = number % kStages, parity = number / kStages & 1;
+        mbarrier_wait_parity(smem_address(&smem.bar_q_landed[stage]), parity);
+        const bool is_end = smem.told[number % kToldSteps].is_end();
+        if (!is_end) {
+            const bool any = clear_empty_rows<BlockRows>(smem.q[stage], smem.lse[stage]);
+            if (lane_index() == 0) smem.trimmed[stage] = any;
+        }
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_full[stage]));
+        if (is_end) return;
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_landed[stage]), parity);
+        clear_empty_rows<BlockRows>(smem.dout[stage], smem.lse[stage]);
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_dout_full[stage]));
+    }
+}
+
+// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. No query may
+// see them, and their products with a dS of 0 must be 0.
+template <Dtype kDtype, class KeyRows, int kBytes>
+__device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row,
+                                                      int barrier) {
+    constexpr int kChunks = kBytes / KeyRows::kBytes;
+    constexpr u32 kExponent = kDtype == Dtype::kBf16 ? 0x7f80 : 0x7c00;
+    const int thread = threadIdx.x % 128;
+#pragma unroll 1
+    for (int row = first_row + thread / 8; row < first_row + 64; row += 16) {
+        unsigned char* units = k + row * KeyRows::kRowBytes + thread % 8 * 16;
+        bool bad = false;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const uint4 unit = *reinterpret_cast<const uint4*>(units + chunk * KeyRows::kBytes);
+            const u32 pairs[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                bad |= (pairs[i] & kExponent) == kExponent || (pairs[i] >> 16 & kExponent) == kExponent;
+        }
+        const u32 lanes = 0xffu << (lane_index() & 24);
+        if ((__ballot_sync(0xffffffff, bad) & lanes) == 0) continue;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk)
+            *reinterpret_cast<uint4*>(units + chunk * KeyRows::kBytes) = make_uint4(0, 0, 0, 0);
+    }
+    fence_proxy_async();
+    named_barrier_sync(barrier, 128);
+}

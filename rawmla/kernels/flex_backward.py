@@ -1,0 +1,464 @@
+"""Host side of the backward of flex attention: cuda_src/kernels/mha_backward.cu with FLEX, the kernels before
+and behind it, and those of the gradients of captured arrays.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple, cast
+
+from .. import jit
+from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
+from ..jit.spec import MAX_SMEM_BYTES
+from ..jit.table import BoundedTable
+from . import block_mask, mha_backward
+from .block_mask import Grid
+from .common import DTYPES, LOG2_E, ceil_div
+from .flex_forward import NO_LISTS, BlockLists
+from .mha_backward import BLOCK_ROWS, BY_KEYS, BY_PRODUCT, FINISH_PARAMS, PREPARE_PARAMS, Form, Strides
+from .mha_combine import SINK_DTYPES
+from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
+
+__all__ = [
+    *("FINISH_SPEC", "RANKS_SPEC", "CapturedGradient", "FlexBackwardAddresses", "FlexBackwardCall"),
+    *("PreparedFlexBackward", "captured_spec", "params_of", "spec"),
+]
+
+_CHUNK = 64
+_ALIGNMENT = 128
+_BARRIER_BYTES = 512
+_CAPTURED_KEYS, _CAPTURED_THREADS = 128, 384
+_CELL_BYTES = 16
+_FINISH_THREADS, _FINISH_CTAS = 256, 1024
+_RANKS_THREADS, _RANKS_CTAS = 128, 2048
+_FEW_SPILLS = 256
+"""Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
+at d 128; consumers that share one product double what is added to dq, which takes nearly the step again.
+"""
+DTYPES_OF_SUMS = SINK_DTYPES
+"""Values of the parameter dtype of flex_captured_finish.cu."""
+
+
+class CapturedGradient(NamedTuple):
+    """The gradient of a captured array: how many elements it has, and its dtype."""
+
+    elements: int
+    dtype: str
+
+
+class FlexBackwardCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays. Strides are in elements, for (request,
+    token, head).
+    """
+
+    device: int
+    dtype: str
+    b: int
+    k_batches: int  # b or 1
+    h_q: int
+    h_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    d_qk: int
+    d_v: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    dout_strides: Strides
+    lse_strides: Strides
+    dlse_strides: Strides
+    dq_strides: Strides
+    dk_strides: Strides
+    dv_strides: Strides
+    scale: float
+    lists: BlockLists | None  # by columns: strides of (batch, head, column); None: all keys are attended
+    header: tuple[str, str]  # name and text
+    has_score_mod: bool
+    score_mod_bytes: int
+    mask_mod_bytes: int
+    captured: tuple[CapturedGradient, ...]
+    sites: int  # of them all
+    deterministic: bool
+
+
+class FlexBackwardAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    dout: int
+    lse: int
+    dlse: int
+    dq: int
+    dk: int
+    dv: int
+    q_num_blocks: int
+    q_indices: int
+    full_q_num_blocks: int
+    full_q_indices: int
+
+
+@cache
+def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
+    """Params of cuda_src/mha/backward_params.cuh for functions with parameters of so many bytes."""
+    return mha_backward.params_of(
+        [
+            *POINTER("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "ranks", "largest"),
+            *bytes_type("ScoreMod", score_mod_bytes)("score_mod"),
+            *bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
+        ],
+        [
+            *I64("counts_strides", "lists_strides", length=6),
+            *I32("list_rows", length=2),
+            *I32("mask_batches", "mask_heads", "mask_rows", "mask_columns", "block_rows", "block_k"),
+            *I32("q_blocks", "requests", "terms_log2"),
+        ],
+    )
+
+
+CAPTURED_FINISH_PARAMS = ParamStruct(
+    POINTER("sums", "largest", "out"),
+    I64("count"),
+    I32("dtype", "terms_log2"),
+    changing=("sums", "largest", "out"),
+)
+RANKS_PARAMS = ParamStruct(
+    POINTER("states", "ranks"),
+    I64("all_rows"),
+    I32("rows", "columns", "tiles", "tiles_of_last"),
+)
+FINISH_SPEC = jit.KernelSpec("flex_captured_finish", (), threads=_FINISH_THREADS, smem_bytes=0)
+RANKS_SPEC = jit.KernelSpec("block_mask_ranks", (), threads=_RANKS_THREADS, smem_bytes=0)
+
+
+def spec(dtype: str, d_qk: int, d_v: int, form: Form, header: tuple[str, str]) -> jit.KernelSpec:
+    """The variant of the main kernel in a form; ``header`` is of `rawmla.attention.mods`."""
+    return mha_backward.variant(dtype, d_qk, d_v, form, {"FLEX": True}, headers=(header,))
+
+
+def forms_of(d_qk: int, d_v: int) -> tuple[Form, ...]:
+    """The forms that there are for head dimensions, the better one first."""
+    best = mha_backward.form_of(padded(d_qk), padded(d_v), softcap=False, alibi=False, weights=False)
+    return (BY_KEYS, BY_PRODUCT) if best == BY_KEYS else (BY_PRODUCT,)
+
+
+IN_ANY_ORDER, LARGEST, IN_UNITS = range(3)
+"""Values of the define PASS of flex_captured_gradients.cu."""
+
+
+def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str, str]) -> jit.KernelSpec:
+    """The variant of flex_captured_gradients.cu for head dimensions."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
+    stages, smem_bytes = next(
+        (n, smem_bytes)
+        for n in (2, 1)
+        for smem_bytes in [_CAPTURED_KEYS * row_bytes + n * BLOCK_ROWS * (row_bytes + 8) + _BARRIER_BYTES]
+        if smem_bytes <= MAX_SMEM_BYTES
+    )
+    return jit.KernelSpec(
+        "flex_captured_gradients",
+        (
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("D_V", d_v),
+            ("FLEX", True),
+            ("PASS", pass_),
+            ("SMEM_BYTES", smem_bytes),
+            ("STAGES", stages),
+        ),
+        threads=_CAPTURED_THREADS,
+        smem_bytes=smem_bytes,
+        headers=(header,),
+    )
+
+
+class PreparedFlexBackward:
+    """The launches of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes.
+    """
+
+    def __init__(self, call: FlexBackwardCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        self._call = call
+        self._capturing = capturing
+        around = [
+            jit.get_kernel(one, call.device, capturing=capturing)
+            for one in mha_backward.specs_around(call.dtype)
+        ]
+        form, kernel = _kernel(call, capturing)
+        self._tile_keys = form.tile_keys
+        self._chunks = ceil_div(padded(call.d_qk), _CHUNK)
+        q_blocks = ceil_div(call.seqlen_q, BLOCK_ROWS)
+        places = call.h_q * call.b * q_blocks
+        rows = places * BLOCK_ROWS
+        self._mask = _mask_of(call)
+        mask_blocks = 0
+        if call.deterministic and self._mask is not None:
+            mask_blocks = self._mask.blocks
+            for one in (block_mask.SCATTER_SPEC, RANKS_SPEC):
+                jit.get_kernel(one, call.device, capturing=capturing)
+        cell_bytes = _CELL_BYTES if call.deterministic else 4
+        self._summed = [call.deterministic or one.dtype != "float32" for one in call.captured]
+        sums = [
+            cell_bytes * one.elements * summed
+            for one, summed in zip(call.captured, self._summed, strict=True)
+        ]
+        self._sizes = (
+            4 * rows,  # lse
+            4 * rows,  # delta
+            4 * rows * self._chunks * _CHUNK,  # dq_accum
+            4 * places * call.deterministic,  # turns
+            mask_blocks,  # states
+            4 * mask_blocks,  # ranks
+            4 * len(call.captured) * call.deterministic,  # largest
+            *sums,
+        )
+        self._offsets = [0]
+        for size in self._sizes:
+            self._offsets.append(ceil_div(self._offsets[-1] + size, _ALIGNMENT) * _ALIGNMENT)
+        self.scratch_bytes = self._offsets.pop()
+        self._prepare_around(around, places, q_blocks)
+        self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
+        main = self._packed(form.tile_keys, q_blocks)
+        tiles = call.k_batches * call.h_kv * ceil_div(call.seqlen_k, form.tile_keys)
+        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
+        self._main = kernel.prepare((tiles, 1, 1), main, self._params.changing, pdl=False).launch
+        self._captured = self._prepare_captured(q_blocks)
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+
+    def launch(
+        self,
+        stream: int,
+        addresses: FlexBackwardAddresses,
+        score_mod: bytes,
+        mask_mod: bytes,
+        captured: Sequence[int],
+        scratch: int,
+    ) -> None:
+        """Enqueue the kernels. ``score_mod`` and ``mask_mod`` are of `rawmla.attention.mods.pack`, without
+        addresses of gradients; ``captured`` has those of the results, and ``scratch`` is that of 128-byte
+        aligned scratch.
+        """
+        call = self._call
+        q, k, v, out, dout, lse, dlse, dq, dk, dv, *lists = addresses
+        lse_log2, delta, accum, turns, states, ranks, largest, *sums = [scratch + x for x in self._offsets]
+        if not call.deterministic:
+            turns = largest = 0
+        if not call.deterministic or self._mask is None:
+            ranks = 0
+        prepare, finish = self._around
+        prepare(stream, out, dout, lse, dlse, lse_log2, delta, accum, 0, 0, 0, turns, 0, 0)
+        if ranks and self._mask is not None:
+            self._rank(stream, self._mask, lists, states, ranks)
+
+        def arguments(tile_keys: int, functions: bytes) -> tuple[Any, ...]:
+            maps = self._maps_of((q, dout, k, v), tile_keys)
+            return (
+                stream, *maps, lse_log2, delta, 0, accum, turns, dk, dv, 0, 0, 0, 0, 0, *lists, ranks,
+                largest, functions, mask_mod,
+            )  # fmt: skip
+
+        self._main(*arguments(self._tile_keys, score_mod))
+        finish(stream, accum, dq, 0, 0, 0)
+        if not call.captured:
+            return
+        places = [x if summed else y for x, y, summed in zip(sums, captured, self._summed, strict=True)]
+        if call.deterministic:
+            jit.clear(largest, 4 * len(places), stream, call.device)
+        cell_bytes = _CELL_BYTES if call.deterministic else 4
+        for place, one in zip(places, call.captured, strict=True):
+            jit.clear(place, cell_bytes * one.elements, stream, call.device)
+        with_gradients = score_mod[: -8 * len(places)] + struct.pack(f"<{len(places)}Q", *places)
+        for launch in self._captured:
+            launch(*arguments(_CAPTURED_KEYS, with_gradients))
+        for i, finish_captured in enumerate(self._captured_finish):
+            if finish_captured is not None:
+                finish_captured(stream, places[i], largest + 4 * i if largest else 0, captured[i])
+
+    def _prepare_around(self, kernels: list[jit.Kernel], places: int, q_blocks: int) -> None:
+        """The kernels before and behind the main one."""
+        call = self._call
+        sizes = {"b": call.b, "seqlen_q": call.seqlen_q, "blocks": call.b * q_blocks, "sink_dtype": 0}
+        prepare = PREPARE_PARAMS.pack(
+            **mha_backward.stride_params("out", call.out_strides),
+            **mha_backward.stride_params("dout", call.dout_strides),
+            **mha_backward.stride_params("lse", call.lse_strides),
+            **mha_backward.stride_params("dlse", call.dlse_strides),
+            heads=call.h_q,
+            d_v=call.d_v,
+            accum_columns=self._chunks * _CHUNK,
+            **sizes,
+        )
+        finish = FINISH_PARAMS.pack(
+            **mha_backward.stride_params("dq", call.dq_strides),
+            d_qk=call.d_qk,
+            chunks=self._chunks,
+            scale=call.scale,
+            **sizes,
+        )
+        self._around = [
+            kernel.prepare((places, 1, 1), params, declared.changing, pdl=True).launch
+            for kernel, params, declared in zip(
+                kernels, (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=True
+            )
+        ]
+
+    def _packed(self, tile_keys: int, q_blocks: int) -> bytes:
+        """The parameters of a kernel whose tiles have so many keys."""
+        call, mask = self._call, self._mask
+        lists = call.lists or BlockLists((NO_LISTS, NO_LISTS), (NO_LISTS, NO_LISTS), (0, 0), 1, 1, 1, 1)
+        # A function takes scores in natural units; else their scale is part of the softmax.
+        scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
+        return self._params.pack(
+            **mha_backward.stride_params("dk", call.dk_strides),
+            **mha_backward.stride_params("dv", call.dv_strides),
+            blocks=call.b * q_blocks,
+            b=call.k_batches,
+            heads_kv=call.h_kv,
+            group=call.h_q // call.h_kv,
+            d_qk=call.d_qk,
+            d_v=call.d_v,
+            seqlen_q=call.seqlen_q,
+            seqlen_k=call.seqlen_k,
+            window_left=NO_BOUND,
+            window_right=NO_BOUND,
+            tiles_per_head=ceil_div(call.seqlen_k, tile_keys),
+            section=min(mha_backward.SECTION_HEADS, call.k_batches * call.h_kv),
+            alibi_stride_b=0,
+            softmax_scale_log2=softmax_scale * LOG2_E,
+            score_scale=scale,
+            score_factor=1.0,
+            scale=call.scale,
+            counts_strides=(*lists.counts_strides[0], *lists.counts_strides[1]),
+            lists_strides=(*lists.lists_strides[0], *lists.lists_strides[1]),
+            list_rows=tuple(min(most, mask.columns if mask else 0) for most in lists.columns),
+            mask_batches=lists.batches,
+            mask_heads=lists.heads,
+            mask_rows=mask.columns if mask else 0,
+            mask_columns=mask.rows if mask else 0,
+            block_rows=ceil_div(lists.block_q, BLOCK_ROWS),
+            block_k=lists.block_k,
+            q_blocks=q_blocks,
+            requests=call.b // call.k_batches,
+            terms_log2=_terms_log2(call),
+        )
+
+    def _prepare_captured(self, q_blocks: int) -> list[Callable[..., object]]:
+        """The passes over all scores that find gradients of captured arrays, and what brings these to their
+        dtypes.
+        """
+        call = self._call
+        self._captured_finish: list[Callable[..., object] | None] = []
+        if not call.captured:
+            return []
+        params = self._packed(_CAPTURED_KEYS, q_blocks)
+        tiles = call.k_batches * call.h_kv * ceil_div(call.seqlen_k, _CAPTURED_KEYS)
+        launches: list[Callable[..., object]] = []
+        for pass_ in (LARGEST, IN_UNITS) if call.deterministic else (IN_ANY_ORDER,):
+            one = captured_spec(call.dtype, call.d_qk, call.d_v, pass_, call.header)
+            kernel = jit.get_kernel(one, call.device, capturing=self._capturing)
+            launches.append(kernel.prepare((tiles, 1, 1), params, self._params.changing, pdl=False).launch)
+        for gradient, summed in zip(call.captured, self._summed, strict=True):
+            if not summed:
+                self._captured_finish.append(None)
+                continue
+            kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=self._capturing)
+            finish = CAPTURED_FINISH_PARAMS.pack(
+                count=gradient.elements, dtype=DTYPES_OF_SUMS[gradient.dtype], terms_log2=_terms_log2(call)
+            )
+            ctas = min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS)
+            self._captured_finish.append(
+                kernel.prepare((ctas, 1, 1), finish, CAPTURED_FINISH_PARAMS.changing, pdl=True).launch
+            )
+        return launches
+
+    def _rank(self, stream: int, mask: Grid, lists: Sequence[int], states: int, ranks: int) -> None:
+        """Enqueue what finds the order in which tiles add to dq."""
+        call = self._call
+        assert call.lists is not None
+        where: Any = {"device": call.device, "stream": stream, "capturing": self._capturing}
+        jit.clear(states, ceil_div(mask.blocks, 4) * 4, stream, call.device)
+        rows = min(call.lists.columns[0], mask.columns), min(call.lists.columns[1], mask.columns)
+        block_mask.scatter(mask, call.lists._replace(columns=rows), lists, states, **where)
+        last = call.seqlen_k - (mask.rows - 1) * call.lists.block_k
+        params = RANKS_PARAMS.pack(
+            states=states,
+            ranks=ranks,
+            all_rows=mask.batches * mask.heads * mask.columns,
+            rows=mask.columns,
+            columns=mask.rows,
+            tiles=ceil_div(call.lists.block_k, self._tile_keys),
+            tiles_of_last=ceil_div(last, self._tile_keys),
+        )
+        kernel = jit.get_kernel(RANKS_SPEC, call.device, capturing=self._capturing)
+        ctas = min(ceil_div(mask.batches * mask.heads * mask.columns, _RANKS_THREADS), _RANKS_CTAS)
+        kernel.launch((ctas, 1, 1), params, stream)
+
+    def _maps_of(self, arrays: tuple[int, ...], tile_keys: int) -> tuple[bytes, ...]:
+        """The tensor maps of q, dout, k and v, with boxes of so many keys."""
+        key = (*arrays, tile_keys)
+        found = self._maps.get(key)
+        if found is not None:
+            return found
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+
+        def of_queries(address: int, d: int, strides: Strides) -> bytes:
+            return key_map(address, dtype, d, BLOCK_ROWS, call.h_q, call.seqlen_q, call.b, strides)
+
+        def of_keys(address: int, d: int, strides: Strides) -> bytes:
+            return key_map(address, dtype, d, tile_keys, call.h_kv, call.seqlen_k, call.k_batches, strides)
+
+        q, dout, k, v = arrays
+        if len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[key] = (
+            of_queries(q, call.d_qk, call.q_strides),
+            of_queries(dout, call.d_v, call.dout_strides),
+            of_keys(k, call.d_qk, call.k_strides),
+            of_keys(v, call.d_v, call.v_strides),
+        )
+        return maps
+
+
+def _mask_of(call: FlexBackwardCall) -> Grid | None:
+    """The blocks of the mask, columns as lines: those of the keys are its rows."""
+    lists = call.lists
+    if lists is None:
+        return None
+    return Grid(lists.batches, lists.heads, call.seqlen_k, call.seqlen_q, lists.block_k, lists.block_q)
+
+
+def _terms_log2(call: FlexBackwardCall) -> int:
+    """The exponent of a power of 2 that is no less than how often any element is added to."""
+    return (max(1, call.sites) * call.b * call.h_q * call.seqlen_q * call.seqlen_k - 1).bit_length()
+
+
+_form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)
+"""By the variant in the better form: that which is used."""
+
+
+def _kernel(call: FlexBackwardCall, capturing: Callable[[], bool]) -> tuple[Form, jit.Kernel]:
+    """The form and the kernel: consumers share a product where functions leave them no registers else."""
+    best, *others = forms_of(call.d_qk, call.d_v)
+    first = spec(call.dtype, call.d_qk, call.d_v, best, call.header)
+    form = best if not others else _form_of.get(first)
+    if form is None:
+        if capturing():
+            return best, jit.get_kernel(first, call.device, capturing=capturing)
+        jit.require_supported(call.device)
+        built = jit.build(first)
+        is_slow = built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
+        form = _form_of[first] = others[0] if is_slow else best
+    chosen = spec(call.dtype, call.d_qk, call.d_v, form, call.header)
+    return form, jit.get_kernel(chosen, call.device, capturing=capturing)

@@ -1,0 +1,434 @@
+"""Host side of cuda_src/kernels/mha_backward.cu and the kernels before and behind it: gradients of dense
+multi-head attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+from .. import jit
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct
+from ..jit.spec import MAX_SMEM_BYTES
+from .common import DTYPES, LOG2_E, ceil_div
+from .mha_combine import SINK_DTYPES
+from .mha_forward import MAX_MAPS, key_map, padded
+
+__all__ = [
+    "FINISH_PARAMS",
+    "PARAMS",
+    "PREPARE_PARAMS",
+    "BackwardAddresses",
+    "BackwardCall",
+    "PreparedMhaBackward",
+    "specs",
+]
+
+BLOCK_ROWS = 64
+_CHUNK = 64
+_STAGES = 2
+_BARRIER_BYTES = 512
+_ALIGNMENT = 128
+SECTION_HEADS = 2
+"""Heads whose tiles run together, so that what they add to dQ stays in L2."""
+Strides = tuple[int, int, int]
+
+
+class BackwardAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
+
+    q: int
+    k: int
+    v: int
+    out: int
+    dout: int
+    lse: int
+    dlse: int
+    dq: int
+    dk: int
+    dv: int
+    cu_seqlens_q: int
+    cu_seqlens_k: int
+    seqused_q: int
+    seqused_k: int
+    alibi_slopes: int
+    attn_sink: int
+    dsink: int
+
+
+class BackwardCall(NamedTuple):
+    """What stays the same when a call is repeated on other arrays. Strides are in elements, for (request,
+    token, head).
+    """
+
+    device: int
+    dtype: str
+    b: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    varlen: bool
+    max_seqlen_q: int
+    max_seqlen_k: int
+    total_q: int  # of the array with varlen, else of a request
+    total_k: int
+    q_strides: Strides
+    k_strides: Strides
+    v_strides: Strides
+    out_strides: Strides
+    dout_strides: Strides
+    lse_strides: Strides
+    dlse_strides: Strides
+    dq_strides: Strides
+    dk_strides: Strides
+    dv_strides: Strides
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    softcap: float
+    alibi_stride_b: int
+    has_alibi: bool
+    sink_dtype: str | None  # None: there are no sinks
+    has_dlse: bool
+    deterministic: bool  # dq is summed in a fixed order
+
+
+PREPARE_PARAMS = ParamStruct(
+    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
+    POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
+    I64("out_stride_b", "out_stride_s", "out_stride_h"),
+    I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
+    I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
+    I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
+    I64("blocks"),
+    I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype"),
+    changing=(
+        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
+        "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
+    ),
+)  # fmt: skip
+CHANGING = (
+    "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "turns", "dk", "dv",
+    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
+)  # fmt: skip
+
+
+def params_of(more_changing: Sequence[Declaration] = (), more: Iterable[Declaration] = ()) -> ParamStruct:
+    """Params of cuda_src/mha/backward_params.cuh with further members: some that change from launch to
+    launch, and some at the end.
+    """
+    return ParamStruct(
+        TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
+        POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
+        POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
+        more_changing,
+        I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
+        I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
+        I64("blocks"),
+        I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
+        I32("tiles_per_head", "section", "alibi_stride_b"),
+        F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
+        more,
+        changing=(*CHANGING, *(one.name for one in more_changing)),
+    )
+
+
+PARAMS = params_of()
+FINISH_PARAMS = ParamStruct(
+    POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
+    I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
+    I64("blocks"),
+    I32("b", "seqlen_q", "d_qk", "chunks", "sink_dtype"),
+    F32("scale"),
+    changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
+)
+CLEAR_PARAMS = ParamStruct(
+    POINTER("cu_seqlens_q", "cu_seqlens_k"),
+    POINTER("gradients", elements=("dq", "dk", "dv")),
+    I64("strides_s", "strides_h", length=3),
+    I32("tokens", "heads", "columns", "first_ctas", length=3),
+    I32("b"),
+    changing=("cu_seqlens_q", "cu_seqlens_k", "dq", "dk", "dv"),
+)
+
+
+class Form(NamedTuple):
+    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has the forms."""
+
+    by_product: bool
+    dq_by_consumers: bool
+    tile_keys: int
+    ds_stages: int
+    threads: int
+
+
+BY_KEYS = Form(False, False, 128, 2, 512)
+BY_KEYS_WITH_DQ = Form(False, True, 128, 1, 384)
+BY_PRODUCT = Form(True, False, 64, 1, 512)
+CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
+_CLEARED_ROWS = 64
+
+
+def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> Form:
+    """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
+    # dK and dV take half a register a column: with more columns a consumer of all products spills.
+    columns = 224 if softcap and (alibi or weights) else 256
+    if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
+        return BY_KEYS
+    # In other variants ptxas serialises the products of this form.
+    if (d_qk, d_v) == (192, 128) and not weights and not (softcap and alibi):
+        return BY_KEYS_WITH_DQ
+    return BY_PRODUCT
+
+
+def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
+    """Shared memory of a variant with so many places for parts of dQ."""
+    row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
+    ds_bytes = BLOCK_ROWS * 2 * form.tile_keys
+    return (
+        form.tile_keys * row_bytes
+        + _STAGES * BLOCK_ROWS * (row_bytes + 12)
+        + form.ds_stages * ds_bytes
+        + (ds_bytes if form.by_product else 0)  # factors of dS
+        + BLOCK_ROWS * _CHUNK * 4 * ceil_div(d_qk, _CHUNK) * places // _dq_parts(form, d_qk)
+        + _BARRIER_BYTES
+    )
+
+
+def _dq_parts(form: Form, d_qk: int) -> int:
+    """Parts in which dQ of a block goes to global memory."""
+    return 2 if form.dq_by_consumers else ceil_div(d_qk, _CHUNK)
+
+
+def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
+    """Places for parts of dQ in shared memory, of which each part always has the same."""
+    parts = _dq_parts(form, d_qk)
+    return next(
+        n
+        for n in range(parts, 0, -1)
+        if parts % n == 0 and _shared_bytes(form, d_qk, d_v, n) <= MAX_SMEM_BYTES
+    )
+
+
+@cache
+def specs(
+    dtype: str, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False, weights: bool = False
+) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
+    """The variants of the three kernels, in the order of their launch.
+
+    ``weights``: there are sinks and dlse.
+    """
+    form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights)
+    prepare, finish = specs_around(dtype)
+    return (
+        prepare,
+        variant(dtype, d_qk, d_v, form, {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}),
+        finish,
+    )
+
+
+def specs_around(dtype: str) -> tuple[jit.KernelSpec, jit.KernelSpec]:
+    """The variants of the kernels before and behind the main one."""
+    kind = ("DTYPE", DTYPES[dtype])
+    return (
+        jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
+        jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
+    )
+
+
+_FEATURES = {"ALIBI": False, "FLEX": False, "SOFTCAP": False, "WEIGHTS": False}
+
+
+def variant(
+    dtype: str,
+    d_qk: int,
+    d_v: int,
+    form: Form,
+    features: dict[str, bool],
+    headers: tuple[tuple[str, str], ...] = (),
+) -> jit.KernelSpec:
+    """The variant of the main kernel in a form."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    places = _dq_places(form, d_qk, d_v)
+    smem_bytes = _shared_bytes(form, d_qk, d_v, places)
+    return jit.KernelSpec(
+        "mha_backward",
+        (
+            ("BY_PRODUCT", form.by_product),
+            ("DQ_BY_CONSUMERS", form.dq_by_consumers),
+            ("DQ_PLACES", places),
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("D_V", d_v),
+            ("SMEM_BYTES", smem_bytes),
+            *(_FEATURES | features).items(),
+        ),
+        threads=form.threads,
+        smem_bytes=smem_bytes,
+        headers=headers,
+    )
+
+
+class PreparedMhaBackward:
+    """The launches of a call.
+
+    Attributes
+    ----------
+    scratch_bytes : int
+        Size of the scratch that `launch` takes.
+    """
+
+    def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
+        """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
+        self._call = call
+        # What sinks leave to a row is a number of its own then: mha_backward_prepare.cu says why.
+        self._has_weights = call.sink_dtype is not None and call.has_dlse
+        flags = call.softcap > 0, call.has_alibi, self._has_weights
+        kernels = [
+            jit.get_kernel(spec, call.device, capturing=capturing)
+            for spec in specs(call.dtype, call.d_qk, call.d_v, *flags)
+        ]
+        self._tile_keys = tile_keys = form_of(padded(call.d_qk), padded(call.d_v), *flags).tile_keys
+        seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
+        blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
+        tiles_per_head = ceil_div(seqlen_k, tile_keys)
+        tiles = call.b * tiles_per_head
+        if call.varlen:  # at most
+            blocks = call.total_q // BLOCK_ROWS + call.b
+            tiles = min(tiles, call.total_k // tile_keys + call.b)
+        chunks = ceil_div(padded(call.d_qk), _CHUNK)
+        rows = call.h_q * blocks * BLOCK_ROWS
+        sizes_of_parts = (
+            4 * rows,  # lse
+            4 * rows,  # delta
+            4 * rows * chunks * _CHUNK,  # dq_accum
+            4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
+            4 * rows if self._has_weights else 0,  # weights
+            4 * call.h_q * blocks if call.deterministic else 0,  # turns
+        )
+        places = [0]
+        for size in sizes_of_parts:
+            places.append(ceil_div(places[-1] + size, _ALIGNMENT) * _ALIGNMENT)
+        *self._places, self.scratch_bytes = places
+        sink_dtype = SINK_DTYPES[call.sink_dtype or "float32"]
+        sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
+        prepare = PREPARE_PARAMS.pack(
+            **stride_params("out", call.out_strides),
+            **stride_params("dout", call.dout_strides),
+            **stride_params("lse", call.lse_strides),
+            **stride_params("dlse", call.dlse_strides),
+            heads=call.h_q,
+            d_v=call.d_v,
+            accum_columns=chunks * _CHUNK,
+            sink_dtype=sink_dtype,
+            **sizes,
+        )
+        # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
+        factor = (call.softcap or call.softmax_scale) * LOG2_E
+        main = PARAMS.pack(
+            **stride_params("dk", call.dk_strides),
+            **stride_params("dv", call.dv_strides),
+            heads_kv=call.h_kv,
+            group=call.h_q // call.h_kv,
+            d_qk=call.d_qk,
+            d_v=call.d_v,
+            seqlen_k=seqlen_k,
+            window_left=call.window_left,
+            window_right=call.window_right,
+            tiles_per_head=tiles_per_head,
+            section=min(SECTION_HEADS, call.b * call.h_kv),
+            alibi_stride_b=call.alibi_stride_b,
+            softmax_scale_log2=1.0 if call.has_alibi else factor,
+            score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
+            score_factor=factor,
+            scale=call.softmax_scale,
+            **sizes,
+        )
+        finish = FINISH_PARAMS.pack(
+            **stride_params("dq", call.dq_strides),
+            d_qk=call.d_qk,
+            chunks=chunks,
+            sink_dtype=sink_dtype,
+            scale=call.softmax_scale,
+            **sizes,
+        )
+        grids = (call.h_q * blocks, call.h_kv * tiles, call.h_q * blocks)
+        self._launches = [
+            kernel.prepare((grid, 1, 1), params, struct.changing, pdl=True).launch
+            for kernel, grid, params, struct in zip(
+                kernels,
+                grids,
+                (prepare, main, finish),
+                (PREPARE_PARAMS, PARAMS, FINISH_PARAMS),
+                strict=True,
+            )
+        ]
+        self._clear = _prepare_clear(call, capturing) if call.varlen else None
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
+
+    def launch(self, stream: int, addresses: BackwardAddresses, scratch: int) -> None:
+        """Enqueue the three kernels, and with segments one for tokens of no request. ``scratch`` is the
+        address of 128-byte aligned scratch.
+        """
+        (
+            q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            alibi_slopes, attn_sink, dsink,
+        ) = addresses  # fmt: skip
+        lse_log2, delta, accum, dsink_parts, weights, turns = [scratch + place for place in self._places]
+        if not self._has_weights:
+            weights = 0
+        if not self._call.deterministic:
+            turns = 0
+        arrays = q, dout, k, v
+        maps = self._maps.get(arrays) or self._encode(arrays)
+        prepare, main, finish = self._launches
+        prepare(
+            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
+            turns, cu_seqlens_q, seqused_q,
+        )  # fmt: skip
+        main(
+            stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
+            seqused_q, seqused_k, alibi_slopes,
+        )  # fmt: skip
+        finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
+        if self._clear is not None:
+            self._clear(stream, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
+
+    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+        call = self._call
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+        batches = 1 if call.varlen else call.b
+        q, dout, k, v = arrays
+        if len(self._maps) >= MAX_MAPS:
+            self._maps.clear()
+        maps = self._maps[arrays] = (
+            key_map(q, dtype, call.d_qk, BLOCK_ROWS, call.h_q, call.total_q, batches, call.q_strides),
+            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, call.dout_strides),
+            key_map(k, dtype, call.d_qk, self._tile_keys, call.h_kv, call.total_k, batches, call.k_strides),
+            key_map(v, dtype, call.d_v, self._tile_keys, call.h_kv, call.total_k, batches, call.v_strides),
+        )
+        return maps
+
+
+def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
+    kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
+    tokens = (call.total_q, call.total_k, call.total_k)
+    ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
+    strides = (call.dq_strides, call.dk_strides, call.dv_strides)
+    params = CLEAR_PARAMS.pack(
+        strides_s=tuple(token for _, token, _ in strides),
+        strides_h=tuple(head for _, _, head in strides),
+        tokens=tokens,
+        heads=(call.h_q, call.h_kv, call.h_kv),
+        columns=(call.d_qk, call.d_qk, call.d_v),
+        first_ctas=(0, ctas[0], ctas[0] + ctas[1]),
+        b=call.b,
+    )
+    return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
+
+
+def stride_params(name: str, strides: Strides) -> dict[str, int]:
+    """The members of a parameter struct with the strides of an array."""
+    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))

@@ -1,0 +1,315 @@
+"""Backward of flex attention: gradients to start from, the reference on the device, the comparison.
+
+The reference computes what `rawmla.reference` computes (the tests hold one against the other), with the
+derivatives of score functions by torch's autograd in float64, and how much the roundings of a kernel may move
+its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+from . import flex
+from .flex import (
+    FlexCase,
+    FlexInputs,
+    attended,
+    block_mask_of,
+    empty_array,
+    listed_positions,
+    make_flex_inputs,
+    reference,
+)
+from .mha import HALF_STEP, LEAST
+from .mha_backward import FLOAT32, NAMES, BackwardResults, norms, problems_of_gradient
+
+DRAWS = 16
+"""Of random signs, which tell the size of the terms of a captured gradient."""
+
+
+@dataclass
+class FlexGradients:
+    """The gradients of out and of lse that a backward pass starts from; `dlse` None: lse is not used."""
+
+    dout: Any
+    dlse: Any
+
+
+@dataclass
+class Captured:
+    """What the reference says of the gradient of a captured tensor.
+
+    Attributes:
+        value: float64, of the tensor's shape.
+        size: L2 norm of the terms that its elements are sums of.
+        floor: what the errors of dot products in float32 leave it off by, as an L2 norm.
+    """
+
+    value: Any
+    size: float
+    floor: float
+
+
+@dataclass
+class FlexBackwardResults:
+    """dq, dk and dv as `BackwardResults` has them, and the gradients of captured tensors by name."""
+
+    rows: BackwardResults
+    captured: dict[str, Captured]
+
+
+# ---- inputs
+
+
+def make_flex_backward_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
+    """Inputs whose block mask has lists by columns. What the score function reads requires grad."""
+    inputs = make_flex_inputs(case, device)
+    for tensor in captured_tensors(inputs).values():
+        tensor.requires_grad_()
+    if inputs.mask is None:
+        return inputs
+    seen = attended(inputs.mask, case, device)
+    lengths, python = (case.s_q, case.s_k), inputs.mask.python
+    mask = block_mask_of(seen, lengths, case.block, python, separate=case.separate, by_columns=True)
+    return replace(inputs, block_mask=mask)
+
+
+def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> FlexGradients:
+    """Normal random gradients of "out", of "lse" (dout is 0) or of "both".
+
+    dout has the case's layout. Both are the case's `gap` wherever a row has nothing to attend.
+    """
+    import torch
+
+    case, device = inputs.case, inputs.q.device
+    draw = torch.Generator(device).manual_seed(case.seed + 2)
+    empty = reference(inputs)[1] == -inf
+    shape = (case.b, case.h_q, case.s_q, case.d_v)
+    values = torch.randn(shape, generator=draw, device=device) * (of != "lse")
+    dout = empty_array(shape, case.layout, case.gap, inputs.q.dtype, str(device))
+    dout.copy_(values.masked_fill(empty[..., None], case.gap))
+    dlse = None
+    if of != "out":
+        dlse = torch.randn(shape[:-1], generator=draw, device=device).masked_fill(empty, case.gap)
+    return FlexGradients(dout, dlse)
+
+
+def exact_results(inputs: FlexInputs) -> tuple[Any, Any]:
+    """out and lse as an exact forward returns them."""
+    out, lse, _ = reference(inputs)
+    return out.to(inputs.q.dtype), lse.float()
+
+
+def captured_tensors(inputs: FlexInputs) -> dict[str, Any]:
+    """The tensors that the score function reads and that have gradients, by name."""
+    if inputs.score is None:
+        return {}
+    return {name: inputs.score.captures[name] for name in inputs.score.capture_grads}
+
+
+# ---- reference
+
+
+def reference_backward(
+    inputs: FlexInputs, gradients: FlexGradients, results: tuple[Any, Any] | None = None
+) -> FlexBackwardResults:
+    """The gradients of a call in float64.
+
+    They follow from the out and lse given as `results`, as `flex_attention_backward` defines it, or else from
+    exact ones.
+    """
+    import torch
+
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = reference(inputs)[:2] if results is None else results
+    arrays = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, k, v)]
+    squares = [[x.new_zeros(x.shape[:-1]) for x in arrays] for _ in range(2)]
+    captures = _Captures.of(inputs)
+    (b, h_q, s_q, _), (b_kv, h_kv, s_k, _) = q.shape, v.shape
+    if prod((b, s_q, s_k)):
+        lists = None if inputs.block_mask is None else listed_positions(inputs.block_mask)
+        pairs = torch.arange(b * h_q, device=q.device)
+        for part in pairs.split(max(1, flex.CHUNK_SCORES // (4 * s_q * s_k))):
+            own = part // h_q, part % h_q
+            shared = own[0] % b_kv, own[1] // (h_q // h_kv)
+            _add_gradients(inputs, gradients, (out, lse), lists, own, shared, arrays, squares, captures)
+    sizes, floors = (tuple(x.sqrt() for x in part) for part in squares)
+    return FlexBackwardResults(BackwardResults(tuple(arrays), sizes, floors), captures.results())
+
+
+class _Captures:
+    """The sums of captured gradients: exact ones, and of terms with random signs."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self.tensors = tensors
+        self._sums: list[list[Any]] = [[x.new_zeros(x.shape) for x in tensors.values()]]
+        self._sums += [[x.new_zeros(x.shape) for x in tensors.values()] for _ in range(2 * DRAWS)]
+
+    @classmethod
+    def of(cls, inputs: FlexInputs) -> _Captures:
+        found = captured_tensors(inputs)
+        return cls({name: x.detach().double().requires_grad_() for name, x in found.items()})
+
+    def add(self, scores: Any, grad: Any, lost: Any) -> None:
+        """What these gradients of scores give, and these errors of them."""
+        import torch
+
+        if not self.tensors:
+            return
+        draw = torch.Generator(grad.device).manual_seed(0)
+        for i, total in enumerate(self._sums):
+            kind = grad if i <= DRAWS else lost
+            if i:
+                signs = torch.randint(0, 2, grad.shape, generator=draw, device=grad.device)
+                kind = kind * (2 * signs - 1)
+            parts = torch.autograd.grad(scores, list(self.tensors.values()), kind, retain_graph=True)
+            for one, part in zip(total, parts, strict=True):
+                one += part
+
+    def results(self) -> dict[str, Captured]:
+        """By name. Of terms with random signs the square of the sum is that of all squares, in the mean."""
+        found = {}
+        for i, name in enumerate(self.tensors):
+            drawn = [float(total[i].square().sum()) for total in self._sums[1:]]
+            size, floor = (sum(x) / DRAWS for x in (drawn[:DRAWS], drawn[DRAWS:]))
+            found[name] = Captured(self._sums[0][i], size**0.5, floor**0.5)
+        return found
+
+
+def _add_gradients(
+    inputs: FlexInputs,
+    gradients: FlexGradients,
+    results: tuple[Any, Any],
+    lists: tuple[Any, Any] | None,
+    own: tuple[Any, Any],
+    shared: tuple[Any, Any],
+    arrays: list[Any],
+    squares: list[list[Any]],
+    captures: _Captures,
+) -> None:
+    """Add the gradients of these heads `(request, head)`, whose keys and values are `shared`."""
+    import torch
+
+    case = inputs.case
+    s_q, s_k = case.s_q, case.s_k
+    scale = case.d_qk**-0.5 if case.scale is None else case.scale
+    device = inputs.q.device
+    at = (
+        own[0][:, None, None],
+        own[1][:, None, None],
+        torch.arange(s_q, device=device)[:, None],
+        torch.arange(s_k, device=device),
+    )
+    lse = results[1][own].double()
+    visible = (lse > -inf)[..., None].expand(-1, -1, s_k)
+    if lists is not None:
+        some, full = (x[own[0] % x.shape[0], own[1] % x.shape[1]] for x in lists)
+        visible = visible & (full if inputs.mask is None else full | some & inputs.mask.torch()(*at))
+    rows, keys_seen = visible.any(2), visible.any(1)
+
+    def part(x: Any, heads: tuple[Any, Any], used: Any) -> Any:
+        return x[heads].double().masked_fill(~used[..., None], 0.0)
+
+    queries, dout, out = (part(x, own, rows) for x in (inputs.q, gradients.dout, results[0]))
+    keys, values = (part(x, shared, keys_seen) for x in (inputs.k, inputs.v))
+    with torch.enable_grad():
+        # What is masked may be NaN, and is not asked for.
+        products = torch.where(visible, queries @ keys.mT * scale, 1.0).requires_grad_()
+        scores = products * 1.0
+        if inputs.score is not None:
+            scores = inputs.score.torch(captures.tensors)(products, *at)
+    p = torch.where(visible, torch.exp(scores.detach() - lse.masked_fill(~rows, 0.0)[..., None]), 0.0)
+    delta = (dout * out).sum(-1)
+    terms = p * norms(dout) * (norms(values).mT + norms(out))
+    if gradients.dlse is not None:
+        dlse = gradients.dlse[own].double().masked_fill(~rows, 0.0)
+        delta, terms = delta - dlse, terms + p * dlse.abs()[..., None]
+    factors = dout @ values.mT - delta[..., None]  # of P times the derivative, which is rounded, in dS
+    grad = p * factors
+
+    def to_products(x: Any) -> Any:
+        (found,) = torch.autograd.grad(scores, products, x, retain_graph=True)
+        return torch.where(visible, found, 0.0)
+
+    ds, lost = to_products(grad), to_products(terms).abs()
+    captures.add(scores, grad, FLOAT32 * terms)
+    _add(arrays[0], own, scale * (ds @ keys))
+    _add(arrays[1], shared, scale * (ds.mT @ queries))
+    _add(arrays[2], shared, p.mT @ dout)
+    # An approximate derivative is off by a part of what it is at most, 1.
+    off = torch.maximum(ds.abs(), grad.abs()) if _is_approximate(inputs) else ds
+    least = LEAST[case.dtype]
+    smallest = least * visible.double()
+    lost = FLOAT32 * abs(scale) * lost + (max(abs(scale), 1.0) + abs(scale) * factors.abs()) * smallest
+    for square, of_ds, of_p in ((squares[0], scale * off, p), (squares[1], lost, smallest)):
+        _add(square[0], own, (of_ds.square() @ norms(keys).square())[..., 0])
+        _add(square[1], shared, (of_ds.square().mT @ norms(queries).square())[..., 0])
+        _add(square[2], shared, (of_p.square().mT @ norms(dout).square())[..., 0])
+
+
+def _add(total: Any, heads: tuple[Any, Any], x: Any) -> None:
+    """Add x `[heads, ...]` to these heads `(request, head)`, of which some may be the same."""
+    total.index_put_(heads, x, accumulate=True)
+
+
+def _is_approximate(inputs: FlexInputs) -> bool:
+    return inputs.score is not None and inputs.score.approximate
+
+
+# ---- comparison
+
+
+def check_flex_backward(
+    inputs: FlexInputs,
+    gradients: FlexGradients,
+    results: tuple[Any, Any],
+    got: tuple[Any, Any, Any, dict[str, Any]],
+) -> None:
+    """Raise AssertionError unless gradients are as exact as products in the inputs' dtype allow.
+
+    `results` are the out and lse that the backward pass was given, `got` dq, dk, dv and captured gradients by
+    name. From these the L2 error of dq, dk and dv, relative to its norm, is at most a whole step of the
+    dtype, and that of a row of 64 columns or more 1.25 half-steps of itself and of its terms, which in dq and
+    dk are rounded twice; 4 times as much for functions of which kernels have approximate instructions.
+    Besides there is what float32 leaves of terms that cancel. A captured gradient has both allowances, for
+    its terms cancel, and its dtype's rounding. Rows that attend nothing or that nothing attends are 0, and so
+    is dv without a gradient of out.
+    """
+    import torch
+
+    case = inputs.case
+    want = reference_backward(inputs, gradients, results)
+    times = 4.0 if _is_approximate(inputs) else 1.0
+    problems = []
+    dq, dk, dv, captured = got
+    for i, (gradient, source) in enumerate(zip((dq, dk, dv), (inputs.q, inputs.k, inputs.v), strict=True)):
+        if gradient.dtype != source.dtype or gradient.shape != source.shape:
+            raise AssertionError(
+                f"{case.id}: {NAMES[i]} of {gradient.dtype} and shape {tuple(gradient.shape)}"
+            )
+        unused = want.rows.floors[i] == 0
+        if not bool((gradient[unused] == 0).all()):
+            problems.append(f"{NAMES[i]} is not 0 in a row that takes no part")
+        problems += problems_of_gradient(i, gradient, want.rows, case.dtype, times)
+    attending = results[1] > -inf
+    if not bool((gradients.dout[attending] != 0).any()) and not bool((dv == 0).all()):
+        problems.append("dv is not 0 without a gradient of out")
+    sources = captured_tensors(inputs)
+    if set(captured) != set(sources):
+        raise AssertionError(f"{case.id}: gradients of {sorted(captured)} instead of {sorted(sources)}")
+    for name, source in sources.items():
+        one, wanted = captured[name], want.captured[name]
+        if one.dtype != source.dtype or one.shape != source.shape or not one.is_contiguous():
+            raise AssertionError(f"{case.id}: gradient of {name} of {one.dtype} and shape {tuple(one.shape)}")
+        norm = float(wanted.value.norm())
+        error = float((one.double() - wanted.value).norm())
+        half_step, own = HALF_STEP[case.dtype], torch.finfo(source.dtype)
+        allowed = times * half_step * (2 * norm + 1.25 * wanted.size) + own.eps / 2 * norm
+        allowed += wanted.floor + own.smallest_normal * one.numel() ** 0.5
+        if not error <= allowed:
+            problems.append(f"L2 error of the gradient of {name} {error:.3g}, allowed {allowed:.3g}")
+    if problems:
+        raise AssertionError(f"{case.id}: {'; '.join(problems)}")

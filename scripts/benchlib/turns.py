@@ -1,0 +1,140 @@
+"""Timing a case and the libraries beside it in turns: every figure of a row in a few seconds.
+
+Needs torch with a Hopper GPU. Times are in microseconds.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .against import WAYS
+from .columns import OURS, Row
+from .families import Settings
+from .flex_backward_cases import FlexBackwardCase
+from .measure import ROUNDS_BESIDE, Prepared
+from .mha_backward_cases import MhaBackwardCase
+from .peers import Call, Peer
+from .report import one_line
+from .timing import CALLS_PER_GRAPH, REST_AFTER_LOAD_SECONDS, Graph, repeat, rest, time_graph
+
+GRAPH_FLOPS = 15 * 10**11
+"""Operations of one graph at most, unless one call has more: 3 ms or so. Longer ones would need longer
+rests."""
+
+BackwardCase = MhaBackwardCase | FlexBackwardCase
+
+
+class Enqueued(Graph):
+    """`calls` enqueued anew where a graph would be replayed, for what cannot be captured."""
+
+    def __init__(self, calls: Callable[[], None], count: int) -> None:
+        self.count = count
+        self.calls = calls
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def replay(self) -> None:
+        """Enqueue the calls."""
+        self.calls()
+
+
+def calls_per_graph(case: BackwardCase) -> int:
+    """CALLS_PER_GRAPH, or fewer calls, as many as GRAPH_FLOPS allows."""
+    return max(1, min(CALLS_PER_GRAPH, GRAPH_FLOPS // case.flops()))
+
+
+def prepared(
+    case: BackwardCase,
+    inputs: Any,
+    backward: Callable[[bool], Call],
+    check: Callable[[Any], float],
+) -> Prepared:
+    """A case that is ready to be timed. `backward` gives its calls, deterministic or not; the results of both
+    are checked.
+    """
+    call, deterministic = backward(False), backward(True)
+    error = max(check(call(0)), check(deterministic(0)))
+    count = calls_per_graph(case)
+
+    def more(replays: int) -> Row:
+        return {"deterministic_us": time_graph(repeat(deterministic, count), count, replays).us}
+
+    return Prepared(inputs, call, 1, error, more, count)
+
+
+def time_in_turns(
+    case: BackwardCase,
+    prepare: Callable[[Any], Prepared],
+    settings: Settings,
+    peers: Sequence[Peer],
+) -> Row:
+    """Measure one case and each importable peer: medians of rounds in which all take turns in this process,
+    rested, then without rests, then under load, which is shared out over the rounds. What went wrong with a
+    peer is in the row. Where one of them cannot be captured in a graph, all are timed as calls.
+    """
+    ready = prepare(case)
+    calls: dict[str, Call] = {OURS: ready.call}
+    failures: dict[str, str] = {}
+    for peer in peers:
+        try:
+            (calls[peer.name],) = peer.calls(case, ready.inputs)
+        except ImportError:
+            failures[peer.name] = f"{peer.modules}: not importable here"
+        except Exception as error:  # a peer's failure is a result to report, whatever its kind
+            failures[peer.name] = one_line(error)
+    row: Row = {"case": case.id, **case.fields()}
+    turns, problem = _timers(calls, ready.calls)
+    if problem:
+        row["not_captured"] = problem
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in turns}
+
+    def note(name: str, **figures: float) -> None:
+        for key, value in figures.items():
+            found[name].setdefault(key, []).append(value)
+
+    rest()
+    for _ in range(ROUNDS_BESIDE):
+        for name, timer in turns.items():
+            note(name, **vars(timer.rested(settings.replays)))
+    more = ready.more(settings.replays)
+    # Untimed: without it the first alone would be timed after a rest.
+    next(reversed(turns.values())).without_rests(settings.replays)
+    for _ in range(ROUNDS_BESIDE):
+        for name, timer in turns.items():
+            note(name, **{WAYS["no rests"]: timer.without_rests(settings.replays).us})
+    if settings.sustain_seconds:
+        for _ in range(ROUNDS_BESIDE):
+            for name, timer in turns.items():
+                load = timer.sustained(settings.sustain_seconds / ROUNDS_BESIDE, rest_after=0)
+                note(name, **{f"sustained_{key}": value for key, value in load.items()})
+        time.sleep(REST_AFTER_LOAD_SECONDS)
+    figures: dict[str, Row] = {
+        name: {key: statistics.median(values) for key, values in own.items()} for name, own in found.items()
+    }
+    row |= figures[OURS]
+    row |= {"us_min": min(found[OURS]["us_min"]), "us_max": max(found[OURS]["us_max"])}
+    row |= {"rel_l2": ready.rel_l2, **more}
+    row["tflops"] = case.flops() / row["us"] / 1e6
+    row["gbps"] = case.bytes_moved() / row["us"] / 1e3
+    if len(turns) > 1:
+        row["beside"] = figures
+    if failures:
+        row["not_compared"] = failures
+    return row
+
+
+def _timers(calls: dict[str, Call], count: int) -> tuple[dict[str, Graph], str | None]:
+    """What times each library's calls, alike for all of them; and why it is not graphs, if so. Ours must be
+    captured: that is what callers are promised.
+    """
+    ours = Graph(repeat(calls[OURS], count), count)
+    others = {name: call for name, call in calls.items() if name != OURS}
+    try:
+        captured = {name: Graph(repeat(call, count), count) for name, call in others.items()}
+        return {OURS: ours, **captured}, None
+    except Exception as error:  # a library's own, whatever its kind
+        problem = one_line(error)
+    return {name: Enqueued(repeat(call, count), count) for name, call in calls.items()}, problem

@@ -1,0 +1,204 @@
+"""Backward of flex attention with every score function and every mask of `rawmla.testing.flex`, from Python
+and from CUDA text: gradients of q, k, v and of captured tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from flex_backward_calls import (
+    assert_same_gradients,
+    backward_inputs,
+    backward_of,
+    check_backward,
+    needs_flex_backward,
+)
+from gpu_support import torch
+
+import rawmla
+from rawmla.testing.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
+
+pytestmark = needs_flex_backward
+SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
+forms = pytest.mark.parametrize("form", ("python", "cuda"))
+
+
+@forms
+@pytest.mark.parametrize("name", SCORES)
+def test_score(name: str, form: str) -> None:
+    call = backward_inputs(FlexCase(**SHAPE, score=name), "both")
+    check_backward(call, backward_of(call, form))
+
+
+@forms
+@pytest.mark.parametrize("separate", (True, False))
+@pytest.mark.parametrize("name", MASKS)
+def test_mask(name: str, separate: bool, form: str) -> None:
+    call = backward_inputs(FlexCase(**SHAPE, mask=name, separate=separate), "both")
+    check_backward(call, backward_of(call, form))
+
+
+@forms
+@pytest.mark.parametrize(
+    ("score", "mask"),
+    (
+        ("alibi table", "documents"),
+        ("bias k q h b", "random"),
+        ("softcap", "window"),
+        ("nested", "causal"),
+        ("paged", "prefix"),
+        ("gathered", "per head"),
+        ("log", "lower half"),
+        ("distance", "padding"),
+        ("scalar", "empty"),
+    ),
+)
+def test_score_and_mask(score: str, mask: str, form: str) -> None:
+    """Both read tensors, which have to be those of the right function."""
+    case = FlexCase(**SHAPE, score=score, mask=mask, dtype="float16", layout="tokens")
+    call = backward_inputs(case)
+    check_backward(call, backward_of(call, form))
+
+
+@pytest.mark.parametrize("name", ("bias h q k", "head scale", "scalar", "relative table", "distance"))
+def test_the_same_call_gives_the_same_bits(name: str) -> None:
+    """dk and dv always; with `deterministic` everything, from Python and from CUDA text alike."""
+    call = backward_inputs(FlexCase(**{**SHAPE, "s_q": 1023, "s_k": 1025}, score=name, mask="causal"), "both")
+    for options in ({}, {"deterministic": True}):
+        want = backward_of(call, **options)
+        check_backward(call, want)
+        for _ in range(5):
+            assert_same_gradients(backward_of(call, **options), want, all_of_them=bool(options))
+
+
+@pytest.mark.parametrize("layout", ("transposed", "every other", "expanded"))
+def test_strides_of_captured_tensors(layout: str) -> None:
+    """Gradients are contiguous; that of an expanded tensor has its own shape."""
+    inputs = make_flex_inputs(FlexCase(**SHAPE, score="bias q k"))
+    assert inputs.score is not None
+    bias = inputs.score.captures["bias"]
+    if layout == "transposed":
+        moved = bias.t().contiguous().t()
+    elif layout == "every other":
+        whole = torch.full((400, 2 * 277), float("nan"), device="cuda")
+        moved = whole[::2, 1::2]
+        moved.copy_(bias)
+    else:
+        moved = bias[:1].expand(200, 277)
+    moved = moved.detach().requires_grad_()
+
+    def python(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + bias[q, k]
+
+    bias = moved
+    inputs = replace(inputs, score=replace(inputs.score, python=python, captures={"bias": moved}))
+    call = backward_inputs(inputs.case, "out", inputs)
+    for form in ("python", "cuda"):
+        check_backward(call, backward_of(call, form))
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32", "float16", "bfloat16"))
+def test_dtypes_of_captured_tensors(dtype: str) -> None:
+    """Gradients have them."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    table = torch.randn(277, generator=draw, device="cuda").to(getattr(torch, dtype)).requires_grad_()
+    score = Function(
+        lambda s, b, h, q, k: s * table[k].float(),
+        "score * table(kv_idx)",
+        lambda xp, t, s, b, h, q, k: s * t.table[k],
+        {"table": table},
+        "grad * table(kv_idx)",
+        {"table": ("kv_idx", "grad * score")},
+    )
+    inputs = replace(make_flex_inputs(FlexCase(**SHAPE)), score=score)
+    call = backward_inputs(inputs.case, "out", inputs)
+    for form in ("python", "cuda"):
+        check_backward(call, backward_of(call, form))
+
+
+def test_gradients_go_where_was_read() -> None:
+    """Negative indices count from the end; what is still outside is the first or last element."""
+    table = torch.randn(10, device="cuda", requires_grad=True)
+
+    def inside(xp: Any, t: Any, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        place = k - 100
+        return s + t.table[xp.clip(xp.where(place < 0, place + 10, place), 0, 9)]
+
+    score = Function(
+        lambda s, b, h, q, k: s + table[k - 100],
+        "score + table(kv_idx - 100)",
+        inside,
+        {"table": table},
+        "grad",
+        {"table": ("kv_idx - 100", "grad")},
+    )
+    inputs = replace(make_flex_inputs(FlexCase(**SHAPE)), score=score)
+    call = backward_inputs(inputs.case, "out", inputs)
+    for form in ("python", "cuda"):
+        check_backward(call, backward_of(call, form))
+
+
+def test_tensors_without_gradients() -> None:
+    """None where the result does not depend on a tensor; nothing of one that does not require grad."""
+    call = backward_inputs(FlexCase(**SHAPE))
+    used, cut = (torch.randn(277, device="cuda", requires_grad=True) for _ in range(2))
+    without = torch.randn(277, device="cuda")
+    dq, dk, dv, captured = backward_of(
+        call, score_mod=lambda s, b, h, q, k: s + 0 * used[k] + 0 * cut[k].detach() + 0 * without[k]
+    )
+    assert captured["cut"] is None and "without" not in captured
+    assert captured["used"].dtype == used.dtype and not bool(captured["used"].any())
+    check_backward(call, (dq, dk, dv, {}))
+
+
+def test_a_mod_that_is_not_finite_where_it_is_masked() -> None:
+    """Neither its result nor its derivatives go anywhere, also not into captured gradients."""
+    call = backward_inputs(FlexCase(**SHAPE, score="scalar", mask="causal"), "both")
+    assert call.inputs.score is not None
+    factor = call.inputs.score.captures["factor"]
+
+    def python(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor / (q >= k)  # 0 / 0, or infinite
+
+    call = replace(call, inputs=replace(call.inputs, score=replace(call.inputs.score, python=python)))
+    check_backward(call, backward_of(call))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    (
+        ({"score_mod": lambda s, b, h, q, k: q * 1.0}, ValueError, "score_mod .*depends on score"),
+        ({"score_mod": "2 * score"}, ValueError, "score_mod: expected a CudaMod with grad"),
+        ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, NotImplementedError, "aten::lgamma"),
+        ({"scale": float("nan")}, ValueError, "^scale: expected a finite float32"),
+    ),
+)
+def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    call = backward_inputs(FlexCase(**SHAPE))
+    with pytest.raises(error, match=text):
+        backward_of(call, **change)
+
+
+def test_mask_functions_have_no_gradients() -> None:
+    limits = torch.zeros(200, device="cuda", requires_grad=True)
+    call = backward_inputs(FlexCase(**SHAPE))
+    mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 200, 277)
+    mask.mask_mod = lambda b, h, q, k: q - k > limits[q]
+    with pytest.raises(ValueError, match="mask_mod: expected captured tensors that do not require grad"):
+        backward_of(call, block_mask=mask)
+
+
+def test_block_masks_need_lists_by_columns() -> None:
+    call = backward_inputs(FlexCase(**SHAPE, mask="causal"))
+    without = make_flex_inputs(call.inputs.case).block_mask
+    with pytest.raises(ValueError, match="block_mask: .*q_"):
+        backward_of(call, block_mask=without)
+
+
+def test_error_in_the_users_gradient() -> None:
+    call = backward_inputs(FlexCase(**SHAPE))
+    with pytest.raises(rawmla.CompileError) as caught:
+        backward_of(call, score_mod=rawmla.CudaMod("score", grad="grad + nothing_of_that_name"))
+    assert "return grad + nothing_of_that_name" in str(caught.value)

@@ -1,0 +1,56 @@
+"""Gradients of dense and flex attention, computed by their kernels on the emulated device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from test_flex_backward_sanitizer import CASES as FLEX_CASES
+from test_mha_backward_sanitizer import CASES as MHA_CASES
+
+from rawmla.testing.flex import FlexCase
+from rawmla.testing.mha import MhaCase
+
+if TYPE_CHECKING:
+    from emulator import Emulator
+
+pytest.importorskip("torch")
+
+BY_PRODUCT = MhaCase(b=1, s_q=150, s_k=200, h_q=2, h_kv=1, d_qk=192, d_v=128, causal=True)
+WIDE = MhaCase(b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, dtype="float16", window=(60, 10))
+SEEDS = range(2, 6)
+
+
+def check(family: str, case: MhaCase | FlexCase, of: str, deterministic: bool = False) -> None:
+    from emulator import cases
+
+    cases.check(family, case, of=of, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize(
+    ("case", "of"), (*MHA_CASES, (BY_PRODUCT, "out"), (WIDE, "both")), ids=lambda x: getattr(x, "id", x)
+)
+def test_small_calls(emulator: Emulator, case: MhaCase, of: str, deterministic: bool) -> None:
+    check("mha_backward", case, of, deterministic)
+    assert any(label.startswith("mha_backward[") for label in emulator.launched)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("case", (MHA_CASES[1][0], BY_PRODUCT), ids=lambda case: case.id)
+def test_other_schedules(emulator: Emulator, case: MhaCase, deterministic: bool) -> None:
+    for emulator.seed in SEEDS:
+        check("mha_backward", case, "out", deterministic)
+
+
+@pytest.mark.parametrize(("case", "of", "deterministic"), FLEX_CASES, ids=lambda x: getattr(x, "id", str(x)))
+def test_small_flex_calls(emulator: Emulator, case: FlexCase, of: str, deterministic: bool) -> None:
+    check("flex_backward", case, of, deterministic)
+    assert any(label.startswith("mha_backward[") for label in emulator.launched)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_other_schedules_of_flex(emulator: Emulator, deterministic: bool) -> None:
+    case = FlexCase(b=1, h_q=2, h_kv=1, s_q=200, s_k=300, mask="documents", score="head scale")
+    for emulator.seed in SEEDS:
+        check("flex_backward", case, "both", deterministic)

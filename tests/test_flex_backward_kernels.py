@@ -1,0 +1,203 @@
+"""The kernels of the backward of flex attention as the compiler makes them, and what their C++ and their
+Python side have to agree on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from cuda_probe import assert_in_kernel
+from test_flex_kernels_compile import DIMS, GRID, MASK, bytes_of
+from test_params import conditions_of, has_members
+
+import rawmla
+from rawmla import jit
+from rawmla.attention.functions import header_of, within_blocks
+from rawmla.attention.mods import Backward, Capture, CudaMod, Mod, Site
+from rawmla.jit import KernelSpec
+from rawmla.jit.params import ParamStruct
+from rawmla.jit.spec import MAX_SMEM_BYTES
+from rawmla.kernels import flex_backward
+from rawmla.kernels.flex_backward import IN_ANY_ORDER, IN_UNITS, LARGEST, captured_spec, forms_of, spec
+from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT
+
+CAUSAL = CudaMod("q_idx >= kv_idx").mod()
+WINDOW = CudaMod("q_idx >= kv_idx && q_idx - kv_idx < width", {"width": 100}).mod()
+DOCUMENTS = MASK._replace(text="return mod.t0(b, q_idx) == mod.t0(b, kv_idx) && q_idx >= kv_idx;")
+ALIBI = CudaMod("score - slope * (q_idx - kv_idx)", {"slope": 0.5}, grad="grad").mod(backward=True)
+SOFTCAP = CudaMod(
+    "cap * torch_tanh(score / cap)",
+    {"cap": 20.0},
+    grad="const float t = torch_tanh(score / cap); return grad * (1.0f - t * t);",
+).mod(backward=True)
+
+
+def reading(indices: str, value: str, *sites: Site, rank: int) -> Mod:
+    """A score function that adds what it reads, or multiplies by it."""
+    return Mod(
+        f"return score {'*' if 'score' in value else '+'} mod.t0({indices});",
+        (Capture(None, "float32", rank, "kSmallRows"),),
+        (),
+        Backward(
+            f"return {{score * mod.t0({indices}), mod.t0({indices})}};"
+            if "score" in value
+            else f"return {{score + mod.t0({indices}), 1.0f}};",
+            "score" not in value,
+            f"gradient_sink.template add<0>(mod.t0.place({indices}), {value});",
+            "score" in value,
+            (0,),
+            sites,
+        ),
+    )
+
+
+RELATIVE = reading("h, q_idx - kv_idx + 500", "grad", Site(0, True, True), rank=2)
+BY_QUERY = reading("h, q_idx", "grad", Site(0, True, False), rank=2)
+BY_KEY = reading("b, kv_idx", "grad", Site(0, False, True), rank=2)
+FACTOR = reading("h", "grad * score", Site(0, False, False), rank=1)
+FUNCTIONS: dict[str, tuple[Mod | None, Mod | None]] = {
+    "neither": (None, None),
+    "causal": (None, CAUSAL),
+    "window": (None, WINDOW),
+    "documents": (None, DOCUMENTS),
+    "ALiBi, causal": (ALIBI, CAUSAL),
+    "softcap, causal": (SOFTCAP, CAUSAL),
+    "softcap, documents": (SOFTCAP, DOCUMENTS),
+    "relative": (RELATIVE, None),
+    "factor, causal": (FACTOR, CAUSAL),
+    "small blocks": (None, within_blocks(DOCUMENTS, GRID, by_columns=True)),
+}
+ALL_DIMS = (*DIMS, (96, 96))
+MAIN = {
+    (dims, name, form.by_product): spec("bfloat16", *dims, form, header_of(*functions))
+    for dims in ALL_DIMS
+    for name, functions in FUNCTIONS.items()
+    for form in forms_of(*dims)
+    if form == forms_of(*dims)[0] or (dims, name) == ((128, 128), "softcap, causal")
+}
+MAIN |= {
+    (dims, f"fp16 {name}", forms_of(*dims)[0].by_product): spec(
+        "float16", *dims, forms_of(*dims)[0], header_of(*FUNCTIONS[name])
+    )
+    for dims in ((128, 128), (256, 256))
+    for name in ("causal", "softcap, causal")
+}
+CAPTURED = {
+    (dims, name, pass_): captured_spec("bfloat16", *dims, pass_, header_of(score, mask))
+    for dims in ((64, 64), (128, 128), (256, 256))
+    for name, score, mask, pass_ in (
+        ("relative", RELATIVE, None, IN_ANY_ORDER),
+        ("relative", RELATIVE, CAUSAL, IN_UNITS),
+        ("by query", BY_QUERY, CAUSAL, IN_ANY_ORDER),
+        ("by query", BY_QUERY, CAUSAL, LARGEST),
+        ("by key", BY_KEY, DOCUMENTS, IN_ANY_ORDER),
+        ("factor", FACTOR, CAUSAL, IN_ANY_ORDER),
+        ("factor", FACTOR, CAUSAL, IN_UNITS),
+    )
+}
+AROUND = (flex_backward.FINISH_SPEC, flex_backward.RANKS_SPEC)
+
+
+def assert_no_losses(spec: KernelSpec) -> None:
+    built = jit.build(spec)
+    assert built.losses == []
+    # C7504 to C7509: setmaxnreg without effect. C7510 to C7515 and C7518: wgmma serialised.
+    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
+    assert "warning" not in built.log.lower(), built.log
+    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("which", MAIN, ids=str)
+def test_compiles_without_spills(which: Any) -> None:
+    """These functions leave the kernel as good as one without: users' own may not."""
+    assert_no_losses(MAIN[which])
+
+
+@pytest.mark.parametrize("which", CAPTURED, ids=str)
+def test_captured_gradients_compile_without_spills(which: Any) -> None:
+    assert_no_losses(CAPTURED[which])
+
+
+@pytest.mark.parametrize("spec", AROUND, ids=lambda spec: spec.name)
+def test_others_compile(spec: KernelSpec) -> None:
+    assert_no_losses(spec)
+    assert_in_kernel(spec, [f"kThreads == {spec.threads}"])
+
+
+@pytest.mark.parametrize("dims", ALL_DIMS, ids=str)
+def test_threads_and_shared_memory(dims: tuple[int, int]) -> None:
+    for form in forms_of(*dims):
+        one = spec("bfloat16", *dims, form, header_of(*FUNCTIONS["softcap, causal"]))
+        assert_in_kernel(
+            one,
+            [
+                f"kThreads == {one.threads}",
+                f"sizeof(SharedMemoryPlan) <= {one.smem_bytes}",
+                f"kTileKeys == {form.tile_keys}",
+                "kFlex && kTrims && kTwoFactors",
+            ],
+        )
+    plain = spec("bfloat16", *dims, form, header_of(None, None))
+    assert_in_kernel(plain, ["!kTrims && !kTwoFactors"])
+
+
+@pytest.mark.parametrize("which", CAPTURED, ids=str)
+def test_threads_and_shared_memory_of_captured_gradients(which: Any) -> None:
+    one = CAPTURED[which]
+    assert_in_kernel(
+        one,
+        [
+            f"kThreads == {one.threads}",
+            f"sizeof(SharedMemoryPlan) <= {one.smem_bytes}",
+            f"kTileKeys == {flex_backward._CAPTURED_KEYS}",
+            f"sizeof(CapturedCell) == {flex_backward._CELL_BYTES}",
+            "2 * kRegisters + kProducerRegisters <= 3 * 168",
+        ],
+    )
+
+
+def test_forms() -> None:
+    assert forms_of(128, 128) == forms_of(17, 96) == (BY_KEYS, BY_PRODUCT)
+    assert forms_of(192, 128) == forms_of(64, 129) == (BY_PRODUCT,)
+
+
+STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
+    *[
+        (
+            MAIN[(64, 64), name, False],
+            flex_backward.params_of(*map(bytes_of, FUNCTIONS[name])),
+        )
+        for name in FUNCTIONS
+    ],
+    (
+        CAPTURED[(64, 64), "by key", IN_ANY_ORDER],
+        flex_backward.params_of(bytes_of(BY_KEY), bytes_of(DOCUMENTS)),
+    ),
+    (flex_backward.FINISH_SPEC, flex_backward.CAPTURED_FINISH_PARAMS),
+    (flex_backward.RANKS_SPEC, flex_backward.RANKS_PARAMS),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "declared"), STRUCTS, ids=[*FUNCTIONS, "captured gradients", "finish", "ranks"]
+)
+def test_cpp_has_the_same_members(spec: KernelSpec, declared: ParamStruct) -> None:
+    count = len(declared.members)
+    conditions = [f"sizeof(Params) == {declared.size}", f"Has{count}<Params> && !Has{count + 1}<Params>"]
+    for member in declared.members:
+        conditions += conditions_of(member.name, member.type, member.length, member.offset)
+    assert_in_kernel(spec, conditions, has_members(count) + has_members(count + 1))
+
+
+def test_without_a_score_function_there_is_room_for_a_gradient() -> None:
+    """ScoreMod of no function has the bytes that the host packs for it."""
+    assert bytes_of(None) == 8
+
+
+def test_a_mistake_in_a_gradient_is_shown_where_it_is() -> None:
+    mod = CudaMod("score", grad="grad * wrong_name").mod(backward=True)
+    with pytest.raises(rawmla.CompileError) as caught:
+        jit.build(spec("bfloat16", 64, 64, BY_KEYS, header_of(mod, None)))
+    assert 'identifier "wrong_name" is undefined' in caught.value.user_lines

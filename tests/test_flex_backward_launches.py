@@ -1,0 +1,308 @@
+"""What the host side of the backward of flex attention works out for its launches, without a GPU."""
+
+from __future__ import annotations
+
+import math
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_flex_calls import EV, HKV, HQ, B, E, L, S, read_struct, steps
+
+from rawmla import jit
+from rawmla.attention.functions import header_of
+from rawmla.attention.mods import CudaMod
+from rawmla.errors import KernelNotReadyError
+from rawmla.jit.table import BoundedTable
+from rawmla.kernels import block_mask, flex_backward, mha_backward
+from rawmla.kernels.flex_backward import (
+    CapturedGradient,
+    FlexBackwardAddresses,
+    FlexBackwardCall,
+    PreparedFlexBackward,
+)
+from rawmla.kernels.flex_forward import BlockLists
+from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT
+
+LOG2_E = 1 / math.log(2)
+ROWS, COLUMNS = 3, 4
+Q_BLOCKS = -(-L // 64)
+LISTS = BlockLists((steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (9, 2), 1, 1, 128, 128)
+CALL = FlexBackwardCall(
+    device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E, d_v=EV,
+    q_strides=(1 << 20, 128, 1 << 15), k_strides=(1 << 21, 128, 1 << 16), v_strides=(1 << 22, 64, 1 << 17),
+    out_strides=(1, 8, 16), dout_strides=(1 << 18, 64, 1 << 12), lse_strides=(4, 5, 6),
+    dlse_strides=(7, 8, 9),
+    dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
+    header=header_of(None, None), has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, captured=(),
+    sites=0, deterministic=False,
+)  # fmt: skip
+ADDRESSES = FlexBackwardAddresses(*range(0x1000, 0xF000, 0x1000))
+CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
+SCRATCH = 1 << 20
+
+
+class _Kernel:
+    """A kernel that is not there; tells what it was prepared with and launched with."""
+
+    def __init__(self, spec: Any, told: list[SimpleNamespace]) -> None:
+        self.spec, self.told = spec, told
+
+    def prepare(self, grid: Any, params: bytes, changing: Any, pdl: bool) -> Any:
+        def launch(stream: int, *arguments: Any) -> None:
+            packed = bytearray(params)
+            changing.pack_into(packed, 0, *arguments)
+            self.told.append(self._told(grid, bytes(packed), stream, pdl))
+
+        return SimpleNamespace(launch=launch)
+
+    def launch(self, grid: Any, params: bytes, stream: int) -> None:
+        self.told.append(self._told(grid, params, stream, False))
+
+    def _told(self, grid: Any, params: bytes, stream: int, pdl: bool) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=self.spec.name, spec=self.spec, grid=grid[0], params=params, stream=stream, pdl=pdl
+        )
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
+    """What is launched, and what is cleared."""
+    launched: list[SimpleNamespace] = []
+
+    def clear(address: int, size: int, stream: int, device: int) -> None:
+        launched.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
+
+    monkeypatch.setattr(jit, "get_kernel", lambda spec, device, capturing: _Kernel(spec, launched))
+    monkeypatch.setattr(jit, "require_supported", lambda device: None)
+    monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[], meta={"spill_stores": 0}))
+    monkeypatch.setattr(jit, "tensor_map", lambda address, *what: address.to_bytes(128, "little"))
+    monkeypatch.setattr(jit, "clear", clear)
+    monkeypatch.setattr(flex_backward, "_form_of", BoundedTable(4))
+    return launched
+
+
+def launch(score_mod: bytes = bytes(8), **changes: Any) -> PreparedFlexBackward:
+    made = PreparedFlexBackward(CALL._replace(**changes), lambda: False)
+    captured = [0x50000 + i for i in range(len(changes.get("captured", ())))]
+    made.launch(0x51, ADDRESSES, score_mod, bytes(8), captured, SCRATCH)
+    return made
+
+
+def read(one: Any) -> dict[str, Any]:
+    """The parameters of a launch, without those of functions."""
+    structs = {
+        "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
+        "mha_backward_finish": mha_backward.FINISH_PARAMS,
+        "block_mask_ranks": flex_backward.RANKS_PARAMS,
+        "block_mask_scatter": block_mask.SCATTER_PARAMS,
+        "flex_captured_finish": flex_backward.CAPTURED_FINISH_PARAMS,
+    }
+    declared = structs.get(one.name) or flex_backward.params_of(8, 8)
+    members = [x for x in declared.members if x.name not in ("score_mod", "mask_mod")]
+    return read_struct(SimpleNamespace(size=declared.size, members=members), one.params)
+
+
+def test_three_kernels(told: list[SimpleNamespace]) -> None:
+    made = launch()
+    assert [(x.name, x.pdl, x.stream) for x in told] == [
+        ("mha_backward_prepare", True, 0x51),
+        ("mha_backward", False, 0x51),  # arrays that a function reads are loaded ahead of the wait
+        ("mha_backward_finish", True, 0x51),
+    ]
+    prepare, main, finish = told
+    places = B * HQ * Q_BLOCKS
+    assert [x.grid for x in told] == [places, B * HKV * 4, places]
+    assert main.spec == flex_backward.spec("bfloat16", E, EV, BY_KEYS, CALL.header)
+    first, second, last = map(read, told)
+    names = ("out", "dout", "lse", "dlse")
+    assert [first[name] for name in names] == [getattr(ADDRESSES, name) for name in names]
+    for name in names:
+        strides = tuple(first[f"{name}_stride_{letter}"] for letter in "bsh")
+        assert strides == getattr(CALL, f"{name}_strides")
+    assert (first["b"], first["heads"], first["seqlen_q"], first["d_v"]) == (B, HQ, L, EV)
+    assert first["blocks"] == second["blocks"] == last["blocks"] == B * Q_BLOCKS
+    assert first["lse_log2"] == second["lse"] and first["delta"] == second["delta"]
+    assert first["dq_accum"] == second["dq_accum"] == last["dq_accum"]
+    assert first["turns"] == second["turns"] == second["ranks"] == second["largest"] == 0
+    assert first["accum_columns"] == 128 and last["chunks"] == 2 and last["dq"] == ADDRESSES.dq
+    expected = {
+        "dk": ADDRESSES.dk,
+        "dv": ADDRESSES.dv,
+        "q_num_blocks": ADDRESSES.q_num_blocks,
+        "full_q_indices": ADDRESSES.full_q_indices,
+        "b": B,
+        "heads_kv": HKV,
+        "group": HQ // HKV,
+        "d_qk": E,
+        "d_v": EV,
+        "seqlen_q": L,
+        "seqlen_k": S,
+        "tiles_per_head": 4,
+        "section": 2,
+        "counts_strides": (*LISTS.counts_strides[0], *LISTS.counts_strides[1]),
+        "lists_strides": (*LISTS.lists_strides[0], *LISTS.lists_strides[1]),
+        "list_rows": (3, 2),  # clipped to the blocks that there are
+        "mask_batches": 1,
+        "mask_heads": 1,
+        "mask_rows": ROWS,
+        "mask_columns": COLUMNS,
+        "block_rows": 2,
+        "block_k": 128,
+        "q_blocks": Q_BLOCKS,
+        "requests": 1,
+    }
+    assert {name: second[name] for name in expected} == expected
+    parts = sorted((first[name], size) for name, size in (
+        ("lse_log2", places * 256), ("delta", places * 256), ("dq_accum", places * 64 * 512),
+    ))  # fmt: skip
+    ends = [SCRATCH, *[address + size for address, size in parts]]
+    assert all(address >= end for (address, _), end in zip(parts, ends, strict=False))
+    assert ends[-1] <= SCRATCH + made.scratch_bytes and not any(address % 128 for address, _ in parts)
+
+
+@pytest.mark.parametrize("scale", (0.25, -3.0, 0.0))
+def test_scores_in_natural_units(told: list[SimpleNamespace], scale: float) -> None:
+    """A function gets scaled scores; without one the exponent scales them. dq and dk are scaled anyhow."""
+    launch(scale=scale, has_score_mod=True)
+    launch(scale=scale)
+    for main, score_scale, log2 in ((told[1], scale, LOG2_E), (told[4], 1.0, scale * LOG2_E)):
+        found = read(main)
+        assert (found["score_scale"], found["scale"]) == (score_scale, scale)
+        assert found["softmax_scale_log2"] == pytest.approx(log2, rel=1e-6)
+    assert read(told[2])["scale"] == scale
+
+
+def test_one_batch_of_keys(told: list[SimpleNamespace]) -> None:
+    launch(k_batches=1)
+    found = read(told[1])
+    assert (told[1].grid, found["b"], found["requests"]) == (HKV * 4, 1, B)
+
+
+def test_without_lists(told: list[SimpleNamespace]) -> None:
+    launch(lists=None, deterministic=True)
+    assert [x.name for x in told] == ["mha_backward_prepare", "mha_backward", "mha_backward_finish"]
+    found = read(told[1])
+    assert found["turns"] and not found["ranks"]
+    # Nothing is divided by zero.
+    assert min(found[name] for name in ("mask_batches", "mask_heads", "block_rows", "block_k")) == 1
+
+
+@pytest.mark.parametrize("dims", ((128, 64), (256, 256)))
+def test_a_fixed_order(told: list[SimpleNamespace], dims: tuple[int, int]) -> None:
+    """Ranks are made of the lists before the kernel that needs them, for its tiles."""
+    launch(deterministic=True, d_qk=dims[0], d_v=dims[1])
+    prepare, clear, scatter, ranks, main, _ = told
+    assert [x.name for x in told[1:5]] == ["clear", "block_mask_scatter", "block_mask_ranks", "mha_backward"]
+    states = read(scatter)
+    assert clear.address == states["states"] == read(ranks)["states"] and clear.size >= ROWS * COLUMNS
+    assert (states["kv_num_blocks"], states["full_kv_indices"]) == (ADDRESSES[10], ADDRESSES[13])
+    assert (states["rows"], states["columns"], states["list_columns"]) == (COLUMNS, ROWS, (3, 2))
+    tiles = 1 if dims[0] == 128 else 2
+    assert read(ranks) | {"states": 0, "ranks": 0} == {
+        "states": 0, "ranks": 0, "all_rows": ROWS, "rows": ROWS, "columns": COLUMNS,
+        "tiles": tiles, "tiles_of_last": -(-(S - 3 * 128) // (128 // tiles)),
+    }  # fmt: skip
+    assert read(main)["ranks"] == read(ranks)["ranks"] != 0
+    assert read(main)["turns"] == read(prepare)["turns"] != 0
+
+
+def test_captured_gradients(told: list[SimpleNamespace]) -> None:
+    """In place where they are float32; else in scratch, and brought to their dtype."""
+    launch(bytes(24), captured=CAPTURED, sites=3, score_mod_bytes=24)
+    first, second, captured, finish = told[3:]
+    assert [x.name for x in told[3:]] == ["clear", "clear", "flex_captured_gradients", "flex_captured_finish"]
+    assert (first.address, first.size) == (0x50000, 40) and second.size == 28
+    assert SCRATCH <= second.address
+    at = next(x for x in flex_backward.params_of(24, 8).members if x.name == "score_mod").offset
+    assert struct.unpack_from("<3Q", captured.params, at) == (0, first.address, second.address)
+    assert (captured.grid, captured.pdl) == (B * HKV * 4, False)
+    assert dict(captured.spec.defines)["PASS"] == flex_backward.IN_ANY_ORDER
+    found = read(finish)
+    assert (found["sums"], found["out"], found["count"], found["dtype"]) == (second.address, 0x50001, 7, 1)
+    assert not found["largest"]
+    # The main kernel adds to none.
+    assert struct.unpack_from("<3Q", told[1].params, at) == (0, 0, 0)
+
+
+def test_captured_gradients_in_a_fixed_order(told: list[SimpleNamespace]) -> None:
+    launch(bytes(24), captured=CAPTURED, sites=3, score_mod_bytes=24, lists=None, deterministic=True)
+    largest, first, second, *passes, one, other = told[3:]
+    assert [x.size for x in (largest, first, second)] == [8, 160, 112]
+    assert [dict(x.spec.defines)["PASS"] for x in passes] == [flex_backward.LARGEST, flex_backward.IN_UNITS]
+    assert passes[0].params == passes[1].params
+    terms = 3 * B * HQ * L * S
+    for i, finish in enumerate((one, other)):
+        found = read(finish)
+        assert (found["largest"], found["out"]) == (largest.address + 4 * i, 0x50000 + i)
+        assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("spilled", "losses", "form"),
+    (
+        (0, [], BY_KEYS),
+        (8, ["register spills: 8 bytes"], BY_KEYS),
+        (400, ["register spills: 400 bytes"], BY_PRODUCT),
+        (0, ["ptxas: (C7512) Potential Performance Loss"], BY_PRODUCT),
+    ),
+)
+def test_the_other_form_where_functions_would_spill(
+    told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch, spilled: int, losses: list[str], form: Any
+) -> None:
+    built: list[Any] = []
+
+    def build(spec: Any) -> Any:
+        built.append(spec)
+        return SimpleNamespace(losses=losses, meta={"spill_stores": spilled})
+
+    monkeypatch.setattr(jit, "build", build)
+    for _ in range(2):
+        launch()
+    assert {x.spec for x in told if x.name == "mha_backward"} == {
+        flex_backward.spec("bfloat16", E, EV, form, CALL.header)
+    }
+    assert len(built) == 1 and read(told[1])["tiles_per_head"] == -(-S // form.tile_keys)
+
+
+def test_wide_heads_have_one_form(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("there is nothing to choose"))
+    launch(d_qk=192)
+    assert told[1].spec == flex_backward.spec("bfloat16", 192, EV, BY_PRODUCT, CALL.header)
+
+
+def test_nothing_is_built_in_a_capture(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_loaded(spec: Any, device: int, capturing: Any) -> Any:
+        assert capturing()
+        raise KernelNotReadyError("not loaded")
+
+    monkeypatch.setattr(jit, "get_kernel", not_loaded)
+    monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("built in a capture"))
+    with pytest.raises(KernelNotReadyError):
+        PreparedFlexBackward(CALL, lambda: True)
+
+
+def test_kernels_do_not_depend_on_sizes(told: list[SimpleNamespace]) -> None:
+    for changes in (
+        {},
+        {"b": 7, "k_batches": 1, "h_q": 4, "seqlen_q": 1, "seqlen_k": 10_000},
+        {"scale": 0.5, "lists": None},
+        {"d_qk": 120, "d_v": 50, "deterministic": True},
+    ):
+        launch(**changes)
+    assert len({x.spec for x in told if x.name == "mha_backward"}) == 1
+    text = header_of(None, CudaMod("q_idx > kv_idx").mod())
+    for changes in ({"dtype": "float16"}, {"d_v": 65}, {"header": text}):
+        launch(**changes)
+    assert len({x.spec for x in told if x.name == "mha_backward"}) == 4
+
+
+def test_maps_are_kept(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped: list[Any] = []
+    monkeypatch.setattr(jit, "tensor_map", lambda *what: mapped.append(what) or bytes(128))
+    made = launch()
+    made.launch(0x51, ADDRESSES, bytes(8), bytes(8), [], SCRATCH)
+    q, dout, k, v = mapped
+    assert [what[0] for what in mapped] == [ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v]
+    assert [what[2][0] for what in mapped] == [E, EV, E, EV]

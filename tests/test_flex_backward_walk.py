@@ -1,0 +1,253 @@
+"""Which blocks of queries a tile of keys walks in the backward of flex attention, and in which order tiles
+add to dq: the C++ of cuda_src/mha/query_lists.cuh and kernels/block_mask_ranks.cu, compiled for the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from cuda_probe import source
+from host_mods import _library, needs_host_compiler
+
+pytestmark = needs_host_compiler
+ROWS = 64  # query tokens of a step
+
+_BEFORE = """
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(n)
+using u32 = unsigned int;
+using i64 = long long;
+enum { kEmpty = 0 };
+constexpr int kBlockRows = 64;
+inline int min_int(int a, int b) { return a < b ? a : b; }
+inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+struct Dim { int x; };
+"""
+_WALK = """
+struct Params {
+    const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks;
+    i64 counts_strides[6], lists_strides[6], blocks;
+    int group, list_rows[2], mask_batches, mask_heads, mask_rows, mask_columns, block_rows, block_k, q_blocks;
+    int requests;
+};
+struct KeyTile { int request, kv_head, first_key, k_len; };
+"""
+_CALLS = """
+extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, int* steps) {
+    QueryWalk walk(*params, *tile);
+    int count = 0;
+    for (;; ++count) {
+        const QueryStep step = walk.next();
+        if (step.is_end()) return count;
+        const int turn =
+            tile_keys == 64 ? turn_of<64>(*params, *tile, step) : turn_of<128>(*params, *tile, step);
+        const int place = step.place(*params);
+        const int found[6] = {step.block, step.head, step.request, step.partial, turn, place};
+        for (int i = 0; i < 6; ++i) steps[6 * count + i] = found[i];
+    }
+}
+"""
+_RANK = """
+extern "C" void rank(const Params* params) {
+    for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) block_mask_ranks(*params);
+}
+"""
+
+
+class _WalkParams(ctypes.Structure):
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("counts", "lists", "full_counts", "full_lists", "ranks")]
+        + [("counts_strides", ctypes.c_longlong * 6), ("lists_strides", ctypes.c_longlong * 6)]
+        + [("blocks", ctypes.c_longlong), ("group", ctypes.c_int), ("list_rows", ctypes.c_int * 2)]
+        + [
+            (name, ctypes.c_int)
+            for name in (
+                *("mask_batches", "mask_heads", "mask_rows", "mask_columns", "block_rows", "block_k"),
+                *("q_blocks", "requests"),
+            )
+        ]
+    )
+
+
+class _RankParams(ctypes.Structure):
+    _fields_ = [("states", ctypes.c_void_p), ("ranks", ctypes.c_void_p), ("all_rows", ctypes.c_longlong)] + [
+        (name, ctypes.c_int) for name in ("rows", "columns", "tiles", "tiles_of_last")
+    ]
+
+
+def _walking() -> ctypes.CDLL:
+    text = source("mha/query_lists.cuh")
+    first, last = text.index("struct alignas(16) QueryStep"), text.index("// One thread: copies K and V once")
+    return _library(_BEFORE + _WALK + text[first:last] + _CALLS)
+
+
+def _ranking() -> ctypes.CDLL:
+    _, _, text = source("kernels/block_mask_ranks.cu").partition('types.cuh"')
+    return _library(_BEFORE + "static Dim threadIdx{0}, blockIdx{0}, gridDim{1};" + text + _RANK)
+
+
+class Case(NamedTuple):
+    """Lengths, heads, requests, the mask's blocks, batches and heads, and how its lists lie."""
+
+    b: int = 2
+    k_batches: int = 2
+    h_kv: int = 2
+    group: int = 2
+    q_len: int = 500
+    k_len: int = 700
+    block: tuple[int, int] = (128, 128)
+    masks: tuple[int, int] = (1, 1)
+    full: bool = True
+    wide: int = 0  # further columns of the lists
+
+
+CASES = (
+    Case(),
+    Case(k_batches=1, masks=(2, 4)),
+    Case(b=3, k_batches=1, h_kv=1, group=3, masks=(3, 1), wide=3),
+    Case(block=(64, 256), q_len=130, k_len=1000, masks=(1, 2)),
+    Case(block=(256, 128), q_len=300, full=False),
+    Case(block=(256, 384), q_len=513, k_len=700, masks=(2, 1), wide=1),
+    Case(q_len=1, k_len=1),
+)
+
+
+class Mask(NamedTuple):
+    """0, 1 partial, 2 full by `[batch, head, column, row]`, and its lists by columns."""
+
+    states: Any
+    arrays: list[Any]
+
+
+def make_mask(case: Case, draw: Any, ascending: bool = False) -> Mask:
+    rows, columns = -(-case.q_len // case.block[0]), -(-case.k_len // case.block[1])
+    states = draw.integers(0, 3 if case.full else 2, (*case.masks, columns, rows)).astype(np.uint8)
+    arrays = []
+    for kind in (1, 2):
+        listed = states == kind
+        # What is behind a count is no address.
+        lists = np.full((*states.shape[:3], rows + case.wide), 2**31 - 1, np.int32)
+        for place in np.ndindex(states.shape[:3]):
+            found = np.flatnonzero(listed[place])
+            found = found if ascending else draw.permutation(found)
+            lists[place][: len(found)] = found
+        arrays += [listed.sum(-1, dtype=np.int32), lists]
+    return Mask(states, arrays)
+
+
+def strides(array: Any, count: int) -> list[int]:
+    return [step // array.itemsize for step in array.strides[:count]]
+
+
+def ranks_of(case: Case, mask: Mask, tile_keys: int) -> Any:
+    ranks = np.full(mask.states.shape, -1, np.int32)
+    columns, rows = mask.states.shape[2:]
+    last = case.k_len - (columns - 1) * case.block[1]
+    params = _RankParams(
+        mask.states.ctypes.data, ranks.ctypes.data, mask.states.size // columns, rows, columns,
+        -(-case.block[1] // tile_keys), -(-last // tile_keys),
+    )  # fmt: skip
+    _ranking().rank(ctypes.byref(params))
+    return ranks
+
+
+def walk(case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int]) -> Any:
+    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key)."""
+    blocks = -(-case.q_len // ROWS)
+    params = _WalkParams(
+        blocks=case.b * blocks, group=case.group, mask_batches=1, mask_heads=1, block_rows=1, block_k=1,
+        q_blocks=blocks, requests=case.b // case.k_batches,
+    )  # fmt: skip
+    if mask is not None:
+        columns, rows = mask.states.shape[2:]
+        counts, lists, full_counts, full_lists = mask.arrays
+        params.counts, params.lists = counts.ctypes.data, lists.ctypes.data
+        if case.full:
+            params.full_counts, params.full_lists = full_counts.ctypes.data, full_lists.ctypes.data
+        params.ranks = ranks.ctypes.data
+        params.counts_strides[:] = [*strides(counts, 3), *strides(full_counts, 3)]
+        params.lists_strides[:] = [*strides(lists, 3), *strides(full_lists, 3)]
+        params.list_rows[:] = [rows, rows]
+        params.mask_batches, params.mask_heads = case.masks
+        params.mask_rows, params.mask_columns = rows, columns
+        params.block_rows, params.block_k = case.block[0] // ROWS, case.block[1]
+    steps = np.zeros((case.b * case.h_kv * case.group * blocks + 1, 6), np.int32)
+    library = _walking()
+    given = (ctypes.c_int * 4)(*tile, case.k_len)
+    count = library.walk(ctypes.byref(params), given, tile_keys, steps.ctypes.data_as(ctypes.c_void_p))
+    return steps[:count].tolist()
+
+
+def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
+    return [
+        (request, head, first)
+        for request in range(case.k_batches)
+        for head in range(case.h_kv)
+        for first in range(0, case.k_len, tile_keys)
+    ]
+
+
+@pytest.mark.parametrize("ascending", (True, False))
+@pytest.mark.parametrize("tile_keys", (64, 128))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_listed_blocks(case: Case, tile_keys: int, ascending: bool) -> None:
+    """Each once, of every request and head that reads the keys, partial and full ones together in ascending
+    order if the lists are; and tiles take turns at a block from the last keys to the first, without a gap.
+    """
+    mask = make_mask(case, np.random.default_rng(0), ascending)
+    ranks = ranks_of(case, mask, tile_keys)
+    q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
+    turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for tile in tiles_of(case, tile_keys):
+        steps = walk(case, mask, ranks, tile_keys, tile)
+        want = set()
+        for request in range(tile[0] * requests, (tile[0] + 1) * requests):
+            for head in range(tile[1] * case.group, (tile[1] + 1) * case.group):
+                place = (request % case.masks[0], head % case.masks[1], tile[2] // case.block[1])
+                for block in range(q_blocks):
+                    state = mask.states[place][block * ROWS // case.block[0]]
+                    if state:
+                        want.add((block, head, request, state == 1))
+        assert len(steps) == len(want) and {(*step[:3], bool(step[3])) for step in steps} == want
+        order = [(request, head, block if ascending else 0) for block, head, request, *_ in steps]
+        assert order == sorted(order)
+        for block, head, request, _, turn, place in steps:
+            assert place == head * case.b * q_blocks + request * q_blocks + block
+            turns[place].append((tile[2], turn))
+    assert turns
+    for found in turns.values():
+        assert [turn for _, turn in sorted(found, reverse=True)] == list(range(len(found)))
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=str)
+def test_without_lists(case: Case) -> None:
+    """All blocks, as full ones."""
+    q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
+    for tile in tiles_of(case, 128):
+        steps = walk(case, None, None, 128, tile)
+        assert [step[:4] for step in steps] == [
+            [block, head, request, 0]
+            for request in range(tile[0] * requests, (tile[0] + 1) * requests)
+            for head in range(tile[1] * case.group, (tile[1] + 1) * case.group)
+            for block in range(q_blocks)
+        ]
+        assert {step[4] for step in steps} == {-(-case.k_len // 128) - 1 - tile[2] // 128}
+
+
+def test_numbers_that_are_no_blocks_are_skipped() -> None:
+    """They would be addresses; and a count is no longer than the column."""
+    case = Case(h_kv=1, group=1, b=1, k_batches=1, full=False)
+    mask = make_mask(case, np.random.default_rng(0))
+    counts, lists = mask.arrays[:2]
+    counts[...] = 2**31 - 1
+    lists[...] = [-1, 2, 4, -(2**31)]
+    ranks = ranks_of(case, mask, 128)
+    steps = walk(case, mask, ranks, 128, (0, 0, 0))
+    assert [step[0] for step in steps] == [4, 5]

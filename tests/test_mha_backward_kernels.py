@@ -1,0 +1,281 @@
+"""The kernels of the backward of dense attention as the compiler makes them, and what the host gives them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cuda_probe import assert_in_kernel, ptx
+from test_mha_backward_calls import EXPECTED
+from test_params import conditions_of, has_members
+
+from rawmla import jit
+from rawmla.jit import KernelSpec
+from rawmla.jit.params import ParamStruct
+from rawmla.jit.spec import MAX_SMEM_BYTES
+from rawmla.kernels import mha_backward
+from rawmla.kernels.mha_backward import (
+    BY_KEYS,
+    BY_KEYS_WITH_DQ,
+    BY_PRODUCT,
+    BackwardAddresses,
+    PreparedMhaBackward,
+    form_of,
+    specs,
+)
+from rawmla.kernels.mha_forward import NO_BOUND
+
+# With every flag, and with all or none of them: the forms of the schedule at their ends.
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+MORE_DIMS = ((64, 128), (128, 96), (40, 40), (8, 8), (192, 64), (96, 160), (32, 224), (64, 256), (256, 96))
+FLAGS = tuple(itertools.product((False, True), repeat=3))  # softcap, ALiBi, sinks with dlse
+STRUCTS: dict[str, ParamStruct] = {
+    "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
+    "mha_backward": mha_backward.PARAMS,
+    "mha_backward_finish": mha_backward.FINISH_PARAMS,
+    "mha_backward_clear": mha_backward.CLEAR_PARAMS,
+}
+MAIN = {
+    (dtype, *dims, *flags): specs(dtype, *dims, *flags)[1]
+    for dims in DIMS + MORE_DIMS
+    for dtype in ("bfloat16", "float16")
+    for flags in (FLAGS if dims in DIMS else (FLAGS[0], FLAGS[-1]))
+}
+AROUND = [
+    *(spec for dtype in ("bfloat16", "float16") for spec in specs(dtype, 64, 64)[::2]),
+    mha_backward.CLEAR_SPEC,
+]
+BY_NAME: dict[str, KernelSpec] = {spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], *AROUND)}
+
+
+def test_variants() -> None:
+    """Only the dtype, head dimensions in steps of 32 and the three flags select one."""
+    assert MAIN["bfloat16", 40, 40, True, True, True] == MAIN["bfloat16", 64, 64, True, True, True]
+    assert len(set(MAIN.values())) == 2 * 8 * len(DIMS) + 2 * 2 * (len(MORE_DIMS) - 1)
+    for dtype in ("bfloat16", "float16"):
+        around = {specs(dtype, *dims, *flags)[::2] for dims in DIMS for flags in FLAGS}
+        assert len(around) == 1
+    assert {spec.name for spec in BY_NAME.values()} == set(STRUCTS)
+
+
+def test_forms_of_the_backward() -> None:
+    """Every pair of head dimensions has one, in shared memory that there is."""
+    plain = (False, False, False)
+    assert form_of(128, 128, *plain) == form_of(128, 128, True, False, False) == BY_KEYS
+    assert form_of(128, 128, False, True, True) == form_of(128, 96, True, True, True) == BY_KEYS
+    assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
+    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == form_of(192, 160, *plain) == BY_PRODUCT
+    for flags in FLAGS:
+        softcap, alibi, weights = flags
+        wide = BY_PRODUCT if weights or (softcap and alibi) else BY_KEYS_WITH_DQ
+        assert form_of(192, 128, *flags) == wide
+    steps = range(32, 257, 32)
+    for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
+        spec = specs("bfloat16", d_qk, d_v, *flags)[1]
+        defines = dict(spec.defines)
+        assert spec.smem_bytes <= MAX_SMEM_BYTES
+        form = form_of(d_qk, d_v, *flags)
+        assert (defines["BY_PRODUCT"], defines["DQ_BY_CONSUMERS"]) == (form.by_product, form.dq_by_consumers)
+        assert spec.threads == form.threads
+        parts = 2 if form.dq_by_consumers else -(-d_qk // 64)
+        assert parts % defines["DQ_PLACES"] == 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [*AROUND, *(pytest.param(spec, id=spec.label) for spec in dict.fromkeys(MAIN.values()))],
+    ids=lambda spec: spec.label,
+)
+def test_backward_compiles_without_spills(spec: KernelSpec) -> None:
+    built = jit.build(spec)
+    assert built.cubin[:4] == b"\x7fELF" and spec.name.encode() in built.cubin
+    assert [built.meta[key] for key in ("spill_stores", "spill_loads", "local_bytes")] == [0, 0, 0]
+    # C7504 to C7509: setmaxnreg without effect. C7510 to C7515 and C7518: wgmma serialised.
+    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
+    warp_registers = -(-built.meta["registers"] // 8) * 8 * 32
+    assert warp_registers * spec.threads // 32 <= 65536
+    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("spec", [*AROUND, *dict.fromkeys(MAIN.values())], ids=lambda spec: spec.label)
+def test_backward_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> None:
+    conditions = [f"kThreads == {spec.threads}"]
+    if spec.smem_bytes:
+        conditions.append(f"sizeof(SharedMemoryPlan) <= {spec.smem_bytes}")
+        conditions.append(f"sizeof(SharedMemoryPlan) + 2 * {mha_backward._BARRIER_BYTES} > {spec.smem_bytes}")
+    assert_in_kernel(spec, conditions)
+
+
+@pytest.mark.parametrize(
+    ("dims", "registers", "launched"),
+    (
+        ((64, 64), (208, 208, 64, 32), 128),
+        ((256, 256), (216, 208, 64, 24), 128),
+        ((192, 128), (240, 240, 24), 168),
+    ),
+)
+def test_setmaxnreg_of_the_backward(dims: tuple[int, int], registers: tuple[int, ...], launched: int) -> None:
+    """Two consumers, the warpgroup of dQ, if there is one, and a producer share what the launch gives."""
+    spec = MAIN[("bfloat16", *dims, False, False, False)]
+    moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
+    assert {int(count) for _, count in moves} == set(registers)
+    assert jit.build(spec).meta["registers"] == launched
+    assert all((move == "inc") == (int(count) > launched) for move, count in moves)
+    assert spec.threads == 128 * len(registers) and sum(registers) <= len(registers) * launched
+
+
+def test_constants_of_the_backward() -> None:
+    for dims, form in (((128, 128), BY_KEYS), ((192, 128), BY_KEYS_WITH_DQ), ((256, 256), BY_PRODUCT)):
+        assert_in_kernel(
+            MAIN[("bfloat16", *dims, False, False, False)],
+            [
+                f"kBlockRows == {mha_backward.BLOCK_ROWS}",
+                f"kTileKeys == {form.tile_keys}",
+                f"kDsStages == {form.ds_stages}",
+                f"kNoBound == {NO_BOUND}",
+            ],
+        )
+    assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])
+
+
+@pytest.mark.parametrize("name", STRUCTS)
+def test_cpp_has_the_same_members_in_the_backward(name: str) -> None:
+    declared = STRUCTS[name]
+    count = len(declared.members)
+    conditions = [f"sizeof(Params) == {declared.size}", f"Has{count}<Params> && !Has{count + 1}<Params>"]
+    for member in declared.members:
+        conditions += conditions_of(member.name, member.type, member.length, member.offset)
+    assert_in_kernel(BY_NAME[name], conditions, has_members(count) + has_members(count + 1))
+
+
+# ---- launches
+
+
+class Launches:
+    """The kernels that are loaded, what they were prepared with, and the launches, in their order."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.grids: dict[str, tuple[int, int, int]] = {}
+        self.params: dict[str, dict[str, Any]] = {}
+        self.enqueued: list[tuple[str, tuple[Any, ...]]] = []
+
+    def get_kernel(self, spec: KernelSpec, device: int, capturing: Any) -> Any:
+        self.loaded.append(spec.name)
+        return SimpleNamespace(
+            prepare=lambda grid, params, changing, pdl: self._prepare(spec.name, grid, params, pdl)
+        )
+
+    def _prepare(self, name: str, grid: tuple[int, int, int], params: bytes, pdl: bool) -> Any:
+        declared = STRUCTS[name]
+        assert pdl and len(params) == declared.size and min(grid) > 0
+        self.grids[name] = grid
+        self.params[name] = {}
+        for member in declared.members:
+            values = struct.unpack_from(f"<{member.code}", params, member.offset)
+            self.params[name][member.name] = values if member.length else values[0]
+        return SimpleNamespace(launch=lambda *given: self.enqueued.append((name, given)))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    made = Launches()
+    monkeypatch.setattr(jit, "get_kernel", made.get_kernel)
+    monkeypatch.setattr(jit, "tensor_map", lambda *given: given)
+    return made
+
+
+ADDRESSES = BackwardAddresses(*[0x1000 * (i + 1) for i in range(len(BackwardAddresses._fields))])
+
+
+@pytest.mark.parametrize("varlen", (False, True))
+def test_order_of_launches(launches: Launches, varlen: bool) -> None:
+    """Three, and a fourth for tokens of no request, whose grids cover what there is."""
+    prepared = PreparedMhaBackward(EXPECTED._replace(varlen=varlen), lambda: False)
+    prepared.launch(0x51, ADDRESSES, 0x100000)
+    names = ["mha_backward_prepare", "mha_backward", "mha_backward_finish"]
+    assert [name for name, _ in launches.enqueued] == [*names, *["mha_backward_clear"] * varlen]
+    assert {given[0] for _, given in launches.enqueued} == {0x51}
+    # 3 requests of up to 20 queries and 30 keys: a block and a tile each. As segments their 40 and 56 tokens
+    # may lie in 3 at most.
+    assert launches.grids["mha_backward"] == (2 * 3, 1, 1)
+    assert launches.grids["mha_backward_prepare"] == launches.grids["mha_backward_finish"] == (8 * 3, 1, 1)
+    assert {params["blocks"] for params in launches.params.values() if "blocks" in params} == {3}
+    if varlen:
+        assert launches.grids["mha_backward_clear"] == (3, 1, 1)
+        assert launches.params["mha_backward_clear"]["first_ctas"] == (0, 1, 2)
+
+
+def test_grids_of_long_segments(launches: Launches) -> None:
+    """Blocks of 64 rows and tiles of 128 keys of segments that begin anywhere: one more for each request."""
+    call = EXPECTED._replace(total_q=6400, total_k=12800, max_seqlen_q=6400, max_seqlen_k=12800)
+    PreparedMhaBackward(call, lambda: False)
+    assert launches.grids["mha_backward_prepare"] == (8 * (100 + 3), 1, 1)
+    assert launches.grids["mha_backward"] == (2 * (100 + 3), 1, 1)
+    assert launches.grids["mha_backward_clear"] == (100 + 200 + 200, 1, 1)
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
+@pytest.mark.parametrize("has_dlse", (False, True))
+def test_scratch_of_the_backward(
+    launches: Launches, has_dlse: bool, sink_dtype: str | None, deterministic: bool
+) -> None:
+    """float32 of d_qk, lse and delta a row; with sinks a number a block; with both another a row; in a fixed
+    order a turn a block.
+    """
+    call = EXPECTED._replace(d_qk=100, d_v=59, has_dlse=has_dlse, sink_dtype=sink_dtype)
+    call = call._replace(deterministic=deterministic)
+    prepared = PreparedMhaBackward(call, lambda: False)
+    prepared.launch(0x51, ADDRESSES, 0x100000)
+    (_, given), (_, of_main), *_ = launches.enqueued
+    lse, delta, accum, *_ = given[5:8]
+    rows = 8 * 3 * 64
+    assert (lse, delta, accum) == (0x100000, 0x100000 + 4 * rows, 0x100000 + 8 * rows)
+    sizes = [4 * rows, 4 * rows, 4 * 128 * rows, 4 * 8 * 3 if sink_dtype else 0]
+    weighs = has_dlse and sink_dtype is not None
+    sizes.append(4 * rows if weighs else 0)
+    turns_bytes = 4 * 8 * 3 if deterministic else 0
+    sizes.append(turns_bytes)
+    assert prepared.scratch_bytes == sum(-(-size // 128) * 128 for size in sizes)
+    weights, turns = given[10:12]
+    assert (weights != 0) == weighs and (turns != 0) == deterministic
+    end = 0x100000 + prepared.scratch_bytes - -(-turns_bytes // 128) * 128
+    assert turns in (0, end)
+    if weighs:
+        assert weights == end - 4 * rows
+    assert of_main[2][0] == ADDRESSES.dout
+    assert of_main[5:10] == (lse, delta, weights, accum, turns)
+
+
+@pytest.mark.parametrize(
+    ("d_qk", "d_v", "keys"), ((128, 128, 128), (192, 128, 128), (192, 129, 64), (256, 200, 64))
+)
+def test_tiles_of_keys(launches: Launches, d_qk: int, d_v: int, keys: int) -> None:
+    """The grid and the boxes of K and V follow the form of the schedule."""
+    call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, max_seqlen_k=1000, total_k=1000)
+    PreparedMhaBackward(call, lambda: False).launch(0x51, ADDRESSES, 0x100000)
+    tiles = -(-1000 // keys)
+    assert launches.grids["mha_backward"] == (call.h_kv * call.b * tiles, 1, 1)
+    assert launches.params["mha_backward"]["tiles_per_head"] == tiles
+    (maps,) = [given[1:5] for name, given in launches.enqueued if name == "mha_backward"]
+    assert [one[4][:2] for one in maps] == [(64, 64), (64, 64), (64, keys), (64, keys)]
+
+
+@pytest.mark.parametrize("alibi", (False, True))
+@pytest.mark.parametrize("softcap", (False, True))
+def test_factors_of_scores(launches: Launches, softcap: bool, alibi: bool) -> None:
+    """What the score step and the exponent multiply by gives scores in base 2."""
+    call = EXPECTED._replace(softmax_scale=0.25, softcap=15.0 if softcap else 0.0, has_alibi=alibi)
+    PreparedMhaBackward(call, lambda: False)
+    params = launches.params["mha_backward"]
+    log2_e = 1.4426950408889634
+    factor = (15.0 if softcap else 0.25) * log2_e
+    assert params["softmax_scale_log2"] == pytest.approx(1.0 if alibi else factor)
+    assert params["score_factor"] == pytest.approx(factor)
+    assert params["score_scale"] == pytest.approx(0.25 / 15 if softcap else 1.0)
+    assert params["scale"] == launches.params["mha_backward_finish"]["scale"] == 0.25
