@@ -877,7 +877,9 @@ struct Consumer {
                 const float factor = (c & 1) ? factors.y : factors.x;
                 const float value = factor * (weighted - ((c & 1) ? delta.y : delta.x));
 #if FLEX
-                ds[c] = factor == 0.0f ? 0.0f : value;  // asks no function again
+                // dP may be NaN where P is 0 because of a mask. It is asked no second time, and which blocks
+                // have one is not known to the other consumer of kByProduct.
+                ds[c] = (kMasked || kByProduct) && factor == 0.0f ? 0.0f : value;
 #else
                 ds[c] = mask.hides(i) ? 0.0f : value;
 #endif
