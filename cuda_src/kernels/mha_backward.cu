@@ -289,6 +289,19 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
     bulk_wait_group<0>();
 }
 
+// Columns of dQ = dS K: dS of all keys of the tile, and K from the columns on that are wanted.
+template <int kCount>
+__device__ __forceinline__ void issue_ds_k(float (&dq)[kCount], u64 desc_ds, u64 desc_k) {
+    wgmma_pin(dq);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kTileKeys / 16; ++k)
+        wgmma_ss<kDtype, Major::kK, Major::kMn>(
+            dq, desc_ds + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
+            desc_k + k * KeyRows::kStepMn, k > 0);
+    wgmma_commit_group();
+}
+
 // The warpgroup of dQ.
 __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPlan& smem,
                                             const KeyTile& tile) {
@@ -313,14 +326,7 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
             float dq[32];
             const u64 desc_ds = BlockRows::k_major(smem_address(smem.ds[stage]));
             const u64 desc_k = KeyRows::mn_major(smem_address(smem.k) + chunk * KeyRows::kBytes);
-            wgmma_pin(dq);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kTileKeys / 16; ++k)
-                wgmma_ss<kDtype, Major::kK, Major::kMn>(
-                    dq, desc_ds + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
-                    desc_k + k * KeyRows::kStepMn, k > 0);
-            wgmma_commit_group();
+            issue_ds_k(dq, desc_ds, desc_k);
             wgmma_wait_group<0>();
             wgmma_pin(dq);
             if (chunk == kChunksQK - 1) {
@@ -680,14 +686,7 @@ struct Consumer {
         u64 desc_k = KeyRows::mn_major(smem_address(smem.k) + first / 64 * KeyRows::kBytes + first % 64 * 2);
         // As in issue_product.
         asm volatile("" : "+l"(desc_ds), "+l"(desc_k));
-        wgmma_pin(dq);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kTileKeys / 16; ++k)
-            wgmma_ss<kDtype, Major::kK, Major::kMn>(
-                dq, desc_ds + k / 4 * BlockRows::kStepTile + k % 4 * BlockRows::kStepK,
-                desc_k + k * KeyRows::kStepMn, k > 0);
-        wgmma_commit_group();
+        issue_ds_k(dq, desc_ds, desc_k);
     }
     template <int kCount>
     __device__ __forceinline__ void store_dq(const float (&dq)[kCount], int first) const {

@@ -81,9 +81,7 @@ class Driver:
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call ``function`` with ctypes values; raises `LaunchError` with the driver's words if it fails."""
-        code = getattr(self.library, function)(*arguments)
-        if code != 0:
-            raise LaunchError(f"{function}: {self.error_text(code)}")
+        self._check(function, getattr(self.library, function)(*arguments))
 
     def call_in_any_context(self, function: str, *arguments: Any) -> None:
         """`call` of what asks for a context and does not care which.
@@ -93,8 +91,11 @@ class Driver:
         code = getattr(self.library, function)(*arguments)
         if code == _INVALID_CONTEXT and self._contexts:
             with self.in_context(next(iter(self._contexts.values()))):
-                self.call(function, *arguments)
-        elif code != 0:
+                code = getattr(self.library, function)(*arguments)
+        self._check(function, code)
+
+    def _check(self, function: str, code: int) -> None:
+        if code != 0:
             raise LaunchError(f"{function}: {self.error_text(code)}")
 
     @contextmanager

@@ -16,7 +16,7 @@ Results come in the kind of the first array:
 Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions; dense attention
 (`flash_attn_*`), prefix prefill (`context_attention_fwd`) and flex attention (`flex_attention`,
 `create_block_mask`) check what their definition needs and no more: they take float32 and any head dimension.
-Score and mask functions are functions of NumPy arrays.
+Score and mask functions are functions of NumPy arrays; a score function with gradients is a `NumpyMod`.
 """
 
 from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
@@ -81,7 +81,6 @@ from ._plan import (
 from ._prefix import context_attention_fwd
 
 __all__ = [
-    "NumpyMod",
     "BATCH_INVARIANT_MARK",
     "BATCH_INVARIANT_MAX_SPLITS",
     "BATCH_INVARIANT_MIN_BLOCKS",
@@ -99,6 +98,7 @@ __all__ = [
     "V32_MIN_SCALE",
     "CacheLayout",
     "FlashMLASchedMeta",
+    "NumpyMod",
     "Plan",
     "SchedConfig",
     "and_masks",

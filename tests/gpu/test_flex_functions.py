@@ -148,7 +148,7 @@ def test_error_in_the_users_text() -> None:
     inputs = make_flex_inputs(FlexCase(**SHAPE))
     with pytest.raises(rawmla.CompileError) as caught:
         attend(inputs, score_mod="score + nothing_of_that_name")
-    assert " | return score + nothing_of_that_name\n" in str(caught.value)
+    assert ">  8 | return score + nothing_of_that_name\n" in str(caught.value)
 
 
 def test_masks_of_masks() -> None:
