@@ -62,7 +62,13 @@ class _Kernel:
 
     def _told(self, grid: Any, params: bytes, stream: int, pdl: bool) -> SimpleNamespace:
         return SimpleNamespace(
-            name=self.spec.name, spec=self.spec, grid=grid[0], params=params, stream=stream, pdl=pdl
+            name=self.spec.name,
+            spec=self.spec,
+            grid=grid[0],
+            rows_of_grid=grid[1],
+            params=params,
+            stream=stream,
+            pdl=pdl,
         )
 
 
@@ -126,7 +132,7 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
     assert first["lse_log2"] == second["lse"] and first["delta"] == second["delta"]
     assert first["dq_accum"] == second["dq_accum"] == last["dq_accum"]
     assert first["turns"] == second["turns"] == second["ranks"] == second["largest"] == 0
-    assert first["accum_columns"] == 128 and last["chunks"] == 2 and last["dq"] == ADDRESSES.dq
+    assert first["accum_columns"] == 128 and finish.rows_of_grid == 2 and last["dq"] == ADDRESSES.dq
     expected = {
         "dk": ADDRESSES.dk,
         "dv": ADDRESSES.dv,
@@ -202,7 +208,7 @@ def test_a_fixed_order(told: list[SimpleNamespace], dims: tuple[int, int]) -> No
     tiles = 1 if dims[0] == 128 else 2
     assert read(ranks) | {"states": 0, "ranks": 0} == {
         "states": 0, "ranks": 0, "all_rows": ROWS, "rows": ROWS, "columns": COLUMNS,
-        "tiles": tiles, "tiles_of_last": -(-(S - 3 * 128) // (128 // tiles)),
+        "tiles": tiles,
     }  # fmt: skip
     assert read(main)["ranks"] == read(ranks)["ranks"] != 0
     assert read(main)["turns"] == read(prepare)["turns"] != 0

@@ -32,7 +32,7 @@ struct Dim { int x; };
 """
 _WALK = """
 struct Params {
-    const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks;
+    const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks, *turns;
     i64 counts_strides[6], lists_strides[6], blocks;
     int group, list_rows[2], mask_batches, mask_heads, mask_rows, mask_columns, block_rows, block_k, q_blocks;
     int requests;
@@ -63,7 +63,10 @@ extern "C" void rank(const Params* params) {
 
 class _WalkParams(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("counts", "lists", "full_counts", "full_lists", "ranks")]
+        [
+            (name, ctypes.c_void_p)
+            for name in ("counts", "lists", "full_counts", "full_lists", "ranks", "turns")
+        ]
         + [("counts_strides", ctypes.c_longlong * 6), ("lists_strides", ctypes.c_longlong * 6)]
         + [("blocks", ctypes.c_longlong), ("group", ctypes.c_int), ("list_rows", ctypes.c_int * 2)]
         + [
@@ -78,7 +81,7 @@ class _WalkParams(ctypes.Structure):
 
 class _RankParams(ctypes.Structure):
     _fields_ = [("states", ctypes.c_void_p), ("ranks", ctypes.c_void_p), ("all_rows", ctypes.c_longlong)] + [
-        (name, ctypes.c_int) for name in ("rows", "columns", "tiles", "tiles_of_last")
+        (name, ctypes.c_int) for name in ("rows", "columns", "tiles")
     ]
 
 
@@ -149,21 +152,25 @@ def strides(array: Any, count: int) -> list[int]:
 def ranks_of(case: Case, mask: Mask, tile_keys: int) -> Any:
     ranks = np.full(mask.states.shape, -1, np.int32)
     columns, rows = mask.states.shape[2:]
-    last = case.k_len - (columns - 1) * case.block[1]
     params = _RankParams(
         mask.states.ctypes.data, ranks.ctypes.data, mask.states.size // columns, rows, columns,
-        -(-case.block[1] // tile_keys), -(-last // tile_keys),
+        case.block[1] // tile_keys,
     )  # fmt: skip
     _ranking().rank(ctypes.byref(params))
     return ranks
 
 
-def walk(case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int]) -> Any:
-    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key)."""
+def walk(
+    case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int], turns: bool = False
+) -> Any:
+    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key).
+
+    `turns`: tiles take turns.
+    """
     blocks = -(-case.q_len // ROWS)
     params = _WalkParams(
         blocks=case.b * blocks, group=case.group, mask_batches=1, mask_heads=1, block_rows=1, block_k=1,
-        q_blocks=blocks, requests=case.b // case.k_batches,
+        q_blocks=blocks, requests=case.b // case.k_batches, turns=1 if turns else None,
     )  # fmt: skip
     if mask is not None:
         columns, rows = mask.states.shape[2:]
@@ -194,19 +201,21 @@ def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
     ]
 
 
+@pytest.mark.parametrize("takes_turns", (False, True), ids=("any order", "turns"))
 @pytest.mark.parametrize("ascending", (True, False))
 @pytest.mark.parametrize("tile_keys", (64, 128))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_listed_blocks(case: Case, tile_keys: int, ascending: bool) -> None:
+def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, takes_turns: bool) -> None:
     """Each once, of every request and head that reads the keys, partial and full ones together in ascending
-    order if the lists are; and tiles take turns at a block from the last keys to the first, without a gap.
+    order if the lists are; where tiles take turns, in descending order, and a block for all of them if they
+    have the same lists. Turns go from the first keys to the last, without a gap.
     """
     mask = make_mask(case, np.random.default_rng(0), ascending)
     ranks = ranks_of(case, mask, tile_keys)
     q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
     turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for tile in tiles_of(case, tile_keys):
-        steps = walk(case, mask, ranks, tile_keys, tile)
+        steps = walk(case, mask, ranks, tile_keys, tile, takes_turns)
         want = set()
         for request in range(tile[0] * requests, (tile[0] + 1) * requests):
             for head in range(tile[1] * case.group, (tile[1] + 1) * case.group):
@@ -216,19 +225,22 @@ def test_listed_blocks(case: Case, tile_keys: int, ascending: bool) -> None:
                     if state:
                         want.add((block, head, request, state == 1))
         assert len(steps) == len(want) and {(*step[:3], bool(step[3])) for step in steps} == want
-        order = [(request, head, block if ascending else 0) for block, head, request, *_ in steps]
+        direction = 0 if not ascending else -1 if takes_turns else 1
+        order = [(request, head, direction * block) for block, head, request, *_ in steps]
+        if takes_turns and case.masks == (1, 1):
+            order = [(block, request, head) for request, head, block in order] if ascending else []
         assert order == sorted(order)
         for block, head, request, _, turn, place in steps:
             assert place == head * case.b * q_blocks + request * q_blocks + block
             turns[place].append((tile[2], turn))
     assert turns
     for found in turns.values():
-        assert [turn for _, turn in sorted(found, reverse=True)] == list(range(len(found)))
+        assert [turn for _, turn in sorted(found)] == list(range(len(found)))
 
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_without_lists(case: Case) -> None:
-    """All blocks, as full ones."""
+    """All blocks, as full ones; where tiles take turns, from the last on and each for all heads."""
     q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
     for tile in tiles_of(case, 128):
         steps = walk(case, None, None, 128, tile)
@@ -238,7 +250,9 @@ def test_without_lists(case: Case) -> None:
             for head in range(tile[1] * case.group, (tile[1] + 1) * case.group)
             for block in range(q_blocks)
         ]
-        assert {step[4] for step in steps} == {-(-case.k_len // 128) - 1 - tile[2] // 128}
+        assert {step[4] for step in steps} == {tile[2] // 128}
+        in_turns = walk(case, None, None, 128, tile, turns=True)
+        assert in_turns == sorted(steps, key=lambda step: (-step[0], step[2], step[1]))
 
 
 def test_numbers_that_are_no_blocks_are_skipped() -> None:
@@ -251,3 +265,4 @@ def test_numbers_that_are_no_blocks_are_skipped() -> None:
     ranks = ranks_of(case, mask, 128)
     steps = walk(case, mask, ranks, 128, (0, 0, 0))
     assert [step[0] for step in steps] == [4, 5]
+    assert [step[0] for step in walk(case, mask, ranks, 128, (0, 0, 0), turns=True)] == [5, 4]

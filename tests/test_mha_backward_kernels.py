@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cuda_probe import assert_in_kernel, ptx
-from test_mha_backward_calls import EXPECTED
+from test_mha_backward_calls import D_QK, EXPECTED
 from test_params import conditions_of, has_members
 
 from rawmla import jit
@@ -46,7 +46,9 @@ MAIN = {
     for flags in (FLAGS if dims in DIMS else (FLAGS[0], FLAGS[-1]))
 }
 AROUND = [
-    *(spec for dtype in ("bfloat16", "float16") for spec in specs(dtype, 64, 64)[::2]),
+    *dict.fromkeys(
+        x for dtype in ("bfloat16", "float16") for d in (64, 128) for x in specs(dtype, d, d)[::2]
+    ),
     mha_backward.CLEAR_SPEC,
 ]
 BY_NAME: dict[str, KernelSpec] = {spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], *AROUND)}
@@ -58,7 +60,7 @@ def test_variants() -> None:
     assert len(set(MAIN.values())) == 2 * 8 * len(DIMS) + 2 * 2 * (len(MORE_DIMS) - 1)
     for dtype in ("bfloat16", "float16"):
         around = {specs(dtype, *dims, *flags)[::2] for dims in DIMS for flags in FLAGS}
-        assert len(around) == 1
+        assert len(around) == 2  # by d_v
     assert {spec.name for spec in BY_NAME.values()} == set(STRUCTS)
 
 
@@ -203,7 +205,8 @@ def test_order_of_launches(launches: Launches, varlen: bool) -> None:
     # 3 requests of up to 20 queries and 30 keys: a block and a tile each. As segments their 40 and 56 tokens
     # may lie in 3 at most.
     assert launches.grids["mha_backward"] == (2 * 3, 1, 1)
-    assert launches.grids["mha_backward_prepare"] == launches.grids["mha_backward_finish"] == (8 * 3, 1, 1)
+    assert launches.grids["mha_backward_prepare"] == (8 * 3, 1, 1)
+    assert launches.grids["mha_backward_finish"] == (8 * 3, -(-D_QK // 64), 1)
     assert {params["blocks"] for params in launches.params.values() if "blocks" in params} == {3}
     if varlen:
         assert launches.grids["mha_backward_clear"] == (3, 1, 1)

@@ -169,18 +169,17 @@ __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& sme
     }
     Step step;
     u32 landed = 0;  // parities of the stages
-    for (int member = 0; member < params.group; ++member) {
-        for (int block = tile.first_block; block < tile.end_block; ++block, ++step.number) {
-            if (!tile.trims(block)) continue;
-            const u32 stage = step.stage(), parity = landed >> stage & 1;
-            landed ^= 1 << stage;
-            mbarrier_wait_parity(smem_address(&smem.bar_q_landed[stage]), parity);
-            clear_rows<BlockRows>(smem.q[stage], kChunksQK, tile.first_row(block), tile.end_row(block));
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_full[stage]));
-            mbarrier_wait_parity(smem_address(&smem.bar_dout_landed[stage]), parity);
-            clear_rows<BlockRows>(smem.dout[stage], kChunksV, tile.first_row(block), tile.end_row(block));
-            if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_dout_full[stage]));
-        }
+    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++step.number) {
+        const int block = walk.block;
+        if (!tile.trims(block)) continue;
+        const u32 stage = step.stage(), parity = landed >> stage & 1;
+        landed ^= 1 << stage;
+        mbarrier_wait_parity(smem_address(&smem.bar_q_landed[stage]), parity);
+        clear_rows<BlockRows>(smem.q[stage], kChunksQK, tile.first_row(block), tile.end_row(block));
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_full[stage]));
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_landed[stage]), parity);
+        clear_rows<BlockRows>(smem.dout[stage], kChunksV, tile.first_row(block), tile.end_row(block));
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_dout_full[stage]));
     }
 }
 
@@ -199,55 +198,75 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
         tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
                     tile.k_begin + tile.first_key, tile.kv_head, batch_k);
     Step step;
-    for (int member = 0; member < params.group; ++member) {
-        const int head = tile.kv_head * params.group + member;
-        for (int block = tile.first_block; block < tile.end_block; ++block, ++step.number) {
-            const u32 stage = step.stage();
-            const int token = tile.q_begin + block * kBlockRows;
-            const i64 row = (head * params.blocks + tile.first_row_block + block) * kBlockRows;
-            const bool trims = tile.trims(block);
-            const u32 q_full = smem_address((trims ? smem.bar_q_landed : smem.bar_q_full) + stage);
-            mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), step.free_parity());
-            mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + (kWeights ? 2 : 1) * sizeof(smem.lse[0]));
+    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++step.number) {
+        const int block = walk.block, head = tile.kv_head * params.group + walk.member;
+        const u32 stage = step.stage();
+        const int token = tile.q_begin + block * kBlockRows;
+        const i64 row = (head * params.blocks + tile.first_row_block + block) * kBlockRows;
+        const bool trims = tile.trims(block);
+        const u32 q_full = smem_address((trims ? smem.bar_q_landed : smem.bar_q_full) + stage);
+        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), step.free_parity());
+        mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + (kWeights ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
-            for (int chunk = 0; chunk < kChunksQK; ++chunk)
-                tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
-                            64 * chunk, token, head, batch_q);
-            bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
-            if constexpr (kWeights)
-                bulk_load(smem_address(smem.weights[stage]), params.weights + row, sizeof(smem.weights[0]),
-                          q_full);
-            const u32 dout_full = smem_address((trims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
-            mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), step.free_parity());
-            mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
+        for (int chunk = 0; chunk < kChunksQK; ++chunk)
+            tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
+                        64 * chunk, token, head, batch_q);
+        bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
+        if constexpr (kWeights)
+            bulk_load(smem_address(smem.weights[stage]), params.weights + row, sizeof(smem.weights[0]),
+                      q_full);
+        const u32 dout_full = smem_address((trims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), step.free_parity());
+        mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
 #pragma unroll
-            for (int chunk = 0; chunk < kChunksV; ++chunk)
-                tma_load_4d(smem_address(smem.dout[stage]) + chunk * BlockRows::kBytes, &params.dout_map,
-                            dout_full, 64 * chunk, token, head, batch_q);
-            bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
-        }
+        for (int chunk = 0; chunk < kChunksV; ++chunk)
+            tma_load_4d(smem_address(smem.dout[stage]) + chunk * BlockRows::kBytes, &params.dout_map,
+                        dout_full, 64 * chunk, token, head, batch_q);
+        bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
     }
 }
 
-// Tiles that add to a block of dQ before this one: those behind it that see the block. They have been given
-// out before, so nobody waits for a CTA that has not begun.
+// Tiles that add to a block of dQ before this one: those of keys before it that see the block. They have been
+// given out before, so nobody waits for a CTA that has not begun.
 __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, int block) {
-    const i64 end = static_cast<i64>(min_int((block + 1) * kBlockRows, tile.q_len)) + tile.offset +
-                    params.window_right;  // behind the last first key of a tile that sees it
-    const i64 last = end - 1 < tile.k_len - 1 ? end - 1 : tile.k_len - 1;
-    return static_cast<int>(last / kTileKeys) - tile.first_key / kTileKeys;
+    const int first_seen = max_int(block * kBlockRows + tile.offset - params.window_left, 0);
+    return tile.first_key / kTileKeys - first_seen / kTileKeys;
 }
 #endif
 
+// Where tiles take turns at a block of dQ: its counter says how many have added. The thread that adds gives its
+// turn to the next tile when it has added to a further block, since what it added has arrived by then, or when
+// it has to wait for that one.
+struct Turns {
+    int* counter = nullptr;
+    int* last = nullptr;  // of the block before, where the turn is still held
+
+    // Until `turn` tiles have added to the block.
+    __device__ __forceinline__ void take(int* counter_of_block, int turn) {
+        last = counter, counter = counter_of_block;
+        if (load_acquire(counter) != turn) {
+            give_last<0>();
+            while (load_acquire(counter) != turn) {}
+        }
+        fence_proxy_async_global();
+    }
+    // kPending: how many groups of additions have begun behind those to that block.
+    template <int kPending>
+    __device__ __forceinline__ void give_last() {
+        if (last == nullptr) return;
+        bulk_wait_group<kPending>();
+        fence_proxy_async_global();
+        add_release(last, 1);
+        last = nullptr;
+    }
+};
+
 // One thread: adds what the tile gives to a block of dQ, which lies at `place` of the sums; with turns, when
 // `turn` tiles have.
-__device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan& smem, i64 place, int turn,
-                                          u32 number) {
+__device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan& smem, Turns& turns,
+                                          i64 place, int turn, u32 number) {
     float* dst = params.dq_accum + place * (kDqParts * kPartBytes / 4);
-    if (params.turns != nullptr) {
-        while (load_acquire(params.turns + place) != turn) {}
-        fence_proxy_async();
-    }
+    if (params.turns != nullptr) turns.take(params.turns + place, turn);
 #pragma unroll
     for (int part = 0; part < kDqParts; ++part) {
         const int at = part % kPlaces;
@@ -257,15 +276,12 @@ __device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan
         bulk_wait_group_read<0>();
         mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
     }
-    if (params.turns != nullptr) {
-        bulk_wait_group<0>();
-        fence_proxy_async();
-        add_release(params.turns + place, 1);
-    }
+    turns.give_last<kDqParts>();
 }
 
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
+    Turns turns;
     u32 number = 0;
 #if FLEX
 #pragma unroll 1
@@ -274,18 +290,18 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
         const QueryStep step = smem.told[number % kToldSteps];
         if (step.is_end()) break;
         const int turn = params.turns == nullptr ? 0 : turn_of<kTileKeys>(params, tile, step);
-        add_block(params, smem, step.place(params), turn, number);
+        add_block(params, smem, turns, step.place(params), turn, number);
     }
 #else
-    for (int member = 0; member < params.group; ++member) {
-        const int head = tile.kv_head * params.group + member;
-        for (int block = tile.first_block; block < tile.end_block; ++block, ++number) {
-            const i64 place = head * params.blocks + tile.first_row_block + block;
-            const int turn = params.turns == nullptr ? 0 : turn_of(params, tile, block);
-            add_block(params, smem, place, turn, number);
-        }
+    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++number) {
+        const int head = tile.kv_head * params.group + walk.member;
+        const i64 place = head * params.blocks + tile.first_row_block + walk.block;
+        const int turn = params.turns == nullptr ? 0 : turn_of(params, tile, walk.block);
+        add_block(params, smem, turns, place, turn, number);
     }
 #endif
+    turns.last = turns.counter;
+    turns.give_last<0>();
     bulk_wait_group<0>();
 }
 
@@ -510,21 +526,16 @@ struct Consumer {
             warp_uniform(ceil_div(max_int(last_key - tile.offset - params.window_right, 0), kBlockRows));
         const int seen_until = max_int(first_key - tile.offset + params.window_left + 1, 0) / kBlockRows;
         const int plain_end = warp_uniform(last_key < tile.k_len ? seen_until : 0);
-        int left = warp_uniform(tile.blocks()) * params.group;
 #pragma unroll 1
-        for (int member = 0; member < params.group; ++member) {
+        for (BlockWalk walk(params, tile); walk.left > 0; walk.advance()) {
             float slope = 0.0f;
             if constexpr (kAlibi) {
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-                const int head = tile.kv_head * params.group + member;
+                const int head = tile.kv_head * params.group + walk.member;
                 slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
             }
-#pragma unroll 1
-            for (int block = tile.first_block; block < tile.end_block; ++block) {
-                const bool masked = block < plain_begin || block >= plain_end;
-                --left;
-                take(masked, slope, block, left > 0);
-            }
+            const bool masked = walk.block < plain_begin || walk.block >= plain_end;
+            take(masked, slope, walk.block, walk.left > 1);
         }
     }
 

@@ -19,7 +19,6 @@ struct Params {
     i64 dq_stride_b, dq_stride_s, dq_stride_h;
     i64 blocks;  // of a head
     int b, seqlen_q, d_qk;
-    int chunks;
     int sink_dtype;  // mha/sink.cuh
     float scale;
 };
@@ -62,38 +61,37 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_launch_dependents();
     const i64 place = blockIdx.x, block = place % params.blocks;
     const int head = place / params.blocks, thread = threadIdx.x;
-    if (params.dsink != nullptr && block == 0) store_dsink(params, head);
+    if (params.dsink != nullptr && block == 0 && blockIdx.y == 0) store_dsink(params, head);
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
     if (first_token < 0 || first_token >= rows.count) return;
     u16* out = static_cast<u16*>(params.dq) + head * params.dq_stride_h;
     if (params.cu_seqlens_q == nullptr) out += request * params.dq_stride_b;
+    const int chunk = blockIdx.y;
     const float4* sums =
-        reinterpret_cast<const float4*>(params.dq_accum) + place * params.chunks * 1024 + thread;
+        reinterpret_cast<const float4*>(params.dq_accum) + (place * gridDim.y + chunk) * 1024 + thread;
     const int token = first_token + thread / 32 * 16 + thread % 32 / 4;
     u16* row = out + (rows.begin + token) * params.dq_stride_s;
-    for (int chunk = 0; chunk < params.chunks; ++chunk) {
-        float4 fours[8];  // all are loaded before anything is stored, which might alias them
+    float4 fours[8];  // all are loaded before anything is stored, which might alias them
 #pragma unroll
-        for (int j = 0; j < 8; ++j) fours[j] = sums[chunk * 1024 + 128 * j];
+    for (int j = 0; j < 8; ++j) fours[j] = sums[128 * j];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            u16* dst = row + 8 * r * params.dq_stride_s;
-            const bool exists = token + 8 * r < rows.count;
+    for (int r = 0; r < 2; ++r) {
+        u16* dst = row + 8 * r * params.dq_stride_s;
+        const bool exists = token + 8 * r < rows.count;
 #pragma unroll
-            for (int first = 0; first < 8; first += 4) {
-                u32 pairs[4];
+        for (int first = 0; first < 8; first += 4) {
+            u32 pairs[4];
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    const float4& four = fours[first + j];
-                    pairs[j] = pack_16bit<kDtype>((r == 0 ? four.x : four.z) * params.scale,
-                                                  (r == 0 ? four.y : four.w) * params.scale);
-                }
-                quad_transpose(pairs);  // eight neighbouring columns
-                const int column = 64 * chunk + 8 * (first + thread % 4);
-                if (exists) store_columns(dst + column, pairs, params.d_qk - column);
+            for (int j = 0; j < 4; ++j) {
+                const float4& four = fours[first + j];
+                pairs[j] = pack_16bit<kDtype>((r == 0 ? four.x : four.z) * params.scale,
+                                              (r == 0 ? four.y : four.w) * params.scale);
             }
+            quad_transpose(pairs);  // eight neighbouring columns
+            const int column = 64 * chunk + 8 * (first + thread % 4);
+            if (exists) store_columns(dst + column, pairs, params.d_qk - column);
         }
     }
 }

@@ -15,9 +15,9 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kThreads = 128;
-constexpr int kUnit = 8;                                 // elements that a thread loads at once
-constexpr int kLanes = 16, kGroups = kThreads / kLanes;  // of a row; rows that are read side by side
-constexpr int kRows = kBlockRows / kGroups;              // of a thread
+constexpr int kUnit = 8;                                    // elements that a thread loads at once
+constexpr int kLanes = LANES, kGroups = kThreads / kLanes;  // of a row; rows that are read side by side
+constexpr int kRows = kBlockRows / kGroups;                 // of a thread
 
 struct Params {
     const void *out, *dout;
@@ -56,57 +56,42 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     int q_len = rows.count;
     if (params.seqused_q != nullptr) q_len = min_int(q_len, params.seqused_q[request]);
 
-    float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
-    for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
-        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-
-    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
-
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
-    __shared__ float lse_of_rows[kBlockRows];  // -inf: the row sees no key or does not exist
-    __shared__ float dlse_of_rows[kBlockRows];
-    __shared__ float dsink_of_groups[kGroups];
-    if (threadIdx.x < kBlockRows) {
-        const int token = first_token + threadIdx.x;
-        const i64 at = rows.begin + token;
-        float lse = -kInfinity, dlse = 0.0f;
-        if (token < q_len) {
-            lse =
-                params
-                    .lse[batch * params.lse_stride_b + at * params.lse_stride_s + head * params.lse_stride_h];
-            if (params.dlse != nullptr && lse != -kInfinity)
-                dlse = params.dlse[batch * params.dlse_stride_b + at * params.dlse_stride_s +
-                                   head * params.dlse_stride_h];
-        }
-        lse_of_rows[threadIdx.x] = lse;
-        dlse_of_rows[threadIdx.x] = dlse;
-    }
-    __syncthreads();
-
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const i64 first = rows.begin + first_token + group;
     const u16* out = static_cast<const u16*>(params.out) + batch * params.out_stride_b +
                      first * params.out_stride_s + head * params.out_stride_h;
     const u16* dout = static_cast<const u16*>(params.dout) + batch * params.dout_stride_b +
                       first * params.dout_stride_s + head * params.dout_stride_h;
-    bool attends[kRows];
-    float dots[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        attends[i] = lse_of_rows[group + kGroups * i] != -kInfinity;
-        dots[i] = 0.0f;
-    }
+    const float* lse =
+        params.lse + batch * params.lse_stride_b + first * params.lse_stride_s + head * params.lse_stride_h;
     // Nothing behind a row's last element is read: it may be the end of the array's memory.
     const int whole = params.d_v / kUnit * kUnit;
-    for (int column = kUnit * lane; column < whole; column += kUnit * kLanes) {
-        uint4 a[kRows], b[kRows];
+    uint4 a[kRows], b[kRows];
+    const auto load = [&](int column) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             a[i] = b[i] = make_uint4(0, 0, 0, 0);
-            if (!attends[i]) continue;
+            if (first_token + group + kGroups * i >= q_len || column >= whole) continue;
             a[i] = *reinterpret_cast<const uint4*>(out + kGroups * i * params.out_stride_s + column);
             b[i] = *reinterpret_cast<const uint4*>(dout + kGroups * i * params.dout_stride_s + column);
         }
+    };
+    // Memory is busy from here on: with these rows, then with the zeros.
+    load(kUnit * lane);
+    float lses[kRows];  // -inf: the row sees no key or does not exist
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+        lses[i] =
+            first_token + group + kGroups * i < q_len ? lse[kGroups * i * params.lse_stride_s] : -kInfinity;
+
+    float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
+    for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
+        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
+
+    float dots[kRows] = {};
+    for (int column = kUnit * lane;; load(column)) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const u32 firsts[4] = {a[i].x, a[i].y, a[i].z, a[i].w};
@@ -118,35 +103,43 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 dots[i] = fmaf(x.y, y.y, dots[i]);
             }
         }
+        column += kUnit * kLanes;
+        if (column >= whole) break;
     }
+    const float* dlse = params.dlse + batch * params.dlse_stride_b + first * params.dlse_stride_s +
+                        head * params.dlse_stride_h;
     const bool has_sink = params.attn_sink != nullptr;
     const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
     float dsink = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        if (attends[i] && whole + lane < params.d_v)
+        const bool attends = lses[i] != -kInfinity;
+        if (attends && whole + lane < params.d_v)
             dots[i] = fmaf(unpack_16bit<kDtype>(out[kGroups * i * params.out_stride_s + whole + lane]).x,
                            unpack_16bit<kDtype>(dout[kGroups * i * params.dout_stride_s + whole + lane]).x,
                            dots[i]);
 #pragma unroll
         for (int distance = kLanes / 2; distance > 0; distance /= 2)
             dots[i] += __shfl_xor_sync(0xffffffff, dots[i], distance);
-        const int row = group + kGroups * i;
-        const float lse = attends[i] ? lse_of_rows[row] * kLog2E : kInfinity;
-        const float w = has_sink && attends[i] ? 1.0f / (1.0f + exp2f(sink * kLog2E - lse)) : 1.0f;
-        dsink += (w - 1.0f) * dots[i];
+        const float dot = attends ? dots[i] : 0.0f;
+        const float lse_log2 = attends ? lses[i] * kLog2E : kInfinity;
+        const float w = has_sink && attends ? 1.0f / (1.0f + exp2f(sink * kLog2E - lse_log2)) : 1.0f;
+        dsink += (w - 1.0f) * dot;
         if (lane != 0) continue;
-        const i64 at = place * kBlockRows + row;
+        const float of_lse =
+            attends && params.dlse != nullptr ? dlse[kGroups * i * params.dlse_stride_s] : 0.0f;
+        const i64 at = place * kBlockRows + group + kGroups * i;
         if (params.weights != nullptr) {
-            params.lse_log2[at] = lse;
-            params.delta[at] = w * dots[i] - dlse_of_rows[row];
+            params.lse_log2[at] = lse_log2;
+            params.delta[at] = w * dot - of_lse;
             params.weights[at] = w;
         } else {
-            params.lse_log2[at] = lse - log2f(w);
-            params.delta[at] = dots[i] - dlse_of_rows[row];
+            params.lse_log2[at] = lse_log2 - log2f(w);
+            params.delta[at] = dot - of_lse;
         }
     }
     if (!has_sink) return;
+    __shared__ float dsink_of_groups[kGroups];
     if (lane == 0) dsink_of_groups[group] = dsink;
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -32,6 +32,33 @@ struct KeyTile {
     }
 };
 
+// The blocks of queries that a tile walks, for all query heads of the group: one head after another, from the
+// first block on. Where tiles take turns at a block (turn_of), from the last block on and each for all heads:
+// tiles of the first keys, which go first, see the last blocks longest, and those behind follow step by step.
+struct BlockWalk {
+    const KeyTile& tile;
+    const int group;
+    const bool backwards;
+    int block, member = 0;
+    int left;  // steps, with the one at hand
+
+    __device__ __forceinline__ BlockWalk(const Params& params, const KeyTile& tile)
+        : tile(tile),
+          group(params.group),
+          backwards(params.turns != nullptr),
+          block(backwards ? tile.end_block - 1 : tile.first_block),
+          left(tile.blocks() * params.group) {}
+
+    __device__ __forceinline__ void advance() {
+        --left;
+        if (backwards) {
+            if (++member == group) member = 0, --block;
+        } else if (++block == tile.end_block) {
+            block = tile.first_block, ++member;
+        }
+    }
+};
+
 // The tile of a CTA. All lanes of a warp call, and agree.
 template <int kTileKeys>
 __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
@@ -46,7 +73,6 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
         index /= width;
         tile.request = head / params.heads_kv;
         tile.kv_head = head - tile.request * params.heads_kv;
-        if (params.turns != nullptr) index = params.tiles_per_head - 1 - index;
     } else {
         tile.request = -1;
         for (int first = 0; first < params.b && tile.request < 0; first += 32) {
@@ -69,7 +95,6 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
                 tile.request = first + lane;
                 tile.kv_head = index / of_head;
                 index -= tile.kv_head * of_head;
-                if (params.turns != nullptr) index = of_head - 1 - index;
             } else {
                 index -= __shfl_sync(0xffffffff, upto, 31);
             }

@@ -1,7 +1,7 @@
 // Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and
 // query head that reads its keys. Partial blocks of the mask, where the mask function is asked, and full ones
-// come together in ascending order, as lists are, so that tiles which take turns (turn_of) do not wait for
-// long. Without lists all are full.
+// come together in the order that lists have, so that tiles which take turns (turn_of) do not wait for long.
+// Without lists all are full.
 //
 // The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
 // end as of a step more, which has no data.
@@ -30,28 +30,38 @@ struct alignas(16) QueryStep {
     }
 };
 
+// The order is that of BlockWalk (mha/key_tiles.cuh): where tiles take turns from the last block on, and each for
+// all requests and heads that read the keys if these have the same lists.
 class QueryWalk {
   public:
     __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
-        : params(params), tile(tile) {}
+        : params(params),
+          tile(tile),
+          backwards(params.turns != nullptr),
+          together(backwards &&
+                   (params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1))) {
+        if (!together) return;
+        open_lists();
+        reader = params.requests * params.group - 1;
+    }
 
     // The step after this one, or the end.
     __device__ __forceinline__ QueryStep next() {
-        while (block >= end_block) {
-            const int kind = row[1] < row[0], next_row = min_int(row[0], row[1]);
-            // A number that is no block's is skipped: it would be an address of the scratch.
-            if (next_row != kNoRow) {
-                if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
-                    block = next_row * params.block_rows;
-                    end_block = min_int(block + params.block_rows, params.q_blocks);
-                    is_full = kind;
-                }
-                advance(kind);
-            } else if (!next_head()) {
-                return {-1, 0, 0, 0};
+        const int readers = params.requests * params.group;
+        if (together) {
+            if (++reader == readers) {
+                if (!next_block()) return {-1, 0, 0, 0};
+                reader = 0;
+            }
+            find_reader();
+        } else {
+            while (!next_block()) {
+                if (++reader == readers) return {-1, 0, 0, 0};
+                find_reader();
+                open_lists();
             }
         }
-        return {block++, head, request, !is_full};
+        return {block, head, request, !is_full};
     }
 
   private:
@@ -59,31 +69,51 @@ class QueryWalk {
 
     const Params& params;
     const KeyTile& tile;
-    int member = -1, head = 0, request = 0;
-    bool is_full = true;
-    // Of partial and of full blocks: what is left of the list, and its next row of the mask.
+    const bool backwards, together;
+    int reader = -1, head = 0, request = 0;
+    // Of partial and of full blocks: what is left of the list, and its next row of the mask. Backwards, rows
+    // are counted from the last.
     const int* list[2] = {};
     int left[2] = {}, row[2] = {kNoRow, kNoRow};
-    int block = 0, end_block = 0;
+    bool is_full = true;
+    int block = 0, begin = 0, end = 0;  // and the blocks that are left of its row of the mask
 
+    __device__ __forceinline__ int mirrored(int mask_row) const {
+        return backwards ? static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row) : mask_row;
+    }
     __device__ __forceinline__ void advance(int kind) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
             if (i != kind) continue;
-            row[i] = left[i] > 0 ? min_int(*list[i], kNoRow - 1) : kNoRow;
-            ++list[i], --left[i];
+            row[i] = left[i] > 0 ? min_int(mirrored(*list[i]), kNoRow - 1) : kNoRow;
+            list[i] += backwards ? -1 : 1, --left[i];
         }
     }
-
-    // The blocks of one request and head, then of the next.
-    __device__ __forceinline__ bool next_head() {
-        if (++member == params.requests * params.group) return false;
-        const int further = member / params.group;
+    // Of the lists; whether there is one.
+    __device__ __forceinline__ bool next_block() {
+        while (begin >= end) {
+            const int kind = row[1] < row[0], next_row = min_int(row[0], row[1]);
+            if (next_row == kNoRow) return false;
+            // A number that is no block's is skipped: it would be an address of the scratch.
+            if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
+                begin = mirrored(next_row) * params.block_rows;
+                end = min_int(begin + params.block_rows, params.q_blocks);
+                is_full = kind;
+            }
+            advance(kind);
+        }
+        block = backwards ? --end : begin++;
+        return true;
+    }
+    __device__ __forceinline__ void find_reader() {
+        const int further = reader / params.group;
         request = tile.request * params.requests + further;
-        head = tile.kv_head * params.group + member - further * params.group;
+        head = tile.kv_head * params.group + reader - further * params.group;
+    }
+    __device__ __forceinline__ void open_lists() {
         if (params.q_num_blocks == nullptr) {
-            block = 0, end_block = params.q_blocks;
-            return true;
+            begin = 0, end = params.q_blocks;
+            return;
         }
         const i64 batch = request % params.mask_batches, mask_head = head % params.mask_heads;
         const i64 column = tile.first_key / params.block_k;
@@ -98,25 +128,23 @@ class QueryWalk {
                 min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
                         params.list_rows[kind]);
             list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+            if (backwards) list[kind] += left[kind] - 1;
             advance(kind);
         }
-        return true;
     }
 };
 
-// Tiles that add to a block of dQ before this one: those behind it that list the block. They have been given
-// out before.
+// Tiles that add to a block of dQ before this one: those of keys before it that list the block. They have been
+// given out before.
 template <int kTileKeys>
 __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, const QueryStep& step) {
-    const int column = params.ranks == nullptr ? 0 : tile.first_key / params.block_k;
-    const int begin = params.ranks == nullptr ? 0 : column * params.block_k;
-    const int end = params.ranks == nullptr ? tile.k_len : min_int(begin + params.block_k, tile.k_len);
-    const int behind = ceil_div(end - begin, kTileKeys) - 1 - (tile.first_key - begin) / kTileKeys;
-    if (params.ranks == nullptr) return behind;
+    if (params.ranks == nullptr) return tile.first_key / kTileKeys;
+    const int column = tile.first_key / params.block_k;
     const i64 mask = static_cast<i64>(step.request % params.mask_batches) * params.mask_heads +
                      step.head % params.mask_heads;
     const i64 line = mask * params.mask_columns + column;
-    return behind + params.ranks[line * params.mask_rows + step.block / params.block_rows];
+    return params.ranks[line * params.mask_rows + step.block / params.block_rows] +
+           (tile.first_key - column * params.block_k) / kTileKeys;
 }
 
 // One thread: copies K and V once, then Q, dO, lse and delta of each step.

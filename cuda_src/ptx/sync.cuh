@@ -34,6 +34,11 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Between ordinary accesses to global memory and those of the async proxy, either way round.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // All warps of a warpgroup, once, at the start of its role.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {

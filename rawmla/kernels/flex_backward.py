@@ -130,7 +130,7 @@ CAPTURED_FINISH_PARAMS = ParamStruct(
 RANKS_PARAMS = ParamStruct(
     POINTER("states", "ranks"),
     I64("all_rows"),
-    I32("rows", "columns", "tiles", "tiles_of_last"),
+    I32("rows", "columns", "tiles"),
 )
 FINISH_SPEC = jit.KernelSpec("flex_captured_finish", (), threads=_FINISH_THREADS, smem_bytes=0)
 RANKS_SPEC = jit.KernelSpec("block_mask_ranks", (), threads=_RANKS_THREADS, smem_bytes=0)
@@ -193,7 +193,7 @@ class PreparedFlexBackward:
         self._capturing = capturing
         around = [
             jit.get_kernel(one, call.device, capturing=capturing)
-            for one in mha_backward.specs_around(call.dtype)
+            for one in mha_backward.specs_around(call.dtype, call.d_v)
         ]
         form, kernel = _kernel(call, capturing)
         self._tile_keys = form.tile_keys
@@ -302,14 +302,13 @@ class PreparedFlexBackward:
         finish = FINISH_PARAMS.pack(
             **mha_backward.stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
-            chunks=self._chunks,
             scale=call.scale,
             **sizes,
         )
         self._around = [
-            kernel.prepare((places, 1, 1), params, declared.changing, pdl=True).launch
-            for kernel, params, declared in zip(
-                kernels, (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=True
+            kernel.prepare((places, chunks, 1), params, declared.changing, pdl=True).launch
+            for kernel, chunks, params, declared in zip(
+                kernels, (1, self._chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=True
             )
         ]
 
@@ -390,7 +389,6 @@ class PreparedFlexBackward:
         jit.clear(states, ceil_div(mask.blocks, 4) * 4, stream, call.device)
         rows = min(call.lists.columns[0], mask.columns), min(call.lists.columns[1], mask.columns)
         block_mask.scatter(mask, call.lists._replace(columns=rows), lists, states, **where)
-        last = call.seqlen_k - (mask.rows - 1) * call.lists.block_k
         params = RANKS_PARAMS.pack(
             states=states,
             ranks=ranks,
@@ -398,7 +396,6 @@ class PreparedFlexBackward:
             rows=mask.columns,
             columns=mask.rows,
             tiles=ceil_div(call.lists.block_k, self._tile_keys),
-            tiles_of_last=ceil_div(last, self._tile_keys),
         )
         kernel = jit.get_kernel(RANKS_SPEC, call.device, capturing=self._capturing)
         ctas = min(ceil_div(mask.batches * mask.heads * mask.columns, _RANKS_THREADS), _RANKS_CTAS)

@@ -140,7 +140,7 @@ FINISH_PARAMS = ParamStruct(
     POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
-    I32("b", "seqlen_q", "d_qk", "chunks", "sink_dtype"),
+    I32("b", "seqlen_q", "d_qk", "sink_dtype"),
     F32("scale"),
     changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
@@ -221,7 +221,7 @@ def specs(
     ``weights``: there are sinks and dlse.
     """
     form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights)
-    prepare, finish = specs_around(dtype)
+    prepare, finish = specs_around(dtype, d_v)
     return (
         prepare,
         variant(dtype, d_qk, d_v, form, {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}),
@@ -229,11 +229,12 @@ def specs(
     )
 
 
-def specs_around(dtype: str) -> tuple[jit.KernelSpec, jit.KernelSpec]:
+def specs_around(dtype: str, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec]:
     """The variants of the kernels before and behind the main one."""
     kind = ("DTYPE", DTYPES[dtype])
+    lanes = ("LANES", 8 if d_v <= _CHUNK else 16)  # of a row, 16 bytes each
     return (
-        jit.KernelSpec("mha_backward_prepare", (kind,), threads=128, smem_bytes=0),
+        jit.KernelSpec("mha_backward_prepare", (kind, lanes), threads=128, smem_bytes=0),
         jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
     )
 
@@ -349,14 +350,13 @@ class PreparedMhaBackward:
         finish = FINISH_PARAMS.pack(
             **stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
-            chunks=chunks,
             sink_dtype=sink_dtype,
             scale=call.softmax_scale,
             **sizes,
         )
-        grids = (call.h_q * blocks, call.h_kv * tiles, call.h_q * blocks)
+        grids = ((call.h_q * blocks, 1, 1), (call.h_kv * tiles, 1, 1), (call.h_q * blocks, chunks, 1))
         self._launches = [
-            kernel.prepare((grid, 1, 1), params, struct.changing, pdl=True).launch
+            kernel.prepare(grid, params, struct.changing, pdl=True).launch
             for kernel, grid, params, struct in zip(
                 kernels,
                 grids,

@@ -13,6 +13,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     emulator::named_barrier_arrive(id, threads);
 }
 __device__ __forceinline__ void fence_proxy_async() {}
+__device__ __forceinline__ void fence_proxy_async_global() {}
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {}
 template <int kRegisters>
