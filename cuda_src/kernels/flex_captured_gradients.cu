@@ -42,8 +42,9 @@ struct SharedMemoryPlan {
     int trimmed[kStages];  // whether the block has rows that see no key
     u64 bar_kv;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse
-    u64 bar_dout_full[kStages], bar_dout_free[kStages];   // with delta
+    u64 bar_q_full[kStages];                              // with lse
+    u64 bar_dout_full[kStages];                           // with delta
+    u64 bar_free[kStages];                                // all of these
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
@@ -80,11 +81,7 @@ struct Consumer {
             } else {
                 take_block<false>(step, stage, s, dp, sums);
             }
-            __syncwarp();
-            if (lane_index() == 0) {
-                mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));
-                mbarrier_arrive(smem_address(&smem.bar_dout_free[stage]));
-            }
+            mbarrier_arrive(smem_address(&smem.bar_free[stage]));
             ++number;
             mbarrier_wait_parity(smem_address(&smem.bar_q_full[number % kStages]), number / kStages & 1);
             const QueryStep& next = told();
@@ -163,9 +160,8 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_q_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_dout_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_q_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_q_free[i]), 4 * kConsumers);
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_dout_free[i]), 4 * kConsumers);
+        mbarrier_init(smem_address(&smem.bar_free[i]), 128 * kConsumers + 32);
     }
     mbarrier_init_fence();
 }

@@ -47,6 +47,12 @@ constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
+// Threads that read lse, delta and weights: consumers, and the warp that clears rows by lse.
+#if FLEX
+constexpr int kReaders = 128 * kConsumers + (kTrims ? 32 : 0);
+#else
+constexpr int kReaders = 128 * kConsumers;
+#endif
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
@@ -81,8 +87,9 @@ struct SharedMemoryPlan {
 #endif
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse and weights
-    u64 bar_dout_full[kStages], bar_dout_free[kStages];   // with delta
+    u64 bar_q_full[kStages];                              // with lse and weights
+    u64 bar_dout_full[kStages];                           // with delta
+    u64 bar_free[kStages];                                // all of these
     u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
     u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
     u64 bar_factors_full, bar_factors_free;
@@ -97,9 +104,8 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_q_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_dout_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_q_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_q_free[i]), kConsumers);
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_dout_free[i]), kConsumers);
+        mbarrier_init(smem_address(&smem.bar_free[i]), kReaders);
     }
 #pragma unroll
     for (int i = 0; i < kDsStages; ++i) {
@@ -169,7 +175,7 @@ __device__ __forceinline__ void trim(const Params& params, SharedMemoryPlan& sme
     }
     Step step;
     u32 landed = 0;  // parities of the stages
-    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++step.number) {
+    for (BlockWalk walk(params, tile); walk.is_there(); walk.advance(), ++step.number) {
         const int block = walk.block;
         if (!tile.trims(block)) continue;
         const u32 stage = step.stage(), parity = landed >> stage & 1;
@@ -198,14 +204,14 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
         tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
                     tile.k_begin + tile.first_key, tile.kv_head, batch_k);
     Step step;
-    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++step.number) {
+    for (BlockWalk walk(params, tile); walk.is_there(); walk.advance(), ++step.number) {
         const int block = walk.block, head = tile.kv_head * params.group + walk.member;
         const u32 stage = step.stage();
         const int token = tile.q_begin + block * kBlockRows;
         const i64 row = (head * params.blocks + tile.first_row_block + block) * kBlockRows;
         const bool trims = tile.trims(block);
         const u32 q_full = smem_address((trims ? smem.bar_q_landed : smem.bar_q_full) + stage);
-        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), step.free_parity());
+        mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), step.free_parity());
         mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + (kWeights ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk)
@@ -216,7 +222,6 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
             bulk_load(smem_address(smem.weights[stage]), params.weights + row, sizeof(smem.weights[0]),
                       q_full);
         const u32 dout_full = smem_address((trims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
-        mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), step.free_parity());
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk)
@@ -273,10 +278,10 @@ __device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan
         mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + part / kPlaces & 1);
         bulk_reduce_add_f32(dst + part * (kPartBytes / 4), smem_address(smem.dq[at]), kPartBytes);
         bulk_commit_group();
+        if (part == 0) turns.give_last<1>();  // takes its time, as the addition does
         bulk_wait_group_read<0>();
         mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
     }
-    turns.give_last<kDqParts>();
 }
 
 // One thread.
@@ -293,7 +298,7 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
         add_block(params, smem, turns, step.place(params), turn, number);
     }
 #else
-    for (BlockWalk walk(params, tile); walk.left > 0; walk.advance(), ++number) {
+    for (BlockWalk walk(params, tile); walk.is_there(); walk.advance(), ++number) {
         const int head = tile.kv_head * params.group + walk.member;
         const i64 place = head * params.blocks + tile.first_row_block + walk.block;
         const int turn = params.turns == nullptr ? 0 : turn_of(params, tile, walk.block);
@@ -527,15 +532,16 @@ struct Consumer {
         const int seen_until = max_int(first_key - tile.offset + params.window_left + 1, 0) / kBlockRows;
         const int plain_end = warp_uniform(last_key < tile.k_len ? seen_until : 0);
 #pragma unroll 1
-        for (BlockWalk walk(params, tile); walk.left > 0; walk.advance()) {
+        for (BlockWalk walk(params, tile); walk.is_there();) {
             float slope = 0.0f;
             if constexpr (kAlibi) {
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
                 const int head = tile.kv_head * params.group + walk.member;
                 slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
             }
-            const bool masked = walk.block < plain_begin || walk.block >= plain_end;
-            take(masked, slope, walk.block, walk.left > 1);
+            const int block = walk.block;
+            walk.advance();
+            take(block < plain_begin || block >= plain_end, slope, block, walk.is_there());
         }
     }
 
@@ -959,12 +965,9 @@ struct Consumer {
             stmatrix_x4_trans(dst + BlockRows::offset(16 * k + row, unit), ds[4 * k], ds[4 * k + 1],
                               ds[4 * k + 2], ds[4 * k + 3]);
     }
-    // Behind the last product that reads them: gives back a stage of Q and of dO.
+    // Behind the last product that reads them: gives back a stage of Q and dO. All threads have read rows.
     __device__ __forceinline__ void release(u32 stage) const {
-        if (warp_idx == 0 && lane_index() == 0) {
-            mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));
-            mbarrier_arrive(smem_address(&smem.bar_dout_free[stage]));
-        }
+        mbarrier_arrive(smem_address(&smem.bar_free[stage]));
     }
 
     template <int kCount>

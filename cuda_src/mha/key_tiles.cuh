@@ -36,27 +36,26 @@ struct KeyTile {
 // first block on. Where tiles take turns at a block (turn_of), from the last block on and each for all heads:
 // tiles of the first keys, which go first, see the last blocks longest, and those behind follow step by step.
 struct BlockWalk {
-    const KeyTile& tile;
-    const int group;
-    const bool backwards;
+    const Params& params;
+    const KeyTile& tile;  // of at least one block
     int block, member = 0;
-    int left;  // steps, with the one at hand
 
     __device__ __forceinline__ BlockWalk(const Params& params, const KeyTile& tile)
-        : tile(tile),
-          group(params.group),
-          backwards(params.turns != nullptr),
-          block(backwards ? tile.end_block - 1 : tile.first_block),
-          left(tile.blocks() * params.group) {}
+        : params(params), tile(tile), block(backwards() ? tile.end_block - 1 : tile.first_block) {}
 
+    __device__ __forceinline__ bool is_there() const {
+        return backwards() ? block >= tile.first_block : member < params.group;
+    }
     __device__ __forceinline__ void advance() {
-        --left;
-        if (backwards) {
-            if (++member == group) member = 0, --block;
+        if (backwards()) {
+            if (++member == params.group) member = 0, --block;
         } else if (++block == tile.end_block) {
             block = tile.first_block, ++member;
         }
     }
+
+  private:
+    __device__ __forceinline__ bool backwards() const { return params.turns != nullptr; }
 };
 
 // The tile of a CTA. All lanes of a warp call, and agree.

@@ -35,42 +35,35 @@ struct alignas(16) QueryStep {
 class QueryWalk {
   public:
     __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
-        : params(params),
-          tile(tile),
-          backwards(params.turns != nullptr),
-          together(backwards &&
-                   (params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1))) {
-        if (!together) return;
+        : params(params), tile(tile) {
+        if (!together()) return;
         open_lists();
         reader = params.requests * params.group - 1;
     }
 
     // The step after this one, or the end.
     __device__ __forceinline__ QueryStep next() {
-        const int readers = params.requests * params.group;
-        if (together) {
-            if (++reader == readers) {
+        if (together()) {
+            if (++reader == params.requests * params.group) {
                 if (!next_block()) return {-1, 0, 0, 0};
                 reader = 0;
             }
-            find_reader();
         } else {
             while (!next_block()) {
-                if (++reader == readers) return {-1, 0, 0, 0};
-                find_reader();
+                if (++reader == params.requests * params.group) return {-1, 0, 0, 0};
                 open_lists();
             }
         }
-        return {block, head, request, !is_full};
+        return {block, head(), request(), !is_full};
     }
 
   private:
     static constexpr int kNoRow = 0x7fffffff;
 
+    // What can be computed again is not kept: there are few registers.
     const Params& params;
     const KeyTile& tile;
-    const bool backwards, together;
-    int reader = -1, head = 0, request = 0;
+    int reader = -1;  // a request and head
     // Of partial and of full blocks: what is left of the list, and its next row of the mask. Backwards, rows
     // are counted from the last.
     const int* list[2] = {};
@@ -78,15 +71,26 @@ class QueryWalk {
     bool is_full = true;
     int block = 0, begin = 0, end = 0;  // and the blocks that are left of its row of the mask
 
+    __device__ __forceinline__ int request() const {
+        return tile.request * params.requests + reader / params.group;
+    }
+    __device__ __forceinline__ int head() const {
+        return tile.kv_head * params.group + reader % params.group;
+    }
+    __device__ __forceinline__ bool backwards() const { return params.turns != nullptr; }
+    __device__ __forceinline__ bool together() const {
+        return backwards() &&
+               (params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1));
+    }
     __device__ __forceinline__ int mirrored(int mask_row) const {
-        return backwards ? static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row) : mask_row;
+        return backwards() ? static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row) : mask_row;
     }
     __device__ __forceinline__ void advance(int kind) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
             if (i != kind) continue;
             row[i] = left[i] > 0 ? min_int(mirrored(*list[i]), kNoRow - 1) : kNoRow;
-            list[i] += backwards ? -1 : 1, --left[i];
+            list[i] += backwards() ? -1 : 1, --left[i];
         }
     }
     // Of the lists; whether there is one.
@@ -102,20 +106,15 @@ class QueryWalk {
             }
             advance(kind);
         }
-        block = backwards ? --end : begin++;
+        block = backwards() ? --end : begin++;
         return true;
-    }
-    __device__ __forceinline__ void find_reader() {
-        const int further = reader / params.group;
-        request = tile.request * params.requests + further;
-        head = tile.kv_head * params.group + reader - further * params.group;
     }
     __device__ __forceinline__ void open_lists() {
         if (params.q_num_blocks == nullptr) {
             begin = 0, end = params.q_blocks;
             return;
         }
-        const i64 batch = request % params.mask_batches, mask_head = head % params.mask_heads;
+        const i64 batch = request() % params.mask_batches, mask_head = head() % params.mask_heads;
         const i64 column = tile.first_key / params.block_k;
 #pragma unroll
         for (int kind = 0; kind < 2; ++kind) {
@@ -128,7 +127,7 @@ class QueryWalk {
                 min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
                         params.list_rows[kind]);
             list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
-            if (backwards) list[kind] += left[kind] - 1;
+            if (backwards()) list[kind] += left[kind] - 1;
             advance(kind);
         }
     }
@@ -169,7 +168,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         const u32 stage = number % kStages, free_parity = number / kStages & 1 ^ 1;
         const u32 q_full = smem_address((kTrims ? smem.bar_q_landed : smem.bar_q_full) + stage);
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
-        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), free_parity);
+        mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
         smem.told[number % kToldSteps] = step;
         if (step.is_end()) {
             mbarrier_arrive(q_full);
@@ -183,7 +182,6 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
             tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
                         64 * chunk, token, step.head, step.request);
         bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
-        mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), free_parity);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk)
@@ -235,6 +233,7 @@ __device__ __forceinline__ void trim_listed(Plan& smem) {
         mbarrier_wait_parity(smem_address(&smem.bar_dout_landed[stage]), parity);
         clear_empty_rows<BlockRows>(smem.dout[stage], smem.lse[stage]);
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_dout_full[stage]));
+        mbarrier_arrive(smem_address(&smem.bar_free[stage]));
     }
 }
 
