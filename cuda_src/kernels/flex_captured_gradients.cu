@@ -45,6 +45,7 @@ struct SharedMemoryPlan {
     u64 bar_q_full[kStages];                              // with lse
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
+    u64 bar_told[kToldSteps];
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
@@ -163,6 +164,8 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
         mbarrier_init(smem_address(&smem.bar_free[i]), 128 * kConsumers + 32);
     }
+#pragma unroll
+    for (int i = 0; i < kToldSteps; ++i) mbarrier_init(smem_address(&smem.bar_told[i]), 1);
     mbarrier_init_fence();
 }
 

@@ -90,6 +90,9 @@ struct SharedMemoryPlan {
     u64 bar_q_full[kStages];                              // with lse and weights
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
+#if FLEX
+    u64 bar_told[kToldSteps];
+#endif
     u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
     u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
     u64 bar_factors_full, bar_factors_free;
@@ -112,6 +115,10 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_ds_full[i]), 2 * kTileKeys);
         mbarrier_init(smem_address(&smem.bar_ds_free[i]), kDqByConsumers ? 128 * kConsumers : 1);
     }
+#if FLEX
+#pragma unroll
+    for (int i = 0; i < kToldSteps; ++i) mbarrier_init(smem_address(&smem.bar_told[i]), 1);
+#endif
     mbarrier_init(smem_address(&smem.bar_factors_full), 128);
     mbarrier_init(smem_address(&smem.bar_factors_free), 128);
 #pragma unroll
@@ -239,73 +246,105 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
 }
 #endif
 
-// Where tiles take turns at a block of dQ: its counter says how many have added. The thread that adds gives its
-// turn to the next tile when it has added to a further block, since what it added has arrived by then, or when
-// it has to wait for that one.
+// Where tiles take turns at a block of dQ: its counter says how many have added. The thread that adds looks
+// ahead while an addition is under way. It gives its turn to the next tile when it has added to a further block,
+// since what it added before has arrived by then, or when it has to wait for that one. Blocks are numbered by
+// their places in the scratch.
 struct Turns {
-    int* counter = nullptr;
-    int* last = nullptr;  // of the block before, where the turn is still held
+    int* const counters;
+    int last = -1;   // the block before, where the turn is still held, or -1
+    int waits = -1;  // how many tiles have to add to the next block before; -1: they have
 
-    // Until `turn` tiles have added to the block.
-    __device__ __forceinline__ void take(int* counter_of_block, int turn) {
-        last = counter, counter = counter_of_block;
-        if (load_acquire(counter) != turn) {
+    __device__ __forceinline__ void look(int next, int turn) {
+        waits = load_acquire(counters + next) == turn ? -1 : turn;
+    }
+    // At the block that was looked at.
+    __device__ __forceinline__ void take(int block) {
+        if (waits >= 0) {
             give_last<0>();
-            while (load_acquire(counter) != turn) {}
+            while (load_acquire(counters + block) != waits) {}
         }
         fence_proxy_async_global();
     }
     // kPending: how many groups of additions have begun behind those to that block.
     template <int kPending>
     __device__ __forceinline__ void give_last() {
-        if (last == nullptr) return;
+        if (last < 0) return;
         bulk_wait_group<kPending>();
         fence_proxy_async_global();
-        add_release(last, 1);
-        last = nullptr;
+        add_release(counters + last, 1);
+        last = -1;
     }
 };
 
-// One thread: adds what the tile gives to a block of dQ, which lies at `place` of the sums; with turns, when
-// `turn` tiles have.
-__device__ __forceinline__ void add_block(const Params& params, SharedMemoryPlan& smem, Turns& turns,
-                                          i64 place, int turn, u32 number) {
-    float* dst = params.dq_accum + place * (kDqParts * kPartBytes / 4);
-    if (params.turns != nullptr) turns.take(params.turns + place, turn);
-#pragma unroll
-    for (int part = 0; part < kDqParts; ++part) {
-        const int at = part % kPlaces;
-        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + part / kPlaces & 1);
-        bulk_reduce_add_f32(dst + part * (kPartBytes / 4), smem_address(smem.dq[at]), kPartBytes);
-        bulk_commit_group();
-        if (part == 0) turns.give_last<1>();  // takes its time, as the addition does
-        bulk_wait_group_read<0>();
-        mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
+// The blocks of dQ that the tile adds to.
+#if FLEX
+struct AddedBlocks {
+    const Params& params;
+    SharedMemoryPlan& smem;
+    const KeyTile& tile;
+    u32 number = 0;
+    QueryStep step;
+
+    __device__ __forceinline__ AddedBlocks(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile)
+        : params(params), smem(smem), tile(tile) {
+        find();
     }
-}
+    __device__ __forceinline__ bool is_there() const { return !step.is_end(); }
+    __device__ __forceinline__ void advance() {
+        ++number;
+        find();
+    }
+    __device__ __forceinline__ int place() const { return static_cast<int>(step.place(params)); }
+    __device__ __forceinline__ int turn() const { return turn_of<kTileKeys>(params, tile, step); }
+
+  private:
+    // Steps are told before anyone computes them: nobody waits here for long.
+    __device__ __forceinline__ void find() {
+        mbarrier_wait_parity(smem_address(&smem.bar_told[number % kToldSteps]), number / kToldSteps & 1);
+        step = smem.told[number % kToldSteps];
+    }
+};
+#else
+struct AddedBlocks : BlockWalk {
+    __device__ __forceinline__ AddedBlocks(const Params& params, SharedMemoryPlan&, const KeyTile& tile)
+        : BlockWalk(params, tile) {}
+    __device__ __forceinline__ int place() const {
+        return (tile.kv_head * params.group + member) * static_cast<int>(params.blocks) +
+               tile.first_row_block + block;
+    }
+    __device__ __forceinline__ int turn() const { return turn_of(params, tile, block); }
+};
+#endif
 
 // One thread.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    Turns turns;
-    u32 number = 0;
-#if FLEX
+    AddedBlocks walk(params, smem, tile);
+    Turns turns{params.turns};
+    int next = walk.is_there() ? walk.place() : -1;
+    if (params.turns != nullptr && next >= 0) turns.look(next, walk.turn());
 #pragma unroll 1
-    for (;; ++number) {
-        mbarrier_wait_parity(smem_address(&smem.bar_dq_full[0]), number * kUses & 1);
-        const QueryStep step = smem.told[number % kToldSteps];
-        if (step.is_end()) break;
-        const int turn = params.turns == nullptr ? 0 : turn_of<kTileKeys>(params, tile, step);
-        add_block(params, smem, turns, step.place(params), turn, number);
+    for (u32 number = 0; next >= 0; ++number) {
+        const int block = next;
+        if (params.turns != nullptr) turns.take(block);
+#pragma unroll
+        for (int part = 0; part < kDqParts; ++part) {
+            const int at = part % kPlaces;
+            float* dst = params.dq_accum + (static_cast<i64>(block) * kDqParts + part) * (kPartBytes / 4);
+            mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + part / kPlaces & 1);
+            bulk_reduce_add_f32(dst, smem_address(smem.dq[at]), kPartBytes);
+            bulk_commit_group();
+            if (part == 0) {
+                walk.advance();
+                next = walk.is_there() ? walk.place() : -1;
+                if (params.turns != nullptr && next >= 0) turns.look(next, walk.turn());
+            }
+            if (part == kDqParts - 1) turns.give_last<kDqParts>();
+            bulk_wait_group_read<0>();
+            mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
+        }
+        if (params.turns != nullptr) turns.last = block;
     }
-#else
-    for (BlockWalk walk(params, tile); walk.is_there(); walk.advance(), ++number) {
-        const int head = tile.kv_head * params.group + walk.member;
-        const i64 place = head * params.blocks + tile.first_row_block + walk.block;
-        const int turn = params.turns == nullptr ? 0 : turn_of(params, tile, walk.block);
-        add_block(params, smem, turns, place, turn, number);
-    }
-#endif
-    turns.last = turns.counter;
     turns.give_last<0>();
     bulk_wait_group<0>();
 }
@@ -363,10 +402,6 @@ __device__ __forceinline__ void multiply_dq(const Params& params, SharedMemoryPl
             fence_proxy_async();
             mbarrier_arrive(smem_address(&smem.bar_dq_full[at]));
         }
-    }
-    if constexpr (kFlex) {  // the end
-        mbarrier_wait_parity(smem_address(&smem.bar_dq_free[0]), step.number * kUses & 1 ^ 1);
-        mbarrier_arrive(smem_address(&smem.bar_dq_full[0]));
     }
 }
 

@@ -170,6 +170,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
         smem.told[number % kToldSteps] = step;
+        mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
         if (step.is_end()) {
             mbarrier_arrive(q_full);
             break;

@@ -30,8 +30,10 @@ _CHUNK = 64
 _STAGES = 2
 _BARRIER_BYTES = 512
 _ALIGNMENT = 128
-SECTION_HEADS = 2
-"""Heads whose tiles run together, so that what they add to dQ stays in L2."""
+SECTION_HEADS, SECTION_HEADS_IN_TURNS = 2, 8
+"""Heads whose tiles run together, so that what they add to dQ stays in L2. Where tiles take turns, those of a
+head walk the same blocks one behind the other: more heads together have fewer that wait for their first turn.
+"""
 Strides = tuple[int, int, int]
 
 
@@ -272,6 +274,11 @@ def variant(
     )
 
 
+def section_of(heads_kv: int, deterministic: bool) -> int:
+    """How many KV heads of all requests run together."""
+    return min(SECTION_HEADS_IN_TURNS if deterministic else SECTION_HEADS, heads_kv)
+
+
 class PreparedMhaBackward:
     """The launches of a call.
 
@@ -339,7 +346,7 @@ class PreparedMhaBackward:
             window_left=call.window_left,
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
-            section=min(SECTION_HEADS, call.b * call.h_kv),
+            section=section_of(call.b * call.h_kv, call.deterministic),
             alibi_stride_b=call.alibi_stride_b,
             softmax_scale_log2=1.0 if call.has_alibi else factor,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
