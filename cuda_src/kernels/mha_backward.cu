@@ -567,16 +567,15 @@ struct Consumer {
         const int seen_until = max_int(first_key - tile.offset + params.window_left + 1, 0) / kBlockRows;
         const int plain_end = warp_uniform(last_key < tile.k_len ? seen_until : 0);
 #pragma unroll 1
-        for (BlockWalk walk(params, tile); walk.is_there();) {
+        for (BlockWalk walk(params, tile); walk.is_there(); walk.advance()) {
             float slope = 0.0f;
             if constexpr (kAlibi) {
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
                 const int head = tile.kv_head * params.group + walk.member;
                 slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
             }
-            const int block = walk.block;
-            walk.advance();
-            take(block < plain_begin || block >= plain_end, slope, block, walk.is_there());
+            const bool masked = walk.block < plain_begin || walk.block >= plain_end;
+            take(masked, slope, walk.block, !walk.is_last());
         }
     }
 
