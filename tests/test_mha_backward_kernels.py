@@ -73,7 +73,7 @@ def test_forms_of_the_backward() -> None:
     assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == form_of(192, 160, *plain) == BY_PRODUCT
     for flags in FLAGS:
         softcap, alibi, weights = flags
-        wide = BY_PRODUCT if weights or (softcap and alibi) else BY_KEYS_WITH_DQ
+        wide = BY_PRODUCT if weights or alibi else BY_KEYS_WITH_DQ
         assert form_of(192, 128, *flags) == wide
     steps = range(32, 257, 32)
     for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
@@ -113,16 +113,19 @@ def test_backward_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> 
 
 
 @pytest.mark.parametrize(
-    ("dims", "registers", "launched"),
+    ("dims", "alibi", "registers", "launched"),
     (
-        ((64, 64), (208, 208, 64, 32), 128),
-        ((256, 256), (216, 208, 64, 24), 128),
-        ((192, 128), (240, 240, 24), 168),
+        ((64, 64), False, (208, 208, 64, 32), 128),
+        ((256, 256), False, (208, 208, 64, 32), 128),
+        ((256, 256), True, (216, 208, 64, 24), 128),
+        ((192, 128), False, (240, 240, 24), 168),
     ),
 )
-def test_setmaxnreg_of_the_backward(dims: tuple[int, int], registers: tuple[int, ...], launched: int) -> None:
+def test_setmaxnreg_of_the_backward(
+    dims: tuple[int, int], alibi: bool, registers: tuple[int, ...], launched: int
+) -> None:
     """Two consumers, the warpgroup of dQ, if there is one, and a producer share what the launch gives."""
-    spec = MAIN[("bfloat16", *dims, False, False, False)]
+    spec = MAIN[("bfloat16", *dims, False, alibi, False)]
     moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
     assert {int(count) for _, count in moves} == set(registers)
     assert jit.build(spec).meta["registers"] == launched

@@ -55,9 +55,11 @@ constexpr int kReaders = 128 * kConsumers;
 #endif
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
+// With ALiBi consumer 0 of kByProduct, which has the scores, needs what the others can spare.
+constexpr bool kScoresNeedMore = kByProduct && !kFlex && kAlibi;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
-constexpr int kProducerRegisters = (kByProduct && !kFlex) || kDqByConsumers ? 24 : 32;
-constexpr int kScoreRegisters = kByProduct && !kFlex ? 216 : kRegisters;  // of consumer 0
+constexpr int kProducerRegisters = kScoresNeedMore || kDqByConsumers ? 24 : 32;
+constexpr int kScoreRegisters = kScoresNeedMore ? 216 : kRegisters;
 static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <=
                   65536 / kThreads / 8 * 8 * kWarpgroups,
               "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
@@ -84,6 +86,8 @@ struct SharedMemoryPlan {
 #if FLEX
     QueryStep told[kToldSteps];
     int trimmed[kStages];  // whether the block has rows that see no key
+#else
+    int told_block[kStages], told_member[kStages];  // which stages have, for consumers
 #endif
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
@@ -219,6 +223,7 @@ __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& sme
         const bool trims = tile.trims(block);
         const u32 q_full = smem_address((trims ? smem.bar_q_landed : smem.bar_q_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), step.free_parity());
+        smem.told_block[stage] = block, smem.told_member[stage] = walk.member;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + (kWeights ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk)
@@ -560,23 +565,27 @@ struct Consumer {
     // gives the last again
     template <class Take>
     __device__ __forceinline__ void for_each_block(Take take) {
-        // Blocks [plain_begin, plain_end) are seen by all keys of the warpgroup, as wholes.
-        const int first_key = tile.first_key + first_row(), last_key = first_key + 63;
-        const int plain_begin =
-            warp_uniform(ceil_div(max_int(last_key - tile.offset - params.window_right, 0), kBlockRows));
-        const int seen_until = max_int(first_key - tile.offset + params.window_left + 1, 0) / kBlockRows;
-        const int plain_end = warp_uniform(last_key < tile.k_len ? seen_until : 0);
 #pragma unroll 1
-        for (BlockWalk walk(params, tile); walk.is_there(); walk.advance()) {
+        for (int left = warp_uniform(tile.blocks()) * params.group; left > 0; --left) {
+            const u32 stage = step.stage();
+            if constexpr (kByProduct)
+                mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
+            const int block = warp_uniform(smem.told_block[stage]);
             float slope = 0.0f;
             if constexpr (kAlibi) {
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-                const int head = tile.kv_head * params.group + walk.member;
+                const int head = tile.kv_head * params.group + smem.told_member[stage];
                 slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
             }
-            const bool masked = walk.block < plain_begin || walk.block >= plain_end;
-            take(masked, slope, walk.block, !walk.is_last());
+            take(hides_any(block), slope, block, left > 1);
         }
+    }
+    // Whether some key of the warpgroup is not seen by some query of the block.
+    __device__ __forceinline__ bool hides_any(int block) const {
+        const int first_key = tile.first_key + first_row(), last_key = first_key + 63;
+        const int first_seen_by = block * kBlockRows + tile.offset;  // its first query stands at this key
+        return last_key > first_seen_by + params.window_right || last_key >= tile.k_len ||
+               first_key < first_seen_by + kBlockRows - 1 - params.window_left;
     }
 
     // Which accumulators of a block are of a query that does not see the key.
@@ -777,7 +786,6 @@ struct Consumer {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
         Packed p;  // dS^T
-        mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
         mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
         gradients(mask, s, p);
         mbarrier_arrive(smem_address(&smem.bar_factors_free));

@@ -46,9 +46,6 @@ struct BlockWalk {
     __device__ __forceinline__ bool is_there() const {
         return backwards() ? block >= tile.first_block : member < params.group;
     }
-    __device__ __forceinline__ bool is_last() const {
-        return block == (backwards() ? tile.first_block : tile.end_block - 1) && member == params.group - 1;
-    }
     __device__ __forceinline__ void advance() {
         if (backwards()) {
             if (++member == params.group) member = 0, --block;

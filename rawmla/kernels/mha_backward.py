@@ -180,7 +180,7 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> F
     if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
         return BY_KEYS
     # In other variants ptxas serialises the products of this form.
-    if (d_qk, d_v) == (192, 128) and not weights and not (softcap and alibi):
+    if (d_qk, d_v) == (192, 128) and not weights and not alibi:
         return BY_KEYS_WITH_DQ
     return BY_PRODUCT
 
