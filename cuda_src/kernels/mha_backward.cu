@@ -433,7 +433,7 @@ struct Consumer {
             for_each_block([&](bool masked, float slope, int block, bool has_next) -> bool {
 #if !FLEX
                 if constexpr (kDqByConsumers) {
-                    take_block_with_dq(masked, slope, block, has_next, s, dk, dv);
+                    take_block_with_dq(slope, block, has_next, s, dk, dv);
                     return has_next;
                 }
 #endif
@@ -570,7 +570,8 @@ struct Consumer {
             const u32 stage = step.stage();
             if constexpr (kByProduct)
                 mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
-            const int block = warp_uniform(smem.told_block[stage]);
+            // So ptxas, as NVRTC 12.6 to 13.5 have it, finds registers for every variant.
+            const int told = smem.told_block[stage], block = kDqByConsumers ? told : warp_uniform(told);
             float slope = 0.0f;
             if constexpr (kAlibi) {
                 const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
@@ -658,14 +659,13 @@ struct Consumer {
     // kDqByConsumers. P^T takes the consumer's place of dS in shared memory until dV is done: with A operands
     // in registers ptxas finds too few in some variants (C7511). Masks change P and dS where they are packed,
     // behind a branch, across which ptxas moves no exponentials: that would cost registers.
-    __device__ __forceinline__ void take_block_with_dq(bool masked, float slope, int block, bool has_next,
-                                                       Scores& s, float (&dk)[kDimQK / 2],
-                                                       float (&dv)[kDimV / 2]) {
+    __device__ __forceinline__ void take_block_with_dq(float slope, int block, bool has_next, Scores& s,
+                                                       float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
         const u32 stage = step.stage();
         const Mask<false> none(*this, block);
         Packed p;  // as in take_block
         exponents(none, slope, block, s, p);
-        if (masked) hide(block, p);
+        hide(p);
         wait_for_ds();
         store_ds(p, 0);
         fence_proxy_async();
@@ -678,7 +678,7 @@ struct Consumer {
         wgmma_pin(s);
         wgmma_pin(dv);
         gradients(none, s, p);
-        if (masked) hide(block, p);
+        hide(p);
         named_barrier_sync(NB_KEYS + wg, 128);
         hand_over(p);
         multiply_dq_and_dk(s, dk);
@@ -688,8 +688,11 @@ struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(s);
     }
-    // Clears what is of queries that do not see the key.
-    __device__ __forceinline__ void hide(int block, Packed& p) const {
+    // Clears what is of queries that do not see the key. Which block it is is asked again, for no register is
+    // to keep it meanwhile.
+    __device__ __forceinline__ void hide(Packed& p) const {
+        const int block = warp_uniform(smem.told_block[step.stage()]);
+        if (!hides_any(block)) return;
         const Mask<true> mask(*this, block);
 #pragma unroll
         for (int i = 0; i < kBlockRows / 2; ++i)
