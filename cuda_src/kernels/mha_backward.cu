@@ -55,6 +55,9 @@ constexpr int kReaders = 128 * kConsumers;
 #endif
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
+// Whether consumers ask which block comes next while its scores are computed, where they have registers to
+// know it.
+constexpr bool kLooksAhead = !kByProduct && !kDqByConsumers;
 // With ALiBi consumer 0 of kByProduct, which has the scores, needs what the others can spare.
 constexpr bool kScoresNeedMore = kByProduct && !kFlex && kAlibi;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
@@ -416,6 +419,9 @@ struct Consumer {
     const KeyTile& tile;
     const int wg, warp_idx;
     Step step;
+    // Of the block `step`, without FLEX.
+    int found = 0;  // its number; inverted where some key is not seen by some query
+    float slope = 0.0f;
 
     using Scores = float[kBlockRows / 2];
     using Packed = u32[kBlockRows / 4];
@@ -567,18 +573,22 @@ struct Consumer {
     __device__ __forceinline__ void for_each_block(Take take) {
 #pragma unroll 1
         for (int left = warp_uniform(tile.blocks()) * params.group; left > 0; --left) {
-            const u32 stage = step.stage();
-            if constexpr (kByProduct)
-                mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
-            // So ptxas, as NVRTC 12.6 to 13.5 have it, finds registers for every variant.
-            const int told = smem.told_block[stage], block = kDqByConsumers ? told : warp_uniform(told);
-            float slope = 0.0f;
-            if constexpr (kAlibi) {
-                const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
-                const int head = tile.kv_head * params.group + smem.told_member[stage];
-                slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
-            }
-            take(hides_any(block), slope, block, left > 1);
+            if constexpr (!kLooksAhead) find_block();
+            const bool hides = found < 0;
+            take(hides, slope, hides ? ~found : found, left > 1);
+        }
+    }
+    // What is told of the block `step`.
+    __device__ __forceinline__ void find_block() {
+        const u32 stage = step.stage();
+        if constexpr (kByProduct) mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
+        // So ptxas, as NVRTC 12.6 to 13.5 have it, finds registers for every variant.
+        const int told = smem.told_block[stage], block = kDqByConsumers ? told : warp_uniform(told);
+        found = hides_any(block) ? ~block : block;
+        if constexpr (kAlibi) {
+            const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
+            const int head = tile.kv_head * params.group + smem.told_member[stage];
+            slope = __shfl_sync(0xffffffff, params.alibi_slopes[row + head] * kLog2E, 0);
         }
     }
     // Whether some key of the warpgroup is not seen by some query of the block.
@@ -811,9 +821,12 @@ struct Consumer {
     }
 
     // S^T of the block `step`, which is waited for.
-    __device__ __forceinline__ void issue_scores(Scores& s) const {
+    __device__ __forceinline__ void issue_scores(Scores& s) {
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[step.stage()]), step.parity());
         issue_product<kDimQK>(s, smem.k, smem.q[step.stage()]);
+#if !FLEX
+        if constexpr (kLooksAhead) find_block();
+#endif
     }
     // dP^T of it.
     __device__ __forceinline__ void issue_dp(Scores& s) const {
