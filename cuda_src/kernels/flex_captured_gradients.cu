@@ -45,7 +45,6 @@ struct SharedMemoryPlan {
     u64 bar_q_full[kStages];                              // with lse
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
-    u64 bar_told[kToldSteps];
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
 
@@ -164,8 +163,6 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
         mbarrier_init(smem_address(&smem.bar_free[i]), 128 * kConsumers + 32);
     }
-#pragma unroll
-    for (int i = 0; i < kToldSteps; ++i) mbarrier_init(smem_address(&smem.bar_told[i]), 1);
     mbarrier_init_fence();
 }
 
@@ -186,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (warp_idx == 0) {
-            if (elect_one_sync()) load_listed<KeyRows, BlockRows>(params, smem, tile);
+            if (elect_one_sync()) load_listed<KeyRows, BlockRows, false>(params, smem, tile);
         } else if (warp_idx == 1) {
             trim_listed<BlockRows>(smem);
         }

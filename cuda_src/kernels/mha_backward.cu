@@ -156,7 +156,7 @@ struct Step {
 
 #if FLEX
 __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    load_listed<KeyRows, BlockRows>(params, smem, tile);
+    load_listed<KeyRows, BlockRows, true>(params, smem, tile);
 }
 __device__ __forceinline__ void trim(const Params&, SharedMemoryPlan& smem, const KeyTile&) {
     if constexpr (kTrims) trim_listed<BlockRows>(smem);

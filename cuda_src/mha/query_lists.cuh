@@ -146,8 +146,9 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
            (tile.first_key - column * params.block_k) / kTileKeys;
 }
 
-// One thread: copies K and V once, then Q, dO, lse and delta of each step.
-template <class KeyRows, class BlockRows, class Plan>
+// One thread: copies K and V once, then Q, dO, lse and delta of each step. kTellsAhead: somebody waits for
+// what is told, ahead of what is copied.
+template <class KeyRows, class BlockRows, bool kTellsAhead, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
@@ -170,7 +171,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
         smem.told[number % kToldSteps] = step;
-        mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
+        if constexpr (kTellsAhead) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
         if (step.is_end()) {
             mbarrier_arrive(q_full);
             break;
