@@ -55,9 +55,11 @@ constexpr int kReaders = 128 * kConsumers;
 #endif
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
+#if !FLEX
 // Whether consumers ask which block comes next while its scores are computed, where they have registers to
 // know it.
 constexpr bool kLooksAhead = !kByProduct && !kDqByConsumers;
+#endif
 // With ALiBi consumer 0 of kByProduct, which has the scores, needs what the others can spare.
 constexpr bool kScoresNeedMore = kByProduct && !kFlex && kAlibi;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
@@ -255,9 +257,9 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
 #endif
 
 // Where tiles take turns at a block of dQ: its counter says how many have added. The thread that adds looks
-// ahead while an addition is under way. It gives its turn to the next tile when it has added to a further block,
-// since what it added before has arrived by then, or when it has to wait for that one. Blocks are numbered by
-// their places in the scratch.
+// ahead while an addition is under way. It gives its turn to the next tile when it has added to a further
+// block, since what it added before has arrived by then, or when it has to wait for that one. Blocks are
+// numbered by their places in the scratch.
 struct Turns {
     int* const counters;
     int last = -1;   // the block before, where the turn is still held, or -1

@@ -30,8 +30,8 @@ struct alignas(16) QueryStep {
     }
 };
 
-// The order is that of BlockWalk (mha/key_tiles.cuh): where tiles take turns from the last block on, and each for
-// all requests and heads that read the keys if these have the same lists.
+// The order is that of BlockWalk (mha/key_tiles.cuh): where tiles take turns from the last block on, and each
+// for all requests and heads that read the keys if these have the same lists.
 class QueryWalk {
   public:
     __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
@@ -133,8 +133,8 @@ class QueryWalk {
     }
 };
 
-// Tiles that add to a block of dQ before this one: those of keys before it that list the block. They have been
-// given out before.
+// Tiles that add to a block of dQ before this one: those of keys before it that list the block. They have
+// been given out before.
 template <int kTileKeys>
 __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, const QueryStep& step) {
     if (params.ranks == nullptr) return tile.first_key / kTileKeys;
