@@ -28,7 +28,7 @@ BackwardCase = MhaBackwardCase | FlexBackwardCase
 
 
 class Enqueued(Graph):
-    """`calls` enqueued anew where a graph would be replayed, for what cannot be captured."""
+    """`calls` enqueued anew where a graph would be replayed."""
 
     def __init__(self, calls: Callable[[], None], count: int) -> None:
         self.count = count
@@ -60,7 +60,8 @@ def prepared(
     count = calls_per_graph(case)
 
     def more(replays: int) -> Row:
-        return {"deterministic_us": time_graph(repeat(deterministic, count), count, replays).us}
+        plain, fixed = (time_graph(repeat(one, count), count, replays).us for one in (call, deterministic))
+        return {"deterministic_us": fixed, "deterministic_ratio": fixed / plain}
 
     return Prepared(inputs, call, 1, error, more, count)
 
@@ -73,7 +74,8 @@ def time_in_turns(
 ) -> Row:
     """Measure one case and each importable peer: medians of rounds in which all take turns in this process,
     rested, then without rests, then under load, which is shared out over the rounds. What went wrong with a
-    peer is in the row. Where one of them cannot be captured in a graph, all are timed as calls.
+    peer is in the row. Beside a peer all are timed as calls: autograd's backward cannot be captured in a
+    graph, and after a capture that failed torch keeps memory that was freed.
     """
     ready = prepare(case)
     calls: dict[str, Call] = {OURS: ready.call}
@@ -86,9 +88,8 @@ def time_in_turns(
         except Exception as error:  # a peer's failure is a result to report, whatever its kind
             failures[peer.name] = one_line(error)
     row: Row = {"case": case.id, **case.fields()}
-    turns, problem = _timers(calls, ready.calls)
-    if problem:
-        row["not_captured"] = problem
+    kind: type[Graph] = Enqueued if len(calls) > 1 else Graph
+    turns = {name: kind(repeat(call, ready.calls), ready.calls) for name, call in calls.items()}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in turns}
 
     def note(name: str, **figures: float) -> None:
@@ -120,21 +121,7 @@ def time_in_turns(
     row["tflops"] = case.flops() / row["us"] / 1e6
     row["gbps"] = case.bytes_moved() / row["us"] / 1e3
     if len(turns) > 1:
-        row["beside"] = figures
+        row |= {"beside": figures, "enqueued": True}
     if failures:
         row["not_compared"] = failures
     return row
-
-
-def _timers(calls: dict[str, Call], count: int) -> tuple[dict[str, Graph], str | None]:
-    """What times each library's calls, alike for all of them; and why it is not graphs, if so. Ours must be
-    captured: that is what callers are promised.
-    """
-    ours = Graph(repeat(calls[OURS], count), count)
-    others = {name: call for name, call in calls.items() if name != OURS}
-    try:
-        captured = {name: Graph(repeat(call, count), count) for name, call in others.items()}
-        return {OURS: ours, **captured}, None
-    except Exception as error:  # a library's own, whatever its kind
-        problem = one_line(error)
-    return {name: Enqueued(repeat(call, count), count) for name, call in calls.items()}, problem
