@@ -82,8 +82,8 @@ FLEX = PREFIX
 FLEX_BACKWARD = (
     *PREFIX,
     _number("deterministic rested µs", "deterministic_us", 1),
-    _number("of plain", "deterministic_ratio", 3),
-    Column("timed as", lambda row: EMPTY if "us" not in row else "calls" if "enqueued" in row else "graphs"),
+    _number("deterministic / plain", "deterministic_ratio", 3),
+    Column("timed as", lambda row: EMPTY if "us" not in row else "calls" if "beside" in row else "graphs"),
 )
 MHA_BACKWARD = (*FLEX_BACKWARD, *_stand_ins(_backward_share))
 BLOCK_MASKS = (_number("µs", "us", 1), _number("one call with its wait µs", "call_us", 1))

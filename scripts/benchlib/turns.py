@@ -60,8 +60,8 @@ def prepared(
     count = calls_per_graph(case)
 
     def more(replays: int) -> Row:
-        plain, fixed = (time_graph(repeat(one, count), count, replays).us for one in (call, deterministic))
-        return {"deterministic_us": fixed, "deterministic_ratio": fixed / plain}
+        plain, ordered = (time_graph(repeat(one, count), count, replays).us for one in (call, deterministic))
+        return {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
 
     return Prepared(inputs, call, 1, error, more, count)
 
@@ -74,8 +74,8 @@ def time_in_turns(
 ) -> Row:
     """Measure one case and each importable peer: medians of rounds in which all take turns in this process,
     rested, then without rests, then under load, which is shared out over the rounds. What went wrong with a
-    peer is in the row. Beside a peer all are timed as calls: autograd's backward cannot be captured in a
-    graph, and after a capture that failed torch keeps memory that was freed.
+    peer is in the row. Beside a peer all are timed as calls. The peers' backward by autograd could not be
+    captured in a graph so far, and torch gives freed memory out no more once a capture has failed.
     """
     ready = prepare(case)
     calls: dict[str, Call] = {OURS: ready.call}
@@ -121,7 +121,7 @@ def time_in_turns(
     row["tflops"] = case.flops() / row["us"] / 1e6
     row["gbps"] = case.bytes_moved() / row["us"] / 1e3
     if len(turns) > 1:
-        row |= {"beside": figures, "enqueued": True}
+        row["beside"] = figures
     if failures:
         row["not_compared"] = failures
     return row
