@@ -72,7 +72,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Let CPU tensors pass for CUDA tensors."""
     claim_cuda(monkeypatch)
     launches = Launches()
-    placed = flex.placed
+    bound, placed = flex.bound, flex_backward_call.placed
 
     def named(function: Any, kind: Any, device: int, backward: bool = False) -> Mod | None:
         """With the names of what a function of Python reads, as those with gradients have them anyway."""
@@ -86,6 +86,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def recorded(mod: Mod | None, kind: str, *place: Any) -> Any:
         launches.given[kind] = mod
         return placed(mod, kind, *place)
+
+    def bound_and_recorded(function: Any, kind: Any, device: int, framework: Any) -> Any:
+        launches.given[kind] = mod = named(function, kind, device)
+        return bound(mod, kind, device, framework)
 
     def prepared(run: Callable[..., None], kind: Any) -> type:
         class Prepared:
@@ -102,8 +106,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     for module in (flex, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_mod", named)
-    for module in (flex, flex_backward_call):
-        monkeypatch.setattr(module, "placed", recorded)
+    monkeypatch.setattr(flex, "bound", bound_and_recorded)
+    monkeypatch.setattr(flex_backward_call, "placed", recorded)
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
     monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
     return launches

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -797,6 +799,104 @@ class TestReuse:
         assert len(set(map(id, self.prepared(world)))) == 3 and len(self.headers(world)) == 1
 
 
+class TestKnownLists:
+    """Lists that passed the checks of a call before: what else they and their mask become is seen."""
+
+    QKV = ("query", "key", "value")
+
+    def reads(self, world: World, mask: Any) -> list[str]:
+        """What a call reads."""
+        world.reads.clear()
+        call(plain(), block_mask=mask)
+        return [name for name in world.reads if name not in self.QKV]
+
+    def addresses(self, world: World) -> tuple[int, ...]:
+        return tuple(world.flex[-1].addresses[6:10])
+
+    def test_are_not_read_again(self, world: World) -> None:
+        masks = [mask_of(), mask_of(full=False)]
+        assert [self.reads(world, mask) for mask in masks] == [MASK_LISTS, MASK_LISTS[:2]]
+        for mask, full in ((masks[0], (0x6000, 0x7000)), (masks[1], (0, 0)), (masks[0], (0x6000, 0x7000))):
+            assert self.reads(world, mask) == [] and self.addresses(world) == (0x4000, 0x5000, *full)
+        same_lists = SimpleNamespace(**vars(masks[0]))
+        assert self.reads(world, same_lists) == []
+
+    @pytest.mark.parametrize("name", LISTS)
+    def test_another_list_or_address(self, world: World, name: str) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        setattr(mask, name, getattr(mask, name).but(ptr=0xE000))
+        assert self.reads(world, mask) == MASK_LISTS
+        getattr(mask, name).ptr = 0xF000
+        assert self.reads(world, mask) == MASK_LISTS
+        assert self.addresses(world)[LISTS.index(name)] == 0xF000
+
+    def test_another_shape(self, world: World) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        mask.kv_indices.shape = (1, 1, ROWS, COLUMNS - 1)
+        assert self.reads(world, mask) == MASK_LISTS
+        assert world.flex[-1].call.lists.columns == (COLUMNS - 1, COLUMNS)
+        mask.kv_indices.shape = (1, 1, ROWS - 1, COLUMNS)
+        with pytest.raises(ValueError, match=r"^block_mask\.kv_indices"):
+            call(plain(), block_mask=mask)
+
+    def test_no_full_lists_any_more(self, world: World) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        mask.full_kv_num_blocks = mask.full_kv_indices = None
+        assert self.reads(world, mask) == MASK_LISTS[:2] and self.addresses(world)[2:] == (0, 0)
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        (
+            ("seq_lengths", (L + 1, S)),
+            ("BLOCK_SIZE", (128, 100)),
+            ("mask_mod", rawmla.attention.block_mask._unset_mask),
+            ("kv_num_blocks", None),
+            ("full_kv_indices", None),
+        ),
+    )
+    def test_what_is_refused(self, world: World, name: str, value: Any) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        setattr(mask, name, value)
+        with pytest.raises(ValueError, match="^block_mask: expected"):
+            call(plain(), block_mask=mask)
+
+    def test_another_function(self, world: World) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        mask.mask_mod = rawmla.CudaMod("q_idx > kv_idx")
+        assert self.reads(world, mask) == [] and "q_idx > kv_idx" in world.flex[-1].call.header[1]
+
+    def test_other_queries(self, world: World) -> None:
+        """What is checked against them is checked again."""
+        mask = mask_of(B, HQ)
+        self.reads(world, mask)
+        arguments = plain() | {"block_mask": mask}
+        for name, shape in (("query", Q), ("key", K), ("value", V)):
+            change(name, shape=(1, *shape[1:]))(arguments)
+        with pytest.raises(ValueError, match="a batch and heads that divide"):
+            call(arguments)
+
+    def test_copied_lists_are_copied_at_every_call(self, world: World) -> None:
+        mask = mask_of()
+        mask.kv_indices = mask.kv_indices.but(dtype="int64")
+        for count in (1, 2):
+            assert self.reads(world, mask) == MASK_LISTS
+            assert world.framework.copied == [mask.kv_indices] * count
+
+    def test_are_not_kept_alive(self, world: World) -> None:
+        mask = mask_of()
+        self.reads(world, mask)
+        lists = [weakref.ref(getattr(mask, name)) for name in LISTS]
+        world.flex.clear()
+        del mask
+        gc.collect()
+        assert [one() for one in lists] == [None] * 4
+
+
 class TestLists:
     """How the lists of a mask lie."""
 
@@ -1148,6 +1248,69 @@ class TestPythonFunctions:
         launch = only(world)
         assert launch.score_mod == struct.pack("<Q2q2i", bias.data_ptr(), 2 * L, 2, HQ, L)
         assert launch.mask_mod == struct.pack("<Qqi4x", ids.data_ptr(), 1, L + S)
+
+    def test_captured_tensors_of_the_same_kind(self, world: World, torch: Any, on_device: None) -> None:
+        """Others of a shape are read where they are; that needs no new launch."""
+        tables = [torch.randn(HQ, L) for _ in range(2)]
+        for table in (*tables, tables[0]):
+            call(plain(), score_mod=lambda s, b, h, q, k: s + table[h, q])  # noqa: B023
+        addresses = [struct.unpack_from("<Q", launch.score_mod)[0] for launch in world.flex]
+        assert addresses == [x.data_ptr() for x in (*tables, tables[0])]
+        assert len({id(launch.prepared) for launch in world.flex}) == 1
+
+    def test_captured_tensors_that_lie_otherwise(self, world: World, torch: Any, on_device: None) -> None:
+        """Other strides are other parameters; rows that are no longer contiguous another layout."""
+        table = torch.randn(2 * HQ, 2 * L)
+        lying = (table[:HQ, :L], table[::2, :L], table[:HQ, ::2], table[:HQ, :L])
+        for bias in lying:
+            call(plain(), score_mod=lambda s, b, h, q, k: s + bias[h, q])  # noqa: B023
+        packed = [struct.unpack("<Q2q2i", launch.score_mod) for launch in world.flex]
+        assert packed == [(x.data_ptr(), *x.stride(), HQ, L) for x in lying]
+        layouts = ["kSmallRows" in launch.call.header[1] for launch in world.flex]
+        assert layouts == [True, True, False, True]
+        first, second, third, fourth = [launch.prepared for launch in world.flex]
+        assert first is second is fourth is not third
+
+    def test_a_tensor_that_changes_in_place(self, world: World, torch: Any, on_device: None) -> None:
+        """The very function again: its tensor is looked at in every call."""
+        bias = torch.randn(L, L)
+        mod: Any = lambda s, b, h, q, k: s + bias[q, k]  # noqa: E731
+        call(plain(), score_mod=mod)
+        bias.t_()
+        call(plain(), score_mod=mod)
+        bias.set_(torch.randn(L, L))
+        call(plain(), score_mod=mod)
+        packed = [struct.unpack("<Q2q2i", launch.score_mod) for launch in world.flex]
+        assert [one[1:3] for one in packed] == [(L, 1), (1, L), (L, 1)]
+        assert packed[2][0] == bias.data_ptr() != packed[0][0]
+        assert ["kSmallRows" in launch.call.header[1] for launch in world.flex] == [True, False, True]
+
+    def test_a_number_that_changes_in_place(self, world: World, torch: Any) -> None:
+        slope, width = torch.tensor(0.5), torch.tensor(3)
+        mask = mask_of(mask_mod=lambda b, h, q, k: q - k < width)
+        for i in range(2):
+            slope.fill_(0.5 + i)
+            width.fill_(3 + i)
+            call(plain(), score_mod=lambda s, b, h, q, k: s * slope, block_mask=mask)
+        packed = [
+            (struct.unpack("<f4x", x.score_mod)[0], *struct.unpack("<q", x.mask_mod)) for x in world.flex
+        ]
+        assert packed == [(0.5, 3), (1.5, 4)]
+
+    def test_captured_tensors_are_not_kept_alive(self, world: World, torch: Any, on_device: None) -> None:
+        bias = torch.randn(HQ)
+        seen = weakref.ref(bias)
+        for _ in range(2):
+            call(plain(), score_mod=lambda s, b, h, q, k, bias=bias: s + bias[h])
+        del bias
+        gc.collect()
+        assert seen() is None
+
+    def test_empty_captured_tensors(self, world: World, torch: Any, on_device: None) -> None:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^score_mod: an array that it reads: .*got shape \[0\]"):
+                call(plain(), score_mod=rawmla.CudaMod("score + bias(h)", {"bias": torch.zeros(0)}))
+        assert world.untouched
 
     def test_captured_tensors_on_the_host(self, world: World, torch: Any) -> None:
         bias = torch.zeros(HQ)

@@ -213,3 +213,32 @@ def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for factor in (1.0, 2.0, 3.0, 3.0, 1.0):
         memo.traced(biased(table, factor), "score_mod", "cpu")
     assert len(traces) == 4
+
+
+def test_the_least_used_goes_first(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memo, "MAX_TRACES", 2)
+    table = torch.randn(50)
+    for factor in (1.0, 2.0, 1.0, 3.0, 1.0, 3.0, 2.0):
+        memo.traced(biased(table, factor), "score_mod", "cpu")
+    assert len(traces) == 4
+
+
+def test_code_that_is_compiled_again(traces: list[Any]) -> None:
+    """It is equal, and so is what it reads."""
+    for _ in range(2):
+        memo.traced(eval("lambda s, b, h, q, k: s * 2.0"), "score_mod", "cpu")
+    assert len(traces) == 1
+
+
+def test_a_function_that_calls_itself(traces: list[Any]) -> None:
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any, times: int = 2) -> Any:
+        return scaled(s * 2.0, b, h, q, k, times - 1) if times else s
+
+    texts = {memo.traced(scaled, "score_mod", "cpu").text for _ in range(2)}
+    assert len(traces) == 1 and len(texts) == 1
+
+
+def test_one_text_is_one_frame(traces: list[Any]) -> None:
+    """Also where another size is traced again: forms of a text are found again."""
+    frames = {id(memo.read(biased(torch.randn(n)), "score_mod", "cpu").frame) for n in (50, 60, 50)}
+    assert len(traces) == 2 and len(frames) == 1

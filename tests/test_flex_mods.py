@@ -68,6 +68,15 @@ def test_bytes_are_as_the_compiler_lays_them_out() -> None:
     assert struct.unpack_from("<f4xqf", packed, 96) == (0.5, -7, 2.25)
 
 
+def test_numbers_out_of_range() -> None:
+    """Floats become infinite; integers are refused."""
+    text = "return score * mod.n0 + mod.n1;"
+    mod = Mod(text, (), (Number(1e39, False), Number(-(2**63), True)))
+    assert struct.unpack("<f4xq", pack(mod, ())) == (float("inf"), -(2**63))
+    with pytest.raises(ValueError, match="integers of 64 bits, got 9223372036854775808"):
+        pack(Mod(text, (), (Number(1e39, False), Number(2**63, True))), ())
+
+
 @pytest.mark.parametrize(("code", "kind", "captures"), CODES)
 def test_cuda_text(code: str, kind: str, captures: dict[str, Any]) -> None:
     mod = CudaMod(code, captures).mod()

@@ -11,18 +11,27 @@ import numpy as np
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
+from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, address_of, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import flex_forward
 from ..kernels.block_mask import Grid, ListAddresses
-from ..kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall
+from ..kernels.flex_forward import BlockLists, FlexForwardCall
 from ..mha.arguments import fresh_out_strides
 from .block_mask import noop_mask
-from .flex_arrays import LISTS, FlexChecked, GivenLists, Recut, check_arrays, lists_of
-from .functions import IDENTITY, as_mod, check_on_device, header_of, placed, within_blocks
-from .mods import Mod, Place, pack
+from .flex_arrays import (
+    LISTS,
+    FlexChecked,
+    GivenLists,
+    Recut,
+    check_arrays,
+    keep_lists,
+    lists_of,
+    recall_lists,
+)
+from .functions import IDENTITY, Bound, as_mod, bound, check_on_device, header_of, within_blocks
+from .mods import NO_BYTES
 from .traced import between_graphs
 
 __all__ = [
@@ -207,34 +216,43 @@ def attend_alone(
     scale = None if scale is None else as_scale(scale)
     q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
-    lists = lists_of(block_mask)
-    views = (q, k, v, out_view, *(() if lists is None else lists.views))
-    kind = (*[kind_of(view) for view in views], enable_gqa, None if lists is None else lists.sizes)
-    checked = _checked.get(kind) or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
     device, framework = q[4], q[5]
-    for name, view in zip(_FURTHER, views[1:], strict=False):
+    recalled = None if block_mask is None else recall_lists(block_mask, framework)
+    lists = recalled or lists_of(block_mask)
+    of_lists = None if lists is None else lists.kind
+    kind = (kind_of(q), kind_of(k), kind_of(v), kind_of(out_view), of_lists, enable_gqa)
+    latest_kind, checked = _checked.latest
+    if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
+        found = _checked.get(kind)
+        checked = found or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
+        _checked.latest = kind, checked
+    further = [k, v, out_view]
+    if lists is not None and recalled is None:
+        further += lists.views
+        if checked.lists is not None and True not in checked.list_copies:
+            keep_lists(block_mask, lists, framework)
+    for name, view in zip(_FURTHER, further, strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
-    score = as_mod(score_mod, "score_mod", device)
-    mask = None
-    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask = as_mod(block_mask.mask_mod, "mask_mod", device)
     if not checked.scores:
-        score = None  # what it reads may be empty
+        as_mod(score_mod, "score_mod", device)  # refuses what it refuses always
+        score_mod = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
-    if score is None and scale <= 0:
-        score = IDENTITY  # softmax looks for maxima of unscaled scores
+    if score_mod is None and scale <= 0:
+        score_mod = IDENTITY  # softmax looks for maxima of unscaled scores
+    mask_mod = None
+    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
+        mask_mod = block_mask.mask_mod
     if checked.cut is not None:
-        mask = within_blocks(mask, checked.cut.given)
-    score, score_places = placed(score, "score_mod", device, framework)
-    mask, mask_places = placed(mask, "mask_mod", device, framework)
-    header = header_of(score, mask)
-    score_bytes, mask_bytes = pack(score, score_places), pack(mask, mask_places)
-    call_key = (header, scale, score is not None, wants_lse, wants_max)
+        mask_mod = within_blocks(as_mod(mask_mod, "mask_mod", device), checked.cut.given)
+    score = bound(score_mod, "score_mod", device, framework)
+    mask = bound(mask_mod, "mask_mod", device, framework)
+    variants = score and score.form.variant, mask and mask.form.variant
+    call_key = (*variants, scale, wants_lse, wants_max)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
-        call_key, _prepare(checked, call_key, len(score_bytes), len(mask_bytes), q, out_view)
+        call_key, _prepare(checked, call_key, score, mask, q, out_view)
     )
     made = prepared.allocate()
     scratch = made.pop()
@@ -243,11 +261,13 @@ def attend_alone(
     lse = made.pop(0) if wants_lse else None
     max_scores = made.pop(0) if wants_max else None
     if prepared.launch is not None:
-        out_ptr = framework.pointer(out) if out_view is None else out_view[0]
-        further = [0 if array is None else framework.pointer(array) for array in (lse, max_scores)]
-        _launch(
-            checked, prepared, (q, k, v), lists, (out_ptr, *further), scratch, score_bytes, mask, mask_places
+        pointer = framework.pointer
+        results = (
+            pointer(out) if out_view is None else out_view[0],
+            0 if lse is None else pointer(lse),
+            0 if max_scores is None else pointer(max_scores),
         )
+        _launch(checked, prepared, (q, k, v), lists, results, scratch, score, mask)
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
@@ -323,13 +343,13 @@ _checked: Memo[FlexChecked] = Memo(shared=True)
 def _prepare(
     checked: FlexChecked,
     key: tuple[Any, ...],
-    score_bytes: int,
-    mask_bytes: int,
+    score: Bound | None,
+    mask: Bound | None,
     q: Fields,
     out: Fields | None,
 ) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    header, scale, has_score_mod, wants_lse, wants_max = key
+    *variants, scale, wants_lse, wants_max = key
     _, _, _, dtype, device, framework, _ = q
     b, h_q, seqlen_q = checked.b, checked.h_q, checked.seqlen_q
     results: list[NewArray] = []
@@ -367,10 +387,10 @@ def _prepare(
             scale=scale,
             lists=lists,
             states=states,
-            header=header,
-            has_score_mod=has_score_mod,
-            score_mod_bytes=score_bytes,
-            mask_mod_bytes=mask_bytes,
+            header=header_of(*[variant and variant.mod for variant in variants]),
+            has_score_mod=score is not None,
+            score_mod_bytes=len(_packed(score)),
+            mask_mod_bytes=len(_packed(mask)),
             max_scores=wants_max,
         ),
         capturing,
@@ -412,38 +432,40 @@ class _Scratch:
         self.lists = ListAddresses(*lists)
 
 
+def _packed(function: Bound | None) -> bytes:
+    return NO_BYTES if function is None else function.packed
+
+
 def _launch(
     checked: FlexChecked,
     prepared: _Prepared,
     views: tuple[Fields, Fields, Fields],
     lists: GivenLists | None,
-    results: tuple[int, ...],
+    results: tuple[int, int, int],
     scratch: Any,
-    score_bytes: bytes,
-    mask: Mod | None,
-    mask_places: list[Place],
+    score: Bound | None,
+    mask: Bound | None,
 ) -> None:
     """Enqueue the copies and kernels of a call."""
     _, _, _, dtype, device, framework, _ = views[0]
     stream = framework.current_stream(device)
     alive = []
-    addresses = []
-    for name, view, is_copied in zip(("query", "key", "value"), views, checked.copied, strict=True):
-        if is_copied:
-            alive.append(view[5].aligned_copy(view[6], name, dtype))
-            addresses.append(view[5].pointer(alive[-1]))
-        else:
-            addresses.append(view[0])
+    addresses = [view[0] for view in views]
+    if True in checked.copied:
+        for i, name in enumerate(("query", "key", "value")):
+            if checked.copied[i]:
+                alive.append(views[i][5].aligned_copy(views[i][6], name, dtype))
+                addresses[i] = views[i][5].pointer(alive[-1])
     of_lists = [0, 0, 0, 0, 0]
     if checked.lists is not None and lists is not None:
-        for i, given in enumerate(lists.views):
-            if given is not None and checked.list_copies[i]:
-                alive.append(given[5].aligned_copy(given[6], LISTS[i], "int32"))
-                of_lists[i] = given[5].pointer(alive[-1])
-            elif given is not None:
-                of_lists[i] = given[0]
+        of_lists = [*[address_of(view) for view in lists.views], 0]
+        if True in checked.list_copies:
+            for i, given in enumerate(lists.views):
+                if given is not None and checked.list_copies[i]:
+                    alive.append(given[5].aligned_copy(given[6], LISTS[i], "int32"))
+                    of_lists[i] = given[5].pointer(alive[-1])
     scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
-    if checked.cut is not None and checked.lists is not None:
+    if checked.cut is not None and checked.lists is not None and mask is not None:
         by_caller, by_kernel = checked.cut
         places = _Scratch(scratch_ptr, prepared.counter_bytes, checked.cut)
         where: Any = {"device": device, "stream": stream, "capturing": framework.capture_query(device)}
@@ -452,9 +474,8 @@ def _launch(
         blocks = (by_caller.block_q, by_caller.block_k)
         mask_kernels.lists(by_kernel, places.states, places.lists, state_blocks=blocks, **where)
         of_lists = [*places.lists, places.states]
-        mask_places = [*mask_places[:-1], mask_places[-1]._replace(ptr=places.states)]
-    mask_bytes = pack(mask, mask_places)
+        mask = mask.with_last_address(places.states)
     assert prepared.launch is not None
-    prepared.launch(
-        stream, FlexAddresses(*addresses, *results, *of_lists), score_bytes, mask_bytes, scratch_ptr
-    )
+    # In the order of FlexAddresses.
+    arrays = (*addresses, *results, *of_lists)
+    prepared.launch(stream, arrays, _packed(score), _packed(mask), scratch_ptr)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
+from weakref import ref
 
 from ..call.arrays import Fields, Framework, aligned_strides, read_given
 from ..call.checks import show
-from ..call.memo import Memo
+from ..call.memo import Memo, kind_of
 from ..kernels.block_mask import Grid
 from ..kernels.flex_forward import BlockLists, tile_of
 from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
@@ -15,7 +17,7 @@ from .functions import check_on_device
 
 __all__ = [
     *("LISTS", "MASK_PARTS", "Q_LISTS", "FlexChecked", "GivenLists", "Recut", "check_arrays"),
-    *("check_lengths", "check_lists", "cut_of", "lists_of"),
+    *("check_lengths", "check_lists", "cut_of", "keep_lists", "lists_of", "recall_lists"),
 ]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -36,6 +38,7 @@ class GivenLists(NamedTuple):
     names: tuple[str, str, str, str]  # LISTS or Q_LISTS
     views: tuple[Fields, Fields, Fields | None, Fields | None]  # in their order
     sizes: tuple[Any, ...]  # BLOCK_SIZE and seq_lengths
+    kind: tuple[Any, ...]  # what checks of them depend on
 
 
 def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> GivenLists | None:
@@ -71,7 +74,80 @@ def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Given
     if (full_counts is None) != (full_indices is None):
         raise ValueError(f"block_mask: expected {names[2]} and {names[3]} or none of them, got one")
     views = counts, indices, full_counts, full_indices
-    return GivenLists(names, views, (int(block_q), int(block_k), *lengths))
+    sizes = (int(block_q), int(block_k), *lengths)
+    return GivenLists(names, views, sizes, (*[kind_of(view) for view in views], sizes))
+
+
+class _Seen(NamedTuple):
+    """Lists by rows that passed the checks of a call, without the arrays."""
+
+    references: list[Callable[[], Any]]  # weak ones
+    state: list[Any]  # addresses and shapes
+    lists: GivenLists
+
+
+_seen: Memo[_Seen] = Memo(shared=True)
+"""By the id of the first list. An entry whose arrays are gone is never found."""
+
+
+def recall_lists(block_mask: Any, framework: Framework) -> GivenLists | None:
+    """The lists by rows of a mask if they passed the checks before, none of which has to be copied; else
+    None, also where there is something to refuse. Their views have no arrays.
+
+    All layers of a model share a mask, or a few. Lists are recognised by identity, address and shape, and
+    what else the mask has by value. What this cannot see is a list whose strides alone were changed in place.
+    """
+    seen = _seen.get(id(getattr(block_mask, LISTS[0], None)))
+    if seen is None:
+        return None
+    references, state, lists = seen
+    try:
+        arrays = (
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+        )
+        sizes = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
+        mask_mod = block_mask.mask_mod
+    except AttributeError:
+        return None
+    if (
+        lists.views[0][5] is not framework
+        or sizes != lists.sizes
+        or getattr(mask_mod, "__name__", "") in _UNSET_MASKS
+    ):
+        return None
+    found: list[Any] = []
+    pointer = framework.pointer
+    for array, reference in zip(arrays, references, strict=True):
+        if reference() is not array:
+            return None
+        found += (None, None) if array is None else (pointer(array), array.shape)
+    return lists if found == state else None
+
+
+def keep_lists(block_mask: Any, lists: GivenLists, framework: Framework) -> None:
+    """Remember the lists by rows of a mask, which passed the checks, by weak references. Those of another
+    framework than query's are not remembered, as in `rawmla.call.memo.LatestPair`.
+    """
+    references: list[Callable[[], Any]] = []
+    state: list[Any] = []
+    for name, view in zip(LISTS, lists.views, strict=True):
+        if view is None:
+            references.append(_no_list)
+            state += (None, None)
+        elif view[5] is framework and view[6] is getattr(block_mask, name):
+            references.append(ref(view[6]))
+            state += view[:2]
+        else:
+            return
+    views = cast(Any, tuple([view and (*view[:6], None) for view in lists.views]))
+    _seen.keep(id(lists.views[0][6]), _Seen(references, state, lists._replace(views=views)))
+
+
+def _no_list() -> None:
+    """In the place of a reference."""
 
 
 class Recut(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..call.arrays import WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
+from ..call.arrays import READERS, WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
 from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
@@ -17,15 +18,18 @@ from .mods import (
     Backward,
     Capture,
     CudaMod,
+    Form,
     Kind,
     Layout,
     Mod,
     Number,
     Place,
+    Reading,
     header,
+    reading_of,
 )
 
-__all__ = ["IDENTITY", "as_mod", "check_on_device", "header_of", "placed", "within_blocks"]
+__all__ = ["IDENTITY", "Bound", "as_mod", "bound", "check_on_device", "header_of", "placed", "within_blocks"]
 
 IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
 """The score function that changes nothing."""
@@ -66,11 +70,15 @@ def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
         return function.mod(backward)
     if not callable(function):
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    return _tracer(kind, device, backward)(function)
+    reading = _tracer(kind, device, backward)(function)
+    if not backward:
+        for source in reading.sources:
+            _check_number(source, kind)
+    return reading.mod()
 
 
 @lru_cache(maxsize=256)
-def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
+def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]:
     """What traces functions of a kind that read tensors of the device."""
     try:
         import torch
@@ -82,21 +90,75 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Mod]:
     from . import memo
 
     place = torch.device("cuda", device)
+    return lambda function: memo.read(function, kind, place, backward)
 
-    def traced(function: Any) -> Mod:
-        mod = memo.traced(function, kind, place, backward)
-        # Numbers on the CPU are no arrays that a reader sees.
-        if mod.numbers and not backward and torch.is_grad_enabled():
-            for number in mod.numbers:
-                if getattr(number.source, "requires_grad", False):
-                    raise NeedsGradient(
-                        f"{kind}: expected captured numbers that need no gradient here, got "
-                        "requires_grad=True with grad enabled; call under torch.no_grad(). "
-                        f"{WITH_BACKWARD}"
-                    )
-        return mod
 
-    return traced
+def _check_number(source: Any, kind: Kind) -> None:
+    """Check that a number needs no gradient. Those on the CPU are no arrays that a reader sees."""
+    if getattr(source, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        raise NeedsGradient(
+            f"{kind}: expected captured numbers that need no gradient here, got requires_grad=True with grad "
+            f"enabled; call under torch.no_grad(). {WITH_BACKWARD}"
+        )
+
+
+class Bound(NamedTuple):
+    """A function with what it reads in a call."""
+
+    form: Form
+    addresses: list[int]  # of its arrays
+    numbers: list[int | float]
+    packed: bytes
+
+    def with_last_address(self, address: int) -> Bound:
+        """The same with another address of the last array."""
+        addresses = [*self.addresses[:-1], address]
+        packed = self.form.pack(addresses, self.numbers)
+        return Bound(self.form, addresses, self.numbers, packed)
+
+
+def bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
+    """A function that a user gave with what it reads, for a call without gradients; None for None.
+
+    Checks and errors are those of `as_mod` and of `placed`. A function that is known by its trace costs the
+    reading of its arrays, and little more.
+    """
+    if function is None:
+        return None
+    if isinstance(function, (Mod, CudaMod, str)) or not callable(function):
+        frame, arrays, sources = reading_of(_as_mod(function, kind, device, False))
+    else:
+        frame, arrays, sources = _tracer(kind, device, False)(function)
+    name = f"{kind}: an array that it reads"
+    addresses: list[int] = []
+    lie: tuple[Any, ...] = ()
+    for array in arrays:
+        if array.__class__ is Place:
+            ptr, shape, strides = array
+        else:
+            ptr, shape, strides, _, on, of, _ = view = READERS[type(array)](array, name)
+            if on != device or of is not framework:
+                check_on_device(name, view, device, framework)
+        addresses.append(ptr)
+        lie += (shape, strides)
+    numbers: list[int | float] = []
+    for source in sources:
+        if isinstance(source, (int, float)):
+            numbers.append(source)
+        else:
+            _check_number(source, kind)
+            numbers.append(source.item())
+    form = frame.forms.get(lie)
+    if form is None:
+        for shape in lie[::2]:
+            _check_sizes(shape, name)
+        form = frame.make_form(lie)
+    return Bound(form, addresses, numbers, form.pack(addresses, numbers))
+
+
+def _check_sizes(shape: Sequence[int], name: str) -> None:
+    if not all(0 < size <= INT32_MAX for size in shape):
+        raise ValueError(f"{name}: expected dimensions of 1 to 2**31 - 1, got shape {list(shape)}")
 
 
 def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
@@ -111,10 +173,7 @@ def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tu
         else:
             view = inspect(capture.array, name)
             check_on_device(name, view, device, framework)
-            if not all(0 < size <= INT32_MAX for size in view.shape):
-                raise ValueError(
-                    f"{name}: expected dimensions of 1 to 2**31 - 1, got shape {list(view.shape)}"
-                )
+            _check_sizes(view.shape, name)
             places.append(Place(view.ptr, view.shape, view.strides))
     captures = [
         capture._replace(layout=place.layout()) for capture, place in zip(mod.captures, places, strict=True)

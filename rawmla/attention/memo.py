@@ -1,9 +1,9 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
-functools.partial. Tensors count by dtype, shape and whether they require grad, everything else by value. A
-function that reads what is not known here, such as an object or a module of a user's, is traced at every
-call.
+functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
+value. A function that reads what is not known here, such as an object or a module of a user's, is traced at
+every call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .mods import Mod
+from .mods import Frame, Mod, Reading, reading_of
 from .trace import trace
 
-__all__ = ["traced"]
+__all__ = ["read", "traced"]
 
 MAX_TRACES = 256
 _STEADY = {"torch", *sys.stdlib_module_names}
@@ -31,15 +31,27 @@ class _Unknown(Exception):
     """What a function reads cannot be compared."""
 
 
-class _Kept(NamedTuple):
-    """A trace, with the places of its tensors among those that the function reads."""
+class _Kept:
+    """A trace without the caller's tensors: it has their places among those that the function reads."""
 
-    mod: Mod
-    captures: tuple[int, ...]
-    numbers: tuple[int | None, ...]  # None: the source that the trace has
+    __slots__ = ("captures", "frame", "numbers", "used")
+
+    def __init__(self, frame: Frame, captures: list[int], numbers: list[_Number]) -> None:
+        self.frame = frame
+        self.captures = captures
+        self.numbers = numbers
+        self.used = next(_clock)
 
 
-_kept: OrderedDict[Any, _Kept] = OrderedDict()
+class _Number(NamedTuple):
+    """A number of a trace: the value that it has there, or the place of the tensor that has it."""
+
+    value: Any
+    place: int | None
+
+
+_kept: dict[Any, _Kept] = {}
+_clock = count()
 
 
 def traced(
@@ -49,139 +61,183 @@ def traced(
     backward: bool = False,
 ) -> Mod:
     """A function as CUDA text with the tensors that it reads now; arguments and errors as of `trace`."""
+    return read(function, kind, device, backward).mod()
+
+
+def read(
+    function: Callable[..., Any],
+    kind: Literal["score_mod", "mask_mod"],
+    device: Any,
+    backward: bool = False,
+) -> Reading:
+    """`traced`, as what stays of the function and what it reads now."""
     tensors: list[torch.Tensor] = []
     try:
-        key = (kind, device, backward, _described(function, tensors, frozenset()))
+        key = (kind, device, backward, _BY_CLASS[function.__class__](function, tensors, ()))
         found = _kept.get(key)
     except (_Unknown, TypeError):  # TypeError: what cannot be hashed
-        return trace(function, kind, device, backward)
+        return reading_of(trace(function, kind, device, backward))
     if found is None:
-        mod = trace(function, kind, device, backward)
-        places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        captures = [places.get(id(capture.array)) for capture in mod.captures]
-        if None not in captures:
-            numbers = tuple(places.get(id(number.source)) for number in mod.numbers)
-            found_at = tuple(place for place in captures if place is not None)
-            _kept[key] = _Kept(_without_tensors(mod, numbers), found_at, numbers)
-            if len(_kept) > MAX_TRACES:
-                _kept.popitem(last=False)
-        return mod
-    _kept.move_to_end(key)
-    mod, captures_at, numbers_at = found
-    return mod._replace(
-        captures=tuple(
-            capture._replace(array=tensors[place])
-            for capture, place in zip(mod.captures, captures_at, strict=True)
-        ),
-        numbers=tuple(
-            number if place is None else number._replace(source=tensors[place])
-            for number, place in zip(mod.numbers, numbers_at, strict=True)
-        ),
+        reading = reading_of(trace(function, kind, device, backward))
+        _keep(key, reading, tensors)
+        return reading
+    found.used = next(_clock)
+    return Reading(
+        found.frame,
+        [tensors[place] for place in found.captures],
+        [value if place is None else tensors[place] for value, place in found.numbers],
     )
 
 
-def _without_tensors(mod: Mod, numbers_at: tuple[int | None, ...]) -> Mod:
-    """A trace that keeps no memory of the caller's alive."""
+def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
+    """Remember a trace, but none that reads a tensor which is not among those found."""
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    captures = [places[id(array)] for array in reading.arrays if id(array) in places]
+    if len(captures) < len(reading.arrays):
+        return
     numbers = []
-    for number, place in zip(mod.numbers, numbers_at, strict=True):
-        source = number.source
-        if isinstance(source, torch.Tensor):  # one without a place was made by the trace, of a number
-            number = number._replace(source=source.item() if place is None else None)
-        numbers.append(number)
-    captures = tuple(capture._replace(array=None) for capture in mod.captures)
-    return mod._replace(captures=captures, numbers=tuple(numbers))
+    for source in reading.sources:
+        place = places.get(id(source))
+        if place is None and isinstance(source, torch.Tensor):  # made by the trace, of a number
+            source = source.item()  # noqa: PLW2901
+        numbers.append(_Number(source if place is None else None, place))
+    _kept[key] = _Kept(reading.frame, captures, numbers)
+    if len(_kept) > MAX_TRACES:  # a copy: another thread may add one
+        oldest, _ = min(_kept.copy().items(), key=lambda item: item[1].used)
+        _kept.pop(oldest, None)
 
 
-def _described(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
-    """What a trace depends on of `x`, to be compared; its tensors are added to `tensors`.
-
-    `around` has the ids of the functions that are being described.
-    """
-    describe = _BY_CLASS.get(x.__class__, _described_other)
-    return describe(x, tensors, around)
+Around = tuple[Any, ...]
+"""The functions that are being described, one inside of the other."""
 
 
-def _described_other(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
-    """`_described` of what is of no class in `_BY_CLASS`."""
-    for kind, describe in _BY_CLASS.items():
-        if isinstance(x, kind):
-            return describe(x, tensors, around)
-    if isinstance(x, types.BuiltinFunctionType) and not isinstance(x.__self__, (types.ModuleType, type)):
-        raise _Unknown  # a method of an object, which may change
-    if isinstance(x, (types.BuiltinFunctionType, torch._ops.OpOverloadPacket)):
-        return x
-    if isinstance(x, (types.ModuleType, type)):
-        home = x.__name__ if isinstance(x, types.ModuleType) else x.__module__
-        if home.partition(".")[0] in _STEADY:
-            return x
-    raise _Unknown
-
-
-def _described_function(
-    function: types.FunctionType, tensors: list[torch.Tensor], around: frozenset[int]
-) -> Any:
-    if id(function) in around:  # it calls itself
+def _described_function(function: types.FunctionType, tensors: list[torch.Tensor], around: Around) -> Any:
+    if function in around:  # it calls itself
         return function.__code__
     if function.__dict__:
         raise _Unknown
-    around = around | {id(function)}
-    code, scope = function.__code__, function.__globals__
-    names = [name for name in _names_of(code) if name in scope]
+    around = (*around, function)
+    code, scope = _code(function.__code__), function.__globals__
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     return (
         code,
-        cells and tuple([_described(cell.cell_contents, tensors, around) for cell in cells]),
-        defaults and tuple([_described(x, tensors, around) for x in defaults]),
+        cells and _described_all([cell.cell_contents for cell in cells], tensors, around),
+        defaults and _described_all(defaults, tensors, around),
         keywords and _described_dict(keywords, tensors, around),
-        tuple([(name, _described(scope[name], tensors, around)) for name in names]),
+        code.names and _described_dict({x: scope[x] for x in code.names if x in scope}, tensors, around),
     )
 
 
-def _described_tensor(x: torch.Tensor, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+def _described_all(several: Iterable[Any], tensors: list[torch.Tensor], around: Around) -> tuple[Any, ...]:
+    return tuple([_BY_CLASS[x.__class__](x, tensors, around) for x in several])
+
+
+def _described_tensor(x: torch.Tensor, tensors: list[torch.Tensor], around: Around) -> Any:
     for place, tensor in enumerate(tensors):
         if tensor is x:
             return ("again", place)
     tensors.append(x)
     # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
-    return ("tensor", x.dtype, tuple(x.shape), x.requires_grad, x.device.type)
+    return ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
 
 
-def _described_value(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+def _described_value(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
     return (x.__class__, x)
 
 
-def _described_float(x: float, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
+def _described_float(x: float, tensors: list[torch.Tensor], around: Around) -> Any:
     return (float, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
 
 
-def _described_sequence(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
-    return (x.__class__, tuple([_described(one, tensors, around) for one in x]))
+def _described_sequence(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    return (x.__class__, _described_all(x, tensors, around))
 
 
-def _described_dict(x: dict[Any, Any], tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
-    return (dict, tuple([(name, _described(one, tensors, around)) for name, one in x.items()]))
+def _described_dict(x: dict[Any, Any], tensors: list[torch.Tensor], around: Around) -> Any:
+    return (dict, tuple(x), _described_all(x.values(), tensors, around))
 
 
-def _described_partial(x: Any, tensors: list[torch.Tensor], around: frozenset[int]) -> Any:
-    return ("partial", *[_described(one, tensors, around) for one in (x.func, x.args, x.keywords)])
+def _described_partial(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    return ("partial", _described_all((x.func, x.args, x.keywords), tensors, around))
 
 
-_BY_CLASS: dict[type, Callable[[Any, list[torch.Tensor], frozenset[int]], Any]] = {
-    types.FunctionType: _described_function,
-    torch.Tensor: _described_tensor,
-    float: _described_float,
-    **dict.fromkeys((int, bool, str, bytes, type(None), torch.dtype, torch.device), _described_value),
-    **dict.fromkeys((tuple, list), _described_sequence),
-    dict: _described_dict,
-    functools.partial: _described_partial,
-}
+def _described_module(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    if x.__name__.partition(".")[0] in _STEADY:
+        return x
+    raise _Unknown
 
 
-@functools.lru_cache(maxsize=1024)
-def _names_of(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code, or that of a function in it, may look up among the globals."""
-    names = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += _names_of(constant)
-    return tuple(names)
+def _described_class(x: type, tensors: list[torch.Tensor], around: Around) -> Any:
+    if x.__module__.partition(".")[0] in _STEADY:
+        return x
+    raise _Unknown
+
+
+def _described_builtin(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    if isinstance(x.__self__, (types.ModuleType, type)):
+        return x
+    raise _Unknown  # a method of an object, which may change
+
+
+def _described_itself(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    return x
+
+
+def _refused(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+    raise _Unknown
+
+
+_Describer = Callable[[Any, list[torch.Tensor], Around], Any]
+
+
+class _Describers(dict[type, _Describer]):
+    """Class -> the function that gives what a trace depends on of an object, to be compared; the object's
+    tensors are added to a list.
+    """
+
+    def __missing__(self, cls: type) -> _Describer:
+        for known, describe in self.items():
+            if issubclass(cls, known):
+                return describe
+        return _refused
+
+
+_BY_CLASS = _Describers(
+    {
+        types.FunctionType: _described_function,
+        torch.Tensor: _described_tensor,
+        float: _described_float,
+        **dict.fromkeys((int, bool, str, bytes, type(None), torch.dtype, torch.device), _described_value),
+        **dict.fromkeys((tuple, list), _described_sequence),
+        dict: _described_dict,
+        functools.partial: _described_partial,
+        types.ModuleType: _described_module,
+        type: _described_class,
+        types.BuiltinFunctionType: _described_builtin,
+        torch._ops.OpOverloadPacket: _described_itself,
+    }
+)
+
+
+class _Code:
+    """Code of a function, one for all that are equal: known by identity, which costs less than to hash code.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Those that the code, or that of a function in it, may look up among the globals.
+    """
+
+    __slots__ = ("names",)
+
+    names: tuple[str, ...]
+
+    def __init__(self, code: types.CodeType) -> None:
+        names = list(code.co_names)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                names += _code(constant).names
+        self.names = tuple(names)
+
+
+_code = functools.lru_cache(maxsize=1024)(_Code)

@@ -6,14 +6,16 @@ import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from ..call.arrays import inspect, is_array
+from ..call.memo import Memo
 
 __all__ = [
-    *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Mod", "Number", "Place"),
-    *("Site", "header", "pack"),
+    *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
+    *("Number", "Place", "Reading", "Site", "Variant", "header", "pack", "reading_of"),
 ]
 
 Kind = Literal["score_mod", "mask_mod"]
@@ -360,24 +362,148 @@ def pack(mod: Mod | None, places: Sequence[Place], gradients: Sequence[int] = ()
     ``gradients``: where those of `Backward.gradients` lie, float32, contiguous and of the captures' shapes;
     none for a kernel that computes none.
     """
-    if mod is None or not (mod.captures or mod.numbers):
-        return bytes(8)
-    packed = b""
-    for capture, place in zip(mod.captures, places, strict=True):
-        count = max(1, capture.rank)
-        strides, sizes = (([*x, 0])[:count] for x in (place.strides, place.shape))
-        packed += struct.pack(f"<Q{count}q{count}i", place.ptr, *strides, *sizes)
-        packed += bytes(-len(packed) % 8)
-    for number in mod.numbers:
-        value = number.source if isinstance(number.source, (int, float)) else number.source.item()
-        if number.is_integer:
-            if not -(2**63) <= value < 2**63:
+    if mod is None:
+        return NO_BYTES
+    frame, _, sources = reading_of(mod)
+    lie = tuple([x for place in places for x in (tuple(place.shape), tuple(place.strides))])
+    form = frame.forms.get(lie) or frame.make_form(lie)
+    numbers = [source if isinstance(source, (int, float)) else source.item() for source in sources]
+    return form.pack([place.ptr for place in places], numbers, gradients)
+
+
+# ---- what calls of one function share
+
+
+NO_BYTES = bytes(8)
+"""Of a ScoreMod or MaskMod without a function."""
+
+
+class Reading(NamedTuple):
+    """A function as a call finds it: what it reads now, apart from the rest."""
+
+    frame: Frame
+    arrays: Sequence[Any]  # by captures
+    sources: Sequence[Any]  # by numbers: Python numbers, or 0-d tensors of the CPU
+
+    def mod(self) -> Mod:
+        """All of it together."""
+        text, captures, numbers, backward = self.frame.mod
+        return Mod(
+            text,
+            tuple([x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]),
+            tuple([x._replace(source=source) for x, source in zip(numbers, self.sources, strict=True)]),
+            backward,
+        )
+
+
+def reading_of(mod: Mod) -> Reading:
+    """A function that was just traced or written, taken apart."""
+    text, captures, numbers, backward = mod
+    without = tuple([x._replace(array=None, layout="kAny") for x in captures])
+    frame = _frame(Mod(text, without, tuple([x._replace(source=0) for x in numbers]), backward))
+    return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
+
+
+class Frame:
+    """A function without what it reads. There is one for one text, so forms are found again where a trace is
+    made anew.
+
+    Attributes
+    ----------
+    mod : Mod
+        Its arrays are None, and its numbers 0.
+    forms : Memo of Form
+        By how the captures lie: shape and strides of one after the other.
+    """
+
+    def __init__(self, mod: Mod) -> None:
+        self.mod = mod
+        self.forms: Memo[Form] = Memo()
+        self._variants: dict[tuple[Layout, ...], Variant] = {}
+
+    def make_form(self, lie: tuple[Any, ...]) -> Form:
+        """A form that is not there yet."""
+        places = [Place(0, *one) for one in zip(lie[::2], lie[1::2], strict=True)]
+        layouts = tuple([place.layout() for place in places])
+        variant = self._variants.get(layouts)
+        if variant is None:  # setdefault: two threads that come here together get the same one
+            captures = [x._replace(layout=y) for x, y in zip(self.mod.captures, layouts, strict=True)]
+            made = Variant(self.mod._replace(captures=tuple(captures)))
+            variant = self._variants.setdefault(layouts, made)
+        return self.forms.keep(lie, Form(variant, places))
+
+
+@lru_cache(maxsize=1024)
+def _frame(mod: Mod) -> Frame:
+    return Frame(mod)
+
+
+class Variant:
+    """A function with the layouts of what it reads, on which the text of a kernel depends. Known by identity,
+    which costs less than to hash the text: it can be part of a key.
+    """
+
+    __slots__ = ("mod",)
+
+    def __init__(self, mod: Mod) -> None:
+        self.mod = mod
+
+
+class Form:
+    """How the bytes of a ScoreMod or MaskMod follow from addresses and numbers, where the shapes and the
+    strides of its captures are known.
+
+    Attributes
+    ----------
+    variant : Variant
+    """
+
+    __slots__ = ("_lengths", "_pack", "_without_gradients", "variant")
+
+    def __init__(self, variant: Variant, places: Sequence[Place]) -> None:
+        self.variant = variant
+        _, captures, numbers, backward = variant.mod
+        code = "<"
+        lengths = []
+        for capture, place in zip(captures, places, strict=True):
+            count = max(1, capture.rank)
+            strides, sizes = (([*x, 0])[:count] for x in (place.strides, place.shape))
+            packed = struct.pack(f"<{count}q{count}i", *strides, *sizes)
+            lengths.append(packed + bytes(-len(packed) % 8))
+            code += f"Q{len(lengths[-1])}s"
+        for number in numbers:
+            code += _padding(code) + "q" if number.is_integer else "f"
+        code += _padding(code)
+        gradients = 0 if backward is None else max(1, len(backward.gradients))
+        if gradients:
+            code += f"{gradients}Q"
+        self._lengths = lengths
+        self._without_gradients = [0] * gradients
+        self._pack = struct.Struct(code if struct.calcsize(code) else "8x").pack
+
+    def pack(
+        self, addresses: Sequence[int], numbers: Sequence[int | float], gradients: Sequence[int] = ()
+    ) -> bytes:
+        """The bytes; ``addresses`` are those of the captures, ``gradients`` as for the function `pack`."""
+        members: list[Any] = []
+        for address, lengths in zip(addresses, self._lengths, strict=True):
+            members += (address, lengths)
+        gradients = gradients or self._without_gradients
+        try:
+            return self._pack(*members, *numbers, *gradients)
+        except (struct.error, OverflowError):
+            return self._pack(*members, *self._fitted(numbers), *gradients)
+
+    def _fitted(self, numbers: Sequence[int | float]) -> list[int | float]:
+        """The numbers, infinite where they are too large for a float."""
+        fitted = []
+        for value, number in zip(numbers, self.variant.mod.numbers, strict=True):
+            if number.is_integer and not -(2**63) <= value < 2**63:
                 raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
-            packed += bytes(-len(packed) % 8) + struct.pack("<q", value)
-        else:
-            packed += struct.pack("<f", ctypes.c_float(value).value)  # infinite where it is too large
-    packed += bytes(-len(packed) % 8)
-    if mod.backward is not None:
-        count = max(1, len(mod.backward.gradients))
-        packed += struct.pack(f"<{count}Q", *(gradients or [0] * count))
-    return packed
+            fitted.append(value if number.is_integer else ctypes.c_float(value).value)
+        return fitted
+
+
+def _padding(code: str) -> str:
+    """Up to a multiple of 8 bytes."""
+    return "x" * (-struct.calcsize(code) % 8)
