@@ -36,6 +36,7 @@ inline int min_int(int a, int b) { return a < b ? a : b; }
 inline int max_int(int a, int b) { return a > b ? a : b; }
 template <class T> inline T __ldg(const T* src) { return *src; }
 inline float __uint_as_float(u32 bits) { float x; memcpy(&x, &bits, 4); return x; }
+inline u32 __float_as_uint(float x) { u32 bits; memcpy(&bits, &x, 4); return bits; }
 inline float exp2_approx(float x) { return exp2f(x); }
 inline float log2_approx(float x) { return log2f(x); }
 inline float tanh_approx(float x) { return tanhf(x); }
@@ -61,6 +62,22 @@ def _called() -> str:
     """What the text of a function calls, as C++."""
     before, _, behind = source("attention/mods.cuh").partition("#include")
     return _STAND_INS + before.replace("#pragma once", "") + behind.split('types.cuh"')[1]
+
+
+def apply(name: str, *arguments: Any) -> Any:
+    """A function of mods.cuh of one or two floats, applied to the elements of float32 tensors."""
+    import torch
+
+    text = f"""{_called()}
+extern "C" void run(const float* x, const float* y, int n, float* out) {{
+    for (int i = 0; i < n; ++i) out[i] = {name}({", ".join(("x[i]", "y[i]")[: len(arguments)])});
+}}
+"""
+    held = [x.contiguous() for x in arguments]
+    out = torch.empty_like(held[0])
+    pointers = [ctypes.c_void_p(x.data_ptr()) for x in (held[0], held[-1], out)]
+    _library(text).run(pointers[0], pointers[1], out.numel(), pointers[2])
+    return out
 
 
 def evaluate(traced: Any, kind: str, scores: Any, indices: Any) -> Any:

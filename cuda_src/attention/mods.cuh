@@ -171,21 +171,40 @@ template <class T>
 __device__ __forceinline__ T torch_abs(T a) {
     return a < 0 ? torch_neg(a) : a;
 }
+// A score function is inlined for each score that a thread has, so what it calls has to be short: / of floats,
+// powf, fmodf and other functions of CUDA's library bring subroutines and rare cases, with which a kernel
+// takes half a minute to compile.
 __device__ __forceinline__ float torch_div(float a, float b) { return a * reciprocal_approx(b); }
-__device__ __forceinline__ float torch_trunc_divide(float a, float b) { return truncf(a / b); }
+// Rounded as / rounds but in rare cases, and exact where the quotient is: what is rounded to an integer
+// afterwards needs that.
+__device__ __forceinline__ float precise_div(float a, float b) {
+    const float inverse = reciprocal_approx(b), quotient = a * inverse, rest = fmaf(-quotient, b, a);
+    return fabsf(rest) < kInfinity ? fmaf(rest, inverse, quotient) : quotient;
+}
+__device__ __forceinline__ float torch_trunc_divide(float a, float b) { return truncf(precise_div(a, b)); }
 template <class T>
 __device__ __forceinline__ T torch_trunc_divide(T a, T b) {
-    if (b == -1) return torch_neg(a);
-    return b == 0 ? T(-1) : a / b;
+    const T quotient = a / (b == 0 || b == -1 ? T(1) : b);
+    return b == 0 ? T(-1) : b == -1 ? torch_neg(a) : quotient;
 }
-__device__ __forceinline__ float torch_fmod(float a, float b) { return fmodf(a, b); }
+// Exact for quotients below 2^30: a step leaves 2^-24 of what it is given, for which float32 has room, or less
+// than 2b. Of larger ones that leave too much it is 0.
+__device__ __forceinline__ float torch_fmod(float a, float b) {
+    const float size = fabsf(a), divisor = fabsf(b);
+    float rest = fmaf(-torch_trunc_divide(size, divisor), divisor, size);
+    rest = fmaf(-truncf(torch_div(rest, divisor)), divisor, rest);
+    rest = rest < 0.0f ? rest + divisor : rest;
+    rest = rest >= divisor ? rest - divisor : rest;
+    rest = fabsf(rest) >= divisor ? 0.0f : rest;
+    return copysignf(size < divisor ? size : rest, a);
+}
 template <class T>
 __device__ __forceinline__ T torch_fmod(T a, T b) {
-    return b == 0 || b == -1 ? T(0) : a % b;
+    return b == 0 ? T(0) : torch_sub(a, torch_mul(torch_trunc_divide(a, b), b));
 }
 // With the sign of the divisor.
 __device__ __forceinline__ float torch_remainder(float a, float b) {
-    const float rest = fmodf(a, b);
+    const float rest = torch_fmod(a, b);
     return rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? rest + b : rest;
 }
 template <class T>
@@ -194,15 +213,16 @@ __device__ __forceinline__ T torch_remainder(T a, T b) {
     return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 __device__ __forceinline__ float torch_floor_divide(float a, float b) {
-    if (b == 0.0f) return a / b;
-    const float quotient = (a - torch_remainder(a, b)) / b;
-    const float down = floorf(quotient);
-    return quotient == 0.0f ? copysignf(0.0f, a / b) : quotient - down > 0.5f ? down + 1.0f : down;
+    const float quotient = torch_div(a, b), rest = torch_fmod(a, b);
+    const float whole =
+        rintf(torch_div(a - rest, b)) - (rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? 1.0f : 0.0f);
+    return b == 0.0f ? quotient : whole == 0.0f ? copysignf(0.0f, quotient) : whole;
 }
 template <class T>
 __device__ __forceinline__ T torch_floor_divide(T a, T b) {
     const T quotient = torch_trunc_divide(a, b);
-    return torch_fmod(a, b) != 0 && (a < 0) != (b < 0) ? quotient - 1 : quotient;
+    const T rest = b == 0 ? T(0) : torch_sub(a, torch_mul(quotient, b));
+    return rest != 0 && (a < 0) != (b < 0) ? quotient - 1 : quotient;
 }
 // NaN if one of them is.
 __device__ __forceinline__ float torch_maximum(float a, float b) { return a != a || a > b ? a : b; }
@@ -223,13 +243,12 @@ template <class T>
 __device__ __forceinline__ T torch_square(T a) {
     return torch_mul(a, a);
 }
-__device__ __forceinline__ float torch_pow(float a, float b) { return powf(a, b); }
 template <class T>
 __device__ __forceinline__ T torch_pow(T a, T b) {
     if (b < 0) return a == 1 ? T(1) : a == -1 ? T(b % 2 == 0 ? 1 : -1) : T(0);
     T power = 1;
-    for (; b > 0; b /= 2, a = torch_mul(a, a))
-        if (b % 2 != 0) power = torch_mul(power, a);
+    for (; b > 0; b >>= 1, a = torch_mul(a, a))
+        if ((b & 1) != 0) power = torch_mul(power, a);
     return power;
 }
 template <class T>
@@ -245,7 +264,12 @@ __device__ __forceinline__ T torch_right_shift(T a, T b) {
 
 // ---- functions
 
-__device__ __forceinline__ float torch_reciprocal(float x) { return 1.0f / x; }
+__device__ __forceinline__ float torch_reciprocal(float x) { return reciprocal_approx(x); }
+__device__ __forceinline__ float torch_sqrt(float x) {
+    const float inverse = rsqrtf(x), root = x * inverse;
+    const float better = fmaf(fmaf(-root, root, x), 0.5f * inverse, root);
+    return x == 0.0f || x == kInfinity ? x : better;
+}
 __device__ __forceinline__ float torch_exp(float x) { return exp2_approx(x * kLog2E); }
 __device__ __forceinline__ float torch_exp2(float x) { return exp2_approx(x); }
 __device__ __forceinline__ float torch_log(float x) { return log2_approx(x) * kLn2; }
@@ -256,40 +280,122 @@ __device__ __forceinline__ float torch_sigmoid(float x) {
     return reciprocal_approx(1.0f + exp2_approx(x * -kLog2E));
 }
 __device__ __forceinline__ float torch_silu(float x) { return x * torch_sigmoid(x); }
-// Sine and cosine. sinf and cosf need local memory, for arguments beyond 100,000. Here the multiple of pi / 2
-// is taken off in float64, which leaves 1e-9 of absolute error at 10^7, and the rest is a polynomial.
+// What sine, cosine and tangent are polynomials of: the argument less a multiple of pi / 2, here less whole
+// turns by the 644 first, whose length is 2e-11 of itself from a float32 number. The error is 1e-7 up to 2^31.
+// Beyond 2^33 less would be right than shown: arguments count as 0.
 struct Turned {
-    float rest;    // within pi / 4
-    int quadrant;  // multiples of pi / 2
+    float sine, cosine;  // of `rest`, which is within pi / 4
+    u32 quadrant;        // the multiple
 
     __device__ __forceinline__ explicit Turned(float x) {
-        const double count = rint(x * 0.63661977236758134);
-        rest = static_cast<float>(
-            fma(count, -6.123233995736766e-17, fma(count, -1.5707963267948966, double(x))));
-        quadrant = static_cast<int>(static_cast<i64>(count) & 3);
+        constexpr float kToInteger = 12582912.0f;  // 1.5 * 2^23: the last bits of a sum are an integer
+        const float angle = fabsf(x) < 0x1p33f ? x : 0.0f * x;
+        const float turns = fmaf(angle, 2.47135045e-4f, kToInteger) - kToInteger;
+        const float less = fmaf(turns, -4046.37134f, angle);
+        const float counted = fmaf(less, 0.636619772f, kToInteger), quarters = counted - kToInteger;
+        quadrant = __float_as_uint(counted);
+        float rest = fmaf(quarters, -1.57079637f, less);  // exact
+        rest = fmaf(turns, 6.69713089e-8f, rest);
+        rest = fmaf(quarters, 4.37113883e-8f, rest);
+        const float square = rest * rest;
+        sine = fmaf(rest * square, fmaf(fmaf(-1.95156303e-4f, square, 8.3321631e-3f), square, -0.166666552f),
+                    rest);
+        cosine = fmaf(
+            fmaf(fmaf(fmaf(2.44354887e-5f, square, -1.38873386e-3f), square, 4.16666456e-2f), square, -0.5f),
+            square, 1.0f);
     }
-    __device__ __forceinline__ float sine(int quadrant) const {
-        const float r2 = rest * rest;
-        const float odd = rest + rest * r2 *
-                                     (-1.66666667e-1f +
-                                      r2 * (8.33333333e-3f + r2 * (-1.98412698e-4f + r2 * 2.75573192e-6f)));
-        const float even =
-            1.0f + r2 * (-0.5f + r2 * (4.16666667e-2f + r2 * (-1.38888889e-3f + r2 * 2.48015873e-5f)));
-        const float size = (quadrant & 1) != 0 ? even : odd;
-        return (quadrant & 2) != 0 ? -size : size;
+    // The sine that many quarters of a turn further on
+    __device__ __forceinline__ float sine_at(u32 quarters) const {
+        const u32 at = quadrant + quarters;
+        return __uint_as_float(__float_as_uint((at & 1) != 0 ? cosine : sine) ^ (at & 2) << 30);
     }
 };
-__device__ __forceinline__ float torch_sin(float x) {
-    const Turned turned(x);
-    return turned.sine(turned.quadrant);
-}
-__device__ __forceinline__ float torch_cos(float x) {
-    const Turned turned(x);
-    return turned.sine(turned.quadrant + 1);
-}
+__device__ __forceinline__ float torch_sin(float x) { return Turned(x).sine_at(0); }
+__device__ __forceinline__ float torch_cos(float x) { return Turned(x).sine_at(1); }
 __device__ __forceinline__ float torch_tan(float x) {
     const Turned turned(x);
-    return turned.sine(turned.quadrant) / turned.sine(turned.quadrant + 1);
+    return torch_div(turned.sine_at(0), turned.sine_at(1));
+}
+// atanh where |x| <= 1 / 3
+__device__ __forceinline__ float small_atanh(float x) {
+    const float square = x * x;
+    const float slope =
+        fmaf(fmaf(fmaf(0.140172213f, square, 0.139984488f), square, 0.200109303f), square, 0.333332032f);
+    return fmaf(x * square, slope, x);
+}
+__device__ __forceinline__ float torch_atanh(float x) {
+    const float size = fabsf(x);
+    const float large = 0.5f * torch_log(torch_div(1.0f + size, 1.0f - size));
+    return size < 0.333333333f ? small_atanh(x) : copysignf(large, x);
+}
+__device__ __forceinline__ float torch_log1p(float x) {
+    return fabsf(x) < 0.5f ? 2.0f * small_atanh(torch_div(x, 2.0f + x)) : torch_log(1.0f + x);
+}
+__device__ __forceinline__ float torch_expm1(float x) {
+    const float slope =
+        fmaf(fmaf(fmaf(fmaf(1.39977841e-3f, x, 8.40304978e-3f), x, 4.16653045e-2f), x, 0.166661218f), x,
+             0.50000006f);
+    return fabsf(x) < 0.5f ? fmaf(x * x, slope, x) : torch_exp(x) - 1.0f;
+}
+__device__ __forceinline__ float torch_sinh(float x) {
+    const float size = fabsf(x), square = x * x;
+    const float half_exp = exp2_approx(fmaf(size, kLog2E, -1.0f));
+    const float large = half_exp - 0.25f * reciprocal_approx(half_exp);
+    const float slope = fmaf(fmaf(2.03794276e-4f, square, 8.33018124e-3f), square, 0.166667193f);
+    return size < 1.0f ? fmaf(x * square, slope, x) : copysignf(large, x);
+}
+// The logarithm of 1 + x + about_x, where both are about x if it is large
+__device__ __forceinline__ float log_of_sum(float x, float about_x) {
+    const bool is_large = x > 0x1p30f;
+    const float part = torch_log1p(is_large ? x : x + about_x);
+    return is_large ? part + kLn2 : part;
+}
+__device__ __forceinline__ float torch_asinh(float x) {
+    const float size = fabsf(x), square = x * x;
+    return copysignf(log_of_sum(size, torch_div(square, 1.0f + torch_sqrt(1.0f + square))), x);
+}
+__device__ __forceinline__ float torch_acosh(float x) {
+    const float above = x - 1.0f;
+    return x < 1.0f ? kNaN : log_of_sum(above, torch_sqrt(above * (above + 2.0f)));
+}
+__device__ __forceinline__ float torch_atan2(float y, float x) {
+    const float across = fabsf(x), up = fabsf(y);
+    const bool is_steep = up > across;
+    const float larger = is_steep ? up : across, smaller = is_steep ? across : up;
+    const float ratio = smaller != larger ? torch_div(smaller, larger) : larger > 0.0f ? 1.0f : 0.0f;
+    const float square = ratio * ratio;
+    float slope = fmaf(-4.78045316e-3f, square, 2.458499e-2f);
+    slope = fmaf(fmaf(slope, square, -5.99953011e-2f), square, 9.95408446e-2f);
+    slope = fmaf(fmaf(slope, square, -0.140362158f), square, 0.199733585f);
+    slope = fmaf(slope, square, -0.333323419f);
+    const float flat = fmaf(ratio * square, slope, ratio);
+    const float ahead = is_steep ? 1.57079632679489662f - flat : flat;
+    return copysignf(copysignf(1.0f, x) < 0.0f ? 3.14159265358979324f - ahead : ahead, y);
+}
+// t * 2^(polynomial of t) / e^(x^2), where t = 1 / (1 + x / 2)
+__device__ __forceinline__ float torch_erfc(float x) {
+    const float size = fabsf(x), t = reciprocal_approx(fmaf(size, 0.5f, 1.0f));
+    float power = fmaf(0.211408451f, t, -0.994866908f);
+    power = fmaf(fmaf(power, t, 1.69859493f), t, -1.04415643f);
+    power = fmaf(fmaf(power, t, -8.29764307e-2f), t, -1.56302731e-2f);
+    power = fmaf(fmaf(power, t, 5.58604486e-2f), t, 0.556561828f);
+    power = fmaf(fmaf(power, t, 1.44086707f), t, -1.82566261f);
+    const float above = t * exp2_approx(fmaf(size * -kLog2E, size, power));
+    return x < 0.0f ? 2.0f - above : above;
+}
+// Of x >= 0, relative to the result as exact near 1 as elsewhere; what is below the normal numbers counts as 0.
+__device__ __forceinline__ float precise_log2(float x) {
+    const u32 power = __float_as_uint(x) - 0x3f3504f3u & 0xff800000u;  // of 2, in the place of an exponent
+    const float part = __uint_as_float(__float_as_uint(x) - power);    // from sqrt(1 / 2) to sqrt(2)
+    const float found = fmaf(2.0f * kLog2E, small_atanh(torch_div(part - 1.0f, part + 1.0f)),
+                             static_cast<float>(static_cast<int>(power) >> 23));
+    return x < 0x1p-126f ? -kInfinity : x < kInfinity ? found : x;
+}
+__device__ __forceinline__ float torch_pow(float a, float b) {
+    const float log = precise_log2(fabsf(a)), half = 0.5f * b;
+    const float size = exp2_approx(log == 0.0f || b == 0.0f ? 0.0f : b * log);
+    const bool is_whole = b == truncf(b), is_odd = is_whole && half != truncf(half);
+    return a < 0.0f && a > -kInfinity && !is_whole ? kNaN : is_odd ? copysignf(size, a) : size;
 }
 __device__ __forceinline__ float torch_frac(float x) { return x - truncf(x); }
 __device__ __forceinline__ float torch_gelu(float x) {
@@ -299,11 +405,11 @@ __device__ __forceinline__ float torch_gelu_tanh(float x) {
     return 0.5f * x * (1.0f + tanhf(0.797884560802865356f * (x + 0.044715f * x * x * x)));
 }
 __device__ __forceinline__ float torch_softplus(float x, float beta, float threshold) {
-    return x * beta > threshold ? x : log1pf(expf(x * beta)) / beta;
+    return x * beta > threshold ? x : torch_div(torch_log1p(torch_exp(x * beta)), beta);
 }
 __device__ __forceinline__ float torch_leaky_relu(float x, float slope) { return x > 0.0f ? x : x * slope; }
 __device__ __forceinline__ float torch_elu(float x, float alpha, float scale, float input_scale) {
-    return x > 0.0f ? x * scale : expm1f(x * input_scale) * (alpha * scale);
+    return x > 0.0f ? x * scale : torch_expm1(x * input_scale) * (alpha * scale);
 }
 
 // ---- derivatives: `grad` times that of a function at x, or where it gave `result`
@@ -335,7 +441,7 @@ __device__ __forceinline__ float torch_leaky_relu_backward(float grad, float x, 
 }
 __device__ __forceinline__ float torch_elu_backward(float grad, float alpha, float scale, float input_scale,
                                                     float x) {
-    return x > 0.0f ? grad * scale : grad * (input_scale * alpha * scale) * expf(x * input_scale);
+    return x > 0.0f ? grad * scale : grad * (input_scale * alpha * scale) * torch_exp(x * input_scale);
 }
 __device__ __forceinline__ float torch_elu_backward_of_result(float grad, float alpha, float scale,
                                                               float input_scale, float result) {

@@ -318,29 +318,32 @@ struct Consumer {
 #if FLEX
     // The functions of the call, applied to the scores of a block that begins with `first_key`. `asks`: the
     // block may be a partial one, and is if `partial`. `may_end`: the last key may be in front of its end.
+    //
+    // The score function stands here once, since it can be long, and `step` once for each loop that it has. It
+    // is asked about keys past the last one too: what it reads is moved inside its arrays, and what it gives
+    // is masked.
     __device__ __forceinline__ void apply_mods(const Tile& tile, int first_key, bool asks, bool partial,
                                                bool may_end, Scores& s) const {
         const int q_len = tile.q_len, kv_len = tile.k_len, b = tile.request, h = tile.head;
         const int first = first_key + 2 * (lane_index() % 4);
         // Rows past the last token take part, since all lanes do what one does; their results go nowhere.
         const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
+        if constexpr (ScoreMod::kIsThere) {
+#pragma unroll
+            for (int j = 0; j < kTileKeys / 2; ++j)
+                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
+                                        first + OwnKeys::column_of(j), q_len, kv_len);
+        }
         if (asks || (may_end && first_key + kTileKeys > kv_len)) {
 #pragma unroll
             for (int j = 0; j < kTileKeys / 2; ++j) {
                 const int r = (j >> 1) & 1, key = first + OwnKeys::column_of(j);
                 const int kv_idx = min_int(key, kv_len - 1);
-                if constexpr (ScoreMod::kIsThere)
-                    s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[r], kv_idx, q_len, kv_len);
                 bool seen = key < kv_len;
                 if constexpr (MaskMod::kIsThere)
                     if (asks) seen &= !partial | params.mask_mod(b, h, q_idx[r], kv_idx, q_len, kv_len);
                 s[j] = seen ? s[j] : -kInfinity;
             }
-        } else if constexpr (ScoreMod::kIsThere) {
-#pragma unroll
-            for (int j = 0; j < kTileKeys / 2; ++j)
-                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
-                                        first + OwnKeys::column_of(j), q_len, kv_len);
         }
     }
 #endif
@@ -459,15 +462,22 @@ struct Consumer {
         for (; block >= max_int(first_block, plain_end); --block)
             step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
 #if FLEX
-        if (params.last_block_is_cut) {  // lists have it anywhere
+        // Lists have the block that is cut anywhere. Blocks with a score function are all asked for their end,
+        // which is little beside it, and spares the compiler a loop.
+        constexpr bool kAllMayEnd = ScoreMod::kIsThere;
+        if (kAllMayEnd || params.last_block_is_cut) {
 #pragma unroll 1
             for (; block >= first_block; --block)
                 step<Keys>(tile, block, false, true, desc, s, o, p, softmax, score_step, scales);
         }
+#else
+        constexpr bool kAllMayEnd = false;
 #endif
+        if constexpr (!kAllMayEnd) {
 #pragma unroll 1
-        for (; block >= max_int(first_block, plain_begin); --block)
-            step<Keys>(tile, block, false, false, desc, s, o, p, softmax, score_step, scales);
+            for (; block >= max_int(first_block, plain_begin); --block)
+                step<Keys>(tile, block, false, false, desc, s, o, p, softmax, score_step, scales);
+        }
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)

@@ -286,24 +286,11 @@ for _name in (
 OPERATORS["sgn"] = OPERATORS["sign"]
 for _name in (
     *("reciprocal", "exp", "exp2", "log", "log2", "log10", "tanh", "sigmoid", "silu", "frac", "softplus"),
-    *("leaky_relu", "elu", "sin", "cos", "tan"),
+    *("leaky_relu", "elu", "sin", "cos", "tan", "sinh", "asinh", "acosh", "atanh", "atan2"),
+    *("sqrt", "log1p", "expm1", "erfc"),
 ):
     OPERATORS[_name] = _in_float(f"torch_{_name}")
-for _name in (
-    *(
-        "sqrt",
-        "rsqrt",
-        "expm1",
-        "log1p",
-        "asin",
-        "acos",
-        "atan",
-        "atan2",
-        "sinh",
-        "cosh",
-    ),
-    *("asinh", "acosh", "atanh", "erf", "erfc"),
-):
+for _name in ("rsqrt", "asin", "acos", "atan", "cosh", "erf"):
     OPERATORS[_name] = _in_float(f"{_name}f")
 for _name, _sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">=")):
     OPERATORS[_name] = _comparison(_sign)
@@ -368,6 +355,11 @@ def _div(writer: Writer, meta: Any, a: Any, b: Any, *, rounding_mode: str | None
 def _pow(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
     """Small powers are part of the text, since they are multiplications."""
     dtype = _computed(meta.dtype)
+    if isinstance(b, int) and 1 <= b <= 4 and dtype in (torch.int32, torch.int64):
+        result = base = writer.elementwise(dtype, (a,), str)
+        for _ in range(b - 1):
+            result = writer.elementwise(dtype, (result, base), _call("torch_mul"))
+        return writer.cast(result, meta.dtype)
     if isinstance(b, (int, float)) and dtype.is_floating_point:
         if b == 1:
             return writer.cast(writer.value(a), torch.float32)
@@ -378,7 +370,7 @@ def _pow(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
                 torch.float32, (base,), lambda x: power.format(" * ".join([x] * int(abs(b))))
             )
         if b in (0.5, -0.5, -1):
-            name = {0.5: "sqrtf", -0.5: "rsqrtf", -1: "torch_reciprocal"}[b]
+            name = {0.5: "torch_sqrt", -0.5: "rsqrtf", -1: "torch_reciprocal"}[b]
             return writer.elementwise(torch.float32, (a,), _call(name))
     return writer.cast(writer.elementwise(dtype, (a, b), _call("torch_pow")), meta.dtype)
 
