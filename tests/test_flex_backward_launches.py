@@ -146,7 +146,7 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
         "seqlen_q": L,
         "seqlen_k": S,
         "tiles_per_head": 4,
-        "section": 2,
+        "section": 4,
         "counts_strides": (*LISTS.counts_strides[0], *LISTS.counts_strides[1]),
         "lists_strides": (*LISTS.lists_strides[0], *LISTS.lists_strides[1]),
         "list_rows": (3, 2),  # clipped to the blocks that there are

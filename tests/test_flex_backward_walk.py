@@ -32,7 +32,7 @@ struct Dim { int x; };
 """
 _WALK = """
 struct Params {
-    const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks, *turns;
+    const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks;
     i64 counts_strides[6], lists_strides[6], blocks;
     int group, list_rows[2], mask_batches, mask_heads, mask_rows, mask_columns, block_rows, block_k, q_blocks;
     int requests;
@@ -40,8 +40,9 @@ struct Params {
 struct KeyTile { int request, kv_head, first_key, k_len; };
 """
 _CALLS = """
-extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, int* steps) {
-    QueryWalk walk(*params, *tile);
+template <bool kByBlock>
+int walk_tile(const Params* params, const KeyTile* tile, int tile_keys, int* steps) {
+    QueryWalk<kByBlock> walk(*params, *tile);
     int count = 0;
     for (;; ++count) {
         const QueryStep step = walk.next();
@@ -53,6 +54,10 @@ extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, in
         for (int i = 0; i < 6; ++i) steps[6 * count + i] = found[i];
     }
 }
+extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, int by_block, int* steps) {
+    const auto chosen = by_block ? walk_tile<true> : walk_tile<false>;
+    return chosen(params, tile, tile_keys, steps);
+}
 """
 _RANK = """
 extern "C" void rank(const Params* params) {
@@ -63,10 +68,7 @@ extern "C" void rank(const Params* params) {
 
 class _WalkParams(ctypes.Structure):
     _fields_ = (
-        [
-            (name, ctypes.c_void_p)
-            for name in ("counts", "lists", "full_counts", "full_lists", "ranks", "turns")
-        ]
+        [(name, ctypes.c_void_p) for name in ("counts", "lists", "full_counts", "full_lists", "ranks")]
         + [("counts_strides", ctypes.c_longlong * 6), ("lists_strides", ctypes.c_longlong * 6)]
         + [("blocks", ctypes.c_longlong), ("group", ctypes.c_int), ("list_rows", ctypes.c_int * 2)]
         + [
@@ -161,16 +163,13 @@ def ranks_of(case: Case, mask: Mask, tile_keys: int) -> Any:
 
 
 def walk(
-    case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int], turns: bool = False
+    case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int], by_block: bool
 ) -> Any:
-    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key).
-
-    `turns`: tiles take turns.
-    """
+    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key)."""
     blocks = -(-case.q_len // ROWS)
     params = _WalkParams(
         blocks=case.b * blocks, group=case.group, mask_batches=1, mask_heads=1, block_rows=1, block_k=1,
-        q_blocks=blocks, requests=case.b // case.k_batches, turns=1 if turns else None,
+        q_blocks=blocks, requests=case.b // case.k_batches,
     )  # fmt: skip
     if mask is not None:
         columns, rows = mask.states.shape[2:]
@@ -188,7 +187,9 @@ def walk(
     steps = np.zeros((case.b * case.h_kv * case.group * blocks + 1, 6), np.int32)
     library = _walking()
     given = (ctypes.c_int * 4)(*tile, case.k_len)
-    count = library.walk(ctypes.byref(params), given, tile_keys, steps.ctypes.data_as(ctypes.c_void_p))
+    count = library.walk(
+        ctypes.byref(params), given, tile_keys, by_block, steps.ctypes.data_as(ctypes.c_void_p)
+    )
     return steps[:count].tolist()
 
 
@@ -201,21 +202,21 @@ def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("takes_turns", (False, True), ids=("any order", "turns"))
+@pytest.mark.parametrize("by_block", (False, True), ids=("by head", "by block"))
 @pytest.mark.parametrize("ascending", (True, False))
 @pytest.mark.parametrize("tile_keys", (64, 128))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, takes_turns: bool) -> None:
-    """Each once, of every request and head that reads the keys, partial and full ones together in ascending
-    order if the lists are; where tiles take turns, in descending order, and a block for all of them if they
-    have the same lists. Turns go from the first keys to the last, without a gap.
+def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, by_block: bool) -> None:
+    """Each once, of every request and head that reads the keys, partial and full ones together, from the last
+    on if the lists are ascending. By block: a block for all requests and heads if they have the same lists,
+    of lists in any order too. Turns go from the first keys to the last, without a gap.
     """
     mask = make_mask(case, np.random.default_rng(0), ascending)
     ranks = ranks_of(case, mask, tile_keys)
     q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
     turns: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for tile in tiles_of(case, tile_keys):
-        steps = walk(case, mask, ranks, tile_keys, tile, takes_turns)
+        steps = walk(case, mask, ranks, tile_keys, tile, by_block)
         want = set()
         for request in range(tile[0] * requests, (tile[0] + 1) * requests):
             for head in range(tile[1] * case.group, (tile[1] + 1) * case.group):
@@ -225,10 +226,15 @@ def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, takes_turns:
                     if state:
                         want.add((block, head, request, state == 1))
         assert len(steps) == len(want) and {(*step[:3], bool(step[3])) for step in steps} == want
-        direction = 0 if not ascending else -1 if takes_turns else 1
-        order = [(request, head, direction * block) for block, head, request, *_ in steps]
-        if takes_turns and case.masks == (1, 1):
-            order = [(block, request, head) for request, head, block in order] if ascending else []
+        if by_block and case.masks == (1, 1):
+            readers = requests * case.group
+            assert all(
+                len({step[0] for step in steps[i : i + readers]}) == 1 for i in range(0, len(steps), readers)
+            )
+            order = [(-block if ascending else 0, request, head) for block, head, request, *_ in steps]
+            order = order if ascending else order[:readers]
+        else:
+            order = [(request, head, -block if ascending else 0) for block, head, request, *_ in steps]
         assert order == sorted(order)
         for block, head, request, _, turn, place in steps:
             assert place == head * case.b * q_blocks + request * q_blocks + block
@@ -240,19 +246,19 @@ def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, takes_turns:
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 def test_without_lists(case: Case) -> None:
-    """All blocks, as full ones; where tiles take turns, from the last on and each for all heads."""
+    """All blocks, as full ones, from the last on; by block: each for all heads."""
     q_blocks, requests = -(-case.q_len // ROWS), case.b // case.k_batches
     for tile in tiles_of(case, 128):
-        steps = walk(case, None, None, 128, tile)
+        steps = walk(case, None, None, 128, tile, by_block=False)
         assert [step[:4] for step in steps] == [
             [block, head, request, 0]
             for request in range(tile[0] * requests, (tile[0] + 1) * requests)
             for head in range(tile[1] * case.group, (tile[1] + 1) * case.group)
-            for block in range(q_blocks)
+            for block in reversed(range(q_blocks))
         ]
         assert {step[4] for step in steps} == {tile[2] // 128}
-        in_turns = walk(case, None, None, 128, tile, turns=True)
-        assert in_turns == sorted(steps, key=lambda step: (-step[0], step[2], step[1]))
+        by_block = walk(case, None, None, 128, tile, by_block=True)
+        assert by_block == sorted(steps, key=lambda step: (-step[0], step[2], step[1]))
 
 
 def test_numbers_that_are_no_blocks_are_skipped() -> None:
@@ -263,6 +269,6 @@ def test_numbers_that_are_no_blocks_are_skipped() -> None:
     counts[...] = 2**31 - 1
     lists[...] = [-1, 2, 4, -(2**31)]
     ranks = ranks_of(case, mask, 128)
-    steps = walk(case, mask, ranks, 128, (0, 0, 0))
-    assert [step[0] for step in steps] == [4, 5]
-    assert [step[0] for step in walk(case, mask, ranks, 128, (0, 0, 0), turns=True)] == [5, 4]
+    for by_block in (False, True):
+        steps = walk(case, mask, ranks, 128, (0, 0, 0), by_block)
+        assert [step[0] for step in steps] == [5, 4]

@@ -5,10 +5,11 @@
 // the variant.
 //
 // Roles of a CTA, which owns kTileKeys keys of a KV head and walks the blocks of queries that see them, for
-// one query head of the group after another:
+// all query heads of the group:
 //   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse, delta and weights
 //   warpgroup 0, warp 1   adds dQ to global memory
 //   warpgroup 0, warp 2   clears rows of K, Q and dO that are not the request's, or see no key
+//   warpgroup 0, warp 3   waits for the tile's turn to add to dQ, and gives it to the next, in a fixed order
 //   warpgroups 1, 2       consumers: S^T = K Q^T, dP^T = V dO^T, dV and dK in registers; dS to shared memory
 //   warpgroup 3           dQ = dS K, but for kDqByConsumers
 // S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
@@ -56,9 +57,9 @@ constexpr int kReaders = 128 * kConsumers;
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
 #if !FLEX
-// Whether consumers ask which block comes next while its scores are computed, where they have registers to
-// know it.
-constexpr bool kLooksAhead = !kByProduct && !kDqByConsumers;
+// Whether consumers ask which block comes next while its scores are computed, where ptxas, as NVRTC 12.6 to
+// 13.5 have it, finds registers to know it.
+constexpr bool kLooksAhead = !kByProduct && !kDqByConsumers && !(kSoftcap && kDtype == Dtype::kBf16);
 #endif
 // With ALiBi consumer 0 of kByProduct, which has the scores, needs what the others can spare.
 constexpr bool kScoresNeedMore = kByProduct && !kFlex && kAlibi;
@@ -104,6 +105,7 @@ struct SharedMemoryPlan {
 #endif
     u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
     u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
+    u64 bar_turn[2], bar_added[2];  // of every second block
     u64 bar_factors_full, bar_factors_free;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
@@ -135,12 +137,19 @@ __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
         mbarrier_init(smem_address(&smem.bar_dq_full[i]), 128);
         mbarrier_init(smem_address(&smem.bar_dq_free[i]), 1);
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        mbarrier_init(smem_address(&smem.bar_turn[i]), 1);
+        mbarrier_init(smem_address(&smem.bar_added[i]), 1);
+    }
     mbarrier_init_fence();
 }
 
 // A block of queries as all roles count them; Q and dO have kStages stages, dS may have fewer.
 struct Step {
     u32 number = 0;
+
+    __device__ __forceinline__ Step before() const { return {number - 1}; }
 
     template <int kCount = kStages>
     __device__ __forceinline__ u32 stage() const {
@@ -256,37 +265,6 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
 }
 #endif
 
-// Where tiles take turns at a block of dQ: its counter says how many have added. The thread that adds looks
-// ahead while an addition is under way. It gives its turn to the next tile when it has added to a further
-// block, since what it added before has arrived by then, or when it has to wait for that one. Blocks are
-// numbered by their places in the scratch.
-struct Turns {
-    int* const counters;
-    int last = -1;   // the block before, where the turn is still held, or -1
-    int waits = -1;  // how many tiles have to add to the next block before; -1: they have
-
-    __device__ __forceinline__ void look(int next, int turn) {
-        waits = load_acquire(counters + next) == turn ? -1 : turn;
-    }
-    // At the block that was looked at.
-    __device__ __forceinline__ void take(int block) {
-        if (waits >= 0) {
-            give_last<0>();
-            while (load_acquire(counters + block) != waits) {}
-        }
-        fence_proxy_async_global();
-    }
-    // kPending: how many groups of additions have begun behind those to that block.
-    template <int kPending>
-    __device__ __forceinline__ void give_last() {
-        if (last < 0) return;
-        bulk_wait_group<kPending>();
-        fence_proxy_async_global();
-        add_release(counters + last, 1);
-        last = -1;
-    }
-};
-
 // The blocks of dQ that the tile adds to.
 #if FLEX
 struct AddedBlocks {
@@ -327,36 +305,79 @@ struct AddedBlocks : BlockWalk {
 };
 #endif
 
-// One thread.
+// One thread. In turns it tells keep_turns when what it added to a block has arrived: while it would wait, or
+// behind the first part of the next block.
 __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    AddedBlocks walk(params, smem, tile);
-    Turns turns{params.turns};
-    int next = walk.is_there() ? walk.place() : -1;
-    if (params.turns != nullptr && next >= 0) turns.look(next, walk.turn());
+    const bool in_turns = params.turns != nullptr;
+    Step step;
+    const auto arrived = [&] {  // what was added to the block before
+        mbarrier_arrive(smem_address(&smem.bar_added[step.before().stage<2>()]));
+    };
 #pragma unroll 1
-    for (u32 number = 0; next >= 0; ++number) {
-        const int block = next;
-        if (params.turns != nullptr) turns.take(block);
+    for (AddedBlocks walk(params, smem, tile); walk.is_there(); walk.advance(), ++step.number) {
+        const i64 block = walk.place();
+        bool is_owed = in_turns && step.number > 0;
+        if (in_turns) {
+            const u32 turn = smem_address(&smem.bar_turn[step.stage<2>()]);
+            if (is_owed &&
+                !(mbarrier_has_completed(turn, step.parity<2>()) &&
+                  mbarrier_has_completed(smem_address(&smem.bar_dq_full[0]), step.number * kUses & 1))) {
+                bulk_wait_group<0>();
+                arrived();
+                is_owed = false;
+            }
+            mbarrier_wait_parity(turn, step.parity<2>());
+        }
 #pragma unroll
         for (int part = 0; part < kDqParts; ++part) {
             const int at = part % kPlaces;
-            float* dst = params.dq_accum + (static_cast<i64>(block) * kDqParts + part) * (kPartBytes / 4);
-            mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]), number * kUses + part / kPlaces & 1);
-            bulk_reduce_add_f32(dst, smem_address(smem.dq[at]), kPartBytes);
+            mbarrier_wait_parity(smem_address(&smem.bar_dq_full[at]),
+                                 step.number * kUses + part / kPlaces & 1);
+            bulk_reduce_add_f32(params.dq_accum + (block * kDqParts + part) * (kPartBytes / 4),
+                                smem_address(smem.dq[at]), kPartBytes);
             bulk_commit_group();
-            if (part == 0) {
-                walk.advance();
-                next = walk.is_there() ? walk.place() : -1;
-                if (params.turns != nullptr && next >= 0) turns.look(next, walk.turn());
-            }
-            if (part == kDqParts - 1) turns.give_last<kDqParts>();
             bulk_wait_group_read<0>();
             mbarrier_arrive(smem_address(&smem.bar_dq_free[at]));
+            if (part == 0 && is_owed) {
+                bulk_wait_group<1>();
+                arrived();
+            }
         }
-        if (params.turns != nullptr) turns.last = block;
     }
-    turns.give_last<0>();
     bulk_wait_group<0>();
+    if (in_turns && step.number > 0) arrived();
+}
+
+// One thread, where tiles take turns at a block of dQ, whose counter says how many have added. It asks for the
+// turn at the next block while the last one is added to, and gives that one to the next tile when what was
+// added has arrived. The thread that adds may be a block behind it.
+__device__ __forceinline__ void keep_turns(const Params& params, SharedMemoryPlan& smem,
+                                           const KeyTile& tile) {
+    if (params.turns == nullptr) return;
+    Step step;
+    int held = -1;  // the block before, where the turn is to be given, or -1
+    const auto give = [&] {
+        fence_proxy_async_global();
+        add_release(params.turns + held, 1);
+        held = -1;
+    };
+    const auto added = [&] { return smem_address(&smem.bar_added[step.before().stage<2>()]); };
+#pragma unroll 1
+    for (AddedBlocks walk(params, smem, tile); walk.is_there(); walk.advance(), ++step.number) {
+        const int block = walk.place(), turn = walk.turn();
+        while (load_acquire(params.turns + block) != turn)
+            if (held >= 0 && mbarrier_has_completed(added(), step.before().parity<2>())) give();
+        fence_proxy_async_global();
+        mbarrier_arrive(smem_address(&smem.bar_turn[step.stage<2>()]));
+        if (held >= 0) {
+            mbarrier_wait_parity(added(), step.before().parity<2>());
+            give();
+        }
+        held = block;
+    }
+    if (held < 0) return;
+    mbarrier_wait_parity(added(), step.before().parity<2>());
+    give();
 }
 
 // Columns of dQ = dS K: dS of all keys of the tile, and K from the columns on that are wanted.
@@ -584,8 +605,7 @@ struct Consumer {
     __device__ __forceinline__ void find_block() {
         const u32 stage = step.stage();
         if constexpr (kByProduct) mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
-        // So ptxas, as NVRTC 12.6 to 13.5 have it, finds registers for every variant.
-        const int told = smem.told_block[stage], block = kDqByConsumers ? told : warp_uniform(told);
+        const int block = warp_uniform(smem.told_block[stage]);
         found = hides_any(block) ? ~block : block;
         if constexpr (kAlibi) {
             const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
@@ -1094,6 +1114,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (elect_one_sync()) add_dq(params, smem, tile);
         } else if (warp_idx == 2) {
             trim(params, smem, tile);
+        } else if (elect_one_sync()) {
+            keep_turns(params, smem, tile);
         }
         return;
     }

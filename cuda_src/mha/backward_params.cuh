@@ -33,7 +33,8 @@ struct Params {
     int d_qk, d_v;
     int seqlen_q, seqlen_k;
     int window_left, window_right;  // kNoBound: none
-    int tiles_per_head, section;    // without cu_seqlens_k
+    int tiles_per_head;             // without cu_seqlens_k
+    int section;                    // KV heads whose tiles go together; divides heads_kv with cu_seqlens_k
     int alibi_stride_b;
     // As in mha/scores.cuh: from scores, as the score step leaves them, to exponents of 2; and its factors.
     float softmax_scale_log2, score_scale, score_factor;

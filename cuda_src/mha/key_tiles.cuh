@@ -32,30 +32,21 @@ struct KeyTile {
     }
 };
 
-// The blocks of queries that a tile walks, for all query heads of the group: one head after another, from the
-// first block on. Where tiles take turns at a block (turn_of), from the last block on and each for all heads:
-// tiles of the first keys, which go first, see the last blocks longest, and those behind follow step by step.
+// The blocks of queries that a tile walks, from the last one on, each for all query heads of the group. Tiles of
+// the first keys, which go first, see the last blocks longest, and those behind follow step by step: what they
+// read and add to at a time is little, and stays in L2.
 struct BlockWalk {
     const Params& params;
     const KeyTile& tile;  // of at least one block
     int block, member = 0;
 
     __device__ __forceinline__ BlockWalk(const Params& params, const KeyTile& tile)
-        : params(params), tile(tile), block(backwards() ? tile.end_block - 1 : tile.first_block) {}
+        : params(params), tile(tile), block(tile.end_block - 1) {}
 
-    __device__ __forceinline__ bool is_there() const {
-        return backwards() ? block >= tile.first_block : member < params.group;
-    }
+    __device__ __forceinline__ bool is_there() const { return block >= tile.first_block; }
     __device__ __forceinline__ void advance() {
-        if (backwards()) {
-            if (++member == params.group) member = 0, --block;
-        } else if (++block == tile.end_block) {
-            block = tile.first_block, ++member;
-        }
+        if (++member == params.group) member = 0, --block;
     }
-
-  private:
-    __device__ __forceinline__ bool backwards() const { return params.turns != nullptr; }
 };
 
 // The tile of a CTA. All lanes of a warp call, and agree.
@@ -92,8 +83,10 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
                 index -= __shfl_sync(0xffffffff, upto - tiles, lane);
                 const int of_head = __shfl_sync(0xffffffff, tiles, lane) / params.heads_kv;
                 tile.request = first + lane;
-                tile.kv_head = index / of_head;
-                index -= tile.kv_head * of_head;
+                const int section = params.section, number = index / of_head / section;
+                index -= number * section * of_head;
+                tile.kv_head = number * section + index % section;
+                index /= section;
             } else {
                 index -= __shfl_sync(0xffffffff, upto, 31);
             }

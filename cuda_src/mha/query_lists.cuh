@@ -1,7 +1,6 @@
 // Blocks of queries from lists (flex attention): which of them a tile of keys walks, for every request and
 // query head that reads its keys. Partial blocks of the mask, where the mask function is asked, and full ones
-// come together in the order that lists have, so that tiles which take turns (turn_of) do not wait for long.
-// Without lists all are full.
+// come together in the order that lists have, the last first. Without lists all are full.
 //
 // The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
 // end as of a step more, which has no data.
@@ -30,8 +29,9 @@ struct alignas(16) QueryStep {
     }
 };
 
-// The order is that of BlockWalk (mha/key_tiles.cuh): where tiles take turns from the last block on, and each
-// for all requests and heads that read the keys if these have the same lists.
+// From the last block on. kByBlock: each for all requests and heads that read the keys if these have the same
+// lists, as BlockWalk (mha/key_tiles.cuh) has it; else for one of them after the other.
+template <bool kByBlock>
 class QueryWalk {
   public:
     __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
@@ -64,8 +64,8 @@ class QueryWalk {
     const Params& params;
     const KeyTile& tile;
     int reader = -1;  // a request and head
-    // Of partial and of full blocks: what is left of the list, and its next row of the mask. Backwards, rows
-    // are counted from the last.
+    // Of partial and of full blocks: what is left of the list, and its next row of the mask, counted from the
+    // last one.
     const int* list[2] = {};
     int left[2] = {}, row[2] = {kNoRow, kNoRow};
     bool is_full = true;
@@ -77,20 +77,19 @@ class QueryWalk {
     __device__ __forceinline__ int head() const {
         return tile.kv_head * params.group + reader % params.group;
     }
-    __device__ __forceinline__ bool backwards() const { return params.turns != nullptr; }
     __device__ __forceinline__ bool together() const {
-        return backwards() &&
-               (params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1));
+        if constexpr (!kByBlock) return false;
+        return params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1);
     }
     __device__ __forceinline__ int mirrored(int mask_row) const {
-        return backwards() ? static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row) : mask_row;
+        return static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row);
     }
     __device__ __forceinline__ void advance(int kind) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
             if (i != kind) continue;
             row[i] = left[i] > 0 ? min_int(mirrored(*list[i]), kNoRow - 1) : kNoRow;
-            list[i] += backwards() ? -1 : 1, --left[i];
+            --list[i], --left[i];
         }
     }
     // Of the lists; whether there is one.
@@ -106,7 +105,7 @@ class QueryWalk {
             }
             advance(kind);
         }
-        block = backwards() ? --end : begin++;
+        block = --end;
         return true;
     }
     __device__ __forceinline__ void open_lists() {
@@ -126,8 +125,8 @@ class QueryWalk {
             left[kind] =
                 min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
                         params.list_rows[kind]);
-            list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
-            if (backwards()) list[kind] += left[kind] - 1;
+            list[kind] =
+                lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2] + left[kind] - 1;
             advance(kind);
         }
     }
@@ -146,9 +145,9 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
            (tile.first_key - column * params.block_k) / kTileKeys;
 }
 
-// One thread: copies K and V once, then Q, dO, lse and delta of each step. kTellsAhead: somebody waits for
-// what is told, ahead of what is copied.
-template <class KeyRows, class BlockRows, bool kTellsAhead, class Plan>
+// One thread: copies K and V once, then Q, dO, lse and delta of each step. kAddsDq: the kernel adds to dQ, and
+// who does waits for what is told, ahead of what is copied.
+template <class KeyRows, class BlockRows, bool kAddsDq, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
@@ -162,7 +161,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
     for (int chunk = 0; chunk < kChunksV; ++chunk)
         tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
                     tile.first_key, tile.kv_head, tile.request);
-    QueryWalk walk(params, tile);
+    QueryWalk<kAddsDq> walk(params, tile);
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
         const QueryStep step = walk.next();
@@ -171,7 +170,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
         smem.told[number % kToldSteps] = step;
-        if constexpr (kTellsAhead) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
+        if constexpr (kAddsDq) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
         if (step.is_end()) {
             mbarrier_arrive(q_full);
             break;

@@ -37,3 +37,18 @@ __device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
+
+// Any thread. Whether that phase has completed; what was released to it is seen if it has.
+__device__ __forceinline__ bool mbarrier_has_completed(u32 bar, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(bar), "r"(parity)
+        : "memory");
+    return done != 0;
+}

@@ -332,7 +332,12 @@ class PreparedFlexBackward:
             window_left=NO_BOUND,
             window_right=NO_BOUND,
             tiles_per_head=ceil_div(call.seqlen_k, tile_keys),
-            section=mha_backward.section_of(call.k_batches * call.h_kv, call.deterministic),
+            section=mha_backward.section_of(
+                call.h_q // call.h_kv * (call.b // call.k_batches),
+                call.d_qk,
+                call.deterministic,
+                call.lists is not None,
+            ),
             alibi_stride_b=0,
             softmax_scale_log2=softmax_scale * LOG2_E,
             score_scale=scale,

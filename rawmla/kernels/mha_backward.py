@@ -13,7 +13,7 @@ from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamS
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import DTYPES, LOG2_E, ceil_div
 from .mha_combine import SINK_DTYPES
-from .mha_forward import MAX_MAPS, key_map, padded
+from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
 
 __all__ = [
     "FINISH_PARAMS",
@@ -30,10 +30,6 @@ _CHUNK = 64
 _STAGES = 2
 _BARRIER_BYTES = 512
 _ALIGNMENT = 128
-SECTION_HEADS, SECTION_HEADS_IN_TURNS = 2, 8
-"""Heads whose tiles run together, so that what they add to dQ stays in L2. Where tiles take turns, those of a
-head walk the same blocks one behind the other: more heads together have fewer that wait for their first turn.
-"""
 Strides = tuple[int, int, int]
 
 
@@ -180,7 +176,7 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> F
     if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
         return BY_KEYS
     # In other variants ptxas serialises the products of this form.
-    if (d_qk, d_v) == (192, 128) and not weights and not alibi:
+    if (d_qk, d_v) == (192, 128) and not (softcap or alibi or weights):
         return BY_KEYS_WITH_DQ
     return BY_PRODUCT
 
@@ -274,9 +270,15 @@ def variant(
     )
 
 
-def section_of(heads_kv: int, deterministic: bool) -> int:
-    """How many KV heads of all requests run together."""
-    return min(SECTION_HEADS_IN_TURNS if deterministic else SECTION_HEADS, heads_kv)
+def section_of(readers: int, d_qk: int, deterministic: bool, has_masks: bool) -> int:
+    """How many KV heads have tiles that run together; so many query heads and requests read each. Few, so
+    that the tiles read the same queries, and what they add to dQ stays in L2. In a fixed order more, since
+    those of a head wait for each other; fewer of these where all tiles walk as long as the others.
+    """
+    if not deterministic:
+        return 2 if readers == 1 else 4
+    heads = 1024 // (ceil_div(padded(d_qk), _CHUNK) * _CHUNK)
+    return heads if has_masks else heads // 2
 
 
 class PreparedMhaBackward:
@@ -333,6 +335,10 @@ class PreparedMhaBackward:
             sink_dtype=sink_dtype,
             **sizes,
         )
+        has_masks = min(call.window_left, call.window_right) < NO_BOUND
+        section = section_of(call.h_q // call.h_kv, call.d_qk, call.deterministic, has_masks)
+        if call.varlen:
+            section = max(n for n in range(1, section + 1) if call.h_kv % n == 0)
         # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
         factor = (call.softcap or call.softmax_scale) * LOG2_E
         main = PARAMS.pack(
@@ -346,7 +352,7 @@ class PreparedMhaBackward:
             window_left=call.window_left,
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
-            section=section_of(call.b * call.h_kv, call.deterministic),
+            section=section,
             alibi_stride_b=call.alibi_stride_b,
             softmax_scale_log2=1.0 if call.has_alibi else factor,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,

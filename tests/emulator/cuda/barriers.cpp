@@ -61,9 +61,11 @@ void mbarrier_land(unsigned bar, long bytes) {
     at.check();
 }
 
+bool mbarrier_has_completed(unsigned bar, unsigned parity) { return mbarrier_at(bar).phase % 2 != parity; }
+
 void mbarrier_wait(unsigned bar, unsigned parity) {
     const Mbarrier& at = mbarrier_at(bar);
-    wait([&at, parity] { return at.phase % 2 != parity; },
+    wait([bar, parity] { return mbarrier_has_completed(bar, parity); },
          [&at, bar, parity] {
              return formatted(
                  "parity %u of the mbarrier at %u: phase %u, %d of %d arrivals and %ld bytes missing", parity,

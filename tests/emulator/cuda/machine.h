@@ -33,6 +33,7 @@ Lanes exchange(const void* value, int bytes, const char* instruction);
 void mbarrier_init(unsigned bar, int count);
 void mbarrier_arrive(unsigned bar, long more_bytes);  // so many more are expected in this phase
 void mbarrier_wait(unsigned bar, unsigned parity);
+bool mbarrier_has_completed(unsigned bar, unsigned parity);
 
 struct Votes {
     bool any, all;

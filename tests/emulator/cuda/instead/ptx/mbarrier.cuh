@@ -11,3 +11,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
 __device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
     emulator::mbarrier_wait(bar, parity);
 }
+__device__ __forceinline__ bool mbarrier_has_completed(u32 bar, u32 parity) {
+    return emulator::mbarrier_has_completed(bar, parity);
+}
