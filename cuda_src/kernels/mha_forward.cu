@@ -334,7 +334,7 @@ struct Consumer {
                 s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
                                         first + OwnKeys::column_of(j), q_len, kv_len);
         }
-        if (asks || (may_end && first_key + kTileKeys > kv_len)) {
+        if ((asks && (partial || !ScoreMod::kIsThere)) || (may_end && first_key + kTileKeys > kv_len)) {
 #pragma unroll
             for (int j = 0; j < kTileKeys / 2; ++j) {
                 const int r = (j >> 1) & 1, key = first + OwnKeys::column_of(j);
@@ -395,7 +395,7 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, bool may_end,
+    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, bool partial, bool may_end,
                                          const u64 (&desc)[3], Scores& s, Output& o, Probabilities& p,
                                          LazySoftmax<kMaxScores>& softmax,
                                          const ScoreStep<kSoftcap, kAlibi>& score_step,
@@ -410,7 +410,7 @@ struct Consumer {
         wgmma_wait_group<1>();
         wgmma_pin(s);
         free_k();
-        probabilities<Keys>(tile, block, first_key, masked, masked, may_end, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, masked, partial, may_end, s, softmax, score_step, scales);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -458,30 +458,33 @@ struct Consumer {
                 ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
                 : 0;
         --block;
-#pragma unroll 1
-        for (; block >= max_int(first_block, plain_end); --block)
-            step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
 #if FLEX
-        // Lists have the block that is cut anywhere. Blocks with a score function are all asked for their end,
-        // which is little beside it, and spares the compiler a loop.
-        constexpr bool kAllMayEnd = ScoreMod::kIsThere;
-        if (kAllMayEnd || params.last_block_is_cut) {
+        // Lists have the block that is cut anywhere: if there is one, all blocks are asked for their end. With
+        // a score function the first loop does that too, and looks which blocks are partial, since a score
+        // function in a loop more takes the compiler long.
+        constexpr bool kOneAsks = ScoreMod::kIsThere;
+        const int asked_end = kOneAsks && params.last_block_is_cut ? first_block : plain_end;
+#pragma unroll 1
+        for (; block >= max_int(first_block, asked_end); --block)
+            step<Keys>(tile, block, true, !kOneAsks || is_partial(tile, block), true, desc, s, o, p, softmax,
+                       score_step, scales);
+        if (!kOneAsks && params.last_block_is_cut) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, false, true, desc, s, o, p, softmax, score_step, scales);
+                step<Keys>(tile, block, false, false, true, desc, s, o, p, softmax, score_step, scales);
         }
 #else
-        constexpr bool kAllMayEnd = false;
-#endif
-        if constexpr (!kAllMayEnd) {
 #pragma unroll 1
-            for (; block >= max_int(first_block, plain_begin); --block)
-                step<Keys>(tile, block, false, false, desc, s, o, p, softmax, score_step, scales);
-        }
+        for (; block >= max_int(first_block, plain_end); --block)
+            step<Keys>(tile, block, true, true, true, desc, s, o, p, softmax, score_step, scales);
+#endif
+#pragma unroll 1
+        for (; block >= max_int(first_block, plain_begin); --block)
+            step<Keys>(tile, block, false, false, false, desc, s, o, p, softmax, score_step, scales);
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
+                step<Keys>(tile, block, true, true, true, desc, s, o, p, softmax, score_step, scales);
         }
         wait_v();
         issue_pv<Keys>(o, p, desc[2]);
