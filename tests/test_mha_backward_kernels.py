@@ -72,8 +72,7 @@ def test_forms_of_the_backward() -> None:
     assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
     assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == form_of(192, 160, *plain) == BY_PRODUCT
     for flags in FLAGS:
-        softcap, alibi, weights = flags
-        wide = BY_PRODUCT if weights or alibi else BY_KEYS_WITH_DQ
+        wide = BY_PRODUCT if any(flags) else BY_KEYS_WITH_DQ
         assert form_of(192, 128, *flags) == wide
     steps = range(32, 257, 32)
     for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):

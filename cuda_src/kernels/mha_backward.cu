@@ -43,7 +43,7 @@ constexpr bool kTwoFactors = kSoftcap || kWeights;
 #endif
 constexpr int kConsumers = 2;
 constexpr bool kByProduct = BY_PRODUCT, kDqByConsumers = DQ_BY_CONSUMERS;
-static_assert(!(kByProduct && kDqByConsumers));
+static_assert(!(kByProduct && kDqByConsumers) && !(kDqByConsumers && kTwoFactors));
 constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
@@ -701,7 +701,6 @@ struct Consumer {
         wait_for_ds();
         store_ds(p, 0);
         fence_proxy_async();
-        if constexpr (kTwoFactors) pack(s, p);
         named_barrier_sync(NB_KEYS + wg, 128);
         mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), step.parity());
         multiply_shared(dv, smem.dout[stage]);
