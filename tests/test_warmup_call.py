@@ -255,6 +255,7 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", recorded)
     frozen = q.detach()
+    memo.clear_all()
     for arrays in ((q, frozen, frozen), (frozen, q, q), (frozen, frozen, frozen)):
         rawmla.warmup_call(rawmla.flash_attn_func, *arrays, backward=True)
     # Where nothing requires grad, all are loaded.
