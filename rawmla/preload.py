@@ -15,8 +15,10 @@ import rawmla
 from . import jit
 from .attention import create, flex, flex_backward
 from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
+from .attention.functions import as_mod
 from .call.arrays import READERS, Fields, Framework, is_array
 from .call.checks import as_bool
+from .kernels.mha_backward import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import attention, gradients, prefix
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
@@ -129,7 +131,8 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
         Its arguments. Arrays are looked at as in the call itself, and neither read nor written. A plan object
         is not filled, and no result is given.
     backward : bool
-        Also load what the gradients of the call need. Tensors need not require grad for it.
+        Also load what the gradients of the call need: those of the tensors that require grad, or of all where
+        none does.
 
     Raises
     ------
@@ -176,26 +179,39 @@ _WITH_BACKWARD = (
 )
 
 
+_SECOND_NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+    "learnable_sink": "attn_sink",
+}
+
+
 def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any, lse: Any) -> None:
     """The call for the gradients of a call with these arguments and results."""
+    given = {_SECOND_NAMES.get(name, name): value for name, value in given.items() if value is not None}
     arrays: list[Any] = [given[name] for name in ("q", "k", "v") if name in given]
+    wholes = [*arrays]
     for name, count in (("qkv", 3), ("kv", 2)):
         if name in given:
             packed = READERS[type(given[name])](given[name], name)
             _, parts = attention.unpacked(name, packed, given.get("head_dim_qk"), count)
             arrays += [Described(*fields[:6]) for fields in parts]
-    backward: Callable[..., Any] = gradients.flash_attn_varlen_backward
+            wholes += [given[name]] * count
+    backward: Callable[..., Any] = gradients.varlen_gradients
     if function is attention.flash_attn_func:
-        backward = gradients.flash_attn_backward
+        backward = gradients.gradients
     options = {name: given[name] for name in inspect.signature(backward).parameters if name in given}
     for name in ("q", "k", "v", "out"):
         options.pop(name, None)
     for name in ("cu_seqlens", "max_seqlen"):
         if name in given:
             options[f"{name}_q"] = options[f"{name}_k"] = given[name]
-    backward(out, *arrays, out, lse, **options)
-    if options.get("attn_sink") is not None:  # with a gradient of lse it has a kernel of its own
-        backward(out, *arrays, out, lse, **options, dlse=lse)
+    needs = _needs([*wholes, given.get("attn_sink")])
+    backward(needs, out, *arrays, out, lse, **options)
+    if "attn_sink" in options:  # with a gradient of lse it has a kernel of its own
+        backward(needs, out, *arrays, out, lse, **options, dlse=lse)
 
 
 def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
@@ -204,9 +220,26 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
     _, shape, _, _, device, framework, _ = READERS[type(out)](out, "out")
     rows = tuple(shape[:-1])
     (lse, _) = framework.allocator([(rows, "float32")], 0, device)()
-    names = inspect.signature(flex_backward.flex_attention_backward).parameters
-    options = {name: given[name] for name in names if name in given and name != "out"}
-    flex_backward.flex_attention_backward(out, out=out, lse=lse, **options)
+    arrays = [given[name] for name in ("query", "key", "value")]
+    score_mod = given.get("score_mod")
+    score = as_mod(score_mod, "score_mod", device, backward=True)
+    captured: list[Any] = []
+    if score is not None and score.backward is not None:
+        captured = [score.captures[i] for i in score.backward.gradients]
+    query, key, value = arrays
+    flex_backward.gradients(
+        _needs([*arrays, *captured]), out, query, key, value, out, lse, score_mod, given.get("block_mask"),
+        given.get("scale"), given.get("enable_gqa", False), None, given.get("deterministic"),
+    )  # fmt: skip
+
+
+def _needs(arguments: list[Any]) -> Needs:
+    """The gradients of those arguments that hold a tensor which requires grad, or all if none does. Behind q,
+    k and v there are others.
+    """
+    q, k, v, *others = [getattr(getattr(x, "array", None), "requires_grad", False) for x in arguments]
+    needs = Needs(q, k, v, any(others))
+    return needs if any(needs) else ALL
 
 
 def _functions() -> list[Callable[..., Any]]:

@@ -206,9 +206,12 @@ def _backward(
         call.h_q != call.h_kv,
         grad_lse=grad_lse,
     )
-    for name, values in zip(("dq", "dk", "dv"), made, strict=True):
-        _array(call, addresses, name).copy_(values)
-    places = () if score is None or score.backward is None else score.backward.gradients
+    for name, values, is_needed in zip(("dq", "dk", "dv"), made, call.needs, strict=False):
+        assert (getattr(addresses, name) != 0) == is_needed
+        if is_needed:
+            _array(call, addresses, name).copy_(values)
+    assert (len(captured) > 0) == call.needs.others
+    places = () if not captured or score is None or score.backward is None else score.backward.gradients
     for place, address, wanted in zip(places, captured, call.captured, strict=True):
         values = gradients[score.captures[place].name]
         assert (values.numel(), str(values.dtype)[6:]) == wanted

@@ -164,5 +164,7 @@ def _backward(call: Any, addresses: Any) -> None:
     dlse = _logs(call, addresses.dlse, call.dlse_strides)
     function = reference.flash_attn_varlen_backward if call.varlen else reference.flash_attn_backward
     made = function(**arrays, lse=lse, dlse=dlse, **_options(call, addresses, call.sink_dtype))
-    if call.sink_dtype is not None:
+    addressed = (addresses.dq, addresses.dk, addresses.dv, addresses.dsink)
+    assert tuple(address != 0 for address in addressed) == call.needs
+    if call.needs.others:
         at(addresses.dsink, call.sink_dtype, (call.h_q,), (1,)).copy_(made[3])

@@ -288,6 +288,9 @@ def test_gradients_of_some(launches: Launches, needs: tuple[str, ...], form: str
     check(case, needs=needs)
     mod, *_ = launches.backward[0]
     assert {mod.captures[i].name for i in mod.backward.gradients} == {*needs} & {*case.captures}
+    ((_, call, _),) = launches.backward
+    arrays = tuple(name in needs for name in ("query", "key", "value"))
+    assert call.needs == (*arrays, bool({*needs} & {*case.captures}))
 
 
 def test_a_captured_tensor_without_dimensions(launches: Launches) -> None:

@@ -29,6 +29,7 @@ from rawmla.jit import NO_LAUNCH
 from rawmla.kernels import block_mask as mask_kernels
 from rawmla.kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, FlexBackwardCall
 from rawmla.kernels.flex_forward import BlockLists
+from rawmla.kernels.mha_backward import ALL
 
 OUT, ROWS_SHAPE = (B, HQ, L, EV), (B, HQ, L)
 GRAD = "grad * slope"
@@ -295,6 +296,7 @@ def test_every_field(world: World) -> None:
         ),
         header=header, has_score_mod=True, score_mod_bytes=48, mask_mod_bytes=8,
         captured=(CapturedGradient(HQ * 7, "float32"),), sites=1, deterministic=True,
+        needs=ALL,
     )  # fmt: skip
     assert "q_idx >= kv_idx" in header[1] and GRAD in header[1]
     assert launch.score_mod[-8:] == bytes(8)  # where gradients are is not known yet

@@ -21,7 +21,7 @@ from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import flex_backward
 from rawmla.kernels.flex_backward import IN_ANY_ORDER, IN_UNITS, LARGEST, captured_spec, forms_of, spec
-from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT
+from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
 
 CAUSAL = CudaMod("q_idx >= kv_idx").mod()
 WINDOW = CudaMod("q_idx >= kv_idx && q_idx - kv_idx < width", {"width": 100}).mod()
@@ -84,6 +84,14 @@ MAIN |= {
     for dims in ((128, 128), (256, 256))
     for name in ("causal", "softcap, causal")
 }
+SOME = {
+    (dims, name, needs): spec(
+        "bfloat16", *dims, forms_of(*dims)[0], header_of(*FUNCTIONS[name]), Needs(*needs, True)
+    )
+    for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
+    for name in ("causal", "softcap, documents")
+    for needs in ((True, False, False), (False, True, True), (False, False, True))
+}
 CAPTURED = {
     (dims, name, pass_): captured_spec("bfloat16", *dims, pass_, header_of(score, mask))
     for dims in ((64, 64), (128, 128), (256, 256))
@@ -113,6 +121,11 @@ def assert_no_losses(spec: KernelSpec) -> None:
 def test_compiles_without_spills(which: Any) -> None:
     """These functions leave the kernel as good as one without: users' own may not."""
     assert_no_losses(MAIN[which])
+
+
+@pytest.mark.parametrize("which", SOME, ids=str)
+def test_some_gradients_compile_without_spills(which: Any) -> None:
+    assert_no_losses(SOME[which])
 
 
 @pytest.mark.parametrize("which", CAPTURED, ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from rawmla.kernels.flex_backward import (
     PreparedFlexBackward,
 )
 from rawmla.kernels.flex_forward import BlockLists
-from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT
+from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
 
 LOG2_E = 1 / math.log(2)
 ROWS, COLUMNS = 3, 4
@@ -36,7 +37,7 @@ CALL = FlexBackwardCall(
     dlse_strides=(7, 8, 9),
     dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
     header=header_of(None, None), has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, captured=(),
-    sites=0, deterministic=False,
+    sites=0, deterministic=False, needs=Needs(True, True, True, False),
 )  # fmt: skip
 ADDRESSES = FlexBackwardAddresses(*range(0x1000, 0xF000, 0x1000))
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
@@ -212,6 +213,32 @@ def test_a_fixed_order(told: list[SimpleNamespace], dims: tuple[int, int]) -> No
     }  # fmt: skip
     assert read(main)["ranks"] == read(ranks)["ranks"] != 0
     assert read(main)["turns"] == read(prepare)["turns"] != 0
+
+
+@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=4)], ids=str)
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_some_gradients(told: list[SimpleNamespace], deterministic: bool, needs: Any) -> None:
+    """What computes no gradient that is needed is not launched; dq alone has sums and turns."""
+    dq, dk, dv, captured = needs
+    options: dict[str, Any] = {"needs": Needs(*needs), "deterministic": deterministic}
+    if captured:
+        options |= {"captured": CAPTURED, "sites": 3}
+    launch(bytes(24), score_mod_bytes=24, **options)
+    kernels = [x for x in told if x.name != "clear"]
+    assert [x.name for x in kernels] == [
+        "mha_backward_prepare",
+        *["block_mask_scatter", "block_mask_ranks"] * (deterministic and dq),
+        *["mha_backward"] * (dq or dk or dv),
+        *["mha_backward_finish"] * dq,
+        *["flex_captured_gradients"] * (captured * (1 + deterministic)),
+        *["flex_captured_finish"] * (captured * (1 + deterministic)),
+    ]
+    first = read(kernels[0])
+    assert (first["dq_accum"] != 0) == dq and (first["turns"] != 0) == deterministic
+    for one in kernels:
+        if one.name == "mha_backward":
+            defines = dict(one.spec.defines)
+            assert tuple(defines[f"NEEDS_{name}"] for name in ("DQ", "DK", "DV")) == (dq, dk, dv)
 
 
 def test_captured_gradients(told: list[SimpleNamespace]) -> None:

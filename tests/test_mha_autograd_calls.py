@@ -197,12 +197,23 @@ def test_options_reach_the_backward(launched: list[Any], options: dict[str, Any]
 @pytest.mark.parametrize("form", ("fixed", "varlen"))
 @pytest.mark.parametrize("needs", (("q",), ("k",), ("v",), ("attn_sink",), ("q", "v"), ("k", "attn_sink")))
 def test_gradients_of_some(launched: list[Any], form: str, needs: tuple[str, ...]) -> None:
+    """Others are not computed: their addresses are 0."""
     check(Case(form, sink=True), needs=needs)
+    assert launched[1].needs == tuple(name in needs for name in ("q", "k", "v", "attn_sink"))
 
 
 @pytest.mark.parametrize("needs", (("qkv",), ("attn_sink",)))
 def test_gradients_of_a_packed_array_or_of_the_sink(launched: list[Any], needs: tuple[str, ...]) -> None:
+    """All parts of what is packed are needed, or none."""
     check(Case("qkv", sink=True), needs=needs)
+    assert launched[1].needs == (*["qkv" in needs] * 3, "attn_sink" in needs)
+
+
+@pytest.mark.parametrize("form", ("kv", "kv4"))
+@pytest.mark.parametrize("needs", (("q",), ("kv",)))
+def test_gradients_beside_a_packed_array(launched: list[Any], needs: tuple[str, ...], form: str) -> None:
+    check(Case(form), needs=needs)
+    assert launched[1].needs == ("q" in needs, "kv" in needs, "kv" in needs, False)
 
 
 @pytest.mark.parametrize("form", ("qkv", "qkv4", "kv", "kv4"))

@@ -15,7 +15,7 @@ from test_mha_calls import optional as forward_optional
 from test_mha_calls import plain as forward_plain
 
 import rawmla
-from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall
+from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, Needs
 from rawmla.kernels.mha_forward import NO_BOUND
 
 OUT = (TOTAL_Q, H_Q, D_V)
@@ -311,6 +311,7 @@ EXPECTED = BackwardCall(
     sink_dtype=None,
     has_dlse=False,
     deterministic=False,
+    needs=Needs(True, True, True, False),
 )
 
 
@@ -357,6 +358,7 @@ def test_backward_with_everything(world: World) -> None:
         has_alibi=True,
         sink_dtype="float32",
         has_dlse=True,
+        needs=Needs(True, True, True, True),
     )
     assert launch.addresses == BackwardAddresses(
         0x1000, 0x2000, 0x3000, 0x7800, 0x7000, 0x8004, 0x8804, 0x9000, 0x9800, 0xA000, 0x4000, 0x4800,

@@ -19,10 +19,12 @@ from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import mha_backward
 from rawmla.kernels.mha_backward import (
+    ALL,
     BY_KEYS,
     BY_KEYS_WITH_DQ,
     BY_PRODUCT,
     BackwardAddresses,
+    Needs,
     PreparedMhaBackward,
     form_of,
     specs,
@@ -44,6 +46,13 @@ MAIN = {
     for dims in DIMS + MORE_DIMS
     for dtype in ("bfloat16", "float16")
     for flags in (FLAGS if dims in DIMS else (FLAGS[0], FLAGS[-1]))
+}
+SUBSETS = [Needs(*some, True) for some in itertools.product((False, True), repeat=3) if 0 < sum(some) < 3]
+SOME = {
+    (*dims, *flags, *needs): specs("bfloat16", *dims, *flags, needs)[1]
+    for dims in DIMS
+    for flags in (FLAGS[0], FLAGS[-1])
+    for needs in SUBSETS
 }
 AROUND = [
     *dict.fromkeys(
@@ -74,6 +83,9 @@ def test_forms_of_the_backward() -> None:
     for flags in FLAGS:
         wide = BY_PRODUCT if any(flags) else BY_KEYS_WITH_DQ
         assert form_of(192, 128, *flags) == wide
+        for needs in SUBSETS:
+            by_keys = wide == BY_KEYS_WITH_DQ and needs.dq and not needs.dv
+            assert form_of(192, 128, *flags, needs) == (BY_KEYS if by_keys else wide)
     steps = range(32, 257, 32)
     for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
         spec = specs("bfloat16", d_qk, d_v, *flags)[1]
@@ -88,7 +100,10 @@ def test_forms_of_the_backward() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [*AROUND, *(pytest.param(spec, id=spec.label) for spec in dict.fromkeys(MAIN.values()))],
+    [
+        *AROUND,
+        *(pytest.param(spec, id=spec.label) for spec in dict.fromkeys([*MAIN.values(), *SOME.values()])),
+    ],
     ids=lambda spec: spec.label,
 )
 def test_backward_compiles_without_spills(spec: KernelSpec) -> None:
@@ -102,7 +117,9 @@ def test_backward_compiles_without_spills(spec: KernelSpec) -> None:
     assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
 
 
-@pytest.mark.parametrize("spec", [*AROUND, *dict.fromkeys(MAIN.values())], ids=lambda spec: spec.label)
+@pytest.mark.parametrize(
+    "spec", [*AROUND, *dict.fromkeys([*MAIN.values(), *SOME.values()])], ids=lambda spec: spec.label
+)
 def test_backward_threads_and_shared_memory_fit_the_launch(spec: KernelSpec) -> None:
     conditions = [f"kThreads == {spec.threads}"]
     if spec.smem_bytes:
@@ -213,6 +230,35 @@ def test_order_of_launches(launches: Launches, varlen: bool) -> None:
     if varlen:
         assert launches.grids["mha_backward_clear"] == (3, 1, 1)
         assert launches.params["mha_backward_clear"]["first_ctas"] == (0, 1, 2)
+
+
+@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=4)], ids=str)
+@pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
+def test_launches_of_some_gradients(launches: Launches, needs: Any, sink_dtype: str | None) -> None:
+    """What computes no gradient that is needed is not launched; dq alone has sums."""
+    dq, dk, dv, dsink = needs
+    call = EXPECTED._replace(sink_dtype=sink_dtype, deterministic=True, needs=Needs(*needs))
+    everything = PreparedMhaBackward(call._replace(needs=ALL), lambda: False)
+    prepared = PreparedMhaBackward(call, lambda: False)
+    prepared.launch(0x51, ADDRESSES, 0x100000)
+    enqueued = dict(launches.enqueued)
+    finishes = dq or (sink_dtype is not None and dsink)
+    assert list(enqueued) == [
+        "mha_backward_prepare",
+        *["mha_backward"] * (dq or dk or dv),
+        *["mha_backward_finish"] * finishes,
+        *["mha_backward_clear"] * (dq or dk or dv),
+    ]
+    accum, turns = enqueued["mha_backward_prepare"][7], enqueued["mha_backward_prepare"][11]
+    assert (accum != 0) == dq and turns != 0
+    sums = 4 * 8 * 3 * 64 * 128
+    assert everything.scratch_bytes - prepared.scratch_bytes == (0 if dq else sums)
+    if dq or dk or dv:
+        assert enqueued["mha_backward"][8:10] == (accum, turns)
+        # A CTA for the tokens of each array
+        assert launches.grids["mha_backward_clear"] == (dq + dk + dv, 1, 1)
+    if finishes:
+        assert launches.grids["mha_backward_finish"][1] == (2 if dq else 1)
 
 
 def test_grids_of_long_segments(launches: Launches) -> None:

@@ -157,7 +157,8 @@ def test_dense_attention(world: World, name: str, backward: bool) -> None:
     assert rawmla.warmup_call(function, **arguments, backward=backward) is None
     assert [launch.stream for launch in world.mha] == [NO_LAUNCH]
     # With sinks once more: with a gradient of lse there is another kernel.
-    wanted = [False, True][: 1 + (arguments.get("attn_sink") is not None)] * backward
+    has_sink = "attn_sink" in arguments or "learnable_sink" in arguments
+    wanted = [False, True][: 1 + has_sink] * backward
     assert [launch.call.has_dlse for launch in world.mha_backward] == wanted
     assert {launch.stream for launch in world.mha_backward} <= {NO_LAUNCH}
     assert not world.framework.allocated and not world.framework.copied and not world.framework.filled
@@ -197,7 +198,7 @@ def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyP
         rawmla.flash_attn_backward(out, out=out, lse=lse, **arguments)
     elif name in ("varlen", "renamed"):
         rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments)
-        if arguments.get("attn_sink") is not None:
+        if "attn_sink" in arguments or "learnable_sink" in arguments:
             rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments, dlse=lse)
     else:  # equal head dimensions and flags in arrays of their own
         rows = 40 if name.startswith("qkv") else 56
@@ -245,6 +246,20 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(2, 3, 4, 16, dtype=torch.float16, requires_grad=True)
     rawmla.warmup_call(rawmla.flash_attn_func, q, q, q, backward=True)
     assert not launched and streams == [NO_LAUNCH] * 2
+    needed: list[Any] = []
+    prepared = mha_backward.PreparedMhaBackward
+
+    def recorded(call: Any, capturing: Any) -> Any:
+        needed.append(call.needs)
+        return prepared(call, capturing)
+
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", recorded)
+    frozen = q.detach()
+    memo.clear_all()
+    for arrays in ((q, frozen, frozen), (frozen, q, q), (frozen, frozen, frozen)):
+        rawmla.warmup_call(rawmla.flash_attn_func, *arrays, backward=True)
+    # Where nothing requires grad, all are loaded.
+    assert needed == [(True, False, False, False), (False, True, True, False), (True, True, True, False)]
     kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
     rows = torch.zeros(2, 1, 64, dtype=torch.int32)
     with pytest.raises(ValueError, match="^kv: expected a tensor that needs no gradient"):

@@ -216,7 +216,12 @@ def _fixed(device: str, d_qk: int = 40, d_v: int = 24, b: int = 2, transposed: b
     return [*made, None, True, 3, -1, 0.0, None, None, False]
 
 
-def _backward_of(op: str, args: list[Any], *, dlse: bool = False, given: bool = False) -> list[Any]:
+EVERY = (True, True, True, True)
+
+
+def _backward_of(
+    op: str, args: list[Any], *, dlse: bool = False, given: bool = False, mask: tuple[bool, ...] = EVERY
+) -> list[Any]:
     """The arguments of the backward of a forward call, made by the reference."""
     q, k, v, *options = args
     device = q.device
@@ -224,7 +229,7 @@ def _backward_of(op: str, args: list[Any], *, dlse: bool = False, given: bool = 
     on_cpu = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
     out, lse = (x.to(device) for x in getattr(torch.ops.rawmla, op).default(*on_cpu))
     logs = torch.linspace(-1, 1, lse.numel(), device=device).reshape(lse.shape) if dlse else None
-    targets = [torch.full_like(x, 7.0) for x in (q, k, v)] if given else []
+    targets = [torch.full_like(x, 7.0) for x in (q, k, v)] if given else [list(mask)]
     return [make(*out.shape), q, k, v, out, lse, logs, *options, *targets]
 
 
@@ -357,6 +362,18 @@ CASES: dict[str, Case] = {
     "flash_attn_backward transposed": (
         "flash_attn_backward",
         lambda d: _backward_of("flash_attn", _fixed(d, transposed=True)),
+    ),
+    "flash_attn_varlen_backward dq": (
+        "flash_attn_varlen_backward",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d, full=True), mask=(True, False, False, False)),
+    ),
+    "flash_attn_varlen_backward dsink": (
+        "flash_attn_varlen_backward",
+        lambda d: _backward_of("flash_attn_varlen", _varlen(d, full=True), mask=(False, False, False, True)),
+    ),
+    "flash_attn_backward dk, dv": (
+        "flash_attn_backward",
+        lambda d: _backward_of("flash_attn", _fixed(d), mask=(False, True, True, False)),
     ),
     "flash_attn_backward padded": (
         "flash_attn_backward",

@@ -15,7 +15,8 @@
 // S^T and dP^T have keys on their rows: P^T and dS^T are then A operands as they stand. Consumers have 64 of
 // 128 keys each. With kDqByConsumers they have the registers of warpgroup 3, and each computes half of the
 // columns of dQ. Where dK and dV leave them no registers (kByProduct) they share 64: consumer 0 has S, P and
-// dV, consumer 1 dP, dS and dK.
+// dV, consumer 1 dP, dS and dK. Gradients that nobody needs have no products; roles that are left without one
+// return at once.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/swizzled_tile.cuh"
@@ -35,6 +36,8 @@ constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kDimV = D_V;
 constexpr bool kSoftcap = SOFTCAP, kAlibi = ALIBI, kWeights = WEIGHTS;
 constexpr bool kFlex = FLEX;
+constexpr bool kNeedsDq = NEEDS_DQ, kNeedsDk = NEEDS_DK, kNeedsDv = NEEDS_DV, kNeedsDs = kNeedsDq || kNeedsDk;
+static_assert(kNeedsDs || kNeedsDv);
 // Whether dS has another factor than P.
 #if FLEX
 constexpr bool kTwoFactors = !ScoreMod::kDerivativeIsOne;
@@ -48,11 +51,14 @@ constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
+// Whether consumers share products, and factors of dS go from one to the other. For dV alone there is one.
+constexpr bool kHandsFactors = kByProduct && kNeedsDs;
 // Threads that read lse, delta and weights: consumers, and the warp that clears rows by lse.
+constexpr int kReadingConsumers = kByProduct && !kNeedsDs ? 1 : kConsumers;
 #if FLEX
-constexpr int kReaders = 128 * kConsumers + (kTrims ? 32 : 0);
+constexpr int kReaders = 128 * kReadingConsumers + (kTrims ? 32 : 0);
 #else
-constexpr int kReaders = 128 * kConsumers;
+constexpr int kReaders = 128 * kReadingConsumers;
 #endif
 // Named barriers: of the warpgroup of dQ; of the consumers, one each.
 constexpr int NB_DQ = 1, NB_KEYS = 2;
@@ -167,7 +173,7 @@ struct Step {
 
 #if FLEX
 __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    load_listed<KeyRows, BlockRows, true>(params, smem, tile);
+    load_listed<KeyRows, BlockRows, kNeedsDq>(params, smem, tile);
 }
 __device__ __forceinline__ void trim(const Params&, SharedMemoryPlan& smem, const KeyTile&) {
     if constexpr (kTrims) trim_listed<BlockRows>(smem);
@@ -448,10 +454,14 @@ struct Consumer {
 
     using Scores = float[kBlockRows / 2];
     using Packed = u32[kBlockRows / 4];
+    // What nobody needs takes a register.
+    using Dk = float[kNeedsDk ? kDimQK / 2 : 1];
+    using Dv = float[kNeedsDv ? kDimV / 2 : 1];
 
     // 64 keys of the tile: S^T, P^T, dP^T, dS^T, dV and dK.
     __device__ __forceinline__ void run() {
-        float dk[kDimQK / 2], dv[kDimV / 2];
+        Dk dk;
+        Dv dv;
         clear(dk);
         clear(dv);
         if (begins(true)) {
@@ -472,13 +482,13 @@ struct Consumer {
                 return take_block<false>(slope, block, has_next, s, dk, dv);
             });
         }
-        if constexpr (kFlex) hand_over_end();
+        if constexpr (kFlex && kNeedsDq) hand_over_end();
         store_dk(dk);
         store_dv(dv);
     }
-    // kByProduct: S^T, P^T and dV.
+    // kByProduct, or where dV alone is needed: S^T, P^T and dV.
     __device__ __forceinline__ void run_scores() {
-        float dv[kDimV / 2];
+        Dv dv;
         clear(dv);
         if (begins(true)) {
             Scores s;
@@ -496,7 +506,7 @@ struct Consumer {
     }
     // kByProduct: dP^T, dS^T and dK.
     __device__ __forceinline__ void run_gradients() {
-        float dk[kDimQK / 2];
+        Dk dk;
         clear(dk);
         if (begins(false)) {
             Scores s;
@@ -510,7 +520,7 @@ struct Consumer {
                 return take_gradients<false>(block, has_next, s, dk);
             });
         }
-        if constexpr (kFlex) hand_over_end();
+        if constexpr (kFlex && kNeedsDq) hand_over_end();
         store_dk(dk);
     }
 
@@ -647,8 +657,8 @@ struct Consumer {
 #endif
 
     template <bool kMasked>
-    __device__ __forceinline__ bool take_block(float slope, int block, bool has_next, Scores& s,
-                                               float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
+    __device__ __forceinline__ bool take_block(float slope, int block, bool has_next, Scores& s, Dk& dk,
+                                               Dv& dv) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
         Packed p;  // P^T, the factors of dS^T, dS^T
@@ -669,22 +679,12 @@ struct Consumer {
         wgmma_pin(dv);
         // Kept meanwhile, the mask would cost a register.
         gradients(kSoftcap ? Mask<kMasked>(*this, block) : mask, s, p);
-        wait_for_ds();
-        hand_over(p);
-        multiply_dk(dk, p);
-        ++step.number;
-        const bool more = follows(has_next);
-        if (more) {
-            issue_scores(s);
-            wgmma_wait_group<1>();
-        } else {
-            wgmma_wait_group<0>();
+        if constexpr (kNeedsDq) {
+            wait_for_ds();
+            hand_over(p);
         }
-        wgmma_pin(dk);
-        release(stage);
-        wgmma_wait_group<0>();
-        wgmma_pin(s);
-        return more;
+        multiply_dk(dk, p);
+        return next_product<kNeedsDk>(stage, has_next, s, dk, [&] { issue_scores(s); });
     }
 
 #if !FLEX
@@ -692,27 +692,35 @@ struct Consumer {
     // in registers ptxas finds too few in some variants (C7511). Masks change P and dS where they are packed,
     // behind a branch, across which ptxas moves no exponentials: that would cost registers.
     __device__ __forceinline__ void take_block_with_dq(float slope, int block, bool has_next, Scores& s,
-                                                       float (&dk)[kDimQK / 2], float (&dv)[kDimV / 2]) {
+                                                       Dk& dk, Dv& dv) {
         const u32 stage = step.stage();
         const Mask<false> none(*this, block);
         Packed p;  // as in take_block
         exponents(none, slope, block, s, p);
         hide(p);
         wait_for_ds();
-        store_ds(p, 0);
-        fence_proxy_async();
-        named_barrier_sync(NB_KEYS + wg, 128);
+        if constexpr (kNeedsDv) {
+            store_ds(p, 0);
+            fence_proxy_async();
+            named_barrier_sync(NB_KEYS + wg, 128);
+        }
         mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), step.parity());
-        multiply_shared(dv, smem.dout[stage]);
+        if constexpr (kNeedsDv) multiply_shared(dv, smem.dout[stage]);
         issue_product<kDimV>(s, smem.v, smem.dout[stage]);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         wgmma_pin(dv);
         gradients(none, s, p);
         hide(p);
-        named_barrier_sync(NB_KEYS + wg, 128);
+        if constexpr (kNeedsDv) named_barrier_sync(NB_KEYS + wg, 128);
         hand_over(p);
-        multiply_dq_and_dk(s, dk);
+        if constexpr (kNeedsDq) {
+            multiply_dq_and_dk(s, dk);
+        } else if constexpr (kNeedsDk) {
+            multiply_shared(dk, smem.q[stage]);
+            wgmma_wait_group<0>();
+            wgmma_pin(dk);
+        }
         ++step.number;
         release(stage);
         if (has_next) issue_scores(s);
@@ -732,7 +740,7 @@ struct Consumer {
 #endif
     // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the
     // last of them.
-    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, float (&dk)[kDimQK / 2]) const {
+    __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, Dk& dk) const {
         constexpr int kWhole = kChunksQK / 2, kPasses = ceil_div(kChunksQK, 2);
         mbarrier_wait_parity(smem_address(&smem.bar_ds_full[0]), step.parity<1>());
 #pragma unroll
@@ -744,7 +752,9 @@ struct Consumer {
             } else {
                 issue_dq(wgmma_columns<0, 16>(s), half);
             }
-            if (pass == kPasses - 1) multiply_shared(dk, smem.q[step.stage()]);
+            if constexpr (kNeedsDk) {
+                if (pass == kPasses - 1) multiply_shared(dk, smem.q[step.stage()]);
+            }
             wgmma_wait_group<0>();
             if (pass == kPasses - 1) wgmma_pin(dk);
             wgmma_pin(s);
@@ -791,51 +801,53 @@ struct Consumer {
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ bool take_scores(float slope, int block, bool has_next, Scores& s,
-                                                float (&dv)[kDimV / 2]) {
+    __device__ __forceinline__ bool take_scores(float slope, int block, bool has_next, Scores& s, Dv& dv) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
         Packed p;
-        mbarrier_wait_parity(smem_address(&smem.bar_factors_free), step.free_parity<1>());
+        if constexpr (kHandsFactors)
+            mbarrier_wait_parity(smem_address(&smem.bar_factors_free), step.free_parity<1>());
         exponents(mask, slope, block, s, p);
         multiply_dv(dv, p);
-        ++step.number;
-        const bool more = follows(has_next);
-        if (more) {
-            issue_scores(s);
-            wgmma_wait_group<1>();
-        } else {
-            wgmma_wait_group<0>();
-        }
-        wgmma_pin(dv);
-        release(stage);
-        wgmma_wait_group<0>();
-        wgmma_pin(s);
-        return more;
+        return next_product<kNeedsDv>(stage, has_next, s, dv, [&] { issue_scores(s); });
     }
 
     template <bool kMasked>
-    __device__ __forceinline__ bool take_gradients(int block, bool has_next, Scores& s,
-                                                   float (&dk)[kDimQK / 2]) {
+    __device__ __forceinline__ bool take_gradients(int block, bool has_next, Scores& s, Dk& dk) {
         const u32 stage = step.stage();
         const Mask<kMasked> mask(*this, block);
         Packed p;  // dS^T
         mbarrier_wait_parity(smem_address(&smem.bar_factors_full), step.parity<1>());
         gradients(mask, s, p);
         mbarrier_arrive(smem_address(&smem.bar_factors_free));
-        wait_for_ds();
-        hand_over(p);
+        if constexpr (kNeedsDq) {
+            wait_for_ds();
+            hand_over(p);
+        }
         multiply_dk(dk, p);
+        return next_product<kNeedsDk>(stage, has_next, s, dk, [&] { issue_dp(s); });
+    }
+
+    // Goes on to the next block: its first product is issued while the last one of this block, which adds to
+    // `sums` if there is any, is computed. Whether there is a block.
+    template <bool kPending, int kCount, class Issue>
+    __device__ __forceinline__ bool next_product(u32 stage, bool has_next, Scores& s, float (&sums)[kCount],
+                                                 Issue issue) {
         ++step.number;
         const bool more = follows(has_next);
-        if (more) {
-            issue_dp(s);
-            wgmma_wait_group<1>();
+        if constexpr (kPending) {
+            if (more) {
+                issue();
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            wgmma_pin(sums);
+            release(stage);
         } else {
-            wgmma_wait_group<0>();
+            release(stage);
+            if (more) issue();
         }
-        wgmma_pin(dk);
-        release(stage);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         return more;
@@ -881,7 +893,7 @@ struct Consumer {
         return reinterpret_cast<const float2*>(rows) + lane % 4;
     }
 
-    // P^T, and the factors of dS^T in place of the scores. kByProduct: the factors to the other consumer.
+    // P^T, and the factors of dS^T in place of the scores. kHandsFactors: the factors to the other consumer.
     template <bool kMasked>
     __device__ __forceinline__ void exponents(const Mask<kMasked>& mask, float slope, int block, Scores& s,
                                               Packed& p) const {
@@ -923,17 +935,17 @@ struct Consumer {
                 factors[4 * (j % 2) + c] = kSoftcap ? s[i] * slope_of_cap : s[i];
 #endif
             }
-            if constexpr (!kByProduct) {
+            if constexpr (!kHandsFactors) {
                 weigh(s, shares, j, p);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) s[4 * j + c] = factors[4 * (j % 2) + c];
+                for (int c = 0; kNeedsDs && c < 4; ++c) s[4 * j + c] = factors[4 * (j % 2) + c];
             } else if (j % 2 == 1) {
                 smem.factors[64 * (j - 1) + threadIdx.x % 128] = make_uint4(
                     pack_16bit<kDtype>(factors[0], factors[1]), pack_16bit<kDtype>(factors[2], factors[3]),
                     pack_16bit<kDtype>(factors[4], factors[5]), pack_16bit<kDtype>(factors[6], factors[7]));
             }
         }
-        if constexpr (kByProduct) {
+        if constexpr (kHandsFactors) {
             mbarrier_arrive(smem_address(&smem.bar_factors_full));
 #pragma unroll
             for (int j = 0; j < kBlockRows / 8; ++j) weigh(s, shares, j, p);
@@ -988,13 +1000,15 @@ struct Consumer {
         for (int i = 0; i < kBlockRows / 4; ++i) packed[i] = pack_16bit<kDtype>(s[2 * i], s[2 * i + 1]);
     }
 
-    // dV += P^T dO, dO waited for, and dK += dS^T Q.
-    __device__ __forceinline__ void multiply_dv(float (&dv)[kDimV / 2], const Packed& p) const {
-        mbarrier_wait_parity(smem_address(&smem.bar_dout_full[step.stage()]), step.parity());
-        multiply(dv, p, smem.dout[step.stage()]);
+    // dV += P^T dO, dO waited for, and dK += dS^T Q, as far as they are needed.
+    __device__ __forceinline__ void multiply_dv(Dv& dv, const Packed& p) const {
+        if constexpr (kNeedsDv) {
+            mbarrier_wait_parity(smem_address(&smem.bar_dout_full[step.stage()]), step.parity());
+            multiply(dv, p, smem.dout[step.stage()]);
+        }
     }
-    __device__ __forceinline__ void multiply_dk(float (&dk)[kDimQK / 2], const Packed& ds) const {
-        multiply(dk, ds, smem.q[step.stage()]);
+    __device__ __forceinline__ void multiply_dk(Dk& dk, const Packed& ds) const {
+        if constexpr (kNeedsDk) multiply(dk, ds, smem.q[step.stage()]);
     }
     template <int kCount>
     __device__ __forceinline__ static void multiply(float (&d)[kCount], const Packed& a,
@@ -1017,17 +1031,25 @@ struct Consumer {
         wgmma_commit_group();
     }
 
-    // Until dS may be written.
+    // Until dS may be written. Without dQ the consumer alone reads what it has written.
     __device__ __forceinline__ void wait_for_ds() const {
-        mbarrier_wait_parity(smem_address(&smem.bar_ds_free[step.stage<kDsStages>()]),
-                             step.free_parity<kDsStages>());
+        if constexpr (kNeedsDq) {
+            mbarrier_wait_parity(smem_address(&smem.bar_ds_free[step.stage<kDsStages>()]),
+                                 step.free_parity<kDsStages>());
+        } else {
+            named_barrier_sync(NB_KEYS + wg, 128);
+        }
     }
-    // dS to those who compute dQ.
+    // dS to those who compute dQ, or to the consumer.
     __device__ __forceinline__ void hand_over(const Packed& ds) const {
         const u32 stage = step.stage<kDsStages>();
         store_ds(ds, stage);
         fence_proxy_async();
-        mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
+        if constexpr (kNeedsDq) {
+            mbarrier_arrive(smem_address(&smem.bar_ds_full[stage]));
+        } else {
+            named_barrier_sync(NB_KEYS + wg, 128);
+        }
     }
     // Tells the warpgroup of dQ that there is no block `step`.
     __device__ __forceinline__ void hand_over_end() const {
@@ -1055,12 +1077,15 @@ struct Consumer {
         for (int i = 0; i < kCount; ++i) d[i] = 0.0f;
         wgmma_pin(d);
     }
-    __device__ __forceinline__ void store_dk(const float (&dk)[kDimQK / 2]) const {
-        store(dk, params.dk, params.dk_stride_b, params.dk_stride_s, params.dk_stride_h, params.d_qk,
-              params.scale);
+    __device__ __forceinline__ void store_dk(const Dk& dk) const {
+        if constexpr (kNeedsDk)
+            store(dk, params.dk, params.dk_stride_b, params.dk_stride_s, params.dk_stride_h, params.d_qk,
+                  params.scale);
     }
-    __device__ __forceinline__ void store_dv(const float (&dv)[kDimV / 2]) const {
-        store(dv, params.dv, params.dv_stride_b, params.dv_stride_s, params.dv_stride_h, params.d_v, 1.0f);
+    __device__ __forceinline__ void store_dv(const Dv& dv) const {
+        if constexpr (kNeedsDv)
+            store(dv, params.dv, params.dv_stride_b, params.dv_stride_s, params.dv_stride_h, params.d_v,
+                  1.0f);
     }
     template <int kCount>
     __device__ __forceinline__ void store(const float (&d)[kCount], void* out, i64 stride_b, i64 stride_s,
@@ -1110,10 +1135,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp_idx == 0) {
             if (elect_one_sync()) load(params, smem, tile);
         } else if (warp_idx == 1) {
-            if (elect_one_sync()) add_dq(params, smem, tile);
+            if (kNeedsDq && elect_one_sync()) add_dq(params, smem, tile);
         } else if (warp_idx == 2) {
             trim(params, smem, tile);
-        } else if (elect_one_sync()) {
+        } else if (kNeedsDq && elect_one_sync()) {
             keep_turns(params, smem, tile);
         }
         return;
@@ -1121,18 +1146,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if constexpr (!kDqByConsumers) {
         if (wg_idx == kConsumers + 1) {
             setmaxnreg_dec<kReducerRegisters>();
-            if (kFlex || tile.blocks() > 0) multiply_dq(params, smem, tile);
+            if (kNeedsDq && (kFlex || tile.blocks() > 0)) multiply_dq(params, smem, tile);
             return;
         }
     }
     Consumer consumer{params, smem, tile, wg_idx - 1, warp_idx};
-    if constexpr (!kByProduct) {
+    if constexpr (!kByProduct && kNeedsDs) {
         setmaxnreg_inc<kRegisters>();
         consumer.run();
-    } else if (wg_idx == 1) {
+    } else if (!kByProduct || wg_idx == 1) {
         setmaxnreg_inc<kScoreRegisters>();
         consumer.run_scores();
-    } else {
+    } else if constexpr (kNeedsDs) {
         setmaxnreg_inc<kRegisters>();
         consumer.run_gradients();
     }

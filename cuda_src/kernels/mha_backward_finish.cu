@@ -12,7 +12,7 @@ constexpr int kThreads = 128;
 
 struct Params {
     const float* dq_accum;
-    void* dq;
+    void* dq;  // null: nobody needs it
     const int* cu_seqlens_q;
     const float* dsink_parts;  // [heads, blocks]
     void* dsink;               // [heads]; null: none
@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 place = blockIdx.x, block = place % params.blocks;
     const int head = place / params.blocks, thread = threadIdx.x;
     if (params.dsink != nullptr && block == 0 && blockIdx.y == 0) store_dsink(params, head);
+    if (params.dq == nullptr) return;
     const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;

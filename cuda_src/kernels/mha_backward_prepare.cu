@@ -1,6 +1,6 @@
 // What the backward pass needs of each row of queries, before it: delta = sum(dout * out) - dlse, and lse in
 // base 2. A row that sees no key, or exists in no request, has lse +inf, so that its probabilities are 0.
-// Clears the sums of dQ too.
+// Clears the sums of dQ too, where there are any.
 //
 // With a sink, probabilities are w exp(s - lse) where w = 1 / (1 + exp(sink - lse)), and dS = exp(s - lse) (w
 // dP - (w sum(dout * out) - dlse)). Without dlse, log2 w goes to lse. With it, w is a number of its own,
@@ -23,7 +23,8 @@ struct Params {
     const void *out, *dout;
     const float* lse;
     const float* dlse;  // null: zeros
-    float *lse_log2, *delta, *dq_accum;
+    float *lse_log2, *delta;
+    float* dq_accum;                      // null: nobody needs dQ
     const void* attn_sink;                // [heads]; null: none
     float* dsink_parts;                   // [heads, blocks]
     float* weights;                       // as lse_log2; null: log2 w goes to lse
@@ -85,9 +86,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         lses[i] =
             first_token + group + kGroups * i < q_len ? lse[kGroups * i * params.lse_stride_s] : -kInfinity;
 
-    float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
-    for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
-        sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (params.dq_accum != nullptr) {
+        float4* sums = reinterpret_cast<float4*>(params.dq_accum + place * kBlockRows * params.accum_columns);
+        for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
+            sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
     if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
 
     float dots[kRows] = {};

@@ -319,9 +319,7 @@ struct Consumer {
     // The functions of the call, applied to the scores of a block that begins with `first_key`. `asks`: the
     // block may be a partial one, and is if `partial`. `may_end`: the last key may be in front of its end.
     //
-    // The score function stands here once, since it can be long, and `step` once for each loop that it has. It
-    // is asked about keys past the last one too: what it reads is moved inside its arrays, and what it gives
-    // is masked.
+    // The score function stands here once, since it can be long, and `step` once for each loop that it has.
     __device__ __forceinline__ void apply_mods(const Tile& tile, int first_key, bool asks, bool partial,
                                                bool may_end, Scores& s) const {
         const int q_len = tile.q_len, kv_len = tile.k_len, b = tile.request, h = tile.head;
@@ -330,9 +328,11 @@ struct Consumer {
         const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
         if constexpr (ScoreMod::kIsThere) {
 #pragma unroll
-            for (int j = 0; j < kTileKeys / 2; ++j)
+            for (int j = 0; j < kTileKeys / 2; ++j) {
+                const int key = first + OwnKeys::column_of(j);
                 s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
-                                        first + OwnKeys::column_of(j), q_len, kv_len);
+                                        may_end ? min_int(key, kv_len - 1) : key, q_len, kv_len);
+            }
         }
         if ((asks && (partial || !ScoreMod::kIsThere)) || (may_end && first_key + kTileKeys > kv_len)) {
 #pragma unroll

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
+from ..kernels.mha_backward import Needs
 from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
 from .flex_arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
-from .flex_backward import flex_attention_backward
+from .flex_backward import gradients
 from .functions import as_mod
 from .mods import Mod
 
@@ -172,6 +173,7 @@ def _gradients(
     kept: list[Any],
     options: _Options,
     names: list[str],
+    needs: tuple[bool, ...],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     out: torch.Tensor,
@@ -183,8 +185,10 @@ def _gradients(
     query, key, value, *captured = inputs
     others = (x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True))
     functions = without.with_arrays(captured, others)
-    dq, dk, dv, by_name = flex_attention_backward(
-        gradient_of_out(dout, out), query, key, value, out, lse, functions.score, functions.mask,
-        options.scale, options.enable_gqa, grad_lse=dlse, deterministic=options.deterministic,
+    of_query, of_key, of_value, *of_captures = needs
+    dq, dk, dv, by_name = gradients(
+        Needs(of_query, of_key, of_value, any(of_captures)), gradient_of_out(dout, out), query, key, value,
+        out, lse, functions.score, functions.mask, options.scale, options.enable_gqa, dlse,
+        options.deterministic,
     )  # fmt: skip
     return (dq, dk, dv, *[by_name[name] for name in names])

@@ -16,7 +16,7 @@ from ..kernels import flex_backward
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, FlexBackwardCall
 from ..kernels.flex_forward import BlockLists
-from ..kernels.mha_backward import BLOCK_ROWS
+from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
 from .flex import as_scale, hides_nothing, read_dense
 from .flex_arrays import (
@@ -35,7 +35,7 @@ from .functions import as_mod, check_on_device, header_of, placed, within_blocks
 from .mods import Mod, pack
 from .traced import between_graphs
 
-__all__ = ["backpropagate", "flex_attention_backward"]
+__all__ = ["backpropagate", "flex_attention_backward", "gradients"]
 
 _FURTHER = ("key", "value", "grad_out", "out", "lse", "grad_lse", *[f"block_mask.{x}" for x in Q_LISTS])
 _SCRATCH_STEP = 128
@@ -112,10 +112,32 @@ def flex_attention_backward(
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).
     """
+    return gradients(
+        ALL, grad_out, query, key, value, out, lse, score_mod, block_mask, scale, enable_gqa, grad_lse,
+        deterministic,
+    )  # fmt: skip
+
+
+def gradients(
+    needs: Needs,
+    grad_out: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    out: Any,
+    lse: Any,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    grad_lse: Any,
+    deterministic: bool | None,
+) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """`flex_attention_backward` of those that are needed; None stands for others."""
     call = between_graphs().backpropagate if tracing.is_traced(query) else backpropagate
     return call(
         grad_out, query, key, value, out, lse, score_mod, block_mask, scale, enable_gqa, grad_lse,
-        deterministic,
+        deterministic, needs,
     )  # fmt: skip
 
 
@@ -147,7 +169,7 @@ class _Prepared(NamedTuple):
     """What a call does."""
 
     allocate: Callable[[], list[Any]]
-    """Makes dq, dk, dv, the captured gradients, and the scratch, or None."""
+    """Makes what is needed of dq, dk, dv and the captured gradients, and the scratch, or None."""
     launch: Callable[..., None] | None
     """Enqueues the kernels, as `PreparedFlexBackward.launch`; None: all gradients are 0."""
     scratch_bytes: int
@@ -169,8 +191,9 @@ def backpropagate(
     enable_gqa: bool,
     grad_lse: Any,
     deterministic: bool | None,
+    needs: Needs,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """`flex_attention_backward`."""
+    """`gradients`."""
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
         deterministic = as_bool("deterministic", deterministic)
@@ -193,7 +216,10 @@ def backpropagate(
     mask = None
     if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
         mask = as_mod(block_mask.mask_mod, "mask_mod", device, backward=True)
-    gradients, names = _gradients_of(score)
+    of_captures, names = _gradients_of(score)
+    if not needs.others:
+        of_captures = ()
+    needs = needs._replace(others=bool(of_captures))
     if scale is None:
         scale = checked.forward.default_scale
     if deterministic is None:
@@ -205,16 +231,17 @@ def backpropagate(
     score, score_places = placed(_detached(score), "score_mod", device, framework)
     mask, mask_places = placed(mask, "mask_mod", device, framework)
     score_bytes, mask_bytes = pack(score, score_places), pack(mask, mask_places)
-    call_key = (header_of(score, mask), scale, score is not None, deterministic, gradients)
+    call_key = (header_of(score, mask), scale, score is not None, deterministic, of_captures, needs)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
         call_key, _prepare(checked, call_key, score, len(score_bytes), len(mask_bytes), inputs)
     )
     made = prepared.allocate()
     scratch = made.pop()
-    dq, dk, dv, *captured = made
+    dq, dk, dv = [made.pop(0) if is_needed else None for is_needed in needs[:3]]
     if prepared.launch is None:
-        for array in made:
-            framework.fill(array, 0.0)
+        for array in (dq, dk, dv, *made):
+            if array is not None:
+                framework.fill(array, 0.0)
     else:
         copies, addresses = _addresses(checked, inputs, (dq, dk, dv))
         scratch_ptr = framework.pointer(scratch)
@@ -227,11 +254,12 @@ def backpropagate(
             FlexBackwardAddresses(*addresses, *of_lists),
             score_bytes,
             mask_bytes,
-            [framework.pointer(x) for x in captured],
+            [framework.pointer(x) for x in made],
             scratch_ptr,
         )
         del copies, list_copies  # until here
-    found = dict(zip([name for name, has_gradient in names if has_gradient], captured, strict=True))
+    with_gradients = [name for name, has_gradient in names if has_gradient]
+    found = dict(zip(with_gradients, made, strict=True)) if needs.others else {}
     return dq, dk, dv, {name: found.get(name) for name, _ in names}
 
 
@@ -332,13 +360,15 @@ def _prepare(
     inputs: _Inputs,
 ) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    header, scale, has_score_mod, deterministic, gradients = key
+    header, scale, has_score_mod, deterministic, of_captures, needs = key
     forward = checked.forward
     device, framework = inputs.q[4], inputs.q[5]
     results: list[NewArray] = [
-        (tuple(view[1]), view[3], fresh_out_strides(view, view[1][-1])) for view in inputs[:3]
+        (tuple(view[1]), view[3], fresh_out_strides(view, view[1][-1]))
+        for view, is_needed in zip(inputs[:3], needs, strict=False)
+        if is_needed
     ]
-    results += gradients
+    results += of_captures
     if not forward.scores:
         return _Prepared(framework.allocator(results, 0, device), None, 0)
     capturing = framework.capture_query(device)
@@ -367,9 +397,10 @@ def _prepare(
             has_score_mod=has_score_mod,
             score_mod_bytes=score_bytes,
             mask_mod_bytes=mask_bytes,
-            captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in gradients]),
+            captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in of_captures]),
             sites=0 if backward is None else len(backward.sites),
             deterministic=deterministic,
+            needs=needs,
         ),
         capturing,
     )
@@ -380,9 +411,7 @@ def _prepare(
     return _Prepared(framework.allocator(results, total, device), prepared.launch, scratch_bytes)
 
 
-def _addresses(
-    checked: _Checked, inputs: _Inputs, results: tuple[Any, Any, Any]
-) -> tuple[list[Any], list[int]]:
+def _addresses(checked: _Checked, inputs: _Inputs, results: Sequence[Any]) -> tuple[list[Any], list[int]]:
     """The arrays that had to be copied, and the addresses of all but the lists."""
     names = ("query", "key", "value", "out", "grad_out")
     views = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
@@ -395,7 +424,7 @@ def _addresses(
         else:
             addresses.append(view[0])
     addresses += [inputs.lse[0], address_of(inputs.dlse)]
-    return alive, [*addresses, *[inputs.q[5].pointer(x) for x in results]]
+    return alive, [*addresses, *[0 if x is None else inputs.q[5].pointer(x) for x in results]]
 
 
 def _lists(

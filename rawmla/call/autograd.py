@@ -23,7 +23,8 @@ class Call(NamedTuple):
     forward: Callable[[], tuple[torch.Tensor, ...]]
     """out, lse, and results without a gradient. Called with grad disabled."""
     backward: Callable[..., tuple[torch.Tensor | None, ...]]
-    """Gradients of the inputs: of (dout, dlse, out, lse, inputs, others); dout or dlse is None where it is 0.
+    """Gradients of the inputs: of (needs, dout, dlse, out, lse, inputs, others). ``needs`` says of each input
+    whether its gradient is needed: others may be anything. dout or dlse is None where it is 0.
     """
     inputs: tuple[torch.Tensor | None, ...]
     """What may have a gradient."""
@@ -74,7 +75,7 @@ class _Gradients(torch.autograd.Function):
         *saved: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.what = what
-        made = gradients(dout, dlse, out, lse, saved[:count], saved[count:])
+        made = gradients(needs, dout, dlse, out, lse, saved[:count], saved[count:])
         return tuple(one if needed else None for one, needed in zip(made, needs, strict=True))
 
     @staticmethod

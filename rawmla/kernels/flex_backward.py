@@ -17,7 +17,17 @@ from . import block_mask, mha_backward
 from .block_mask import Grid
 from .common import DTYPES, LOG2_E, ceil_div
 from .flex_forward import NO_LISTS, BlockLists
-from .mha_backward import BLOCK_ROWS, BY_KEYS, BY_PRODUCT, FINISH_PARAMS, PREPARE_PARAMS, Form, Strides
+from .mha_backward import (
+    ALL,
+    BLOCK_ROWS,
+    BY_KEYS,
+    BY_PRODUCT,
+    FINISH_PARAMS,
+    PREPARE_PARAMS,
+    Form,
+    Needs,
+    Strides,
+)
 from .mha_combine import SINK_DTYPES
 from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
 
@@ -79,13 +89,14 @@ class FlexBackwardCall(NamedTuple):
     has_score_mod: bool
     score_mod_bytes: int
     mask_mod_bytes: int
-    captured: tuple[CapturedGradient, ...]
+    captured: tuple[CapturedGradient, ...]  # that are needed
     sites: int  # of them all
     deterministic: bool
+    needs: Needs
 
 
 class FlexBackwardAddresses(NamedTuple):
-    """The arrays of a call as device addresses; 0: not given."""
+    """The arrays of a call as device addresses; 0: not given, or not needed."""
 
     q: int
     k: int
@@ -136,9 +147,11 @@ FINISH_SPEC = jit.KernelSpec("flex_captured_finish", (), threads=_FINISH_THREADS
 RANKS_SPEC = jit.KernelSpec("block_mask_ranks", (), threads=_RANKS_THREADS, smem_bytes=0)
 
 
-def spec(dtype: str, d_qk: int, d_v: int, form: Form, header: tuple[str, str]) -> jit.KernelSpec:
+def spec(
+    dtype: str, d_qk: int, d_v: int, form: Form, header: tuple[str, str], needs: Needs = ALL
+) -> jit.KernelSpec:
     """The variant of the main kernel in a form; ``header`` is of `rawmla.attention.mods`."""
-    return mha_backward.variant(dtype, d_qk, d_v, form, {"FLEX": True}, headers=(header,))
+    return mha_backward.variant(dtype, d_qk, d_v, form, {"FLEX": True}, needs, headers=(header,))
 
 
 def forms_of(d_qk: int, d_v: int) -> tuple[Form, ...]:
@@ -191,19 +204,16 @@ class PreparedFlexBackward:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         self._call = call
         self._capturing = capturing
-        around = [
-            jit.get_kernel(one, call.device, capturing=capturing)
-            for one in mha_backward.specs_around(call.dtype, call.d_v)
-        ]
-        form, kernel = _kernel(call, capturing)
-        self._tile_keys = form.tile_keys
+        needs = call.needs
+        around = mha_backward.specs_around(call.dtype, call.d_v)
+        kernels = [jit.get_kernel(one, call.device, capturing=capturing) for one in around[: 1 + needs.dq]]
         self._chunks = ceil_div(padded(call.d_qk), _CHUNK)
         q_blocks = ceil_div(call.seqlen_q, BLOCK_ROWS)
         places = call.h_q * call.b * q_blocks
         rows = places * BLOCK_ROWS
         self._mask = _mask_of(call)
         mask_blocks = 0
-        if call.deterministic and self._mask is not None:
+        if call.deterministic and needs.dq and self._mask is not None:
             mask_blocks = self._mask.blocks
             for one in (block_mask.SCATTER_SPEC, RANKS_SPEC):
                 jit.get_kernel(one, call.device, capturing=capturing)
@@ -216,7 +226,7 @@ class PreparedFlexBackward:
         self._sizes = (
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * self._chunks * _CHUNK,  # dq_accum
+            4 * rows * self._chunks * _CHUNK * needs.dq,  # dq_accum
             4 * places * call.deterministic,  # turns
             mask_blocks,  # states
             4 * mask_blocks,  # ranks
@@ -227,12 +237,13 @@ class PreparedFlexBackward:
         for size in self._sizes:
             self._offsets.append(ceil_div(self._offsets[-1] + size, _ALIGNMENT) * _ALIGNMENT)
         self.scratch_bytes = self._offsets.pop()
-        self._prepare_around(around, places, q_blocks)
+        self._prepare_around(kernels, places, q_blocks)
         self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
-        main = self._packed(form.tile_keys, q_blocks)
-        tiles = call.k_batches * call.h_kv * ceil_div(call.seqlen_k, form.tile_keys)
-        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
-        self._main = kernel.prepare((tiles, 1, 1), main, self._params.changing, pdl=False).launch
+        self._main: Callable[..., object] | None = None
+        if needs.main:
+            form, kernel = _kernel(call, capturing)
+            self._tile_keys = form.tile_keys
+            self._main = self._prepare_tiles(kernel, form.tile_keys, q_blocks)
         self._captured = self._prepare_captured(q_blocks)
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
@@ -254,9 +265,11 @@ class PreparedFlexBackward:
         lse_log2, delta, accum, turns, states, ranks, largest, *sums = [scratch + x for x in self._offsets]
         if not call.deterministic:
             turns = largest = 0
-        if not call.deterministic or self._mask is None:
+        if not call.deterministic or not call.needs.dq or self._mask is None:
             ranks = 0
-        prepare, finish = self._around
+        if not call.needs.dq:
+            accum = 0
+        prepare, *finish = self._around
         prepare(stream, out, dout, lse, dlse, lse_log2, delta, accum, 0, 0, 0, turns, 0, 0)
         if ranks and self._mask is not None:
             self._rank(stream, self._mask, lists, states, ranks)
@@ -268,8 +281,10 @@ class PreparedFlexBackward:
                 largest, functions, mask_mod,
             )  # fmt: skip
 
-        self._main(*arguments(self._tile_keys, score_mod))
-        finish(stream, accum, dq, 0, 0, 0)
+        if self._main is not None:
+            self._main(*arguments(self._tile_keys, score_mod))
+        for finish_dq in finish:
+            finish_dq(stream, accum, dq, 0, 0, 0)
         if not call.captured:
             return
         places = [x if summed else y for x, y, summed in zip(sums, captured, self._summed, strict=True)]
@@ -286,7 +301,7 @@ class PreparedFlexBackward:
                 finish_captured(stream, places[i], largest + 4 * i if largest else 0, captured[i])
 
     def _prepare_around(self, kernels: list[jit.Kernel], places: int, q_blocks: int) -> None:
-        """The kernels before and behind the main one."""
+        """The kernel before the main one and, where dq is needed, that behind it."""
         call = self._call
         sizes = {"b": call.b, "seqlen_q": call.seqlen_q, "blocks": call.b * q_blocks, "sink_dtype": 0}
         prepare = PREPARE_PARAMS.pack(
@@ -308,9 +323,17 @@ class PreparedFlexBackward:
         self._around = [
             kernel.prepare((places, chunks, 1), params, declared.changing, pdl=True).launch
             for kernel, chunks, params, declared in zip(
-                kernels, (1, self._chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=True
+                kernels, (1, self._chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=False
             )
         ]
+
+    def _prepare_tiles(self, kernel: jit.Kernel, tile_keys: int, q_blocks: int) -> Callable[..., object]:
+        """A kernel whose CTAs have a tile of so many keys each."""
+        call = self._call
+        tiles = call.k_batches * call.h_kv * ceil_div(call.seqlen_k, tile_keys)
+        params = self._packed(tile_keys, q_blocks)
+        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
+        return kernel.prepare((tiles, 1, 1), params, self._params.changing, pdl=False).launch
 
     def _packed(self, tile_keys: int, q_blocks: int) -> bytes:
         """The parameters of a kernel whose tiles have so many keys."""
@@ -365,13 +388,11 @@ class PreparedFlexBackward:
         self._captured_finish: list[Callable[..., object] | None] = []
         if not call.captured:
             return []
-        params = self._packed(_CAPTURED_KEYS, q_blocks)
-        tiles = call.k_batches * call.h_kv * ceil_div(call.seqlen_k, _CAPTURED_KEYS)
         launches: list[Callable[..., object]] = []
         for pass_ in (LARGEST, IN_UNITS) if call.deterministic else (IN_ANY_ORDER,):
             one = captured_spec(call.dtype, call.d_qk, call.d_v, pass_, call.header)
             kernel = jit.get_kernel(one, call.device, capturing=self._capturing)
-            launches.append(kernel.prepare((tiles, 1, 1), params, self._params.changing, pdl=False).launch)
+            launches.append(self._prepare_tiles(kernel, _CAPTURED_KEYS, q_blocks))
         for gradient, summed in zip(call.captured, self._summed, strict=True):
             if not summed:
                 self._captured_finish.append(None)
@@ -453,7 +474,7 @@ _form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)
 def _kernel(call: FlexBackwardCall, capturing: Callable[[], bool]) -> tuple[Form, jit.Kernel]:
     """The form and the kernel: consumers share a product where functions leave them no registers else."""
     best, *others = forms_of(call.d_qk, call.d_v)
-    first = spec(call.dtype, call.d_qk, call.d_v, best, call.header)
+    first = spec(call.dtype, call.d_qk, call.d_v, best, call.header, call.needs)
     form = best if not others else _form_of.get(first)
     if form is None:
         if capturing():
@@ -462,5 +483,5 @@ def _kernel(call: FlexBackwardCall, capturing: Callable[[], bool]) -> tuple[Form
         built = jit.build(first)
         is_slow = built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
         form = _form_of[first] = others[0] if is_slow else best
-    chosen = spec(call.dtype, call.d_qk, call.d_v, form, call.header)
+    chosen = spec(call.dtype, call.d_qk, call.d_v, form, call.header, call.needs)
     return form, jit.get_kernel(chosen, call.device, capturing=capturing)

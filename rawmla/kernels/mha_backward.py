@@ -16,11 +16,13 @@ from .mha_combine import SINK_DTYPES
 from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
 
 __all__ = [
+    "ALL",
     "FINISH_PARAMS",
     "PARAMS",
     "PREPARE_PARAMS",
     "BackwardAddresses",
     "BackwardCall",
+    "Needs",
     "PreparedMhaBackward",
     "specs",
 ]
@@ -33,8 +35,26 @@ _ALIGNMENT = 128
 Strides = tuple[int, int, int]
 
 
+class Needs(NamedTuple):
+    """Which gradients of a call somebody needs."""
+
+    dq: bool
+    dk: bool
+    dv: bool
+    others: bool
+    """dsink; in flex attention those of captured arrays."""
+
+    @property
+    def main(self) -> bool:
+        """Whether mha_backward.cu has something to compute."""
+        return self.dq or self.dk or self.dv
+
+
+ALL = Needs(True, True, True, True)
+
+
 class BackwardAddresses(NamedTuple):
-    """The arrays of a call as device addresses; 0: not given."""
+    """The arrays of a call as device addresses; 0: not given, or not needed."""
 
     q: int
     k: int
@@ -91,6 +111,7 @@ class BackwardCall(NamedTuple):
     sink_dtype: str | None  # None: there are no sinks
     has_dlse: bool
     deterministic: bool  # dq is summed in a fixed order
+    needs: Needs
 
 
 PREPARE_PARAMS = ParamStruct(
@@ -169,7 +190,7 @@ CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 
 
-def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> Form:
+def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool, needs: Needs = ALL) -> Form:
     """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
     # dK and dV take half a register a column: with more columns a consumer of all products spills.
     columns = 224 if softcap and (alibi or weights) else 256
@@ -177,7 +198,8 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool) -> F
         return BY_KEYS
     # In other variants ptxas serialises the products of this form.
     if (d_qk, d_v) == (192, 128) and not (softcap or alibi or weights):
-        return BY_KEYS_WITH_DQ
+        # Without dV it is the other way round.
+        return BY_KEYS if needs.dq and not needs.dv else BY_KEYS_WITH_DQ
     return BY_PRODUCT
 
 
@@ -212,19 +234,22 @@ def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
 
 @cache
 def specs(
-    dtype: str, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False, weights: bool = False
+    dtype: str,
+    d_qk: int,
+    d_v: int,
+    softcap: bool = False,
+    alibi: bool = False,
+    weights: bool = False,
+    needs: Needs = ALL,
 ) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
     """The variants of the three kernels, in the order of their launch.
 
     ``weights``: there are sinks and dlse.
     """
-    form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights)
+    form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights, needs)
     prepare, finish = specs_around(dtype, d_v)
-    return (
-        prepare,
-        variant(dtype, d_qk, d_v, form, {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}),
-        finish,
-    )
+    features = {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}
+    return prepare, variant(dtype, d_qk, d_v, form, features, needs), finish
 
 
 def specs_around(dtype: str, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec]:
@@ -246,6 +271,7 @@ def variant(
     d_v: int,
     form: Form,
     features: dict[str, bool],
+    needs: Needs,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> jit.KernelSpec:
     """The variant of the main kernel in a form."""
@@ -261,6 +287,9 @@ def variant(
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
+            ("NEEDS_DK", needs.dk),
+            ("NEEDS_DQ", needs.dq),
+            ("NEEDS_DV", needs.dv),
             ("SMEM_BYTES", smem_bytes),
             *(_FEATURES | features).items(),
         ),
@@ -293,14 +322,21 @@ class PreparedMhaBackward:
     def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         self._call = call
+        needs = call.needs
         # What sinks leave to a row is a number of its own then: mha_backward_prepare.cu says why.
         self._has_weights = call.sink_dtype is not None and call.has_dlse
         flags = call.softcap > 0, call.has_alibi, self._has_weights
+        needs_finish = needs.dq or (call.sink_dtype is not None and needs.others)
         kernels = [
-            jit.get_kernel(spec, call.device, capturing=capturing)
-            for spec in specs(call.dtype, call.d_qk, call.d_v, *flags)
+            jit.get_kernel(spec, call.device, capturing=capturing) if is_needed else None
+            for spec, is_needed in zip(
+                specs(call.dtype, call.d_qk, call.d_v, *flags, needs),
+                (True, needs.main, needs_finish),
+                strict=True,
+            )
         ]
-        self._tile_keys = tile_keys = form_of(padded(call.d_qk), padded(call.d_v), *flags).tile_keys
+        form = form_of(padded(call.d_qk), padded(call.d_v), *flags, needs)
+        self._tile_keys = tile_keys = form.tile_keys
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
         blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
         tiles_per_head = ceil_div(seqlen_k, tile_keys)
@@ -313,7 +349,7 @@ class PreparedMhaBackward:
         sizes_of_parts = (
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * chunks * _CHUNK,  # dq_accum
+            4 * rows * chunks * _CHUNK if needs.dq else 0,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
             4 * rows if self._has_weights else 0,  # weights
             4 * call.h_q * blocks if call.deterministic else 0,  # turns
@@ -367,9 +403,10 @@ class PreparedMhaBackward:
             scale=call.softmax_scale,
             **sizes,
         )
-        grids = ((call.h_q * blocks, 1, 1), (call.h_kv * tiles, 1, 1), (call.h_q * blocks, chunks, 1))
+        finish_grid = (call.h_q * blocks, chunks if needs.dq else 1, 1)
+        grids = ((call.h_q * blocks, 1, 1), (call.h_kv * tiles, 1, 1), finish_grid)
         self._launches = [
-            kernel.prepare(grid, params, struct.changing, pdl=True).launch
+            None if kernel is None else kernel.prepare(grid, params, struct.changing, pdl=True).launch
             for kernel, grid, params, struct in zip(
                 kernels,
                 grids,
@@ -378,12 +415,12 @@ class PreparedMhaBackward:
                 strict=True,
             )
         ]
-        self._clear = _prepare_clear(call, capturing) if call.varlen else None
+        self._clear = _prepare_clear(call, capturing) if call.varlen and needs.main else None
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
     def launch(self, stream: int, addresses: BackwardAddresses, scratch: int) -> None:
-        """Enqueue the three kernels, and with segments one for tokens of no request. ``scratch`` is the
-        address of 128-byte aligned scratch.
+        """Enqueue the kernels: those of the gradients that are needed, and with segments one for tokens of no
+        request. ``scratch`` is the address of 128-byte aligned scratch.
         """
         (
             q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
@@ -392,20 +429,26 @@ class PreparedMhaBackward:
         lse_log2, delta, accum, dsink_parts, weights, turns = [scratch + place for place in self._places]
         if not self._has_weights:
             weights = 0
+        if not self._call.needs.dq:
+            accum = 0
+        # Without dq nobody takes turns; the order in which dk and dv are summed stays as it is.
         if not self._call.deterministic:
             turns = 0
-        arrays = q, dout, k, v
-        maps = self._maps.get(arrays) or self._encode(arrays)
         prepare, main, finish = self._launches
+        assert prepare is not None
         prepare(
             stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
             turns, cu_seqlens_q, seqused_q,
         )  # fmt: skip
-        main(
-            stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
-            seqused_q, seqused_k, alibi_slopes,
-        )  # fmt: skip
-        finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
+        if main is not None:
+            arrays = q, dout, k, v
+            maps = self._maps.get(arrays) or self._encode(arrays)
+            main(
+                stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
+                seqused_q, seqused_k, alibi_slopes,
+            )  # fmt: skip
+        if finish is not None:
+            finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
         if self._clear is not None:
             self._clear(stream, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
 
@@ -427,7 +470,7 @@ class PreparedMhaBackward:
 
 def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
     kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
-    tokens = (call.total_q, call.total_k, call.total_k)
+    tokens = (call.total_q * call.needs.dq, call.total_k * call.needs.dk, call.total_k * call.needs.dv)
     ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
     strides = (call.dq_strides, call.dk_strides, call.dv_strides)
     params = CLEAR_PARAMS.pack(

@@ -14,8 +14,9 @@ import torch
 from ..call.arrays import READERS
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
 from ..call.checks import as_bool
+from ..kernels.mha_backward import Needs
 from .arguments import fresh_out_strides, packed_parts, walked
-from .gradients import flash_attn_backward, flash_attn_varlen_backward
+from .gradients import gradients, varlen_gradients
 
 __all__ = ["WHAT", "attention"]
 
@@ -69,6 +70,7 @@ def _gradients(
     parts: tuple[list[Any], ...],
     names: tuple[str, ...],
     numbers: Mapping[str, Any],
+    needs: tuple[bool, ...],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
     out: torch.Tensor,
@@ -78,9 +80,13 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """`Call.backward` of an eager call; ``names`` are those of ``others``."""
     sink, *arrays = inputs
+    needs_sink, *needed = needs
     q, k, v = [x[index] for x, indices in zip(arrays, parts, strict=True) for index in indices]
     # The kernel writes into the gradient of a packed array, where it can write rows at these places.
-    wholes = [_fresh_like(x) if len(indices) > 1 else None for x, indices in zip(arrays, parts, strict=True)]
+    wholes = [
+        _fresh_like(x) if is_needed and len(indices) > 1 else None
+        for x, indices, is_needed in zip(arrays, parts, needed, strict=True)
+    ]
     targets = [
         None if whole is None else whole[index]
         for whole, indices in zip(wholes, parts, strict=True)
@@ -93,19 +99,20 @@ def _gradients(
     }
     keywords = {**numbers, **dict(zip(names, others, strict=True)), **given}
     has_segments = "cu_seqlens_q" in keywords
-    function: Callable[..., Any] = flash_attn_varlen_backward if has_segments else flash_attn_backward
+    function: Callable[..., Any] = varlen_gradients if has_segments else gradients
+    of_q, of_k, of_v = [is_needed for is_needed, indices in zip(needed, parts, strict=True) for _ in indices]
     *made, dsink = function(
-        gradient_of_out(dout, out), q, k, v, out, lse, **keywords, dlse=dlse, attn_sink=sink
-    ) + (() if sink is not None else (None,))
-    results: list[torch.Tensor] = []
-    for one, target in zip(made, targets, strict=True):
-        if target is None:
-            results.append(one)
-        elif target is not one:
-            target.copy_(one)
-    for i, whole in enumerate(wholes):
-        if whole is not None:
-            results.insert(i, whole)
+        Needs(of_q, of_k, of_v, needs_sink), gradient_of_out(dout, out), q, k, v, out, lse, **keywords,
+        dlse=dlse, attn_sink=sink,
+    )  # fmt: skip
+    results: list[torch.Tensor | None] = []
+    gradients_of_parts = iter(zip(made, targets, strict=True))
+    for whole, indices in zip(wholes, parts, strict=True):
+        for _ in indices:
+            one, target = next(gradients_of_parts)
+            if target is not None and target is not one:
+                target.copy_(one)
+        results.append(one if whole is None else whole)
     return (dsink, *results)
 
 

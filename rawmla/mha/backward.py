@@ -9,7 +9,7 @@ from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_gi
 from ..call.checks import as_bool, as_softmax_scale, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
-from ..kernels.mha_backward import BackwardAddresses, BackwardCall
+from ..kernels.mha_backward import BackwardAddresses, BackwardCall, Needs
 from .arguments import (
     as_length,
     as_softcap,
@@ -52,7 +52,7 @@ class _Prepared(NamedTuple):
     """What a call does."""
 
     allocate: Callable[[], list[Any]]
-    """Makes dq, dk and dv, unless they are given, dsink where there are sinks, and the scratch."""
+    """Makes what is needed of dq, dk and dv, unless it is given, and of dsink, and the scratch."""
     launch: Callable[..., None] | None
     """Enqueues the kernels, as `PreparedMhaBackward.launch`; None: there is nothing to be done."""
 
@@ -85,9 +85,10 @@ def backpropagate(
     alibi_slopes: Any,
     seqused_q: Any,
     seqused_k: Any,
-) -> tuple[Any, ...]:
+    needs: Needs,
+) -> tuple[Any, Any, Any, Any]:
     """`flash_attn_varlen_backward`, or `flash_attn_backward` without cu_seqlens. Arrays up to there are
-    read.
+    read. None stands for what nobody needs, and for dsink where there are no sinks.
     """
     check_options(0.0, deterministic, 0)
     causal, is_varlen = as_bool("causal", causal), as_bool("is_varlen", is_varlen)
@@ -114,18 +115,24 @@ def backpropagate(
         softmax_scale = inputs.default_scale
     check_softcap(softmax_scale, softcap)
 
-    key = (max_seqlen_q, max_seqlen_k, softmax_scale, left, right, softcap, deterministic)
+    needs = needs._replace(others=needs.others and sink is not None)
+    key = (max_seqlen_q, max_seqlen_k, softmax_scale, left, right, softcap, deterministic, needs)
     prepared = checked.calls.get(key) or checked.calls.keep(key, _prepare(checked, key, arrays, more))
     made = prepared.allocate()
     scratch = made.pop()
-    dsink = made.pop() if sink is not None else None
-    results = [made.pop(0) if view is None else x for view, x in zip(given, (dq, dk, dv), strict=True)]
+    dsink = made.pop() if needs.others else None
+    results = [
+        (made.pop(0) if view is None else x) if is_needed else None
+        for view, x, is_needed in zip(given, (dq, dk, dv), needs, strict=False)
+    ]
     if prepared.launch is None:
-        for array in [*results, *([] if dsink is None else [dsink])]:
-            framework.fill(array, 0.0)
+        for array in (*results, dsink):
+            if array is not None:
+                framework.fill(array, 0.0)
     else:
         dq_ptr, dk_ptr, dv_ptr = [
-            framework.pointer(x) if view is None else view[0] for view, x in zip(given, results, strict=True)
+            0 if x is None else framework.pointer(x) if view is None else view[0]
+            for view, x in zip(given, results, strict=True)
         ]
         copies = [] if inputs.copied is None else copies_of(SEPARATE, inputs.copied, (q, k, v))
         q_ptr, k_ptr, v_ptr = [
@@ -146,7 +153,8 @@ def backpropagate(
             address_of(slopes), address_of(sink), 0 if dsink is None else framework.pointer(dsink),
         )  # fmt: skip
         prepared.launch(framework.current_stream(device), addresses, framework.pointer(scratch))
-    return (*results, dsink) if sink is not None else tuple(results)
+    dq, dk, dv = results
+    return dq, dk, dv, dsink
 
 
 def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
@@ -203,18 +211,18 @@ def _check_places(more: _Gradients, q: Fields) -> None:
 
 def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, more: _Gradients) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    max_q, max_k, softmax_scale, left, right, softcap, deterministic = key
+    max_q, max_k, softmax_scale, left, right, softcap, deterministic, needs = key
     inputs = checked.inputs
     sizes = inputs.sizes
     device, framework = arrays.q[4], arrays.q[5]
     varlen = arrays.cu_seqlens_q is not None
     results: list[NewArray] = [
         (tuple(view[1]), view[3], fresh_out_strides(view, view[1][-1]))
-        for view, gradient in ((arrays.q, more.dq), (arrays.k, more.dk), (arrays.v, more.dv))
-        if gradient is None
+        for view, gradient, is_needed in zip(arrays[:3], more[-3:], needs, strict=False)
+        if gradient is None and is_needed
     ]
     sink_dtype = None if arrays.attn_sink is None else arrays.attn_sink[3]
-    if sink_dtype is not None:
+    if sink_dtype is not None and needs.others:
         results.append(((sizes.h_q,), sink_dtype))
     longest_q = min(max_q, sizes.tokens_q) if varlen else sizes.tokens_q
     longest_k = min(max_k, sizes.tokens_k) if varlen else sizes.tokens_k
@@ -247,6 +255,7 @@ def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, mo
             sink_dtype=sink_dtype,
             has_dlse=more.dlse is not None,
             deterministic=deterministic,
+            needs=needs,
         ),
         framework.capture_query(device),
     )

@@ -1,4 +1,7 @@
-"""Gradients of dense attention: FlashMLA's functions, from their arguments to `backward.backpropagate`."""
+"""Gradients of dense attention: FlashMLA's functions, from their arguments to `backward.backpropagate`.
+
+`varlen_gradients` and `gradients` are the same, and say which gradients are needed: autograd knows.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ from typing import Any
 
 from ..call import tracing
 from ..call.arrays import READERS, Fields
+from ..kernels.mha_backward import ALL, Needs
 from .arguments import either
 from .backward import backpropagate
 from .traced import operators
 
-__all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
+__all__ = ["flash_attn_backward", "flash_attn_varlen_backward", "gradients", "varlen_gradients"]
 
 Window = tuple[int | None, int | None]
 
@@ -109,10 +113,48 @@ def flash_attn_varlen_backward(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    made = varlen_gradients(
+        ALL, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
+        causal, softmax_scale, is_varlen, dlse=dlse, deterministic=deterministic, window_size=window_size,
+        softcap=softcap, attn_sink=attn_sink, alibi_slopes=alibi_slopes, seqused_q=seqused_q,
+        seqused_k=seqused_k,
+    )  # fmt: skip
+    return made if attn_sink is not None else made[:3]
+
+
+def varlen_gradients(
+    needs: Needs,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    is_varlen: bool = True,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    attn_sink: Any = None,
+    alibi_slopes: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """dq, dk, dv and dsink; None stands for what is not needed, and for dsink without a sink."""
     if tracing.is_traced(dout):
         return operators().flash_attn_varlen_backward(
-            dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
-            causal, softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink,
+            needs, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk,
+            dv, causal, softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink,
             alibi_slopes, seqused_q, seqused_k,
         )  # fmt: skip
     dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
@@ -121,7 +163,7 @@ def flash_attn_varlen_backward(
     return backpropagate(
         dout, q, k, v, out, lse, starts_q, starts_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal,
         softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink, alibi_slopes,
-        seqused_q, seqused_k,
+        seqused_q, seqused_k, needs,
     )  # fmt: skip
 
 
@@ -160,15 +202,45 @@ def flash_attn_backward(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
+    made = gradients(
+        ALL, dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse=dlse,
+        deterministic=deterministic, window_size=window_size, softcap=softcap, attn_sink=attn_sink,
+        alibi_slopes=alibi_slopes,
+    )  # fmt: skip
+    return made if attn_sink is not None else made[:3]
+
+
+def gradients(
+    needs: Needs,
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    *,
+    dlse: Any = None,
+    deterministic: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    attn_sink: Any = None,
+    alibi_slopes: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """`varlen_gradients` for requests of one length."""
     if tracing.is_traced(dout):
         return operators().flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse, deterministic, window_size,
-            softcap, attn_sink, alibi_slopes,
+            needs, dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse, deterministic,
+            window_size, softcap, attn_sink, alibi_slopes,
         )  # fmt: skip
     dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
     return backpropagate(
         dout, q, k, v, out, lse, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse,
-        deterministic, window_size, softcap, attn_sink, alibi_slopes, None, None,
+        deterministic, window_size, softcap, attn_sink, alibi_slopes, None, None, needs,
     )  # fmt: skip
 
 

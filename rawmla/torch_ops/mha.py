@@ -2,7 +2,8 @@
 `rawmla.torch_ops.mla`.
 
 A window has two arguments, whose bounds are -1 for none. Packed arrays are split before: parts are views. A
-scale that may be a number or a tensor has two arguments, of which one at least is None.
+scale that may be a number or a tensor has two arguments, of which one at least is None. A backward has an
+``output_mask``, as aten's: which of dq, dk, dv and dsink are computed. Others have no elements.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import Any
 
 import torch
 
+from .. import reference
 from ..call import autograd
+from ..kernels.mha_backward import ALL, Needs
 from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
+from ..mha.gradients import gradients, varlen_gradients
 from .registration import NoExample, example, register
 
 __all__: list[str] = []
@@ -140,11 +144,13 @@ def _varlen_backward(
     seqused_q: Any,
     seqused_k: Any,
     deterministic: bool,
+    output_mask: list[bool],
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
 ) -> Any:
-    made = api.flash_attn_varlen_backward(
+    function = _masked(api, varlen_gradients, "flash_attn_varlen_backward", output_mask)
+    return function(
         dout,
         q,
         k,
@@ -170,7 +176,6 @@ def _varlen_backward(
         seqused_q=seqused_q,
         seqused_k=seqused_k,
     )
-    return _with_dsink(made, q)
 
 
 def _fixed_backward(
@@ -190,11 +195,13 @@ def _fixed_backward(
     attn_sink: Any,
     alibi_slopes: Any,
     deterministic: bool,
+    output_mask: list[bool],
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
 ) -> Any:
-    made = api.flash_attn_backward(
+    function = _masked(api, gradients, "flash_attn_backward", output_mask)
+    return function(
         dout,
         q,
         k,
@@ -213,14 +220,26 @@ def _fixed_backward(
         attn_sink=attn_sink,
         alibi_slopes=alibi_slopes,
     )
-    return _with_dsink(made, q)
 
 
-def _with_dsink(made: tuple[Any, ...], q: Any) -> tuple[Any, ...]:
-    """Always four results: without a sink the last one has no elements."""
-    if len(made) == 4 or not isinstance(q, torch.Tensor):  # or a stand-in, of which the results do not matter
-        return made
-    return (*made, _empty_dsink(q, None))
+def _masked(
+    api: Any, function: Callable[..., Any], name: str, output_mask: list[bool]
+) -> Callable[..., tuple[Any, ...]]:
+    """``function``, or that of the reference under this name, with four results: what is not wanted, or is of
+    no sink, has no elements.
+    """
+
+    def call(dout: Any, *args: Any, **keywords: Any) -> tuple[Any, ...]:
+        if api is reference:
+            made = (*getattr(reference, name)(dout, *args, **keywords), None)
+        else:
+            made = function(Needs(*output_mask), dout, *args, **keywords)
+        if not isinstance(dout, torch.Tensor):  # a stand-in, of which the results do not matter
+            return made
+        wanted = zip(made, output_mask, strict=False)
+        return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
+
+    return call
 
 
 def _prefix(
@@ -302,8 +321,12 @@ def _empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
+def _nothing(q: torch.Tensor) -> torch.Tensor:
+    return q.new_empty(0, dtype=torch.float32)
+
+
 def _empty_dsink(q: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tensor:
-    return q.new_empty(0, dtype=torch.float32) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
+    return _nothing(q) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
 
 
 def _register(
@@ -325,15 +348,16 @@ def _register(
         numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}
 
         def backpropagate(
-            dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
+            needs: Any, dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
         ) -> tuple[Any, ...]:
             sink, *arrays = inputs
+            needs_sink, *needed = needs
             known = {**numbers, **dict(zip(saved_at, saved, strict=True)), sink_at: sink}
             dout = autograd.gradient_of_out(dout, out)
             others = [known[i] for i in range(len(known))]
             op = getattr(torch.ops.rawmla, f"{name}_backward").default
-            dq, dk, dv, dsink = op(dout, *arrays, out, lse, dlse, *others)
-            return (None if sink is None else dsink, dq, dk, dv)
+            dq, dk, dv, dsink = op(dout, *arrays, out, lse, dlse, *others, [*needed, needs_sink])
+            return dsink, dq, dk, dv
 
         saved = tuple([given[i] for i in saved_at])
         return autograd.attend(autograd.Call(WHAT, run, backpropagate, (given[sink_at], q, k, v), saved))
@@ -350,16 +374,19 @@ def _register(
         lambda q, *args: empty_lse(q),
     )
     register(
-        f"{name}_backward({_BACKWARD}, {options}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"{name}_backward({_BACKWARD}, {options}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
         backward,
         lambda dout, q, k, v, out, lse, dlse, *args: (
-            *[_empty_out(x, x) for x in (q, k, v)],
-            _empty_dsink(q, args[sink_at]),
+            *[
+                _empty_out(x, x) if wanted else _nothing(q)
+                for x, wanted in zip((q, k, v), args[-1][:3], strict=True)
+            ],
+            _empty_dsink(q, args[sink_at] if args[-1][3] else None),
         ),
     )
     register(
         f"{name}_backward_out({_BACKWARD}, {options}, {_GRADIENTS}) -> Tensor",
-        lambda *args: backward(*args)[-1],
+        lambda *args: backward(*args[:-3], ALL, *args[-3:])[-1],
         lambda dout, q, k, v, out, lse, dlse, *args: _empty_dsink(q, args[sink_at]),
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..call.checks import as_bool
+from ..kernels.mha_backward import Needs
 from ..mha.arguments import as_window, check_options, packed_parts
 
 __all__ = [
@@ -122,6 +123,7 @@ def flash_attn(
 
 
 def flash_attn_varlen_backward(
+    needs: Needs,
     dout: Any,
     q: Any,
     k: Any,
@@ -147,7 +149,7 @@ def flash_attn_varlen_backward(
     seqused_q: Any,
     seqused_k: Any,
 ) -> tuple[Any, ...]:
-    """`rawmla.flash_attn_varlen_backward`."""
+    """`rawmla.mha.gradients.varlen_gradients`."""
     refuse_tensors(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -162,10 +164,11 @@ def flash_attn_varlen_backward(
         *(softmax_scale, causal, is_varlen, left, right, softcap, attn_sink, alibi_slopes),
         *(seqused_q, seqused_k, as_bool("deterministic", deterministic)),
     )
-    return _backward("flash_attn_varlen_backward", call, (dq, dk, dv), attn_sink)
+    return _backward("flash_attn_varlen_backward", call, needs, (dq, dk, dv))
 
 
 def flash_attn_backward(
+    needs: Needs,
     dout: Any,
     q: Any,
     k: Any,
@@ -184,23 +187,25 @@ def flash_attn_backward(
     attn_sink: Any,
     alibi_slopes: Any,
 ) -> tuple[Any, ...]:
-    """`rawmla.flash_attn_backward`."""
+    """`rawmla.mha.gradients.gradients`."""
     refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
     left, right = as_window(window_size, False)
     call = (
         *(dout, q, k, v, out, lse, dlse, softmax_scale, causal, left, right, softcap),
         *(attn_sink, alibi_slopes, as_bool("deterministic", deterministic)),
     )
-    return _backward("flash_attn_backward", call, (dq, dk, dv), attn_sink)
+    return _backward("flash_attn_backward", call, needs, (dq, dk, dv))
 
 
-def _backward(name: str, call: tuple[Any, ...], given: Any, attn_sink: Any) -> tuple[Any, ...]:
-    if all(one is not None for one in given):
-        results, dsink = list(given), getattr(_ops, f"{name}_out").default(*call, *given)
-    else:
-        *made, dsink = getattr(_ops, name).default(*call)
-        results = [new if one is None else one.copy_(new) for one, new in zip(given, made, strict=True)]
-    return tuple(results) if attn_sink is None else (*results, dsink)
+def _backward(name: str, call: tuple[Any, ...], needs: Needs, given: Any) -> tuple[Any, ...]:
+    if all(needs) and all(one is not None for one in given):
+        return *given, getattr(_ops, f"{name}_out").default(*call, *given)
+    *made, dsink = getattr(_ops, name).default(*call, list(needs))
+    results = [
+        (new if one is None else one.copy_(new)) if is_needed else None
+        for one, new, is_needed in zip(given, made, needs, strict=False)
+    ]
+    return *results, dsink
 
 
 def context_attention_fwd(

@@ -108,10 +108,15 @@ def test_results_with_a_graph_are_those_without(case: FlexCase) -> None:
     assert aux.lse.requires_grad and not aux.max_scores.requires_grad
 
 
-@pytest.mark.parametrize("needs", (("q",), ("k",), ("v",), ("bias",), ("q", "v"), ("k", "bias")))
-def test_gradients_of_some(needs: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "needs",
+    (("q",), ("k",), ("v",), ("bias",), ("q", "k"), ("q", "v"), ("k", "v"), ("k", "bias")),
+    ids="+".join,
+)
+@pytest.mark.parametrize("dims", ((128, 128), (64, 64), (192, 128), (256, 256)), ids=str)
+def test_gradients_of_some(dims: tuple[int, int], needs: tuple[str, ...]) -> None:
     """The same bits, whichever others are wanted."""
-    inputs = make_flex_backward_inputs(CASES[1])
+    inputs = make_flex_backward_inputs(replace(CASES[1], d_qk=dims[0], d_v=dims[1]))
     gradients = make_flex_gradients(inputs, "both")
     _, every = differentiate(inputs, leaves_of(inputs), gradients, deterministic=True)
     _, some = differentiate(inputs, leaves_of(inputs, needs), gradients, deterministic=True)

@@ -1,0 +1,128 @@
+"""Gradients of which some are not needed, computed by their kernels on the emulated device: those that are
+have the bits of a call for all of them, but for dq, whose sums have any order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from test_flex_backward_sanitizer import CASES as FLEX_CASES
+from test_mha_backward_sanitizer import CASES as MHA_CASES
+
+from rawmla.attention import flex_backward
+from rawmla.kernels.mha_backward import ALL, Needs
+from rawmla.mha import gradients
+from rawmla.testing.flex import FlexCase
+from rawmla.testing.mha import MhaCase, make_mha_inputs
+
+if TYPE_CHECKING:
+    from emulator import Emulator
+
+torch = pytest.importorskip("torch")
+
+SOME = (
+    Needs(True, False, False, False),
+    Needs(False, True, False, False),
+    Needs(False, False, True, True),
+    Needs(True, True, False, True),
+    Needs(True, False, True, False),
+    Needs(False, True, True, False),
+    Needs(False, False, False, True),
+)
+WITH_DQ: dict[str, Any] = {"d_qk": 192, "d_v": 128}
+WIDE: dict[str, Any] = {"d_qk": 256, "d_v": 256}
+SMALL: dict[str, Any] = {"b": 1, "s_q": 150, "s_k": 200, "h_q": 2, "h_kv": 1}
+MHA = (
+    *[MHA_CASES[i] for i in (2, 3, 4, 7)],
+    (MhaCase(**SMALL, causal=True, d_qk=128, d_v=128, softcap=15.0, sink="float32"), "both"),
+    (MhaCase(**SMALL, **WITH_DQ, causal=True, sink="float32"), "out"),
+    (MhaCase(**SMALL, **WITH_DQ, window=(60, 10), softcap=15.0), "lse"),
+    (MhaCase(**SMALL, **WIDE, causal=True, sink="float32"), "both"),
+    (MhaCase(**SMALL, **WIDE, softcap=15.0, dtype="float16"), "out"),
+)
+FLEX = tuple(FLEX_CASES[i] for i in (0, 1, 2, 3, 7))
+
+
+def name_of(needs: Needs) -> str:
+    return "+".join(name for name, needed in needs._asdict().items() if needed)
+
+
+def assert_near(one: Any, wanted: Any) -> None:
+    step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "of", "deterministic"),
+    [(*case, i % 2 == 1) for i, case in enumerate(MHA)],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_dense_attention(emulator: Emulator, case: MhaCase, of: str, deterministic: bool) -> None:
+    from emulator import cases
+
+    calls = cases.mha_backward_calls
+    call = calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
+    _, arguments, keywords = calls.function_and_arguments(call, deterministic=deterministic)
+    fixed = call.inputs.cu_seqlens_q is None
+    function: Any = gradients.gradients if fixed else gradients.varlen_gradients
+    everything = function(ALL, *arguments, **keywords)
+    has_sink = everything[3] is not None
+    for needs in SOME if has_sink else SOME[:-1]:
+        emulator.launched.clear()
+        got = function(needs, *arguments, **keywords)
+        wanted = needs._replace(others=needs.others and has_sink)
+        assert tuple(x is not None for x in got) == wanted
+        names = [label.partition("[")[0] for label in emulator.launched]
+        assert names == [
+            "mha_backward_prepare",
+            *["mha_backward"] * needs.main,
+            *["mha_backward_finish"] * (needs.dq or wanted.others),
+            *["mha_backward_clear"] * (needs.main and not fixed),
+        ]
+        for i, (one, other) in enumerate(zip(got, everything, strict=True)):
+            if one is not None and i == 0 and not deterministic:
+                assert_near(one, other)
+            elif one is not None:
+                assert torch.equal(one.nan_to_num(), other.nan_to_num()), (name_of(needs), i)
+
+
+@pytest.mark.parametrize(("case", "of", "deterministic"), FLEX, ids=lambda x: getattr(x, "id", str(x)))
+def test_flex_attention(emulator: Emulator, case: FlexCase, of: str, deterministic: bool) -> None:
+    from emulator import cases
+
+    calls = cases.flex_backward_calls
+    call = calls.backward_inputs(case, of, calls.make_flex_backward_inputs(case, "cpu"))
+    inputs, given = call.inputs, call.gradients
+    options = {"score_mod": None, "block_mask": None, "scale": None, "enable_gqa": False}
+    options |= inputs.keywords("python")
+
+    def backward(needs: Needs) -> tuple[Any, ...]:
+        *made, by_name = flex_backward.gradients(
+            needs, given.dout, inputs.q, inputs.k, inputs.v, *call.results, grad_lse=given.dlse,
+            deterministic=deterministic, **options,
+        )  # fmt: skip
+        return *made, by_name
+
+    *everything, captured = backward(ALL)
+    for needs in SOME if captured else SOME[:-1]:
+        emulator.launched.clear()
+        *got, by_name = backward(needs)
+        assert tuple(x is not None for x in got) == needs[:3]
+        names = [label.partition("[")[0] for label in emulator.launched]
+        assert ("mha_backward" in names) == needs.main
+        assert ("mha_backward_finish" in names) == needs.dq
+        assert ("flex_captured_gradients" in names) == (needs.others and bool(captured))
+        assert needs.dq or "block_mask_ranks" not in names
+        for i, (one, other) in enumerate(zip(got, everything, strict=True)):
+            if one is not None and i == 0 and not deterministic:
+                assert_near(one, other)
+            elif one is not None:
+                assert torch.equal(one.nan_to_num(), other.nan_to_num()), (name_of(needs), i)
+        assert set(by_name) == set(captured)
+        for name, one in by_name.items():
+            assert (one is not None) == needs.others
+            if one is not None and deterministic:
+                assert torch.equal(one, captured[name])
+            elif one is not None:
+                assert_near(one, captured[name])
