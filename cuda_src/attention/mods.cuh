@@ -215,7 +215,7 @@ __device__ __forceinline__ T torch_remainder(T a, T b) {
 __device__ __forceinline__ float torch_floor_divide(float a, float b) {
     const float quotient = torch_div(a, b), rest = torch_fmod(a, b);
     const float whole =
-        rintf(torch_div(a - rest, b)) - (rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? 1.0f : 0.0f);
+        rintf(precise_div(a - rest, b)) - (rest != 0.0f && (rest < 0.0f) != (b < 0.0f) ? 1.0f : 0.0f);
     return b == 0.0f ? quotient : whole == 0.0f ? copysignf(0.0f, quotient) : whole;
 }
 template <class T>
