@@ -250,7 +250,7 @@ def test_launches_of_some_gradients(launches: Launches, needs: Any, sink_dtype: 
         *["mha_backward_clear"] * (dq or dk or dv),
     ]
     accum, turns = enqueued["mha_backward_prepare"][7], enqueued["mha_backward_prepare"][11]
-    assert (accum != 0) == dq and turns != 0
+    assert (accum != 0) == (turns != 0) == dq
     sums = 4 * 8 * 3 * 64 * 128
     assert everything.scratch_bytes - prepared.scratch_bytes == (0 if dq else sums)
     if dq or dk or dv:

@@ -171,9 +171,9 @@ template <class T>
 __device__ __forceinline__ T torch_abs(T a) {
     return a < 0 ? torch_neg(a) : a;
 }
-// A score function is inlined for each score that a thread has, so what it calls has to be short: / of floats,
-// powf, fmodf and other functions of CUDA's library bring subroutines and rare cases, with which a kernel
-// takes half a minute to compile.
+// A score function is inlined for each score that a thread has, so what it calls has to be short: / of
+// floats, powf, fmodf and other functions of CUDA's library bring subroutines and rare cases, with which a
+// kernel takes half a minute to compile.
 __device__ __forceinline__ float torch_div(float a, float b) { return a * reciprocal_approx(b); }
 // Rounded as / rounds but in rare cases, and exact where the quotient is: what is rounded to an integer
 // afterwards needs that.
@@ -187,8 +187,8 @@ __device__ __forceinline__ T torch_trunc_divide(T a, T b) {
     const T quotient = a / (b == 0 || b == -1 ? T(1) : b);
     return b == 0 ? T(-1) : b == -1 ? torch_neg(a) : quotient;
 }
-// Exact for quotients below 2^30: a step leaves 2^-24 of what it is given, for which float32 has room, or less
-// than 2b. Of larger ones that leave too much it is 0.
+// Exact for quotients below 2^30: a step leaves 2^-24 of what it is given, for which float32 has room, or
+// less than 2b. Of larger ones that leave too much it is 0.
 __device__ __forceinline__ float torch_fmod(float a, float b) {
     const float size = fabsf(a), divisor = fabsf(b);
     float rest = fmaf(-torch_trunc_divide(size, divisor), divisor, size);
@@ -281,8 +281,8 @@ __device__ __forceinline__ float torch_sigmoid(float x) {
 }
 __device__ __forceinline__ float torch_silu(float x) { return x * torch_sigmoid(x); }
 // What sine, cosine and tangent are polynomials of: the argument less a multiple of pi / 2, here less whole
-// turns by the 644 first, whose length is 2e-11 of itself from a float32 number. The error is 1e-7 up to 2^31.
-// Beyond 2^33 less would be right than shown: arguments count as 0.
+// turns by the 644 first, whose length is 2e-11 of itself from a float32 number. The error is 1e-7 up to
+// 2^31. Arguments beyond 2^33 count as 0: few digits of their results would be right.
 struct Turned {
     float sine, cosine;  // of `rest`, which is within pi / 4
     u32 quadrant;        // the multiple
@@ -383,7 +383,8 @@ __device__ __forceinline__ float torch_erfc(float x) {
     const float above = t * exp2_approx(fmaf(size * -kLog2E, size, power));
     return x < 0.0f ? 2.0f - above : above;
 }
-// Of x >= 0, relative to the result as exact near 1 as elsewhere; what is below the normal numbers counts as 0.
+// Of x >= 0, relative to the result as exact near 1 as elsewhere; what is below the normal numbers counts as
+// 0.
 __device__ __forceinline__ float precise_log2(float x) {
     const u32 power = __float_as_uint(x) - 0x3f3504f3u & 0xff800000u;  // of 2, in the place of an exponent
     const float part = __uint_as_float(__float_as_uint(x) - power);    // from sqrt(1 / 2) to sqrt(2)

@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (warp_idx == 0) {
-            if (elect_one_sync()) load_listed<KeyRows, BlockRows, false>(params, smem, tile);
+            if (elect_one_sync()) load_listed<KeyRows, BlockRows, false, false>(params, smem, tile);
         } else if (warp_idx == 1) {
             trim_listed<BlockRows>(smem);
         }

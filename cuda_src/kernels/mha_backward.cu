@@ -173,7 +173,7 @@ struct Step {
 
 #if FLEX
 __device__ __forceinline__ void load(const Params& params, SharedMemoryPlan& smem, const KeyTile& tile) {
-    load_listed<KeyRows, BlockRows, kNeedsDq>(params, smem, tile);
+    load_listed<KeyRows, BlockRows, true, kNeedsDq>(params, smem, tile);
 }
 __device__ __forceinline__ void trim(const Params&, SharedMemoryPlan& smem, const KeyTile&) {
     if constexpr (kTrims) trim_listed<BlockRows>(smem);
@@ -354,9 +354,9 @@ __device__ __forceinline__ void add_dq(const Params& params, SharedMemoryPlan& s
     if (in_turns && step.number > 0) arrived();
 }
 
-// One thread, where tiles take turns at a block of dQ, whose counter says how many have added. It asks for the
-// turn at the next block while the last one is added to, and gives that one to the next tile when what was
-// added has arrived. The thread that adds may be a block behind it.
+// One thread, where tiles take turns at a block of dQ, whose counter says how many have added. It asks for
+// the turn at the next block while the last one is added to, and gives that one to the next tile when what
+// was added has arrived. The thread that adds may be a block behind it.
 __device__ __forceinline__ void keep_turns(const Params& params, SharedMemoryPlan& smem,
                                            const KeyTile& tile) {
     if (params.turns == nullptr) return;

@@ -318,32 +318,29 @@ struct Consumer {
 #if FLEX
     // The functions of the call, applied to the scores of a block that begins with `first_key`. `asks`: the
     // block may be a partial one, and is if `partial`. `may_end`: the last key may be in front of its end.
-    //
-    // The score function stands here once, since it can be long, and `step` once for each loop that it has.
     __device__ __forceinline__ void apply_mods(const Tile& tile, int first_key, bool asks, bool partial,
                                                bool may_end, Scores& s) const {
         const int q_len = tile.q_len, kv_len = tile.k_len, b = tile.request, h = tile.head;
         const int first = first_key + 2 * (lane_index() % 4);
         // Rows past the last token take part, since all lanes do what one does; their results go nowhere.
         const int q_idx[2] = {min_int(token_of(tile, 0), q_len - 1), min_int(token_of(tile, 1), q_len - 1)};
-        if constexpr (ScoreMod::kIsThere) {
-#pragma unroll
-            for (int j = 0; j < kTileKeys / 2; ++j) {
-                const int key = first + OwnKeys::column_of(j);
-                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
-                                        may_end ? min_int(key, kv_len - 1) : key, q_len, kv_len);
-            }
-        }
-        if ((asks && (partial || !ScoreMod::kIsThere)) || (may_end && first_key + kTileKeys > kv_len)) {
+        if (asks || (may_end && first_key + kTileKeys > kv_len)) {
 #pragma unroll
             for (int j = 0; j < kTileKeys / 2; ++j) {
                 const int r = (j >> 1) & 1, key = first + OwnKeys::column_of(j);
                 const int kv_idx = min_int(key, kv_len - 1);
+                if constexpr (ScoreMod::kIsThere)
+                    s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[r], kv_idx, q_len, kv_len);
                 bool seen = key < kv_len;
                 if constexpr (MaskMod::kIsThere)
                     if (asks) seen &= !partial | params.mask_mod(b, h, q_idx[r], kv_idx, q_len, kv_len);
                 s[j] = seen ? s[j] : -kInfinity;
             }
+        } else if constexpr (ScoreMod::kIsThere) {
+#pragma unroll
+            for (int j = 0; j < kTileKeys / 2; ++j)
+                s[j] = params.score_mod(s[j] * params.score_scale, b, h, q_idx[(j >> 1) & 1],
+                                        first + OwnKeys::column_of(j), q_len, kv_len);
         }
     }
 #endif
@@ -395,7 +392,7 @@ struct Consumer {
     }
 
     template <class Keys>
-    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, bool partial, bool may_end,
+    __device__ __forceinline__ void step(const Tile& tile, int block, bool masked, bool may_end,
                                          const u64 (&desc)[3], Scores& s, Output& o, Probabilities& p,
                                          LazySoftmax<kMaxScores>& softmax,
                                          const ScoreStep<kSoftcap, kAlibi>& score_step,
@@ -410,7 +407,7 @@ struct Consumer {
         wgmma_wait_group<1>();
         wgmma_pin(s);
         free_k();
-        probabilities<Keys>(tile, block, first_key, masked, partial, may_end, s, softmax, score_step, scales);
+        probabilities<Keys>(tile, block, first_key, masked, masked, may_end, s, softmax, score_step, scales);
         wgmma_wait_group<0>();
         wgmma_pin(o);
         free_v();
@@ -458,33 +455,23 @@ struct Consumer {
                 ? warp_uniform(ceil_div(span.clip(keys_of_token(params, tile, last_row)).begin, kTileKeys))
                 : 0;
         --block;
-#if FLEX
-        // Lists have the block that is cut anywhere: if there is one, all blocks are asked for their end. With
-        // a score function the first loop does that too, and looks which blocks are partial, since a score
-        // function in a loop more takes the compiler long.
-        constexpr bool kOneAsks = ScoreMod::kIsThere;
-        const int asked_end = kOneAsks && params.last_block_is_cut ? first_block : plain_end;
-#pragma unroll 1
-        for (; block >= max_int(first_block, asked_end); --block)
-            step<Keys>(tile, block, true, !kOneAsks || is_partial(tile, block), true, desc, s, o, p, softmax,
-                       score_step, scales);
-        if (!kOneAsks && params.last_block_is_cut) {
-#pragma unroll 1
-            for (; block >= first_block; --block)
-                step<Keys>(tile, block, false, false, true, desc, s, o, p, softmax, score_step, scales);
-        }
-#else
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_end); --block)
-            step<Keys>(tile, block, true, true, true, desc, s, o, p, softmax, score_step, scales);
+            step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
+#if FLEX
+        if (params.last_block_is_cut) {  // lists have it anywhere
+#pragma unroll 1
+            for (; block >= first_block; --block)
+                step<Keys>(tile, block, false, true, desc, s, o, p, softmax, score_step, scales);
+        }
 #endif
 #pragma unroll 1
         for (; block >= max_int(first_block, plain_begin); --block)
-            step<Keys>(tile, block, false, false, false, desc, s, o, p, softmax, score_step, scales);
+            step<Keys>(tile, block, false, false, desc, s, o, p, softmax, score_step, scales);
         if constexpr (kWindow) {
 #pragma unroll 1
             for (; block >= first_block; --block)
-                step<Keys>(tile, block, true, true, true, desc, s, o, p, softmax, score_step, scales);
+                step<Keys>(tile, block, true, true, desc, s, o, p, softmax, score_step, scales);
         }
         wait_v();
         issue_pv<Keys>(o, p, desc[2]);

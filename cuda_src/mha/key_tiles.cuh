@@ -32,9 +32,9 @@ struct KeyTile {
     }
 };
 
-// The blocks of queries that a tile walks, from the last one on, each for all query heads of the group. Tiles of
-// the first keys, which go first, see the last blocks longest, and those behind follow step by step: what they
-// read and add to at a time is little, and stays in L2.
+// The blocks of queries that a tile walks, from the last one on, each for all query heads of the group. Tiles
+// of the first keys, which go first, see the last blocks longest, and those behind follow step by step: what
+// they read and add to at a time is little, and stays in L2.
 struct BlockWalk {
     const Params& params;
     const KeyTile& tile;  // of at least one block

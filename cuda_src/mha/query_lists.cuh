@@ -145,9 +145,9 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
            (tile.first_key - column * params.block_k) / kTileKeys;
 }
 
-// One thread: copies K and V once, then Q, dO, lse and delta of each step. kAddsDq: the kernel adds to dQ, and
-// who does waits for what is told, ahead of what is copied.
-template <class KeyRows, class BlockRows, bool kAddsDq, class Plan>
+// One thread: copies K and V once, then Q, dO, lse and delta of each step, in the order of
+// QueryWalk<kByBlock>. kTellsAhead: who adds dQ waits for what is told, ahead of what is copied.
+template <class KeyRows, class BlockRows, bool kByBlock, bool kTellsAhead, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
     for (int chunk = 0; chunk < kChunksV; ++chunk)
         tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
                     tile.first_key, tile.kv_head, tile.request);
-    QueryWalk<kAddsDq> walk(params, tile);
+    QueryWalk<kByBlock> walk(params, tile);
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
         const QueryStep step = walk.next();
@@ -170,7 +170,7 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
         smem.told[number % kToldSteps] = step;
-        if constexpr (kAddsDq) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
+        if constexpr (kTellsAhead) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
         if (step.is_end()) {
             mbarrier_arrive(q_full);
             break;

@@ -227,7 +227,7 @@ class PreparedFlexBackward:
             4 * rows,  # lse
             4 * rows,  # delta
             4 * rows * self._chunks * _CHUNK * needs.dq,  # dq_accum
-            4 * places * call.deterministic,  # turns
+            4 * places * (call.deterministic and needs.dq),  # turns
             mask_blocks,  # states
             4 * mask_blocks,  # ranks
             4 * len(call.captured) * call.deterministic,  # largest
@@ -264,8 +264,10 @@ class PreparedFlexBackward:
         q, k, v, out, dout, lse, dlse, dq, dk, dv, *lists = addresses
         lse_log2, delta, accum, turns, states, ranks, largest, *sums = [scratch + x for x in self._offsets]
         if not call.deterministic:
-            turns = largest = 0
-        if not call.deterministic or not call.needs.dq or self._mask is None:
+            largest = 0
+        if not (call.deterministic and call.needs.dq):
+            turns = ranks = 0
+        if self._mask is None:
             ranks = 0
         if not call.needs.dq:
             accum = 0

@@ -352,7 +352,7 @@ class PreparedMhaBackward:
             4 * rows * chunks * _CHUNK if needs.dq else 0,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
             4 * rows if self._has_weights else 0,  # weights
-            4 * call.h_q * blocks if call.deterministic else 0,  # turns
+            4 * call.h_q * blocks if call.deterministic and needs.dq else 0,  # turns
         )
         places = [0]
         for size in sizes_of_parts:
@@ -431,8 +431,7 @@ class PreparedMhaBackward:
             weights = 0
         if not self._call.needs.dq:
             accum = 0
-        # Without dq nobody takes turns; the order in which dk and dv are summed stays as it is.
-        if not self._call.deterministic:
+        if not (self._call.deterministic and self._call.needs.dq):
             turns = 0
         prepare, main, finish = self._launches
         assert prepare is not None
