@@ -73,7 +73,8 @@ def warmup(
         None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" or "flex" is named, else
         none.
     mha_backward_head_dims : iterable of pairs of int, optional
-        The same of the backward of MHA. None: the same if "mha_backward" is named, else none.
+        The same of the backward of MHA, for calls in which q, k and v all need gradients; `warmup_call` loads
+        what others need. None: the same if "mha_backward" is named, else none.
     prefix_head_dims : iterable of int, optional
         Head dimensions of prefix prefill, each 1 to 256, over caches in vLLM's layout with blocks of a
         multiple of 16 tokens or over e4m3 caches; `warmup_call` loads what other caches, slopes or FP8

@@ -187,8 +187,8 @@ __device__ __forceinline__ T torch_trunc_divide(T a, T b) {
     const T quotient = a / (b == 0 || b == -1 ? T(1) : b);
     return b == 0 ? T(-1) : b == -1 ? torch_neg(a) : quotient;
 }
-// Exact for quotients below 2^30: a step leaves 2^-24 of what it is given, for which float32 has room, or
-// less than 2b. Of larger ones that leave too much it is 0.
+// Exact for quotients below 2^30 and divisors that are normal numbers: a step leaves 2^-24 of what it is
+// given, for which float32 has room, or less than 2b. Of larger quotients that leave too much it is 0.
 __device__ __forceinline__ float torch_fmod(float a, float b) {
     const float size = fabsf(a), divisor = fabsf(b);
     float rest = fmaf(-torch_trunc_divide(size, divisor), divisor, size);

@@ -110,7 +110,7 @@ def recall_lists(block_mask: Any, framework: Framework) -> GivenLists | None:
         )
         sizes = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
         mask_mod = block_mask.mask_mod
-    except AttributeError:
+    except (AttributeError, TypeError):
         return None
     if (
         lists.views[0][5] is not framework
