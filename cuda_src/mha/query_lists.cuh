@@ -125,8 +125,8 @@ class QueryWalk {
             left[kind] =
                 min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
                         params.list_rows[kind]);
-            list[kind] =
-                lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2] + left[kind] - 1;
+            list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+            list[kind] += left[kind] - 1;
             advance(kind);
         }
     }
