@@ -124,7 +124,7 @@ class Builder:
         elif not ptxas.has_report(result.log):
             reasons = ["the log has no ptxas resource report, so spills cannot be ruled out"]
         else:
-            reasons = [] if spec.user_text else ptxas.losses(result.log)
+            reasons = [] if spec.user_text or spec.may_lose else ptxas.losses(result.log)
         if result.cubin is None or reasons:
             user_lines, other_log = split_log(result.log, spec.headers)
             raise CompileError(

@@ -359,8 +359,8 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
 
     Of variants with user text the last `USER_KERNELS` stay loaded, and others as long as somebody holds the
-    kernel or a launch prepared from it; a captured graph does not hold its kernels. If such a variant spills,
-    uses local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
+    kernel or a launch prepared from it; a captured graph does not hold its kernels. If such a variant, or one
+    that may lose, spills, uses local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
 
     Parameters
     ----------

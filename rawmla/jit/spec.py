@@ -31,7 +31,10 @@ class KernelSpec:
         Dynamic shared memory of one CTA, in bytes.
     headers : iterable of (str, str)
         Generated headers: the name as it stands in ``#include`` lines, and the text. They hold what a user
-        wrote, so such a variant may spill or serialise WGMMA: that is a warning then, see `get_kernel`.
+        wrote.
+    may_lose : bool
+        The variant may spill or serialise WGMMA, which is a warning then, see `get_kernel`. So may every one
+        with headers.
 
     Raises
     ------
@@ -44,6 +47,7 @@ class KernelSpec:
     threads: int
     smem_bytes: int
     headers: tuple[tuple[str, str], ...] = ()
+    may_lose: bool = False
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +78,9 @@ class KernelSpec:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Built anew: the stored hash of a string is true in one process only.
-        return KernelSpec, (self.name, self.defines, self.threads, self.smem_bytes, self.headers)
+        return KernelSpec, (
+            self.name, self.defines, self.threads, self.smem_bytes, self.headers, self.may_lose
+        )  # fmt: skip
 
     @property
     def user_text(self) -> bool:

@@ -296,6 +296,8 @@ def variant(
         threads=form.threads,
         smem_bytes=smem_bytes,
         headers=headers,
+        # Those for some gradients are too many to be compiled by every NVRTC before a user does.
+        may_lose=not (needs.dq and needs.dk and needs.dv),
     )
 
 
