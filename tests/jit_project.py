@@ -57,8 +57,9 @@ def tiny(
     threads: int = 128,
     smem_bytes: int = 0,
     headers: tuple[tuple[str, str], ...] = (),
+    may_lose: bool = False,
 ) -> KernelSpec:
-    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers)
+    return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers, may_lose)
 
 
 def pretended_status(monkeypatch: pytest.MonkeyPatch) -> Pretend:

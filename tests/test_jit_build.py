@@ -234,6 +234,8 @@ def test_performance_losses_fail_a_real_build(project: Project, source: str, tex
     project.write("kernels/tiny.cu", source)
     with pytest.raises(CompileError, match=rf"tiny.FACTOR=1.: ptxas: .*C75\d\d.*{text}"):
         project.build()
+    (loss,) = project.builder().build(tiny(may_lose=True)).losses
+    assert text in loss
 
 
 def test_missing_bindings_name_the_extra(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
