@@ -280,9 +280,9 @@ __device__ __forceinline__ float torch_sigmoid(float x) {
     return reciprocal_approx(1.0f + exp2_approx(x * -kLog2E));
 }
 __device__ __forceinline__ float torch_silu(float x) { return x * torch_sigmoid(x); }
-// What sine, cosine and tangent are polynomials of: the argument less a multiple of pi / 2, here less whole
-// turns by the 644 first, whose length is 2e-11 of itself from a float32 number. The error is 1e-7 up to
-// 2^31. Arguments beyond 2^33 count as 0: few digits of their results would be right.
+// What sine, cosine and tangent are polynomials of: the argument less a multiple of pi / 2. Multiples of 644
+// turns are taken off first, because 644 times 2 pi is a float32 number to within 2e-11 of itself. The error
+// is 1e-7 up to 2^31. Arguments beyond 2^33 count as 0: few digits of their results would be right.
 struct Turned {
     float sine, cosine;  // of `rest`, which is within pi / 4
     u32 quadrant;        // the multiple

@@ -111,7 +111,9 @@ struct SharedMemoryPlan {
 #endif
     u64 bar_ds_full[kDsStages], bar_ds_free[kDsStages];
     u64 bar_dq_full[kPlaces], bar_dq_free[kPlaces];
-    u64 bar_turn[2], bar_added[2];  // of every second block
+    // Of every second block. From keep_turns to add_dq: its turn has come; and back: what was added to it has
+    // arrived.
+    u64 bar_turn[2], bar_added[2];
     u64 bar_factors_full, bar_factors_free;
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
@@ -727,8 +729,8 @@ struct Consumer {
         wgmma_wait_group<0>();
         wgmma_pin(s);
     }
-    // Clears what is of queries that do not see the key. Which block it is is asked again, for no register is
-    // to keep it meanwhile.
+    // Clears what is of queries that do not see the key. It asks again which block this is, so that no
+    // register keeps it meanwhile.
     __device__ __forceinline__ void hide(Packed& p) const {
         const int block = warp_uniform(smem.told_block[step.stage()]);
         if (!hides_any(block)) return;

@@ -236,7 +236,7 @@ def attend_alone(
             check_on_device(name, view, device, framework)
 
     if not checked.scores:
-        as_mod(score_mod, "score_mod", device)  # refuses what it refuses always
+        as_mod(score_mod, "score_mod", device)  # for its errors
         score_mod = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale

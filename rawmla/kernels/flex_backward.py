@@ -322,7 +322,7 @@ class PreparedFlexBackward:
             scale=call.scale,
             **sizes,
         )
-        self._around = [
+        self._around = [  # without dq there is one kernel
             kernel.prepare((places, chunks, 1), params, declared.changing, pdl=True).launch
             for kernel, chunks, params, declared in zip(
                 kernels, (1, self._chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=False
