@@ -617,7 +617,8 @@ struct Consumer {
     __device__ __forceinline__ void find_block() {
         const u32 stage = step.stage();
         if constexpr (kByProduct) mbarrier_wait_parity(smem_address(&smem.bar_q_full[stage]), step.parity());
-        const int block = warp_uniform(smem.told_block[stage]);
+        // So ptxas, as NVRTC 12.6 to 13.5 have it, finds registers for every variant.
+        const int told = smem.told_block[stage], block = kDqByConsumers ? told : warp_uniform(told);
         found = hides_any(block) ? ~block : block;
         if constexpr (kAlibi) {
             const i64 row = static_cast<i64>(tile.request) * params.alibi_stride_b;
