@@ -14,7 +14,8 @@
 
 // A row that sees no key may hold NaN, and only functions make such rows: they are cleared.
 constexpr bool kTrims = ScoreMod::kIsThere || MaskMod::kIsThere;
-// Places for what is told. Who reads last is the thread that adds dQ: it is five steps behind at most.
+// Places for what is told. The thread that adds dQ is five steps behind at most, and keep_turns of
+// mha_backward.cu, which reads last, one more.
 constexpr int kToldSteps = 8;
 
 struct alignas(16) QueryStep {

@@ -99,7 +99,7 @@ def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
     for source in reading.sources:
         place = places.get(id(source))
         if place is None and isinstance(source, torch.Tensor):  # made by the trace, of a number
-            source = source.item()  # noqa: PLW2901
+            source = source.item()
         numbers.append(_Number(source if place is None else None, place))
     _kept[key] = _Kept(reading.frame, captures, numbers)
     if len(_kept) > MAX_TRACES:  # a copy: another thread may add one
