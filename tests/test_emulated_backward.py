@@ -49,8 +49,9 @@ def test_small_flex_calls(emulator: Emulator, case: FlexCase, of: str, determini
     assert any(label.startswith("mha_backward[") for label in emulator.launched)
 
 
+@pytest.mark.parametrize("score", ("head scale", "query scale"))
 @pytest.mark.parametrize("deterministic", (False, True))
-def test_other_schedules_of_flex(emulator: Emulator, deterministic: bool) -> None:
-    case = FlexCase(b=1, h_q=2, h_kv=1, s_q=200, s_k=300, mask="documents", score="head scale")
+def test_other_schedules_of_flex(emulator: Emulator, deterministic: bool, score: str) -> None:
+    case = FlexCase(b=1, h_q=2, h_kv=1, s_q=200, s_k=300, mask="documents", score=score)
     for emulator.seed in SEEDS:
         check("flex_backward", case, "both", deterministic)

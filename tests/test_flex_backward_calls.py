@@ -295,11 +295,23 @@ def test_every_field(world: World) -> None:
             (steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (ROWS, ROWS), 1, 1, 128, 128
         ),
         header=header, has_score_mod=True, score_mod_bytes=48, mask_mod_bytes=8,
-        captured=(CapturedGradient(HQ * 7, "float32"),), sites=1, deterministic=True,
+        captured=(CapturedGradient(HQ * 7, "float32"),), sites=1, scattered=False, deterministic=True,
         needs=ALL,
     )  # fmt: skip
     assert "q_idx >= kv_idx" in header[1] and GRAD in header[1]
     assert launch.score_mod[-8:] == bytes(8)  # where gradients are is not known yet
+
+
+@pytest.mark.parametrize(
+    ("indices", "scattered"),
+    (("h, q_idx", False), ("b, h", False), ("h, kv_idx", False), ("h, q_idx - kv_idx", True)),
+)
+def test_where_scores_are_added_one_by_one(world: World, indices: str, scattered: bool) -> None:
+    mod = rawmla.CudaMod(
+        f"score + bias({indices})", {"bias": table()}, grad="grad", capture_grads={"bias": (indices, "grad")}
+    )
+    call(plain(), score_mod=mod)
+    assert only(world).call.scattered == scattered
 
 
 def test_nothing_optional(world: World) -> None:
@@ -309,7 +321,7 @@ def test_nothing_optional(world: World) -> None:
     assert launch.addresses[10:] == (0, 0, 0, 0) and launch.addresses.dlse == 0
     assert launch.call.lists is None and launch.call.dlse_strides == (0, 0, 0)
     assert not launch.call.has_score_mod and not launch.call.deterministic
-    assert launch.call.scale == E**-0.5 and launch.call.sites == 0
+    assert launch.call.scale == E**-0.5 and launch.call.sites == 0 and not launch.call.scattered
     assert "kIsThere = false" in launch.call.header[1]
 
 

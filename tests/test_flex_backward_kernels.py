@@ -20,7 +20,15 @@ from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import flex_backward
-from rawmla.kernels.flex_backward import IN_ANY_ORDER, IN_UNITS, LARGEST, captured_spec, forms_of, spec
+from rawmla.kernels.flex_backward import (
+    IN_ANY_ORDER,
+    IN_DIGITS,
+    IN_UNITS,
+    LARGEST,
+    captured_spec,
+    forms_of,
+    spec,
+)
 from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
 
 CAUSAL = CudaMod("q_idx >= kv_idx").mod()
@@ -100,9 +108,11 @@ CAPTURED = {
         ("relative", RELATIVE, CAUSAL, IN_UNITS),
         ("by query", BY_QUERY, CAUSAL, IN_ANY_ORDER),
         ("by query", BY_QUERY, CAUSAL, LARGEST),
+        ("by query", BY_QUERY, CAUSAL, IN_DIGITS),
         ("by key", BY_KEY, DOCUMENTS, IN_ANY_ORDER),
+        ("by key", BY_KEY, DOCUMENTS, IN_DIGITS),
         ("factor", FACTOR, CAUSAL, IN_ANY_ORDER),
-        ("factor", FACTOR, CAUSAL, IN_UNITS),
+        ("factor", FACTOR, CAUSAL, IN_DIGITS),
     )
 }
 AROUND = (flex_backward.FINISH_SPEC, flex_backward.RANKS_SPEC)
@@ -166,6 +176,8 @@ def test_threads_and_shared_memory_of_captured_gradients(which: Any) -> None:
             f"sizeof(SharedMemoryPlan) <= {one.smem_bytes}",
             f"kTileKeys == {flex_backward._CAPTURED_KEYS}",
             f"sizeof(CapturedCell) == {flex_backward._CELL_BYTES}",
+            f"sizeof(CapturedDigits) == {flex_backward._DIGITS_BYTES}",
+            f"kElementsTogether == {flex_backward._ELEMENTS_TOGETHER}",
             "2 * kRegisters + kProducerRegisters <= 3 * 168",
         ],
     )

@@ -37,7 +37,7 @@ CALL = FlexBackwardCall(
     dlse_strides=(7, 8, 9),
     dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
     header=header_of(None, None), has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, captured=(),
-    sites=0, deterministic=False, needs=Needs(True, True, True, False),
+    sites=0, scattered=False, deterministic=False, needs=Needs(True, True, True, False),
 )  # fmt: skip
 ADDRESSES = FlexBackwardAddresses(*range(0x1000, 0xF000, 0x1000))
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
@@ -222,7 +222,7 @@ def test_some_gradients(told: list[SimpleNamespace], deterministic: bool, needs:
     dq, dk, dv, captured = needs
     options: dict[str, Any] = {"needs": Needs(*needs), "deterministic": deterministic}
     if captured:
-        options |= {"captured": CAPTURED, "sites": 3}
+        options |= {"captured": CAPTURED, "sites": 3, "scattered": True}
     launch(bytes(24), score_mod_bytes=24, **options)
     kernels = [x for x in told if x.name != "clear"]
     assert [x.name for x in kernels] == [
@@ -254,22 +254,48 @@ def test_captured_gradients(told: list[SimpleNamespace]) -> None:
     assert dict(captured.spec.defines)["PASS"] == flex_backward.IN_ANY_ORDER
     found = read(finish)
     assert (found["sums"], found["out"], found["count"], found["dtype"]) == (second.address, 0x50001, 7, 1)
-    assert not found["largest"]
+    assert not found["largest"] and found["sums_are"] == flex_backward.FLOATS
     # The main kernel adds to none.
     assert struct.unpack_from("<3Q", told[1].params, at) == (0, 0, 0)
 
 
-def test_captured_gradients_in_a_fixed_order(told: list[SimpleNamespace]) -> None:
-    launch(bytes(24), captured=CAPTURED, sites=3, score_mod_bytes=24, lists=None, deterministic=True)
+MANY = (CapturedGradient(1 << 20, "float32"), CapturedGradient(1, "bfloat16"))
+
+
+@pytest.mark.parametrize(("captured", "scattered"), ((CAPTURED, True), (MANY, False)))
+def test_captured_gradients_in_a_fixed_order(
+    told: list[SimpleNamespace], captured: Any, scattered: bool
+) -> None:
+    """In units of the largest, where scores are added one by one or elements are many."""
+    launch(
+        bytes(24), captured=captured, sites=3, scattered=scattered, score_mod_bytes=24, lists=None,
+        deterministic=True,
+    )  # fmt: skip
     largest, first, second, *passes, one, other = told[3:]
-    assert [x.size for x in (largest, first, second)] == [8, 160, 112]
+    assert [x.size for x in (largest, first, second)] == [8, *[16 * x.elements for x in captured]]
     assert [dict(x.spec.defines)["PASS"] for x in passes] == [flex_backward.LARGEST, flex_backward.IN_UNITS]
     assert passes[0].params == passes[1].params
     terms = 3 * B * HQ * L * S
     for i, finish in enumerate((one, other)):
         found = read(finish)
         assert (found["largest"], found["out"]) == (largest.address + 4 * i, 0x50000 + i)
+        assert found["sums_are"] == flex_backward.CELLS
         assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
+
+
+def test_captured_gradients_digit_by_digit(told: list[SimpleNamespace]) -> None:
+    """One pass; 32 elements take 3,200 bytes."""
+    captured = (CapturedGradient(33, "float32"), CapturedGradient(7, "bfloat16"))
+    launch(bytes(24), captured=captured, sites=3, score_mod_bytes=24, lists=None, deterministic=True)
+    first, second, one_pass, *finish = told[3:]
+    assert [x.size for x in (first, second)] == [6400, 3200] and first.address % 128 == 0
+    assert dict(one_pass.spec.defines)["PASS"] == flex_backward.IN_DIGITS
+    at = next(x for x in flex_backward.params_of(24, 8).members if x.name == "score_mod").offset
+    assert struct.unpack_from("<3Q", one_pass.params, at) == (0, first.address, second.address)
+    for i, (one, sums) in enumerate(zip(finish, (first, second), strict=True)):
+        found = read(one)
+        assert (found["sums"], found["largest"], found["out"]) == (sums.address, 0, 0x50000 + i)
+        assert found["sums_are"] == flex_backward.DIGITS
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ the CPU, where threads are the lanes of a warp.
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from typing import Any
 
 import numpy as np
+import pytest
 from cuda_probe import source
 from host_mods import _library, needs_host_compiler
 
@@ -114,6 +116,20 @@ extern "C" void run(const Params* params, const float* scores, const float* grad
         });
     for (auto& one : lanes) one.join();
 }
+// The sums of an array.
+extern "C" void sum_digits(const CapturedDigits* sums, int count, double* out) {
+    for (int i = 0; i < count; ++i)
+        out[i] = sum_of_digits(sums[i / kElementsTogether], i % kElementsTogether);
+}
+extern "C" void add_digits(CapturedDigits* sums, const float* values, int count) {
+    for (int i = 0; i < count; ++i) {
+        u32 bits;
+        memcpy(&bits, &values[i], 4);
+        const TwoDigits two(bits);
+        sums->digits[two.first][0] += two.low;
+        sums->digits[two.first + 1][0] += two.high;
+    }
+}
 extern "C" double unit(u32 largest, int terms_log2) {
     return power_of_two(-units_exponent(largest, terms_log2));
 }
@@ -169,7 +185,7 @@ def run(pass_: int, arrays: list[Any], largest: Any, scores: Any, grads: Any, se
         TERMS_LOG2,
         largest.ctypes.data,
     )
-    pointers = [x.ctypes.data_as(ctypes.c_void_p) for x in (scores, grads, seen)]
+    pointers = [_pointer(x) for x in (scores, grads, seen)]
     library(pass_).run(ctypes.byref(params), *pointers, HEADS, BLOCKS)
 
 
@@ -185,12 +201,11 @@ def test_in_units() -> None:
     """Of the largest sums; the same bits every time, whatever the order of lanes is."""
     scores, grads, seen = inputs()
     scores *= 1000  # an array of larger sums
-    cells = np.dtype([("units", "<i8"), ("rest", "<f4"), ("unused", "<u4")])
     results = []
     for _ in range(3):
         largest = np.zeros(4, np.uint32)
         run(1, [np.zeros(1)] * 4, largest, scores, grads, seen)
-        got = [np.zeros(size, cells) for size in SIZES]
+        got = [np.zeros(size, CELLS) for size in SIZES]
         run(2, got, largest, scores, grads, seen)
         results.append((largest, got))
     for largest, got in results[1:]:
@@ -204,6 +219,52 @@ def test_in_units() -> None:
         np.testing.assert_allclose(one["units"] * unit, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
 
+DIGITS = np.dtype([("digits", "<i8", (12, 32)), ("rest", "<f4", 32)])
+CELLS = np.dtype([("units", "<i8"), ("rest", "<f4"), ("unused", "<u4")])
+
+
+def run_in_digits(scores: Any, grads: Any, seen: Any) -> list[Any]:
+    got = [np.zeros(-(-size // 32), DIGITS) for size in SIZES]
+    run(3, got, np.zeros(4, np.uint32), scores, grads, seen)
+    return got
+
+
+def sum_of(digits: Any, size: int) -> Any:
+    sums = np.zeros(size)
+    library(3).sum_digits(_pointer(digits), size, _pointer(sums))
+    return sums
+
+
+def _pointer(array: Any) -> Any:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def test_in_digits() -> None:
+    """The same bits every time, whatever the order of lanes is."""
+    scores, grads, seen = inputs()
+    scores *= 1000
+    results = [run_in_digits(scores, grads, seen) for _ in range(3)]
+    for got in results[1:]:
+        assert all((one == other).all() for one, other in zip(got, results[0], strict=True))
+    for one, size, want in zip(results[0], SIZES, wanted(scores, grads, seen), strict=True):
+        assert not one["rest"].any()
+        np.testing.assert_allclose(sum_of(one, size), want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_digits_of_any_exponent() -> None:
+    """From the smallest float32 to the largest, of both signs: the sum is exact."""
+    draw = np.random.default_rng(1)
+    bits = draw.integers(0, 2**32, 5000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    values = values[np.isfinite(values)]
+    extremes = [np.finfo(np.float32).max, np.finfo(np.float32).smallest_subnormal, 1.0, -0.0]
+    values = np.concatenate([values, np.array(extremes, np.float32)])
+    for some in (values, values[:1], values[-1:], values[-3:-2], values[np.abs(values) < 1e-30]):
+        sums = np.zeros(1, DIGITS)
+        library(3).add_digits(_pointer(sums), _pointer(np.ascontiguousarray(some)), len(some))
+        assert sum_of(sums, 1)[0] == pytest.approx(math.fsum(some.astype(float).tolist()), rel=1e-15, abs=0)
+
+
 def test_what_is_not_finite() -> None:
     """Goes where it belongs, and nowhere else."""
     scores, grads, seen = inputs()
@@ -212,9 +273,10 @@ def test_what_is_not_finite() -> None:
     largest = np.zeros(4, np.uint32)
     run(1, [np.zeros(1)] * 4, largest, scores, grads, seen)
     assert np.isfinite(largest.view(np.float32)).all()
-    cells = np.dtype([("units", "<i8"), ("rest", "<f4"), ("unused", "<u4")])
-    got = [np.zeros(size, cells) for size in SIZES]
+    got = [np.zeros(size, CELLS) for size in SIZES]
     run(2, got, largest, scores, grads, seen)
     places = [[h], sorted({0, (block * QUERIES + query) // 2}), [15 - key], [block * QUERIES + query + key]]
     for one, place in zip(got, places, strict=True):
+        assert np.flatnonzero(one["rest"]).tolist() == place
+    for one, place in zip(run_in_digits(scores, grads, seen), places, strict=True):
         assert np.flatnonzero(one["rest"]).tolist() == place

@@ -7,11 +7,12 @@
 constexpr int kThreads = 256;
 
 struct Params {
-    const void* sums;    // float32, or CapturedCell
-    const u32* largest;  // of what was added to cells; null: there are none
+    const void* sums;
+    const u32* largest;  // of what was added to cells
     void* out;
     i64 count;
-    int dtype;  // 0: float32, 1: bfloat16, 2: float16, 3: float64
+    int sums_are;  // 0: float32, 1: CapturedCell, 2: CapturedDigits
+    int dtype;     // 0: float32, 1: bfloat16, 2: float16, 3: float64
     int terms_log2;
 };
 
@@ -20,12 +21,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     double unit = 0.0;
-    if (params.largest != nullptr) unit = power_of_two(-units_exponent(*params.largest, params.terms_log2));
+    if (params.sums_are == 1) unit = power_of_two(-units_exponent(*params.largest, params.terms_log2));
     for (i64 i = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x; i < params.count;
          i += static_cast<i64>(gridDim.x) * kThreads) {
         double sum;
-        if (params.largest == nullptr) {
+        if (params.sums_are == 0) {
             sum = static_cast<const float*>(params.sums)[i];
+        } else if (params.sums_are == 2) {
+            const CapturedDigits& sums =
+                static_cast<const CapturedDigits*>(params.sums)[i / kElementsTogether];
+            const int element = static_cast<int>(i % kElementsTogether);
+            sum = sum_of_digits(sums, element) + sums.rest[element];
         } else {
             const CapturedCell cell = static_cast<const CapturedCell*>(params.sums)[i];
             sum = static_cast<double>(static_cast<i64>(cell.units)) * unit + cell.rest;

@@ -1,5 +1,6 @@
 // A gradient of a captured array that is summed in a fixed order: as integers, whose sum does not depend on
-// it.
+// it. Either in units of what is known to be the largest, or digit by digit, which needs to know nothing but
+// more memory and two additions for one.
 #pragma once
 #include "common/types.cuh"
 
@@ -17,4 +18,40 @@ __device__ __forceinline__ int units_exponent(u32 largest, int terms_log2) {
 }
 __device__ __forceinline__ double power_of_two(int exponent) {
     return __longlong_as_double(static_cast<i64>(exponent + 1023) << 52);
+}
+
+// Sums of float32, of any exponent, as numbers with 12 digits of base 2^24: digit i counts 2^(24 i - 149), and
+// may be of either sign and larger than the base. 2^39 numbers can be added before one overflows. 32 elements
+// lie together, so that those of one digit that neighbours add to are neighbours too.
+constexpr int kDigits = 12, kDigitBits = 24, kElementsTogether = 32;
+
+struct alignas(128) CapturedDigits {
+    u64 digits[kDigits][kElementsTogether];  // in two's complement
+    float rest[kElementsTogether];           // sums of what is not finite
+};
+
+// The two digits, `first` and the next, that a finite number has.
+struct TwoDigits {
+    int first;
+    i64 low, high;
+
+    __device__ __forceinline__ explicit TwoDigits(u32 bits) {
+        const int exponent = static_cast<int>(bits >> 23 & 0xff);
+        const u64 mantissa = (bits & 0x7fffff) | (exponent ? 0x800000 : 0);
+        const int behind_lowest = exponent ? exponent - 1 : 0;
+        first = behind_lowest / kDigitBits;
+        const u64 shifted = mantissa << (behind_lowest - first * kDigitBits);
+        low = static_cast<i64>(shifted & ((1 << kDigitBits) - 1));
+        high = static_cast<i64>(shifted >> kDigitBits);
+        if (bits >> 31) low = -low, high = -high;
+    }
+};
+// The sum of element `place` of 32, but for what is not finite.
+__device__ __forceinline__ double sum_of_digits(const CapturedDigits& sums, int place) {
+    double sum = 0.0;
+#pragma unroll
+    for (int i = kDigits - 1; i >= 0; --i)
+        sum +=
+            static_cast<double>(static_cast<i64>(sums.digits[i][place])) * power_of_two(kDigitBits * i - 149);
+    return sum;
 }

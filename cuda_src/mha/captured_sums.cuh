@@ -6,6 +6,7 @@
 // PASS   0   to float32, in any order
 //        1   nothing is added: the largest absolute value of a gradient's sums is found
 //        2   to integers, in units that follow from it: in any order the result is the same
+//        3   to integers, digit by digit: so too, and needs no pass before
 #pragma once
 #include "common/math.cuh"
 #include "mha/backward_params.cuh"
@@ -161,6 +162,17 @@ struct CapturedSums {
         const bool is_finite = fabsf(value) < kInfinity;
         if constexpr (kPass == 1) {
             if (is_finite) largest[kGradient] = fmaxf(largest[kGradient], fabsf(value));
+        } else if constexpr (kPass == 3) {
+            CapturedDigits& sums = reinterpret_cast<CapturedDigits*>(
+                params.score_mod.gradients[kGradient])[place / kElementsTogether];
+            const int element = static_cast<int>(place % kElementsTogether);
+            if (is_finite) {
+                const TwoDigits two(__float_as_uint(value));
+                atomicAdd(&sums.digits[two.first][element], static_cast<u64>(two.low));
+                atomicAdd(&sums.digits[two.first + 1][element], static_cast<u64>(two.high));
+            } else {
+                atomicAdd(&sums.rest[element], value);
+            }
         } else {
             CapturedCell* cell =
                 reinterpret_cast<CapturedCell*>(params.score_mod.gradients[kGradient]) + place;

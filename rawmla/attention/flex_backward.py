@@ -104,10 +104,11 @@ def flex_attention_backward(
     -----
     Allocates the copies, the results and scratch: in float32, for each query row and head, rows rounded up to
     64, E rounded up to 64 and 2 numbers more; a float32 number for each element of a captured gradient in
-    another dtype, with `deterministic` 16 bytes for each element and 5 for each block of the mask. Blocks
-    that are no multiple of 64 x 128 take scratch as in `flex_attention`. Enqueues three kernels on the
-    current stream, for captured gradients one more (two with `deterministic`) and one for each that is not
-    summed in place. Never synchronises. Graph captures and torch.compile are as for `flex_attention`.
+    another dtype, with `deterministic` 16 or 100 bytes for each element and 5 for each block of the mask.
+    Blocks that are no multiple of 64 x 128 take scratch as in `flex_attention`. Enqueues three kernels on the
+    current stream, for captured gradients one more (two with `deterministic` where one element depends on
+    query and key) and one for each that is not summed in place. Never synchronises. Graph captures and
+    torch.compile are as for `flex_attention`.
 
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).
@@ -377,7 +378,7 @@ def _prepare(
         lists = _lists_in_scratch(checked.cut.walked)
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
-    backward = None if score is None else score.backward
+    sites = () if score is None or score.backward is None else score.backward.sites
     prepared = flex_backward.PreparedFlexBackward(
         FlexBackwardCall(
             device=device,
@@ -398,7 +399,8 @@ def _prepare(
             score_mod_bytes=score_bytes,
             mask_mod_bytes=mask_bytes,
             captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in of_captures]),
-            sites=0 if backward is None else len(backward.sites),
+            sites=len(sites),
+            scattered=any(site.by_q and site.by_kv for site in sites),
             deterministic=deterministic,
             needs=needs,
         ),

@@ -41,6 +41,11 @@ _ALIGNMENT = 128
 _BARRIER_BYTES = 512
 _CAPTURED_KEYS, _CAPTURED_THREADS = 128, 384
 _CELL_BYTES = 16
+_DIGITS_BYTES, _ELEMENTS_TOGETHER = 3200, 32  # of CapturedDigits
+_MOST_ELEMENTS = 1 << 20
+"""Of captured gradients that are summed digit by digit, in 100 MiB of scratch."""
+_MOST_TERMS_LOG2 = 39
+"""Of the numbers that may be added before a digit overflows."""
 _FINISH_THREADS, _FINISH_CTAS = 256, 1024
 _RANKS_THREADS, _RANKS_CTAS = 128, 2048
 _FEW_SPILLS = 256
@@ -91,6 +96,7 @@ class FlexBackwardCall(NamedTuple):
     mask_mod_bytes: int
     captured: tuple[CapturedGradient, ...]  # that are needed
     sites: int  # of them all
+    scattered: bool  # a place depends on query and key, so that scores are added one by one
     deterministic: bool
     needs: Needs
 
@@ -135,7 +141,7 @@ def params_of(score_mod_bytes: int, mask_mod_bytes: int) -> ParamStruct:
 CAPTURED_FINISH_PARAMS = ParamStruct(
     POINTER("sums", "largest", "out"),
     I64("count"),
-    I32("dtype", "terms_log2"),
+    I32("sums_are", "dtype", "terms_log2"),
     changing=("sums", "largest", "out"),
 )
 RANKS_PARAMS = ParamStruct(
@@ -160,8 +166,11 @@ def forms_of(d_qk: int, d_v: int) -> tuple[Form, ...]:
     return (BY_KEYS, BY_PRODUCT) if best == BY_KEYS else (BY_PRODUCT,)
 
 
-IN_ANY_ORDER, LARGEST, IN_UNITS = range(3)
+IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS = range(4)
 """Values of the define PASS of flex_captured_gradients.cu."""
+FLOATS, CELLS, DIGITS = range(3)
+"""Values of the parameter sums_are of flex_captured_finish.cu."""
+_PASSES = {FLOATS: (IN_ANY_ORDER,), CELLS: (LARGEST, IN_UNITS), DIGITS: (IN_DIGITS,)}
 
 
 def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str, str]) -> jit.KernelSpec:
@@ -217,12 +226,10 @@ class PreparedFlexBackward:
             mask_blocks = self._mask.blocks
             for one in (block_mask.SCATTER_SPEC, RANKS_SPEC):
                 jit.get_kernel(one, call.device, capturing=capturing)
-        cell_bytes = _CELL_BYTES if call.deterministic else 4
-        self._summed = [call.deterministic or one.dtype != "float32" for one in call.captured]
-        sums = [
-            cell_bytes * one.elements * summed
-            for one, summed in zip(call.captured, self._summed, strict=True)
-        ]
+        self._sums_are = _what_sums_are(call)
+        self._sum_bytes = [_sum_bytes(self._sums_are, one.elements) for one in call.captured]
+        self._summed = [self._sums_are != FLOATS or one.dtype != "float32" for one in call.captured]
+        sums = [size * summed for size, summed in zip(self._sum_bytes, self._summed, strict=True)]
         self._sizes = (
             4 * rows,  # lse
             4 * rows,  # delta
@@ -230,7 +237,7 @@ class PreparedFlexBackward:
             4 * places * (call.deterministic and needs.dq),  # turns
             mask_blocks,  # states
             4 * mask_blocks,  # ranks
-            4 * len(call.captured) * call.deterministic,  # largest
+            4 * len(call.captured) * (self._sums_are == CELLS),  # largest
             *sums,
         )
         self._offsets = [0]
@@ -263,7 +270,7 @@ class PreparedFlexBackward:
         call = self._call
         q, k, v, out, dout, lse, dlse, dq, dk, dv, *lists = addresses
         lse_log2, delta, accum, turns, states, ranks, largest, *sums = [scratch + x for x in self._offsets]
-        if not call.deterministic:
+        if self._sums_are != CELLS:
             largest = 0
         if not (call.deterministic and call.needs.dq):
             turns = ranks = 0
@@ -290,11 +297,10 @@ class PreparedFlexBackward:
         if not call.captured:
             return
         places = [x if summed else y for x, y, summed in zip(sums, captured, self._summed, strict=True)]
-        if call.deterministic:
+        if largest:
             jit.clear(largest, 4 * len(places), stream, call.device)
-        cell_bytes = _CELL_BYTES if call.deterministic else 4
-        for place, one in zip(places, call.captured, strict=True):
-            jit.clear(place, cell_bytes * one.elements, stream, call.device)
+        for place, size in zip(places, self._sum_bytes, strict=True):
+            jit.clear(place, size, stream, call.device)
         with_gradients = score_mod[: -8 * len(places)] + struct.pack(f"<{len(places)}Q", *places)
         for launch in self._captured:
             launch(*arguments(_CAPTURED_KEYS, with_gradients))
@@ -391,7 +397,7 @@ class PreparedFlexBackward:
         if not call.captured:
             return []
         launches: list[Callable[..., object]] = []
-        for pass_ in (LARGEST, IN_UNITS) if call.deterministic else (IN_ANY_ORDER,):
+        for pass_ in _PASSES[self._sums_are]:
             one = captured_spec(call.dtype, call.d_qk, call.d_v, pass_, call.header)
             kernel = jit.get_kernel(one, call.device, capturing=self._capturing)
             launches.append(self._prepare_tiles(kernel, _CAPTURED_KEYS, q_blocks))
@@ -401,7 +407,10 @@ class PreparedFlexBackward:
                 continue
             kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=self._capturing)
             finish = CAPTURED_FINISH_PARAMS.pack(
-                count=gradient.elements, dtype=DTYPES_OF_SUMS[gradient.dtype], terms_log2=_terms_log2(call)
+                count=gradient.elements,
+                sums_are=self._sums_are,
+                dtype=DTYPES_OF_SUMS[gradient.dtype],
+                terms_log2=_terms_log2(call),
             )
             ctas = min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS)
             self._captured_finish.append(
@@ -467,6 +476,22 @@ def _mask_of(call: FlexBackwardCall) -> Grid | None:
 def _terms_log2(call: FlexBackwardCall) -> int:
     """The exponent of a power of 2 that is no less than how often any element is added to."""
     return (max(1, call.sites) * call.b * call.h_q * call.seqlen_q * call.seqlen_k - 1).bit_length()
+
+
+def _what_sums_are(call: FlexBackwardCall) -> int:
+    """Of captured gradients. Digits need one pass over the scores, and six times the memory of cells."""
+    if not call.deterministic:
+        return FLOATS
+    elements = sum(one.elements for one in call.captured)
+    are_few = elements <= _MOST_ELEMENTS and _terms_log2(call) <= _MOST_TERMS_LOG2
+    return DIGITS if are_few and not call.scattered else CELLS
+
+
+def _sum_bytes(sums_are: int, elements: int) -> int:
+    """Scratch for the sums of a captured gradient."""
+    if sums_are == DIGITS:
+        return _DIGITS_BYTES * ceil_div(elements, _ELEMENTS_TOGETHER)
+    return elements * (_CELL_BYTES if sums_are == CELLS else 4)
 
 
 _form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)

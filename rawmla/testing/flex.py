@@ -232,6 +232,18 @@ def _head_scale(sizes: Sizes) -> Function:
     )
 
 
+def _query_scale(sizes: Sizes) -> Function:
+    factor = sizes.randn(sizes.h, sizes.s_q)
+    return Function(
+        lambda s, b, h, q, k: s * factor[h, q],
+        "score * factor(h, q_idx)",
+        lambda xp, t, s, b, h, q, k: s * t.factor[h, q + 0 * k],
+        {"factor": factor},
+        "grad * factor(h, q_idx)",
+        {"factor": ("h, q_idx", "grad * score")},
+    )
+
+
 def _head_gate(sizes: Sizes) -> Function:
     gate = sizes.randn(sizes.h)
     return Function(
@@ -451,6 +463,7 @@ SCORES: dict[str, Builder] = {
     "alibi table": _alibi_table,
     "head offset": _head_offset,
     "head scale": _head_scale,
+    "query scale": _query_scale,
     "head gate": _head_gate,
     "bias q k": _bias("qk"),
     "bias k q": _bias("kq"),
