@@ -186,9 +186,9 @@ def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
     return "\n\n".join(parts)
 
 
-def performance_page(record: dict[str, Any] | None, peers: Path) -> str:
-    """docs/performance.md."""
-    parts = ["# Performance", "Written by `scripts/update_figures.py` from `docs/gpu-record.json`."]
+def performance_page(record: dict[str, Any] | None, peers: Path, name: str = RECORD.name) -> str:
+    """docs/performance.md, or such a page of the record with another name."""
+    parts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{name}`."]
     if record is None:
         return "\n\n".join([parts[0], NOTHING_YET]) + "\n"
     parts.append(describe_machine(record))
@@ -197,8 +197,9 @@ def performance_page(record: dict[str, Any] | None, peers: Path) -> str:
             f"`{peers.relative_to(ROOT).as_posix()}` has other libraries' times and how they were taken. "
             f"{LEGEND} {against.NOTE}",
             "[benchmark.md](benchmark.md) says more on how the figures are made.",
-            "![Roofline of the benchmark](roofline.png)",
         ]
+        if name == RECORD.name:
+            parts.append("![Roofline of the benchmark](roofline.png)")
         stored = stored_peers(record, peers)
         for version in compilers(record):
             parts += compiler_parts(version, record["bench"][version], stored)
@@ -264,23 +265,29 @@ def main(arguments: list[str] | None = None) -> int:
         "--record", type=Path, default=RECORD, help="the record to read (default docs/gpu-record.json)"
     )
     parser.add_argument(
+        "--page", type=Path, help="write the page of every case there, and nothing else: for another record"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="change nothing; status 1 when a page is out of date"
     )
     options = parser.parse_args(arguments)
     record = json.loads(options.record.read_text()) if options.record.exists() else None
-    pages = {
-        README: replace_section(README.read_text(), readme_section(record, PEERS)),
-        PAGE: performance_page(record, PEERS),
-    }
+    if options.page is not None:
+        pages = {options.page: performance_page(record, PEERS, options.record.name)}
+    else:
+        pages = {
+            README: replace_section(README.read_text(), readme_section(record, PEERS)),
+            PAGE: performance_page(record, PEERS),
+        }
     if options.check:
         return 0 if all(path.exists() and path.read_text() == text for path, text in pages.items()) else 1
     for path, text in pages.items():
         files.write_whole(path, text)
-    if record is not None and record["bench"]:
+    if record is not None and record["bench"] and options.page is None:
         version = compilers(record)[0]
         title = f"rawmla on {record['device']}, kernels compiled by NVRTC {version}"
         plot.roofline(record["bench"][version], title, PLOT)
-    if record is not None and record["source_sha256"] != source.source_hash(ROOT):
+    if record is not None and options.page is None and record["source_sha256"] != source.source_hash(ROOT):
         print("note: the record was made from other sources than these")
     return 0
 

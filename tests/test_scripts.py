@@ -2497,3 +2497,13 @@ def test_performance_page_has_every_figure() -> None:
 
 def test_the_pages_come_from_the_record() -> None:
     assert update_figures.main(["--check"]) == 0
+
+
+def test_a_page_of_another_record(tmp_path: Path) -> None:
+    record, page = tmp_path / "other.json", tmp_path / "page.md"
+    record.write_text((update_figures.RECORD).read_text())
+    arguments = ["--record", str(record), "--page", str(page)]
+    assert update_figures.main([*arguments, "--check"]) == 1
+    assert update_figures.main(arguments) == 0
+    assert "`docs/other.json`" in page.read_text() and "roofline.png" not in page.read_text()
+    assert update_figures.main([*arguments, "--check"]) == 0
