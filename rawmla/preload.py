@@ -15,7 +15,7 @@ import rawmla
 from . import jit
 from .attention import create, flex, flex_backward
 from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
-from .attention.functions import as_mod
+from .attention.functions import as_reading
 from .call.arrays import READERS, Fields, Framework, is_array
 from .call.checks import as_bool
 from .kernels.mha_backward import ALL, Needs
@@ -223,10 +223,11 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
     (lse, _) = framework.allocator([(rows, "float32")], 0, device)()
     arrays = [given[name] for name in ("query", "key", "value")]
     score_mod = given.get("score_mod")
-    score = as_mod(score_mod, "score_mod", device, backward=True)
+    score = as_reading(score_mod, "score_mod", device, backward=True)
     captured: list[Any] = []
-    if score is not None and score.backward is not None:
-        captured = [score.captures[i] for i in score.backward.gradients]
+    if score is not None and score.frame.mod.backward is not None:
+        captures = score.mod().captures
+        captured = [captures[i] for i in score.frame.mod.backward.gradients]
     query, key, value = arrays
     flex_backward.gradients(
         _needs([*arrays, *captured]), out, query, key, value, out, lse, score_mod, given.get("block_mask"),

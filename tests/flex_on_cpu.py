@@ -17,8 +17,8 @@ import rawmla
 from rawmla import reference
 from rawmla.attention import flex
 from rawmla.attention import flex_backward as flex_backward_call
-from rawmla.attention.functions import as_mod
-from rawmla.attention.mods import Mod
+from rawmla.attention.functions import as_reading
+from rawmla.attention.mods import Mod, Reading, reading_of
 from rawmla.kernels import flex_backward, flex_forward
 from rawmla.kernels.flex_backward import FlexBackwardAddresses
 from rawmla.kernels.flex_forward import FlexAddresses
@@ -48,7 +48,7 @@ class Launches:
 
     def numpy_score(self, mod: Mod | None) -> NumpyMod | None:
         """The score function that reads the arrays of a `Mod`."""
-        if mod is None or mod is flex.IDENTITY:
+        if mod is None or mod == flex.IDENTITY.mod():
             return None
         assert self.score is not None
         arrays = {capture.name: capture.array for capture in mod.captures}
@@ -72,24 +72,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Let CPU tensors pass for CUDA tensors."""
     claim_cuda(monkeypatch)
     launches = Launches()
-    bound, placed = flex.bound, flex_backward_call.placed
+    bound = flex.bound
 
-    def named(function: Any, kind: Any, device: int, backward: bool = False) -> Mod | None:
+    def named(function: Any, kind: Any, device: int, backward: bool = False) -> Reading | None:
         """With the names of what a function of Python reads, as those with gradients have them anyway."""
-        mod = as_mod(function, kind, device, backward)
-        if mod is None or backward or isinstance(function, (str, rawmla.CudaMod, Mod)):
-            return mod
-        names = names_of(function, [capture.array for capture in mod.captures])
+        reading = as_reading(function, kind, device, backward)
+        if reading is None or backward or isinstance(function, (str, rawmla.CudaMod, Reading)):
+            return reading
+        mod = reading.mod()
+        names = names_of(function, reading.arrays)
         captures = [x._replace(name=name) for x, name in zip(mod.captures, names, strict=True)]
-        return mod._replace(captures=tuple(captures))
+        return reading_of(mod._replace(captures=tuple(captures)))
 
-    def recorded(mod: Mod | None, kind: str, *place: Any) -> Any:
-        launches.given[kind] = mod
-        return placed(mod, kind, *place)
-
-    def bound_and_recorded(function: Any, kind: Any, device: int, framework: Any) -> Any:
-        launches.given[kind] = mod = named(function, kind, device)
-        return bound(mod, kind, device, framework)
+    def recorded(reading: Reading | None, kind: Any, *place: Any) -> Any:
+        launches.given[kind] = reading and reading.mod()
+        return bound(reading, kind, *place)
 
     def prepared(run: Callable[..., None], kind: Any) -> type:
         class Prepared:
@@ -105,9 +102,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
         return Prepared
 
     for module in (flex, flex_backward_call, autograd):
-        monkeypatch.setattr(module, "as_mod", named)
-    monkeypatch.setattr(flex, "bound", bound_and_recorded)
-    monkeypatch.setattr(flex_backward_call, "placed", recorded)
+        monkeypatch.setattr(module, "as_reading", named)
+    for module in (flex, flex_backward_call):
+        monkeypatch.setattr(module, "bound", recorded)
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
     monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
     return launches

@@ -10,14 +10,14 @@ import hashlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import source
 
-from rawmla.attention.mods import ELEMENTS, Place, header, pack
+from rawmla.attention.mods import ELEMENTS, Mod, Place, header, reading_of
 
 needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
 
@@ -44,6 +44,13 @@ inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float2 unpack_f16(u32 bits) { _Float16 x; u16 low = bits; memcpy(&x, &low, 2); return {float(x), 0}; }
 """
+
+
+def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
+    """The bytes of a ScoreMod or MaskMod, given where its captures lie."""
+    frame, _, numbers = reading_of(mod)
+    lie = tuple([x for place in places for x in (place.shape, place.strides)])
+    return frame.make_form(lie).pack([place.ptr for place in places], numbers, gradients)
 
 
 @functools.cache

@@ -400,22 +400,32 @@ def test_captured_gradients(world: World) -> None:
     assert world.flex_backward[-1].prepared is world.flex_backward[-2].prepared
 
 
-def test_tensors_that_require_grad() -> None:
+def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tensors that a function reads, those get a gradient; None where nothing depends on one."""
     torch = pytest.importorskip("torch")
-    from rawmla.attention.flex_backward import _detached, _gradients_of
-    from rawmla.attention.trace import trace
+    from mha_on_cpu import claim_cuda
+
+    from rawmla.attention.flex_backward import _gradients_of
+    from rawmla.attention.functions import as_reading, bound
+    from rawmla.call.arrays import READERS, NeedsGradient
+
+    claim_cuda(monkeypatch)
 
     used, cut = (torch.randn(300, requires_grad=True) for _ in range(2))
     without_grad = torch.randn(300)
-    mod = trace(
-        lambda s, b, h, q, k: s + used[q] + cut[q].detach() + without_grad[q], "score_mod", backward=True
-    )
-    gradients, names = _gradients_of(mod)
+
+    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + used[q] + cut[q].detach() + without_grad[q]
+
+    reading = as_reading(mod, "score_mod", 0, backward=True)
+    assert reading is not None
+    gradients, names = _gradients_of(reading)
     assert gradients == (((300,), "float32"),) and names == [("used", True), ("cut", False)]
-    detached = _detached(mod)
-    assert detached is not None and not any(x.array.requires_grad for x in detached.captures)
-    assert detached.captures[0].array.data_ptr() == mod.captures[0].array.data_ptr()
+    framework = READERS[torch.Tensor](without_grad, "without_grad")[5]
+    found = bound(reading, "score_mod", 0, framework)  # reads them without, as there are gradients
+    assert found is not None and found.addresses == [x.data_ptr() for x in reading.arrays]
+    with pytest.raises(NeedsGradient):
+        bound(as_reading(mod, "score_mod", 0), "score_mod", 0, framework)
 
 
 def test_cuda_text_whose_tensors_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import headers
-from host_mods import differentiate, needs_host_compiler
+from host_mods import differentiate, needs_host_compiler, pack
 
-from rawmla.attention.functions import as_mod
-from rawmla.attention.mods import HEADER_NAME, CudaMod, Place, header, pack
+from rawmla.attention.functions import as_reading
+from rawmla.attention.mods import HEADER_NAME, NO_BYTES, CudaMod, Place, header, reading_of
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 
@@ -493,7 +493,7 @@ def test_without_a_function() -> None:
     _compile(
         header(None, None),
         "static_assert(!ScoreMod::kIsThere && ScoreMod::kDerivativeIsOne && ScoreMod::kSites == 0);"
-        f"static_assert(sizeof(ScoreMod) == {len(pack(None, ()))});",
+        f"static_assert(sizeof(ScoreMod) == {len(NO_BYTES)});",
     )
 
 
@@ -681,13 +681,17 @@ def test_captures_of_cuda_text_that_require_grad() -> None:
 # ---- functions of a call
 
 
+@torch.no_grad()
 def test_mask_functions_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     table, limit = torch.randn(L, requires_grad=True), torch.tensor(0.5, requires_grad=True)
-    monkeypatch.setattr("rawmla.attention.functions._as_mod", lambda mask, *given: trace(mask, "mask_mod"))
+    monkeypatch.setattr(
+        "rawmla.attention.functions._tracer",
+        lambda kind, *given: lambda mask: reading_of(trace(mask, kind)),
+    )
     for mask, shape in ((lambda b, h, q, k: table[q] > 0, "[50]"), (lambda b, h, q, k: q > limit, "[]")):
-        assert as_mod(mask, "mask_mod", 0) is not None
+        assert as_reading(mask, "mask_mod", 0) is not None
         with pytest.raises(
             ValueError, match="^mask_mod: expected captured tensors that do not require grad"
         ) as caught:
-            as_mod(mask, "mask_mod", 0, backward=True)
+            as_reading(mask, "mask_mod", 0, backward=True)
         assert shape in str(caught.value)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import assert_in_kernel
+from host_mods import pack
 from test_params import conditions_of, has_members
 
 import rawmla
 from rawmla import jit
 from rawmla.attention.functions import header_of, within_blocks
-from rawmla.attention.mods import Capture, CudaMod, Mod, Number, Place, pack
+from rawmla.attention.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
 from rawmla.jit import KernelSpec
 from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache
@@ -142,8 +143,9 @@ def test_tiles(dims: tuple[int, int]) -> None:
 
 def bytes_of(mod: Mod | None) -> int:
     """Bytes of a function's parameters."""
-    captures = mod.captures if mod is not None else ()
-    return len(pack(mod, [Place(0, (1,) * one.rank, (1,) * one.rank) for one in captures]))
+    if mod is None:
+        return len(NO_BYTES)
+    return len(pack(mod, [Place(0, (1,) * one.rank, (1,) * one.rank) for one in mod.captures]))
 
 
 STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [

@@ -45,7 +45,9 @@ def build(*functions: Any) -> None:
     """Compile the kernels of a score and a mask function, whose arrays are contiguous."""
     score, mask = [
         function
-        and function._replace(captures=tuple(c._replace(layout="kSmallRows") for c in function.captures))
+        and function._replace(
+            captures=tuple(c._replace(array=None, layout="kSmallRows") for c in function.captures)
+        )
         for function in functions
     ]
     jit.build(spec("bfloat16", 128, 128, tile_of(128, 128).keys, False, header_of(score, mask)))

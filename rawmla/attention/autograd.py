@@ -17,8 +17,8 @@ from ..kernels.mha_backward import Needs
 from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
 from .flex_arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
 from .flex_backward import gradients
-from .functions import as_mod
-from .mods import Mod
+from .functions import as_reading
+from .mods import Reading
 
 __all__ = ["attention"]
 
@@ -36,31 +36,32 @@ class _Functions(NamedTuple):
     reads may stand for another tensor by the time of the backward pass.
     """
 
-    score: Mod | None  # with gradients
-    mask: Any  # the attributes of a BlockMask; its function is a Mod
+    score: Reading | None  # with gradients
+    mask: Any  # the attributes of a BlockMask; its function is a Reading
     inputs: tuple[int, ...]
     """The captures of `score` that are inputs of the graph."""
 
     def arrays(self) -> list[Any]:
         """What is read of device memory, but for the inputs of the graph."""
-        score = () if self.score is None else self.score.captures
-        read_by_score = [x.array for i, x in enumerate(score) if i not in self.inputs]
+        score = () if self.score is None else self.score.arrays
+        read_by_score = [x for i, x in enumerate(score) if i not in self.inputs]
         if self.mask is None:
             return read_by_score
-        lists = [getattr(self.mask, name) for name in Q_LISTS]
-        return [*read_by_score, *[x.array for x in _captures(self.mask)], *lists]
+        function = self.mask.mask_mod
+        read_by_mask = function.arrays if isinstance(function, Reading) else ()
+        return [*read_by_score, *read_by_mask, *[getattr(self.mask, name) for name in Q_LISTS]]
 
     def with_arrays(self, inputs: Sequence[Any], others: Iterator[Any]) -> _Functions:
         """The same with other arrays: those of the inputs, and of the rest in the order of `arrays`."""
         score, mask = self.score, self.mask
         if score is not None:
             known = dict(zip(self.inputs, inputs, strict=True))
-            arrays = [known[i] if i in known else next(others) for i in range(len(score.captures))]
-            score = _with_captures(score, arrays)
+            arrays = [known[i] if i in known else next(others) for i in range(len(score.arrays))]
+            score = score._replace(arrays=arrays)
         if mask is not None:
             function = mask.mask_mod
-            if isinstance(function, Mod):
-                function = _with_captures(function, [next(others) for _ in function.captures])
+            if isinstance(function, Reading):
+                function = function._replace(arrays=[next(others) for _ in function.arrays])
             lists = {name: next(others) for name in Q_LISTS}
             mask = SimpleNamespace(**{**vars(mask), **lists, "mask_mod": function})
         return _Functions(score, mask, self.inputs)
@@ -94,11 +95,12 @@ def attention(
                     "convert it, or call under torch.no_grad()"
                 )
         device = views["query"][4]
-        plain = _frozen(as_mod(score_mod, "score_mod", device))
+        plain = _frozen(as_reading(score_mod, "score_mod", device))
         functions = _functions(score_mod, block_mask, device)
-    captured = []
+    captured, names = [], []
     if functions.score is not None:
-        captured = [functions.score.captures[i] for i in functions.inputs]
+        captured = [functions.score.arrays[i] for i in functions.inputs]
+        names = [functions.score.frame.mod.captures[i].name for i in functions.inputs]
     mask = functions.mask
     if mask is not None:
         lists = {name: getattr(block_mask, name) for name in LISTS}
@@ -107,7 +109,7 @@ def attention(
         attend_alone, query, key, value, plain, mask, scale, enable_gqa, False, kernel_options,
         AuxRequest(True, wants_max), deterministic, None,
     )  # fmt: skip
-    inputs = (query, key, value, *[x.array for x in captured])
+    inputs = (query, key, value, *captured)
     if any(x.requires_grad for x in inputs):
         read_again = functions.arrays()
         kept = [None if isinstance(x, torch.Tensor) else x for x in read_again]
@@ -116,7 +118,7 @@ def attention(
         call = Call(
             "flex attention",
             lambda: _flat(*forward()),
-            partial(_gradients, without, kept, options, [x.name for x in captured]),
+            partial(_gradients, without, kept, options, names),
             inputs,
             tuple([x if isinstance(x, torch.Tensor) else None for x in read_again]),
         )
@@ -136,36 +138,25 @@ def _flat(out: Any, more: AuxOutput) -> tuple[Any, ...]:
 
 def _functions(score_mod: Any, block_mask: Any, device: int) -> _Functions:
     """The functions of a call as its backward needs them."""
-    score = _frozen(as_mod(score_mod, "score_mod", device, backward=True))
+    score = _frozen(as_reading(score_mod, "score_mod", device, backward=True))
     inputs: tuple[int, ...] = ()
-    if score is not None and score.backward is not None:
-        tensors = [i for i in score.backward.gradients if isinstance(score.captures[i].array, torch.Tensor)]
-        inputs = tuple(tensors)
+    if score is not None and score.frame.mod.backward is not None:
+        places = score.frame.mod.backward.gradients
+        inputs = tuple([i for i in places if isinstance(score.arrays[i], torch.Tensor)])
     mask = None
     if lists_of(block_mask, Q_LISTS) is not None:
         mask = SimpleNamespace(**{name: getattr(block_mask, name, None) for name in (*Q_LISTS, *MASK_PARTS)})
         if not hides_nothing(mask.mask_mod):
-            mask.mask_mod = _frozen(as_mod(mask.mask_mod, "mask_mod", device, backward=True))
+            mask.mask_mod = _frozen(as_reading(mask.mask_mod, "mask_mod", device, backward=True))
     return _Functions(score, mask, inputs)
 
 
-def _frozen(mod: Mod | None) -> Mod | None:
+def _frozen(reading: Reading | None) -> Reading | None:
     """A function whose numbers stay as they are."""
-    if mod is None:
+    if reading is None:
         return None
-    numbers = [
-        x._replace(source=x.source.item()) if isinstance(x.source, torch.Tensor) else x for x in mod.numbers
-    ]
-    return mod._replace(numbers=tuple(numbers))
-
-
-def _captures(mask: Any) -> Sequence[Any]:
-    return mask.mask_mod.captures if isinstance(mask.mask_mod, Mod) else ()
-
-
-def _with_captures(mod: Mod, arrays: Sequence[Any]) -> Mod:
-    captures = [capture._replace(array=x) for capture, x in zip(mod.captures, arrays, strict=True)]
-    return mod._replace(captures=tuple(captures))
+    numbers = [x.item() if isinstance(x, torch.Tensor) else x for x in reading.sources]
+    return reading._replace(sources=numbers)
 
 
 def _gradients(

@@ -14,8 +14,8 @@ from ..kernels import block_mask as kernels
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.mha_forward import NO_BOUND
 from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
-from .functions import as_mod, header_of, placed
-from .mods import CudaMod, pack
+from .functions import as_reading, bound, header_of, packed_of
+from .mods import CudaMod
 from .traced import between_graphs
 
 __all__ = ["create_block_mask", "load", "make"]
@@ -164,17 +164,15 @@ def _prepare(
     )
     separate = as_bool("separate_full_blocks", separate_full_blocks)
     framework, ordinal = _place(mask_mod, device)
-    mask = as_mod(mask_mod, "mask_mod", ordinal)
-    if mask is None:
+    reading = as_reading(mask_mod, "mask_mod", ordinal)
+    if reading is None:
         raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
-    mask_bytes = b""
-    if grid.blocks:  # else what it reads may be empty
-        mask, places = placed(mask, "mask_mod", ordinal, framework)
-        mask_bytes = pack(mask, places)
-    header = header_of(None, mask)
+    # Of a grid without blocks, what the function reads may be empty.
+    mask = bound(reading, "mask_mod", ordinal, framework) if grid.blocks else None
+    header = header_of(None, reading.frame.mod if mask is None else mask.form.variant.mod)
     for spec in (kernels.states_spec(header), kernels.LISTS_SPEC):
         jit.get_kernel(spec, ordinal, capturing=framework.capture_query(ordinal))
-    return _Prepared(grid, separate, framework, ordinal, header, mask_bytes)
+    return _Prepared(grid, separate, framework, ordinal, header, packed_of(mask))
 
 
 def _as_size(name: str, value: Any, least: int) -> int:

@@ -30,8 +30,17 @@ from .flex_arrays import (
     lists_of,
     recall_lists,
 )
-from .functions import IDENTITY, Bound, as_mod, bound, check_on_device, header_of, within_blocks
-from .mods import NO_BYTES
+from .functions import (
+    IDENTITY,
+    Bound,
+    as_reading,
+    bound,
+    check_on_device,
+    header_of,
+    packed_of,
+    within_blocks,
+)
+from .mods import reading_of
 from .traced import between_graphs
 
 __all__ = [
@@ -235,20 +244,20 @@ def attend_alone(
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
+    score_read = as_reading(score_mod, "score_mod", device)
+    mask_read = None
+    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
+        mask_read = as_reading(block_mask.mask_mod, "mask_mod", device)
+    if checked.cut is not None:
+        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
     if not checked.scores:
-        as_mod(score_mod, "score_mod", device)  # for its errors
-        score_mod = None  # what it reads may be empty
+        score_read = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
-    if score_mod is None and scale <= 0:
-        score_mod = IDENTITY  # softmax looks for maxima of unscaled scores
-    mask_mod = None
-    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask_mod = block_mask.mask_mod
-    if checked.cut is not None:
-        mask_mod = within_blocks(as_mod(mask_mod, "mask_mod", device), checked.cut.given)
-    score = bound(score_mod, "score_mod", device, framework)
-    mask = bound(mask_mod, "mask_mod", device, framework)
+    if score_read is None and scale <= 0:
+        score_read = IDENTITY  # softmax looks for maxima of unscaled scores
+    score = bound(score_read, "score_mod", device, framework)
+    mask = bound(mask_read, "mask_mod", device, framework)
     variants = score and score.form.variant, mask and mask.form.variant
     call_key = (*variants, scale, wants_lse, wants_max)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
@@ -389,8 +398,8 @@ def _prepare(
             states=states,
             header=header_of(*[variant and variant.mod for variant in variants]),
             has_score_mod=score is not None,
-            score_mod_bytes=len(_packed(score)),
-            mask_mod_bytes=len(_packed(mask)),
+            score_mod_bytes=len(packed_of(score)),
+            mask_mod_bytes=len(packed_of(mask)),
             max_scores=wants_max,
         ),
         capturing,
@@ -430,10 +439,6 @@ class _Scratch:
             places.append(places[-1] + -(-size // _SCRATCH_STEP) * _SCRATCH_STEP)
         self.counter, self.states, *lists, self.end = places
         self.lists = ListAddresses(*lists)
-
-
-def _packed(function: Bound | None) -> bytes:
-    return NO_BYTES if function is None else function.packed
 
 
 def _launch(
@@ -478,4 +483,4 @@ def _launch(
     assert prepared.launch is not None
     # In the order of FlexAddresses.
     arrays = (*addresses, *results, *of_lists)
-    prepared.launch(stream, arrays, _packed(score), _packed(mask), scratch_ptr)
+    prepared.launch(stream, arrays, packed_of(score), packed_of(mask), scratch_ptr)

@@ -31,8 +31,8 @@ from .flex_arrays import (
     cut_of,
     lists_of,
 )
-from .functions import as_mod, check_on_device, header_of, placed, within_blocks
-from .mods import Mod, pack
+from .functions import as_reading, bound, check_on_device, header_of, packed_of, within_blocks
+from .mods import Reading, reading_of
 from .traced import between_graphs
 
 __all__ = ["backpropagate", "flex_attention_backward", "gradients"]
@@ -159,7 +159,7 @@ class _Checked(NamedTuple):
 
     forward: FlexChecked
     strides: dict[str, tuple[int, int, int]]  # as `FlexBackwardCall` names them
-    copied: tuple[bool, bool]  # dout and out
+    copied: tuple[bool, ...]  # q, k, v, out and dout
     lists: BlockLists | None
     list_copies: tuple[bool, bool, bool, bool]
     cut: Recut | None
@@ -204,37 +204,44 @@ def backpropagate(
         READERS[type(x)](x, name) for x, name in ((grad_out, "grad_out"), (out, "out"), (lse, "lse"))
     ]
     inputs = _Inputs(q, k, v, dout_view, out_view, lse_view, read_given(grad_lse, "grad_lse"))
-    lists = lists_of(block_mask, Q_LISTS)
-    views = (*inputs, *(() if lists is None else lists.views))
-    kind = (*[kind_of(view) for view in views], enable_gqa, None if lists is None else lists.sizes)
-    checked = _checked.get(kind) or _checked.keep(kind, _check(inputs, lists, enable_gqa))
     device, framework = q[4], q[5]
-    for name, view in zip(_FURTHER, views[1:], strict=False):
+    lists = lists_of(block_mask, Q_LISTS)
+    kind = (*[kind_of(view) for view in inputs], None if lists is None else lists.kind, enable_gqa)
+    latest_kind, checked = _checked.latest
+    if latest_kind != kind:
+        checked = _checked.get(kind) or _checked.keep(kind, _check(inputs, lists, enable_gqa))
+        _checked.latest = kind, checked
+    further = [*inputs[1:]]
+    if lists is not None:
+        further += lists.views
+    for name, view in zip(_FURTHER, further, strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
-    score = as_mod(score_mod, "score_mod", device, backward=True)
-    mask = None
+    score_read = as_reading(score_mod, "score_mod", device, backward=True)
+    mask_read = None
     if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask = as_mod(block_mask.mask_mod, "mask_mod", device, backward=True)
-    of_captures, names = _gradients_of(score)
+        mask_read = as_reading(block_mask.mask_mod, "mask_mod", device, backward=True)
+    if checked.cut is not None:
+        inside = within_blocks(mask_read and mask_read.mod(), checked.cut.given, by_columns=True)
+        mask_read = reading_of(inside)
+    of_captures, names = _gradients_of(score_read)
     if not needs.others:
         of_captures = ()
-    needs = needs._replace(others=bool(of_captures))
+    needs = Needs(*needs[:3], bool(of_captures))
     if scale is None:
         scale = checked.forward.default_scale
     if deterministic is None:
         deterministic = framework.determinism()
     if not checked.forward.scores:
-        score = None  # what it reads may be empty
-    if checked.cut is not None:
-        mask = within_blocks(mask, checked.cut.given, by_columns=True)
-    score, score_places = placed(_detached(score), "score_mod", device, framework)
-    mask, mask_places = placed(mask, "mask_mod", device, framework)
-    score_bytes, mask_bytes = pack(score, score_places), pack(mask, mask_places)
-    call_key = (header_of(score, mask), scale, score is not None, deterministic, of_captures, needs)
+        score_read = None  # what it reads may be empty
+    score = bound(score_read, "score_mod", device, framework)
+    mask = bound(mask_read, "mask_mod", device, framework)
+    score_bytes, mask_bytes = packed_of(score), packed_of(mask)
+    variants = score and score.form.variant, mask and mask.form.variant
+    call_key = (*variants, scale, deterministic, of_captures, needs)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
-        call_key, _prepare(checked, call_key, score, len(score_bytes), len(mask_bytes), inputs)
+        call_key, _prepare(checked, call_key, len(score_bytes), len(mask_bytes), inputs)
     )
     made = prepared.allocate()
     scratch = made.pop()
@@ -247,9 +254,8 @@ def backpropagate(
         copies, addresses = _addresses(checked, inputs, (dq, dk, dv))
         scratch_ptr = framework.pointer(scratch)
         list_copies, of_lists, states = _lists(checked, lists, scratch_ptr + prepared.scratch_bytes, inputs)
-        if checked.cut is not None:
-            mask_places = [*mask_places[:-1], mask_places[-1]._replace(ptr=states)]
-            mask_bytes = pack(mask, mask_places)
+        if checked.cut is not None and mask is not None:
+            mask_bytes = mask.with_last_address(states).packed
         prepared.launch(
             framework.current_stream(device),
             FlexBackwardAddresses(*addresses, *of_lists),
@@ -259,43 +265,28 @@ def backpropagate(
             scratch_ptr,
         )
         del copies, list_copies  # until here
-    with_gradients = [name for name, has_gradient in names if has_gradient]
-    found = dict(zip(with_gradients, made, strict=True)) if needs.others else {}
-    return dq, dk, dv, {name: found.get(name) for name, _ in names}
+    captured = dict.fromkeys([name for name, _ in names])
+    if needs.others:
+        captured |= zip([name for name, has_gradient in names if has_gradient], made, strict=True)
+    return dq, dk, dv, captured
 
 
 def _gradients_of(
-    score: Mod | None,
+    score: Reading | None,
 ) -> tuple[tuple[tuple[tuple[int, ...], str], ...], list[tuple[str, bool]]]:
     """Shapes and dtypes of the captured gradients; and the names of all captures that want one, with whether
     they get it, those that do in the same order.
     """
-    if score is None or score.backward is None:
+    if score is None or not score.arrays or score.frame.mod.backward is None:
         return (), []
-    captures = [score.captures[i] for i in score.backward.gradients]
-    names = [(capture.name, True) for capture in captures]
+    captures, backward, arrays = score.frame.mod.captures, score.frame.mod.backward, score.arrays
+    names = [(captures[i].name, True) for i in backward.gradients]
     names += [
         (capture.name, False)
-        for i, capture in enumerate(score.captures)
-        if i not in score.backward.gradients and getattr(capture.array, "requires_grad", False)
+        for i, capture in enumerate(captures)
+        if i not in backward.gradients and getattr(arrays[i], "requires_grad", False)
     ]
-    return tuple([(tuple(capture.array.shape), capture.dtype) for capture in captures]), names
-
-
-def _detached(score: Mod | None) -> Mod | None:
-    """The function with arrays that need no gradient: theirs are results."""
-    if score is None:
-        return None
-    return score._replace(
-        captures=tuple(
-            [
-                capture._replace(array=capture.array.detach())
-                if getattr(capture.array, "requires_grad", False)
-                else capture
-                for capture in score.captures
-            ]
-        )
-    )
+    return tuple([(tuple(arrays[i].shape), captures[i].dtype) for i in backward.gradients]), names
 
 
 def _check(inputs: _Inputs, lists: GivenLists | None, enable_gqa: bool) -> _Checked:
@@ -336,7 +327,7 @@ def _check(inputs: _Inputs, lists: GivenLists | None, enable_gqa: bool) -> _Chec
             cut = cut_of(found, *lengths, BLOCK_ROWS, _MOST_KEYS)
         else:
             check_lengths(lists, *lengths)
-    return _Checked(forward, strides, (copied[0], copied[1]), found, list_copies, cut, Memo())
+    return _Checked(forward, strides, (*forward.copied, *reversed(copied)), found, list_copies, cut, Memo())
 
 
 def _by_token(strides: Sequence[int]) -> tuple[int, int, int]:
@@ -355,13 +346,13 @@ def _check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> 
 def _prepare(
     checked: _Checked,
     key: tuple[Any, ...],
-    score: Mod | None,
     score_bytes: int,
     mask_bytes: int,
     inputs: _Inputs,
 ) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    header, scale, has_score_mod, deterministic, of_captures, needs = key
+    *variants, scale, deterministic, of_captures, needs = key
+    score, mask = [variant and variant.mod for variant in variants]
     forward = checked.forward
     device, framework = inputs.q[4], inputs.q[5]
     results: list[NewArray] = [
@@ -394,8 +385,8 @@ def _prepare(
             **checked.strides,
             scale=scale,
             lists=lists,
-            header=header,
-            has_score_mod=has_score_mod,
+            header=header_of(score, mask),
+            has_score_mod=score is not None,
             score_mod_bytes=score_bytes,
             mask_mod_bytes=mask_bytes,
             captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in of_captures]),
@@ -417,14 +408,12 @@ def _addresses(checked: _Checked, inputs: _Inputs, results: Sequence[Any]) -> tu
     """The arrays that had to be copied, and the addresses of all but the lists."""
     names = ("query", "key", "value", "out", "grad_out")
     views = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout)
-    is_copied = (*checked.forward.copied, *reversed(checked.copied))
-    alive, addresses = [], []
-    for name, view, copies in zip(names, views, is_copied, strict=True):
-        if copies:
-            alive.append(view[5].aligned_copy(view[6], name))
-            addresses.append(view[5].pointer(alive[-1]))
-        else:
-            addresses.append(view[0])
+    alive, addresses = [], [view[0] for view in views]
+    if True in checked.copied:
+        for i, view in enumerate(views):
+            if checked.copied[i]:
+                alive.append(view[5].aligned_copy(view[6], names[i]))
+                addresses[i] = view[5].pointer(alive[-1])
     addresses += [inputs.lse[0], address_of(inputs.dlse)]
     return alive, [*addresses, *[0 if x is None else inputs.q[5].pointer(x) for x in results]]
 
@@ -440,12 +429,12 @@ def _lists(
     if checked.lists is None or lists is None:
         return alive, of_lists, 0
     device, framework = inputs.q[4], inputs.q[5]
-    for i, given in enumerate(lists.views):
-        if given is not None and checked.list_copies[i]:
-            alive.append(given[5].aligned_copy(given[6], Q_LISTS[i], "int32"))
-            of_lists[i] = given[5].pointer(alive[-1])
-        elif given is not None:
-            of_lists[i] = given[0]
+    of_lists = [address_of(view) for view in lists.views]
+    if True in checked.list_copies:
+        for i, given in enumerate(lists.views):
+            if given is not None and checked.list_copies[i]:
+                alive.append(given[5].aligned_copy(given[6], Q_LISTS[i], "int32"))
+                of_lists[i] = given[5].pointer(alive[-1])
     if checked.cut is None:
         return alive, of_lists, 0
     given_blocks, walked_blocks = [_by_columns(grid) for grid in checked.cut]

@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ..call.arrays import READERS, WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides, inspect
+from ..call.arrays import READERS, WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides
 from ..call.checks import INT32_MAX, check_place, show
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
 from .mods import (
     HEADER_NAME,
+    NO_BYTES,
     NO_FUNCTION,
-    Backward,
     Capture,
     CudaMod,
     Form,
     Kind,
-    Layout,
     Mod,
     Number,
     Place,
@@ -29,15 +28,19 @@ from .mods import (
     reading_of,
 )
 
-__all__ = ["IDENTITY", "Bound", "as_mod", "bound", "check_on_device", "header_of", "placed", "within_blocks"]
+__all__ = [
+    *("IDENTITY", "Bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
+    "within_blocks",
+]
 
-IDENTITY = Mod("return score;", (), (), NO_FUNCTION)
+IDENTITY = reading_of(Mod("return score;", (), (), NO_FUNCTION))
 """The score function that changes nothing."""
 
 
-def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mod | None:
-    """A function that a user gave, traced if it is one of Python; None for None, and a `Mod` as it is. With
-    `backward`, a score function has gradients, and a mask function has to read nothing that requires grad.
+def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -> Reading | None:
+    """A function that a user gave, traced if it is one of Python, and what it reads now; None for None, and a
+    `Reading` as it is. With `backward`, a score function has gradients, and a mask function has to read
+    nothing that requires grad.
 
     Raises
     ------
@@ -50,31 +53,21 @@ def as_mod(function: Any, kind: Kind, device: int, backward: bool = False) -> Mo
     """
     if function is None:
         return None
-    mod = _as_mod(function, kind, device, backward and kind == "score_mod")
-    if backward and kind == "mask_mod":
-        for source in (*[x.array for x in mod.captures], *[x.source for x in mod.numbers]):
-            if getattr(source, "requires_grad", False):
-                raise ValueError(
-                    "mask_mod: expected captured tensors that do not require grad, got one of shape "
-                    f"{list(source.shape)} that does"
-                )
-    return mod
-
-
-def _as_mod(function: Any, kind: Kind, device: int, backward: bool) -> Mod:
-    if isinstance(function, Mod):
-        return function
-    if isinstance(function, str):
-        function = CudaMod(function)
-    if isinstance(function, CudaMod):
-        return function.mod(backward)
-    if not callable(function):
+    with_gradients = backward and kind == "score_mod"
+    if isinstance(function, Reading):
+        reading = function
+    elif isinstance(function, (CudaMod, str)):
+        given = CudaMod(function) if isinstance(function, str) else function
+        reading = reading_of(given.mod(with_gradients))
+    elif callable(function):
+        reading = _tracer(kind, device, with_gradients)(function)
+    else:
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    reading = _tracer(kind, device, backward)(function)
-    if not backward:
-        for source in reading.sources:
-            _check_number(source, kind)
-    return reading.mod()
+    if not with_gradients:
+        _check_numbers(reading.sources, kind)
+        if backward:
+            _check_mask(reading)
+    return reading
 
 
 @lru_cache(maxsize=256)
@@ -93,13 +86,26 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]
     return lambda function: memo.read(function, kind, place, backward)
 
 
-def _check_number(source: Any, kind: Kind) -> None:
-    """Check that a number needs no gradient. Those on the CPU are no arrays that a reader sees."""
-    if getattr(source, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+def _check_numbers(sources: Sequence[Any], kind: Kind) -> None:
+    """Check that numbers need no gradient. Those on the CPU are no arrays that a reader sees."""
+    if (
+        True in [getattr(source, "requires_grad", False) for source in sources]
+        and sys.modules["torch"].is_grad_enabled()
+    ):
         raise NeedsGradient(
             f"{kind}: expected captured numbers that need no gradient here, got requires_grad=True with grad "
             f"enabled; call under torch.no_grad(). {WITH_BACKWARD}"
         )
+
+
+def _check_mask(reading: Reading) -> None:
+    """Check that a mask function reads nothing that requires grad."""
+    for source in (*reading.arrays, *reading.sources):
+        if getattr(source, "requires_grad", False):
+            raise ValueError(
+                "mask_mod: expected captured tensors that do not require grad, got one of shape "
+                f"{list(source.shape)} that does"
+            )
 
 
 class Bound(NamedTuple):
@@ -117,18 +123,18 @@ class Bound(NamedTuple):
         return Bound(self.form, addresses, self.numbers, packed)
 
 
-def bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
-    """A function that a user gave with what it reads, for a call without gradients; None for None.
+def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
+    """A function of a call with where its arrays lie and the values of its numbers; None for None. Arrays of
+    a function with gradients are read without their own: theirs are results.
 
-    Checks and errors are those of `as_mod` and of `placed`. A function that is known by its trace costs the
-    reading of its arrays, and little more.
+    Raises
+    ------
+    TypeError, ValueError
+        An array cannot be read, lies on another device, or has a size that no kernel takes.
     """
-    if function is None:
+    if reading is None:
         return None
-    if isinstance(function, (Mod, CudaMod, str)) or not callable(function):
-        frame, arrays, sources = reading_of(_as_mod(function, kind, device, False))
-    else:
-        frame, arrays, sources = _tracer(kind, device, False)(function)
+    frame, arrays, sources = reading
     name = f"{kind}: an array that it reads"
     addresses: list[int] = []
     lie: tuple[Any, ...] = ()
@@ -136,18 +142,14 @@ def bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound
         if array.__class__ is Place:
             ptr, shape, strides = array
         else:
+            if frame.mod.backward is not None and getattr(array, "requires_grad", False):
+                array = array.detach()
             ptr, shape, strides, _, on, of, _ = view = READERS[type(array)](array, name)
             if on != device or of is not framework:
                 check_on_device(name, view, device, framework)
         addresses.append(ptr)
         lie += (shape, strides)
-    numbers: list[int | float] = []
-    for source in sources:
-        if isinstance(source, (int, float)):
-            numbers.append(source)
-        else:
-            _check_number(source, kind)
-            numbers.append(source.item())
+    numbers = [x if isinstance(x, (int, float)) else x.item() for x in sources]
     form = frame.forms.get(lie)
     if form is None:
         for shape in lie[::2]:
@@ -156,61 +158,20 @@ def bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound
     return Bound(form, addresses, numbers, form.pack(addresses, numbers))
 
 
+def packed_of(function: Bound | None) -> bytes:
+    """The bytes of a ScoreMod or MaskMod."""
+    return NO_BYTES if function is None else function.packed
+
+
 def _check_sizes(shape: Sequence[int], name: str) -> None:
     if not all(0 < size <= INT32_MAX for size in shape):
         raise ValueError(f"{name}: expected dimensions of 1 to 2**31 - 1, got shape {list(shape)}")
 
 
-def placed(mod: Mod | None, kind: Kind, device: int, framework: Framework) -> tuple[Mod | None, list[Place]]:
-    """A function with the layouts of the arrays that it reads, and where they lie; checks their device."""
-    if mod is None or not mod.captures:
-        return mod, []
-    places = []
-    name = f"{kind}: an array that it reads"
-    for capture in mod.captures:
-        if isinstance(capture.array, Place):
-            places.append(capture.array)
-        else:
-            view = inspect(capture.array, name)
-            check_on_device(name, view, device, framework)
-            _check_sizes(view.shape, name)
-            places.append(Place(view.ptr, view.shape, view.strides))
-    captures = [
-        capture._replace(layout=place.layout()) for capture, place in zip(mod.captures, places, strict=True)
-    ]
-    return mod._replace(captures=tuple(captures)), places
-
-
-def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
-    """Name and text of the header that a kernel with these functions includes."""
-    return HEADER_NAME, _header(_text_of(score), _text_of(mask))
-
-
-_Text = tuple[str, tuple[tuple[str, int, Layout], ...], tuple[bool, ...], "Backward | None"]
-
-
-def _text_of(mod: Mod | None) -> _Text | None:
-    """What the text of a kernel depends on."""
-    if mod is None:
-        return None
-    captures = tuple([(capture.dtype, capture.rank, capture.layout) for capture in mod.captures])
-    return mod.text, captures, tuple([number.is_integer for number in mod.numbers]), mod.backward
-
-
 @lru_cache(maxsize=1024)
-def _header(score: _Text | None, mask: _Text | None) -> str:
-    def mod_of(text: _Text | None) -> Mod | None:
-        if text is None:
-            return None
-        statements, captures, numbers, backward = text
-        return Mod(
-            statements,
-            tuple(Capture(None, *capture) for capture in captures),
-            tuple(Number(0, is_integer) for is_integer in numbers),
-            backward,
-        )
-
-    return header(mod_of(score), mod_of(mask))
+def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
+    """Name and text of the header that a kernel with these functions, without arrays, includes."""
+    return HEADER_NAME, header(score, mask)
 
 
 def check_on_device(name: str, view: Any, device: int, framework: Framework) -> None:

@@ -15,7 +15,7 @@ from ..call.memo import Memo
 
 __all__ = [
     *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
-    *("Number", "Place", "Reading", "Site", "Variant", "header", "pack", "reading_of"),
+    *("Number", "Place", "Reading", "Site", "Variant", "header", "reading_of"),
 ]
 
 Kind = Literal["score_mod", "mask_mod"]
@@ -356,21 +356,6 @@ class Place(NamedTuple):
         return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
-def pack(mod: Mod | None, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
-    """The bytes of a ScoreMod or MaskMod, given where its captures lie. Its size is a multiple of 8.
-
-    ``gradients``: where those of `Backward.gradients` lie, float32, contiguous and of the captures' shapes;
-    none for a kernel that computes none.
-    """
-    if mod is None:
-        return NO_BYTES
-    frame, _, sources = reading_of(mod)
-    lie = tuple([x for place in places for x in (tuple(place.shape), tuple(place.strides))])
-    form = frame.forms.get(lie) or frame.make_form(lie)
-    numbers = [source if isinstance(source, (int, float)) else source.item() for source in sources]
-    return form.pack([place.ptr for place in places], numbers, gradients)
-
-
 # ---- what calls of one function share
 
 
@@ -484,7 +469,11 @@ class Form:
     def pack(
         self, addresses: Sequence[int], numbers: Sequence[int | float], gradients: Sequence[int] = ()
     ) -> bytes:
-        """The bytes; ``addresses`` are those of the captures, ``gradients`` as for the function `pack`."""
+        """The bytes of a ScoreMod or MaskMod, a multiple of 8.
+
+        ``addresses``: of the captures. ``gradients``: of those of `Backward.gradients`, float32, contiguous
+        and of the captures' shapes; none for a kernel that computes none.
+        """
         members: list[Any] = []
         for address, lengths in zip(addresses, self._lengths, strict=True):
             members += (address, lengths)

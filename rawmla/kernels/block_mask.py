@@ -114,7 +114,7 @@ def states(
     capturing: Callable[[], bool],
 ) -> None:
     """Enqueue the kernel that writes the states of all blocks; ``mask_mod`` is of
-    `rawmla.attention.mods.pack`.
+    `rawmla.attention.mods.Form.pack`.
     """
     kernel = jit.get_kernel(states_spec(header), device, capturing=capturing)
     if not grid.blocks:

@@ -207,8 +207,8 @@ class PreparedFlexForward:
         self, stream: int, addresses: FlexAddresses, score_mod: bytes, mask_mod: bytes, scratch: int
     ) -> None:
         """Enqueue the kernel, and before it the clearing of a counter where needed. ``score_mod`` and
-        ``mask_mod`` are of `rawmla.attention.mods.pack`, ``scratch`` the address of 16-byte aligned scratch,
-        or 0.
+        ``mask_mod`` are of `rawmla.attention.mods.Form.pack`, ``scratch`` the address of 16-byte aligned
+        scratch, or 0.
         """
         arrays = addresses[:4]
         maps = self._maps.get(arrays) or self._encode(arrays)
