@@ -458,6 +458,46 @@ def test_lists_that_are_no_int32(world: World) -> None:
     assert only(world).addresses[10:] == (0x4000, 0xC1000, 0x6000, 0x7000)
 
 
+class TestKnownLists:
+    """Lists by columns that passed the checks of a call before, as those by rows in test_flex_calls."""
+
+    NAMES = [f"block_mask.{name}" for name in Q_LISTS]
+
+    def reads(self, world: World, mask: Any) -> list[str]:
+        """The lists that a call reads."""
+        world.reads.clear()
+        call(plain(), block_mask=mask)
+        return [name for name in world.reads if name.startswith("block_mask")]
+
+    def test_are_not_read_again(self, world: World) -> None:
+        mask = mask_of()
+        assert [self.reads(world, mask) for _ in range(2)] == [self.NAMES, []]
+        first, second = world.flex_backward
+        assert first.addresses[10:] == second.addresses[10:] == (0x4000, 0x5000, 0x6000, 0x7000)
+        mask.q_indices = mask.q_indices.but(ptr=0xE000)
+        assert self.reads(world, mask) == self.NAMES and world.flex_backward[-1].addresses[11] == 0xE000
+
+    def test_lists_that_are_also_those_by_rows(self, world: World) -> None:
+        mask = mask_of(full=False)
+        lines = max(ROWS, COLUMNS)
+        mask.kv_num_blocks = mask.q_num_blocks = mask.q_num_blocks.but(shape=(1, 1, lines))
+        mask.kv_indices = mask.q_indices.but(shape=(1, 1, lines, COLUMNS), ptr=0xE000)
+        mask.q_indices = mask.q_indices.but(shape=(1, 1, lines, ROWS))
+        for _ in range(2):
+            rawmla.flex_attention(**forward_plain(), block_mask=mask)
+            read = self.reads(world, mask)
+            assert world.flex[-1].addresses[6:8] == (0x4000, 0xE000)
+            assert world.flex_backward[-1].addresses[10:12] == (0x4000, 0x5000)
+        assert not read
+
+    def test_full_lists_by_rows_that_come_later(self, world: World) -> None:
+        mask = mask_of(full=False)
+        self.reads(world, mask)
+        mask.full_kv_num_blocks, mask.full_kv_indices = mask.kv_num_blocks, mask.kv_indices
+        with pytest.raises(ValueError, match="^block_mask: expected full_q_num_blocks"):
+            call(plain(), block_mask=mask)
+
+
 @pytest.mark.parametrize("size", (64, 96, 32))
 @pytest.mark.parametrize("leading", ((1, 1), (B, 4)))
 def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, address_of, read_given
+from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
 from ..call.checks import as_bool, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
@@ -463,7 +463,7 @@ def _launch(
                 addresses[i] = views[i][5].pointer(alive[-1])
     of_lists = [0, 0, 0, 0, 0]
     if checked.lists is not None and lists is not None:
-        of_lists = [*[address_of(view) for view in lists.views], 0]
+        of_lists = [*lists.addresses(), 0]
         if True in checked.list_copies:
             for i, given in enumerate(lists.views):
                 if given is not None and checked.list_copies[i]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -27,6 +28,7 @@ Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 """Lists by columns, which a backward walks."""
 MASK_PARTS = ("BLOCK_SIZE", "mask_mod", "seq_lengths")
 """The attributes of a BlockMask that a call looks at besides lists."""
+_PARTS_OF = {names: attrgetter(*names, *MASK_PARTS) for names in (LISTS, Q_LISTS)}
 Strides = tuple[int, int, int]
 _UNSET_MASKS = ("_unset_mask", "_sliced_mask_mod_error")
 """Names of the functions of a mask that was indexed, rawmla's and torch's."""
@@ -39,6 +41,10 @@ class GivenLists(NamedTuple):
     views: tuple[Fields, Fields, Fields | None, Fields | None]  # in their order
     sizes: tuple[Any, ...]  # BLOCK_SIZE and seq_lengths
     kind: tuple[Any, ...]  # what checks of them depend on
+
+    def addresses(self) -> list[int]:
+        """Those of the lists."""
+        return [0 if view is None else view[0] for view in self.views]
 
 
 def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> GivenLists | None:
@@ -79,71 +85,67 @@ def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Given
 
 
 class _Seen(NamedTuple):
-    """Lists by rows that passed the checks of a call, without the arrays."""
+    """Lists that passed the checks of a call, without the arrays."""
 
     references: list[Callable[[], Any]]  # weak ones
-    state: list[Any]  # addresses and shapes
+    places: list[Any]  # addresses and shapes
     lists: GivenLists
 
 
 _seen: Memo[_Seen] = Memo(shared=True)
-"""By the id of the first list. An entry whose arrays are gone is never found."""
+"""By the first list: its name and id. An entry whose arrays are gone is never found."""
 
 
-def recall_lists(block_mask: Any, framework: Framework) -> GivenLists | None:
-    """The lists by rows of a mask if they passed the checks before, none of which has to be copied; else
-    None, also where there is something to refuse. Their views have no arrays.
+def recall_lists(
+    block_mask: Any, framework: Framework, names: tuple[str, str, str, str] = LISTS
+) -> GivenLists | None:
+    """The lists of a mask if they passed the checks before, none of which has to be copied; else None, also
+    where there is something to refuse. Their views have no arrays. ``names`` as for `lists_of`.
 
     All layers of a model share a mask, or a few. Lists are recognised by identity, address and shape, and
     what else the mask has by value. What this cannot see is a list whose strides alone were changed in place.
     """
-    seen = _seen.get(id(getattr(block_mask, LISTS[0], None)))
+    seen = _seen.get((names[0], id(getattr(block_mask, names[0], None))))
     if seen is None:
         return None
-    references, state, lists = seen
+    references, places, lists = seen
     try:
-        arrays = (
-            block_mask.kv_num_blocks,
-            block_mask.kv_indices,
-            block_mask.full_kv_num_blocks,
-            block_mask.full_kv_indices,
-        )
-        sizes = (*block_mask.BLOCK_SIZE, *block_mask.seq_lengths)
-        mask_mod = block_mask.mask_mod
+        *arrays, block_size, mask_mod, lengths = _PARTS_OF[names](block_mask)
+        sizes = (*block_size, *lengths)
     except (AttributeError, TypeError):
         return None
     if (
         lists.views[0][5] is not framework
         or sizes != lists.sizes
         or getattr(mask_mod, "__name__", "") in _UNSET_MASKS
+        or (arrays[2] is None and getattr(block_mask, LISTS[2], None) is not None)
     ):
         return None
-    found: list[Any] = []
     pointer = framework.pointer
-    for array, reference in zip(arrays, references, strict=True):
+    for array, reference, place in zip(arrays, references, places, strict=True):
         if reference() is not array:
             return None
-        found += (None, None) if array is None else (pointer(array), array.shape)
-    return lists if found == state else None
+        if (None if array is None else (pointer(array), array.shape)) != place:
+            return None
+    return lists
 
 
 def keep_lists(block_mask: Any, lists: GivenLists, framework: Framework) -> None:
-    """Remember the lists by rows of a mask, which passed the checks, by weak references. Those of another
+    """Remember the lists of a mask, which passed the checks, by weak references. Those of another
     framework than query's are not remembered, as in `rawmla.call.memo.LatestPair`.
     """
     references: list[Callable[[], Any]] = []
-    state: list[Any] = []
-    for name, view in zip(LISTS, lists.views, strict=True):
+    places = [view and view[:2] for view in lists.views]
+    for name, view in zip(lists.names, lists.views, strict=True):
         if view is None:
             references.append(_no_list)
-            state += (None, None)
         elif view[5] is framework and view[6] is getattr(block_mask, name):
             references.append(ref(view[6]))
-            state += view[:2]
         else:
             return
     views = cast(Any, tuple([view and (*view[:6], None) for view in lists.views]))
-    _seen.keep(id(lists.views[0][6]), _Seen(references, state, lists._replace(views=views)))
+    key = lists.names[0], id(lists.views[0][6])
+    _seen.keep(key, _Seen(references, places, lists._replace(views=views)))
 
 
 def _no_list() -> None:

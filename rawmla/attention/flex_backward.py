@@ -29,7 +29,9 @@ from .flex_arrays import (
     check_lengths,
     check_lists,
     cut_of,
+    keep_lists,
     lists_of,
+    recall_lists,
 )
 from .functions import as_reading, bound, check_on_device, header_of, packed_of, within_blocks
 from .mods import Reading, reading_of
@@ -205,15 +207,18 @@ def backpropagate(
     ]
     inputs = _Inputs(q, k, v, dout_view, out_view, lse_view, read_given(grad_lse, "grad_lse"))
     device, framework = q[4], q[5]
-    lists = lists_of(block_mask, Q_LISTS)
+    recalled = None if block_mask is None else recall_lists(block_mask, framework, Q_LISTS)
+    lists = recalled or lists_of(block_mask, Q_LISTS)
     kind = (*[kind_of(view) for view in inputs], None if lists is None else lists.kind, enable_gqa)
     latest_kind, checked = _checked.latest
     if latest_kind != kind:
         checked = _checked.get(kind) or _checked.keep(kind, _check(inputs, lists, enable_gqa))
         _checked.latest = kind, checked
     further = [*inputs[1:]]
-    if lists is not None:
+    if lists is not None and recalled is None:
         further += lists.views
+        if checked.lists is not None and True not in checked.list_copies:
+            keep_lists(block_mask, lists, framework)
     for name, view in zip(_FURTHER, further, strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
@@ -429,7 +434,7 @@ def _lists(
     if checked.lists is None or lists is None:
         return alive, of_lists, 0
     device, framework = inputs.q[4], inputs.q[5]
-    of_lists = [address_of(view) for view in lists.views]
+    of_lists = lists.addresses()
     if True in checked.list_copies:
         for i, given in enumerate(lists.views):
             if given is not None and checked.list_copies[i]:
