@@ -34,12 +34,13 @@ class _Unknown(Exception):
 class _Kept:
     """A trace without the caller's tensors: it has their places among those that the function reads."""
 
-    __slots__ = ("captures", "frame", "numbers", "used")
+    __slots__ = ("captures", "frame", "numbers", "used", "without_tensors")
 
     def __init__(self, frame: Frame, captures: list[int], numbers: list[_Number]) -> None:
         self.frame = frame
         self.captures = captures
         self.numbers = numbers
+        self.without_tensors = Reading(frame, (), tuple([value for value, _ in numbers]))
         self.used = next(_clock)
 
 
@@ -82,6 +83,8 @@ def read(
         _keep(key, reading, tensors)
         return reading
     found.used = next(_clock)
+    if not tensors:
+        return found.without_tensors
     return Reading(
         found.frame,
         [tensors[place] for place in found.captures],
