@@ -263,9 +263,9 @@ class PreparedFlexBackward:
         captured: Sequence[int],
         scratch: int,
     ) -> None:
-        """Enqueue the kernels. ``score_mod`` and ``mask_mod`` are of `rawmla.attention.mods.pack`, without
-        addresses of gradients; ``captured`` has those of the results, and ``scratch`` is that of 128-byte
-        aligned scratch.
+        """Enqueue the kernels. ``score_mod`` and ``mask_mod`` are of `rawmla.attention.mods.Form.pack`,
+        without addresses of gradients; ``captured`` has those of the results, and ``scratch`` is that of
+        128-byte aligned scratch.
         """
         call = self._call
         q, k, v, out, dout, lse, dlse, dq, dk, dv, *lists = addresses
