@@ -20,9 +20,9 @@ __device__ __forceinline__ double power_of_two(int exponent) {
     return __longlong_as_double(static_cast<i64>(exponent + 1023) << 52);
 }
 
-// Sums of float32, of any exponent, as numbers with 12 digits of base 2^24: digit i counts 2^(24 i - 149), and
-// may be of either sign and larger than the base. 2^39 numbers can be added before one overflows. 32 elements
-// lie together, so that those of one digit that neighbours add to are neighbours too.
+// Sums of float32, of any exponent, as numbers with 12 digits of base 2^24: digit i counts 2^(24 i - 149),
+// and may be of either sign and larger than the base. 2^39 numbers can be added before one overflows. 32
+// elements lie together, so that those of one digit that neighbours add to are neighbours too.
 constexpr int kDigits = 12, kDigitBits = 24, kElementsTogether = 32;
 
 struct alignas(128) CapturedDigits {
