@@ -2,7 +2,8 @@
 """Write README's measured section, docs/performance.md and docs/roofline.png from docs/gpu-record.json.
 
 README gets a table of a few cases between its two markers, docs/performance.md every case of every compiler.
-Times of other libraries come from docs/peers-h200.json. Without a record both say that nothing has been
+Times of other libraries come from docs/peers-h200.json. With --page only the page of every case is written,
+from another record. Without a record both say that nothing has been
 measured yet.
 """
 

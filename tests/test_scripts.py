@@ -2495,8 +2495,11 @@ def test_performance_page_has_every_figure() -> None:
     assert update_figures.NOTHING_YET in update_figures.performance_page(None, PEERS)
 
 
-def test_the_pages_come_from_the_record() -> None:
+def test_the_pages_come_from_the_records() -> None:
     assert update_figures.main(["--check"]) == 0
+    other, page = update_figures.RECORD.with_stem("gpu-record-h200"), update_figures.PAGE
+    page = page.with_stem("performance-h200")
+    assert update_figures.main(["--record", str(other), "--page", str(page), "--check"]) == 0
 
 
 def test_a_page_of_another_record(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-// A gradient of a captured array that is summed in a fixed order: as integers, whose sum does not depend on
-// it. Either in units of what is known to be the largest, or digit by digit, which needs to know nothing but
-// more memory and two additions for one.
+// Gradients of captured arrays with the same bits in every call: sums of integers, which do not depend on the
+// order. CapturedCell is one integer, in units that follow from the largest number: a pass before has to find
+// it. CapturedDigits needs no such pass, but six times the memory, and two additions for each number.
 #pragma once
 #include "common/types.cuh"
 

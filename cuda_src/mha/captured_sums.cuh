@@ -6,7 +6,7 @@
 // PASS   0   to float32, in any order
 //        1   nothing is added: the largest absolute value of a gradient's sums is found
 //        2   to integers, in units that follow from it: in any order the result is the same
-//        3   to integers, digit by digit: so too, and needs no pass before
+//        3   to integers, digit by digit: in any order the result is the same, and pass 1 is not needed
 #pragma once
 #include "common/math.cuh"
 #include "mha/backward_params.cuh"

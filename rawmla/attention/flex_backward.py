@@ -106,11 +106,13 @@ def flex_attention_backward(
     -----
     Allocates the copies, the results and scratch: in float32, for each query row and head, rows rounded up to
     64, E rounded up to 64 and 2 numbers more; a float32 number for each element of a captured gradient in
-    another dtype, with `deterministic` 16 or 100 bytes for each element and 5 for each block of the mask.
-    Blocks that are no multiple of 64 x 128 take scratch as in `flex_attention`. Enqueues three kernels on the
-    current stream, for captured gradients one more (two with `deterministic` where one element depends on
-    query and key) and one for each that is not summed in place. Never synchronises. Graph captures and
-    torch.compile are as for `flex_attention`.
+    another dtype. With `deterministic`: 5 bytes for each block of the mask, and for each element of captured
+    gradients 16, or 100 where one pass sums them. Blocks that are no multiple of 64 x 128 take scratch as in
+    `flex_attention`. Enqueues three kernels on the current stream, for captured gradients one more and one
+    for each that is not summed in place. With `deterministic` there is a second pass over the scores for
+    captured gradients where an element's index depends on both q_idx and kv_idx, and where they have more
+    than 2**20 elements together or 2**39 terms. Never synchronises. Graph captures and torch.compile are as
+    for `flex_attention`.
 
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).

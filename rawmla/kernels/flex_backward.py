@@ -479,7 +479,9 @@ def _terms_log2(call: FlexBackwardCall) -> int:
 
 
 def _what_sums_are(call: FlexBackwardCall) -> int:
-    """Of captured gradients. Digits need one pass over the scores, and six times the memory of cells."""
+    """The value of sums_are for captured gradients. Digits take one pass over the scores where cells take
+    two, and six times the memory.
+    """
     if not call.deterministic:
         return FLOATS
     elements = sum(one.elements for one in call.captured)

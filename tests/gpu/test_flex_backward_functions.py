@@ -67,7 +67,7 @@ def test_score_and_mask(score: str, mask: str, form: str) -> None:
     ("bias h q k", "bias b k", "head scale", "query scale", "scalar", "relative table", "distance"),
 )
 def test_the_same_call_gives_the_same_bits(name: str) -> None:
-    """dk and dv always; with `deterministic` everything, from Python and from CUDA text alike."""
+    """dk and dv always; with `deterministic` everything."""
     call = backward_inputs(FlexCase(**{**SHAPE, "s_q": 1023, "s_k": 1025}, score=name, mask="causal"), "both")
     for options in ({}, {"deterministic": True}):
         want = backward_of(call, **options)
