@@ -2,6 +2,7 @@
 take turns. Nothing here needs a GPU.
 """
 
+import inspect
 import json
 import sys
 import types
@@ -53,7 +54,7 @@ def test_dense_backward_counts() -> None:
 
 def test_flex_backward_counts() -> None:
     by_id = {case.id: case for case in flex_backward_cases.flex_backward_cases()}
-    assert len(by_id) == 10
+    assert len(by_id) == 12
     for name, us, tflops in (
         ("h16-d128-causal", 2386, 585),
         ("h16-d128-full", 5937, 463),
@@ -184,6 +185,8 @@ FLEX_CASES = (
     FlexBackwardCase(2, 40, h_q=2, h_kv=2, d=16, score="softcap"),
     FlexBackwardCase(1, 40, h_q=2, h_kv=1, d=16, mask="window", extent=7, score="bias"),
     FlexBackwardCase(2, 40, h_q=2, h_kv=2, d=16, score="bias", captured=True),
+    FlexBackwardCase(2, 40, h_q=4, h_kv=2, d=16, score="scale", captured=True),
+    FlexBackwardCase(2, 40, h_q=2, h_kv=2, d=16, score="scalar", captured=True, mask="window", extent=7),
     FlexBackwardCase(3, 40, h_q=2, h_kv=2, d=16, mask="documents", extent=9),
     FlexBackwardCase(2, 40, h_q=2, h_kv=2, d=16, mask="full"),
 )
@@ -223,6 +226,7 @@ def test_timed_flex_backward_and_its_check(case: FlexBackwardCase, monkeypatch: 
 
     given = flex_measure.make_inputs(case, "cpu")
     if case.captured:
+        kind = given.table.dtype
         given = types.SimpleNamespace(**{**vars(given), "table": given.table.double().requires_grad_()})
     out, lse, dout, exact = gradients_by_autograd(case, given)
     arrays = {**vars(given), "dout": dout, "out": out, "lse": lse}
@@ -241,7 +245,7 @@ def test_timed_flex_backward_and_its_check(case: FlexBackwardCase, monkeypatch: 
             torch.testing.assert_close(dk, exact[1][request, :, token], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(dv, exact[2][request, :, token], rtol=1e-5, atol=1e-5)
 
-    captured = {"a name": exact[3].to(given.q.dtype)} if case.captured else {}
+    captured = {"a name": exact[3].to(kind)} if case.captured else {}
     right = (*(array.to(given.q.dtype) for array in exact[:3]), captured)
     assert 0 < flex_backward_measure.check_gradients(case, inputs, right) < 0.003
     for number, name in enumerate(("dq", "dk", "dv")):
@@ -250,7 +254,8 @@ def test_timed_flex_backward_and_its_check(case: FlexBackwardCase, monkeypatch: 
             flex_backward_measure.check_gradients(case, inputs, wrong)
     if case.captured:
         wrong = (*right[:3], {"a name": 1.02 * captured["a name"]})
-        with pytest.raises(AssertionError, match="gradient of distance 0 has an error"):
+        of = "distance 0" if case.score == "bias" else "factors"
+        with pytest.raises(AssertionError, match=f"gradient of {of} has an error"):
             flex_backward_measure.check_gradients(case, inputs, wrong)
 
     called: list[tuple[Any, ...]] = []
@@ -275,13 +280,20 @@ def test_timed_flex_backward_and_its_check(case: FlexBackwardCase, monkeypatch: 
     monkeypatch.setattr(turns, "time_graph", lambda calls, count, replays: (calls(), TIMING)[1])
     ready = flex_backward_measure.prepare(case)
     assert (ready.sets, ready.calls) == (1, 10) and 0 < ready.rel_l2 < 0.003
-    assert ready.more(5) == {"deterministic_us": TIMING.us, "deterministic_ratio": 1.0}
+    more = {"deterministic_us": TIMING.us, "deterministic_ratio": 1.0}
+    assert ready.more(5) == (more | {"captured_ratio": 1.0} if case.captured else more)
     (q, k, v, score, block_mask), *backwards = called
+    without = 10 if case.captured else 0
     assert [options["deterministic"] for _, options in backwards] == [
         *[False, True],
         *[False] * 10,
         *[True] * 10,
+        *[False] * without,
     ]
+    for arguments, _ in backwards[22:]:
+        table = inspect.getclosurevars(arguments[6]).nonlocals["table"]
+        assert not table.requires_grad and torch.equal(table, ready.inputs.table)
+    backwards = backwards[:22]
     assert block_mask == (None if case.mask == "full" else "mask") and (score is None) == (case.score is None)
     assert ready.inputs.table is None or ready.inputs.table.requires_grad == case.captured
     for arguments, options in backwards:

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import test_flex_matrix as matrix
+import test_flex_pairs as pairs
 from host_mods import evaluate, needs_host_compiler, wanted
 
 import rawmla
 from rawmla import reference
 from rawmla.attention.block_mask import BlockMask
 from rawmla.testing.flex import (
+    BIASES,
     MASKS,
     SCORES,
     FlexCase,
@@ -270,3 +272,23 @@ def test_all_pairs_of_the_matrix() -> None:
         pairs = {(row[one], row[other]) for row in rows}
         assert len(pairs) == counts.get(one, 2) * counts.get(other, 2), (one, other)
     assert {variant.dtype for variant in matrix.VARIANTS} == {"bfloat16", "float16"}
+
+
+def test_every_function_meets_every_pair_of_head_dimensions() -> None:
+    """So does every mask. Each function is Python and CUDA text, in both dtypes, for all numbers of heads."""
+    made = pairs.pairs()
+    cases = [pair.case for pair in made]
+    of_all = {(case.score, case.d_qk, case.d_v) for case in cases if case.score in SCORES}
+    assert len(of_all) == len(SCORES) * len(pairs.DIMS) == 370
+    assert len({(case.mask, case.d_qk, case.d_v) for case in cases}) == len(MASKS) * len(pairs.DIMS)
+    assert len({(case.mask, case.block) for case in cases}) == len(MASKS) * len(matrix.BLOCKS)
+    assert len({(pair.case.mask, pair.of) for pair in made}) == len(MASKS) * len(pairs.GRADIENTS)
+    for what, count in (
+        (lambda pair: pair.form, 2),
+        (lambda pair: pair.case.dtype, 2),
+        (lambda pair: (pair.case.h_q, pair.case.h_kv), len(matrix.HEADS)),
+    ):
+        found = {(pair.case.score, what(pair)) for pair in made if pair.case.score in SCORES}
+        assert len(found) == len(SCORES) * count
+    assert {case.score for case in cases} == SCORES.keys() | BIASES.keys() and len(BIASES) == 60
+    assert len({pair.id for pair in made}) == len(made)

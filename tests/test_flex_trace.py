@@ -40,6 +40,8 @@ OFFSETS = torch.randint(0, 40, (B, H), generator=_draw(5))
 TRANSPOSED = _randn(LENGTH, H).t()
 EVERY_OTHER = _randn(2 * LENGTH)[::2]
 SQUARE = _randn(4, 4)
+RANK4, RANK5, RANK6 = _randn(B, H, 2, LENGTH), _randn(B, H, 2, 3, 2), _randn(B, H, 2, 3, B, 2)
+WHICH = torch.tensor([1, 0])
 ALPHA, THREE = torch.tensor(2.5), torch.tensor(3)
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
@@ -100,6 +102,16 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
     "int32 wraps": lambda s, b, h, q, k: s + (q + 40000) * (k + 60000),
     "in place": lambda s, b, h, q, k: _in_place(s, b, h, q, k),
     "nan and inf": lambda s, b, h, q, k: torch.where(torch.isfinite(s / 0) | torch.isnan(s), s, s + 1),
+    "infinities": lambda s, b, h, q, k: (
+        torch.where(torch.isinf(s / (q - k)), 2.0, s) + torch.isneginf(s / (q - k)) * 3 + torch.isinf(q / k)
+    ),
+    "six indices": lambda s, b, h, q, k: (
+        s
+        + RANK5[b, h, q % 2, k % 3, 1]
+        + RANK6[b][h, q % 2][k % 3, b, h % 2]
+        + RANK6[..., -1][b, h, q % 2, 0, 1]
+    ),
+    "index captured": lambda s, b, h, q, k: s + RANK4[b, h][WHICH[0], q] - RANK4[b, h][WHICH[k % 2], q],
 }
 MASK_MODS: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, k: q >= k,
@@ -110,6 +122,7 @@ MASK_MODS: dict[str, Callable[..., Any]] = {
     "new_ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
     "not": lambda b, h, q, k: ~(q == k) | (k < 3),
     "logical": lambda b, h, q, k: torch.logical_and(q > k, torch.logical_not(FLAGS[k])),
+    "or, xor": lambda b, h, q, k: torch.logical_or(torch.logical_xor(q % 3, k > q), FLAGS[k]),
     "integer": lambda b, h, q, k: (q - k) % 3,
     "finite": lambda b, h, q, k: torch.isfinite(BIAS[h, q, k]) & (q != k),
 }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
+import test_mha_backward_matrix as matrix
 from test_mha_testing import CASES, OUTWEIGHED
 
 from rawmla import reference
@@ -294,3 +296,31 @@ def test_the_comparison_finds_what_is_outside_of_requests() -> None:
             got[i][row, 1, 5] = 1e-20
             with pytest.raises(AssertionError, match="is not 0 in a row that takes no part;"):
                 check_mha_backward(inputs, gradients, results, got)
+
+
+def test_all_pairs_of_the_general_matrix() -> None:
+    """Every value of every dimension of the matrix meets every value of the others."""
+    rows = []
+    for variant in matrix.VARIANTS:
+        for case, mask, of, given, deterministic in matrix.general_cases(*variant):
+            rows.append(
+                {
+                    "sizes": (case.s_q, case.s_k),
+                    "dims": (case.d_qk, case.d_v),
+                    "heads": (case.h_q, case.h_kv),
+                    "dtype": case.dtype,
+                    "mask": mask,
+                    "softcap": case.softcap > 0,
+                    "sink": case.sink,
+                    "alibi": case.alibi is not None,
+                    "layout": case.layout,
+                    "gradients": of,
+                    "given": given,
+                    "deterministic": deterministic,
+                }
+            )
+    dims = sum(len(served) for served in matrix.DIMS)
+    counts = {"sizes": 30, "dims": dims, "heads": 4, "mask": 5, "sink": 5, "layout": 3, "gradients": 3}
+    for one, other in combinations(rows[0], 2):
+        pairs = {(row[one], row[other]) for row in rows}
+        assert len(pairs) == counts.get(one, 2) * counts.get(other, 2), (one, other)

@@ -1806,6 +1806,7 @@ FLEX_CASES = (
     flex_cases.FlexCase(1, 40, h_q=2, h_kv=1, d=16, mask="window", extent=7, score="bias"),
     flex_cases.FlexCase(3, 40, h_q=2, h_kv=2, d=16, mask="documents", extent=9, further=True),
     flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, mask="prefix", extent=13),
+    flex_cases.FlexCase(2, 40, h_q=4, h_kv=2, d=16, score="scale"),
     flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, mask="full"),
     flex_cases.FlexCase(2, 40, h_q=2, h_kv=2, d=16, cuda_text=True),
 )

@@ -80,7 +80,8 @@ def flash_attn_varlen_func(
         `cu_seqlens_q[r + 1]` of q, and those of `cu_seqlens_k` of k and v. Lengths may be 0. `cu_seqlens_qo`
         and `cu_seqlens_kv` are other names of them.
     max_seqlen_q, max_seqlen_k : int
-        At least the length of every request in q, and in k. Results of longer requests are undefined.
+        At least the length of every request in q, and in k. If one is longer, all results are undefined, but
+        nothing outside of the arrays is read or written.
         `max_seqlen_qo` and `max_seqlen_kv` are other names of them.
     dropout_p : float
         0.

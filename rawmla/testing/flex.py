@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import permutations
 from math import inf, nan, prod
 from types import SimpleNamespace
 from typing import Any
@@ -490,6 +491,13 @@ SCORES: dict[str, Builder] = {
 }
 """Score functions by name."""
 
+BIASES: dict[str, Builder] = {
+    f"bias {' '.join(order)}": _bias("".join(order))
+    for count in (2, 3, 4)
+    for order in permutations("bhqk", count)
+}
+"""Biases of two to four dimensions in every order, by the names that some have in SCORES too."""
+
 
 def _window(sizes: Sizes) -> Function:
     width = max(1, sizes.s_k // 5)
@@ -587,7 +595,8 @@ class FlexCase:
         b, b_kv: requests of q, and of k and v: b or 1; 0 is b.
         h_q, h_kv, s_q, s_k, d_qk, d_v: heads, tokens and head dimensions.
         dtype, kv_dtype: that of q, and of k and v if it is another.
-        score, mask: names in SCORES and MASKS; "": none. With a mask there are lists of its blocks.
+        score, mask: names in SCORES or BIASES, and in MASKS; "": none. With a mask there are lists of its
+            blocks.
         block: query tokens and keys of a block.
         separate: whether full blocks have lists of their own.
         layout: of q, k and v: "plain" (contiguous), "slice" (of a larger array, all dimensions), "tokens"
@@ -670,7 +679,7 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
 
     score, mask = (
         None if not name else table[name](case.sizes(device))
-        for name, table in ((case.score, SCORES), (case.mask, MASKS))
+        for name, table in ((case.score, BIASES | SCORES), (case.mask, MASKS))
     )
     b_kv = case.b_kv or case.b
     draw = torch.Generator(device).manual_seed(case.seed)

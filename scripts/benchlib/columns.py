@@ -79,13 +79,14 @@ DECODE = (*ATTENTION, _number("metadata µs", "meta_us", 1))
 PREFIX = (*EVERY_WAY, *RATES)
 MHA = (*PREFIX, *_stand_ins(_forward_share))
 FLEX = PREFIX
-FLEX_BACKWARD = (
+BACKWARD = (
     *PREFIX,
     _number("deterministic rested µs", "deterministic_us", 1),
     _number("deterministic / plain", "deterministic_ratio", 3),
     Column("timed as", lambda row: EMPTY if "us" not in row else "calls" if "beside" in row else "graphs"),
 )
-MHA_BACKWARD = (*FLEX_BACKWARD, *_stand_ins(_backward_share))
+MHA_BACKWARD = (*BACKWARD, *_stand_ins(_backward_share))
+FLEX_BACKWARD = (*BACKWARD, _number("captured gradient / none", "captured_ratio", 3))
 BLOCK_MASKS = (_number("µs", "us", 1), _number("one call with its wait µs", "call_us", 1))
 PREFILL = (*ATTENTION, Column("gathered first µs (gather)", _gathered))
 METADATA = (_number("µs", "us", 2),)

@@ -191,7 +191,8 @@ BACKWARD_METHOD = (
     "FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the forward; the stand-in for "
     "FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, 0.57 with d 192/128 and no "
     "mask: about their ratio in earlier runs that had both. Flex: FLOPs = 10 * d * h_q * positions in the "
-    "blocks that the forward counts; a captured table has a gradient too, and nothing runs beside a table. "
+    "blocks that the forward counts; a captured table or factor has a gradient too, whose cost is the ratio "
+    "to the time without it, and nothing runs beside a table or a factor. "
     "Bytes = q, k, v, out, dout, lse, dq, dk and dv once."
 )
 BLOCK_MASK_METHOD = (

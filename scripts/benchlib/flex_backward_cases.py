@@ -8,7 +8,7 @@ from .flex_cases import FlexCase
 
 @dataclass(frozen=True)
 class FlexBackwardCase(FlexCase):
-    """The backward call of a forward case, with a gradient of out. `captured`: the table that the score
+    """The backward call of a forward case, with a gradient of out. `captured`: what the score
     function reads has a gradient too.
     """
 
@@ -37,7 +37,7 @@ class FlexBackwardCase(FlexCase):
 
 def flex_backward_cases() -> list[FlexBackwardCase]:
     """The masks and score functions that torch's flex attention runs beside, then a table without and with a
-    gradient of its own.
+    gradient of its own, and gradients that are sums over all pairs of a head, and over all pairs.
     """
     base = FlexBackwardCase()
     bias = replace(base, score="bias")
@@ -52,4 +52,6 @@ def flex_backward_cases() -> list[FlexBackwardCase]:
         replace(base, d=64),
         bias,
         replace(bias, captured=True),
+        replace(base, score="scale", captured=True),
+        replace(base, score="scalar", captured=True),
     ]

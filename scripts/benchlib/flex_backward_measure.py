@@ -1,6 +1,6 @@
 """The backward of flex attention on the GPU, made ready to be timed by `turns`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,6 +60,9 @@ def gradients_of_pairs(
         scores, slope = SOFTCAP * capped, 1 - capped**2
     elif case.score == "bias":
         scores += inputs.table.detach()[:, queries - keys + case.s - 1].double()
+    elif case.score in ("scale", "scalar"):
+        slope = inputs.table.detach().double().expand(case.h_q)[:, None]
+        scores = scores * slope
     begin, end = torch.tensor([case.visible(token) for token in queries.tolist()]).to(keys.device).T
     p = (scores - inputs.lse[request, :, queries].double()).exp()
     p = torch.where((keys >= begin) & (keys < end), p, 0.0)
@@ -67,9 +70,29 @@ def gradients_of_pairs(
     return Pairs(p, by_score * slope * scale, by_score, q, k, dout)
 
 
+def gradient_of_factors(case: FlexBackwardCase, inputs: FlexBackwardArrays) -> Any:
+    """The gradient of the factor of each head, float64 `[h_q]`: a sum over all pairs, a row of heads and
+    tokens at a time.
+    """
+    factors = inputs.table.detach().double().expand(case.h_q)
+    found = torch.zeros_like(factors)
+    group, at = case.h_q // case.h_kv, torch.arange(case.s, device=factors.device)
+    begin, end = torch.tensor([case.visible(token) for token in range(case.s)]).to(at.device).T
+    hidden = (at < begin[:, None]) | (at >= end[:, None])
+    for request in range(case.b):
+        for head in range(case.h_q):
+            q, out, dout = (x[request, head].double() for x in (inputs.q, inputs.out, inputs.dout))
+            k, v = (x[request, head // group].double() for x in (inputs.k, inputs.v))
+            scores = q @ k.T * case.d**-0.5
+            p = (scores * factors[head] - inputs.lse[request, head].double()[:, None]).exp_()
+            by_score = p.masked_fill_(hidden, 0.0) * (dout @ v.T - (dout * out).sum(-1, keepdim=True))
+            found[head] += (by_score * scores).sum()
+    return found
+
+
 def check_gradients(case: FlexBackwardCase, inputs: FlexBackwardArrays, gradients: Any) -> float:
     """Largest relative L2 error of dq, and of dk and dv, of the first or a middle and the last token of the
-    first and the last request; and, where the table has a gradient, of its cells of three distances.
+    first and the last request; and of what the score function reads, of a table at three distances.
 
     Raises AssertionError at 1 % or NaN: the time of a wrong result means nothing.
     """
@@ -92,7 +115,11 @@ def check_gradients(case: FlexBackwardCase, inputs: FlexBackwardArrays, gradient
             found.append((f"dk of token {token} {of}", dk[request, :, token], want))
             want = over_group(torch.einsum("hn,hnd->hd", pairs.p, pairs.dout))
             found.append((f"dv of token {token} {of}", dv[request, :, token], want))
-    if case.captured:
+    if case.captured and case.score in ("scale", "scalar"):
+        (got,) = gradients[3].values()
+        want = gradient_of_factors(case, inputs)
+        found.append(("gradient of factors", got, want if case.score == "scale" else want.sum()))
+    elif case.captured:
         (table,) = gradients[3].values()
         for distance in {0, 1, case.s // 2}:
             at = every[distance:]
@@ -126,7 +153,7 @@ def prepare(case: FlexBackwardCase) -> Prepared:
     check_output(case, given, out)
     inputs = FlexBackwardArrays(**vars(given), dout=torch.randn_like(out), out=out, lse=lse)
 
-    def backward(deterministic: bool) -> Call:
+    def backward(deterministic: bool, score_mod: Any = score) -> Call:
         def call(_: int) -> Any:
             with torch.no_grad():
                 return rawmla.flex_attention_backward(
@@ -136,7 +163,7 @@ def prepare(case: FlexBackwardCase) -> Prepared:
                     inputs.v,
                     inputs.out,
                     inputs.lse,
-                    score,
+                    score_mod,
                     block_mask,
                     enable_gqa=gqa,
                     deterministic=deterministic,
@@ -144,4 +171,10 @@ def prepare(case: FlexBackwardCase) -> Prepared:
 
         return call
 
-    return prepared(case, inputs, backward, lambda gradients: check_gradients(case, inputs, gradients))
+    without = None
+    if case.captured:
+        constant = replace(given, table=given.table.detach())
+        without = backward(False, functions(case, constant)[0])
+    return prepared(
+        case, inputs, backward, lambda gradients: check_gradients(case, inputs, gradients), without
+    )

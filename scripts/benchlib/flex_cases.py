@@ -13,8 +13,9 @@ class FlexCase:
 
     `mask`: "full", "causal"; causal and besides "window", the `extent` keys before a query's own, or
     "documents" of `extent` tokens each; or "prefix", causal behind `extent` tokens that everyone attends.
-    `score`: "alibi", "softcap" (30), "bias" (a table by head and distance), or None. `cuda_text`: the mask
-    is CUDA text instead of a Python function; `further`: lse and max_scores are results too.
+    `score`: "alibi", "softcap" (30), "bias" (a table by head and distance), "scale" (a factor for each
+    head), "scalar" (one factor), or None. `cuda_text`: the mask is CUDA text instead of a Python function;
+    `further`: lse and max_scores are results too.
     """
 
     b: int = 2
@@ -49,7 +50,7 @@ class FlexCase:
     def is_compared(self) -> bool:
         """Whether torch's flex attention runs beside."""
         plain = self.block_size == BLOCK and not self.cuda_text and not self.further
-        return plain and self.mask != "prefix" and self.score != "bias"
+        return plain and self.mask != "prefix" and self.score not in ("bias", "scale", "scalar")
 
     def visible(self, token: int) -> tuple[int, int]:
         """The first key that a query token attends, and the one behind the last."""

@@ -23,8 +23,9 @@ HOST_TOKENS = 1024  # more tiles than an H200 has SMs, as most calls have: scrat
 
 @dataclass(frozen=True)
 class FlexArrays:
-    """Device arrays of a case: q, k and v `[b, h, s, d]`, and what its functions read: a slope for each head
-    or a bias `[h_q, 2 s - 1]` by distance, and the document of each token. None where there is no such thing.
+    """Device arrays of a case: q, k and v `[b, h, s, d]`, and what its functions read: a slope or a factor
+    for each head, one factor, or a bias `[h_q, 2 s - 1]` by distance, and the document of each token. None
+    where there is no such thing.
     """
 
     q: Any
@@ -45,6 +46,8 @@ def make_inputs(case: FlexCase, device: str = "cuda") -> FlexArrays:
     tables: dict[str | None, Callable[[], Any]] = {
         "alibi": lambda: torch.tensor(slopes, device=device),
         "bias": lambda: normal(case.h_q, 2 * case.s - 1),
+        "scale": lambda: 1 + torch.rand(case.h_q, device=device),
+        "scalar": lambda: torch.tensor(1.5, device=device),
     }
     documents = None
     if case.mask == "documents":
@@ -69,6 +72,8 @@ def functions(case: FlexCase, inputs: FlexArrays) -> tuple[Any, Any]:
         "alibi": lambda score, b, h, q_idx, kv_idx: score + table[h] * (kv_idx - q_idx),
         "softcap": lambda score, b, h, q_idx, kv_idx: SOFTCAP * torch.tanh(score / SOFTCAP),
         "bias": lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + last],
+        "scale": lambda score, b, h, q_idx, kv_idx: score * table[h],
+        "scalar": lambda score, b, h, q_idx, kv_idx: score * table,
     }
     masks = {
         "causal": causal,
@@ -102,6 +107,8 @@ def attention_of_token(case: FlexCase, inputs: FlexArrays, request: int, token: 
         scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
     elif case.score == "bias":
         scores += inputs.table[:, distance + case.s - 1].double()
+    elif case.score in ("scale", "scalar"):
+        scores *= inputs.table.double().expand(case.h_q)[:, None]
     lse = scores.logsumexp(1)
     return torch.einsum("ht,htd->hd", (scores - lse[:, None]).exp(), v), lse, scores.amax(1)
 

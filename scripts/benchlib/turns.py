@@ -51,17 +51,22 @@ def prepared(
     inputs: Any,
     backward: Callable[[bool], Call],
     check: Callable[[Any], float],
+    without: Call | None = None,
 ) -> Prepared:
     """A case that is ready to be timed. `backward` gives its calls, deterministic or not; the results of both
-    are checked.
+    are checked. `without`: the call without the gradient of a captured tensor.
     """
     call, deterministic = backward(False), backward(True)
     error = max(check(call(0)), check(deterministic(0)))
     count = calls_per_graph(case)
 
     def more(replays: int) -> Row:
-        plain, ordered = (time_graph(repeat(one, count), count, replays).us for one in (call, deterministic))
-        return {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
+        def us(one: Call) -> float:
+            return time_graph(repeat(one, count), count, replays).us
+
+        plain, ordered = us(call), us(deterministic)
+        row = {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
+        return row if without is None else {**row, "captured_ratio": plain / us(without)}
 
     return Prepared(inputs, call, 1, error, more, count)
 

@@ -24,11 +24,13 @@ from mha_backward_calls import (
     backward_inputs,
     backward_of,
     check_backward,
+    function_and_arguments,
     gradient_buffers,
 )
 from mha_calls import CANARY, assert_untouched_around
 from test_frameworks import DELAY_CYCLES, to_cupy
 from test_graphs import capture
+from test_mha_bits import SIZES as RACE_SIZES
 from test_mha_edges import at_offset, in_order, odd_rows, part_of_a_projection
 from test_mha_frameworks import as_torch, mapped
 
@@ -340,15 +342,69 @@ def test_backward_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) ->
             check_backward(call, backward_of(call))
 
 
+# ---- lengths that are too small
+
+
+TOO_SMALL = MhaCase(q_lengths=(300, 77, 0, 40), k_lengths=(900, 90, 33, 100))
+
+
+@pytest.mark.parametrize("longest", ((0, 0), (77, 0), (0, 100), (1, 1), (299, 899), (77, 100)), ids=str)
+@pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
+def test_backward_with_too_small_bounds_of_lengths(deterministic: bool, longest: tuple[int, int]) -> None:
+    """Results are undefined, but nothing outside of dq, dk and dv is written, and no tile waits for the turn
+    of one that does not run. The next call is right.
+    """
+    call = backward_inputs(make_mha_inputs(TOO_SMALL), "both")
+    buffers, given = gradient_buffers(call.inputs, CANARY)
+    function, arguments, keywords = function_and_arguments(call, deterministic=deterministic, **given)
+    function(*arguments[:-2], *longest, **keywords)
+    for buffer, array in zip(buffers, given.values(), strict=True):
+        assert_untouched_around(buffer, array)
+    check_backward(call, backward_of(call, deterministic=deterministic))
+
+
 # ---- bits
+
+REPEATS = 1000
+TOGETHER = 10  # calls in flight between two comparisons
+
+
+def assert_repeats(case: MhaCase, of: str, deterministic: bool) -> None:
+    """Raise unless all repeats give the bits of the first call in dk, dv and dsink, and in a fixed order in
+    dq, which are compared on the device.
+    """
+    call = backward_inputs(make_mha_inputs(case), of)
+    first = backward_of(call, deterministic=deterministic)
+    check_backward(call, first)
+    skipped = 0 if deterministic else 1
+    wanted = [bits(x) for x in first[skipped:]]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(REPEATS // TOGETHER):
+        for results in [backward_of(call, deterministic=deterministic) for _ in range(TOGETHER)]:
+            for one, want in zip(results[skipped:], wanted, strict=True):
+                different += (bits(one) != want).any()
+    assert int(different) == 0, f"{case.id}: {int(different)} of {REPEATS * len(wanted)} results differ"
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize(
+    ("sizes", "d"), (*((sizes, 64) for sizes in RACE_SIZES), ((1024, 128), 128), ((257, 257), 128)), ids=str
+)
+@pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
+def test_backward_repeats(deterministic: bool, sizes: tuple[int, int], d: int) -> None:
+    """At the sizes of the forward's repeats, which are in test_mha_bits.py. Each is causal in one order and
+    full in the other. Without poison, whose fills would keep the launches from overlapping.
+    """
+    causal = deterministic == (RACE_SIZES.index(sizes) % 2 == 0)
+    s_q, s_k = sizes
+    case = MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=d, d_v=d, causal=causal, sink="float32")
+    assert_repeats(case, "out", deterministic)
 
 
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize(
     "case",
     (
-        MhaCase(b=60, s_q=1, s_k=239, h_kv=4, d_qk=64, d_v=64),
-        MhaCase(b=60, s_q=799, s_k=3, h_kv=4, d_qk=64, d_v=64, causal=True),
         MhaCase(b=60, s_q=257, s_k=257, h_kv=1, causal=True, sink="float32"),
         MhaCase(b=60, s_q=97, s_k=300, h_kv=4, d_qk=96, d_v=96, sink="bfloat16", dtype="float16"),
         MhaCase(b=20, s_q=257, s_k=257, d_qk=64, d_v=64, window=(50, 3), softcap=15.0, alibi="requests"),
@@ -359,21 +415,71 @@ def test_backward_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) ->
     ids=lambda case: case.id,
 )
 @pytest.mark.parametrize("deterministic", (False, True), ids=("any order", "fixed order"))
-def test_backward_repeats(case: MhaCase, deterministic: bool) -> None:
-    """200 calls give the bits of the first in dk, dv and dsink, and in dq in a fixed order. Without poison,
-    whose fills would keep the launches from overlapping.
+def test_backward_repeats_of_other_kernels(case: MhaCase, deterministic: bool) -> None:
+    """Groups of heads, sinks with a gradient of lse, flags, and segments."""
+    assert_repeats(case, "both", deterministic)
+
+
+PACKED_LENGTHS = (300, 0, 1, 77, 130, 64)
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        MhaCase(b=3, s_q=300, s_k=457, d_qk=192, causal=True),
+        MhaCase(b=3, s_q=300, s_k=457, d_qk=256, d_v=256, window=(200, 30), h_kv=1, layout="slice"),
+        MhaCase(**RAGGED, q_used=(290, 0, 0, 77, 3, 60), k_used=(250, 90, 0, 5, 129, 513), rows_around=9,
+                d_qk=192, layout="heads"),
+        MhaCase(**RAGGED, q_used=(290, 0, 0, 77, 3, 60), k_used=(250, 90, 0, 5, 129, 513), causal=True,
+                d_qk=256, d_v=256, h_kv=4),
+        MhaCase(q_lengths=PACKED_LENGTHS, k_lengths=PACKED_LENGTHS, packed="qkv", h_kv=4, d_qk=192),
+        MhaCase(q_lengths=PACKED_LENGTHS, k_lengths=PACKED_LENGTHS, packed="qkv4", h_kv=4, causal=True),
+        MhaCase(**RAGGED, packed="kv", d_qk=192, window=(60, 20)),
+        SEGMENTS,
+    ),
+    ids=lambda case: case.id,
+)  # fmt: skip
+def test_backward_in_a_fixed_order(case: MhaCase) -> None:
+    """dq too has the same bits in every call, into fresh arrays and into given ones. Those of packed arrays
+    are parts of one array.
     """
     call = backward_inputs(make_mha_inputs(case), "both")
-    first = backward_of(call, deterministic=deterministic)
-    check_backward(call, first)
-    skipped = 0 if deterministic else 1
-    wanted = [bits(x) for x in first[skipped:]]
-    different = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(20):
-        for results in [backward_of(call, deterministic=deterministic) for _ in range(10)]:
-            for one, want in zip(results[skipped:], wanted, strict=True):
-                different += (bits(one) != want).any()
-    assert int(different) == 0, f"{case.id}: {int(different)} of {200 * len(wanted)} results differ"
+    want = backward_of(call, deterministic=True)
+    check_backward(call, want)
+    for _ in range(10):
+        got = backward_of(call, deterministic=True)
+        assert_same_gradients("again", got, want, exact_dq=True)
+    buffers, given = gradient_buffers(call.inputs, CANARY)
+    got = backward_of(call, deterministic=True, **given)
+    assert all(one is given[name] for one, name in zip(got, given, strict=False))
+    assert_same_gradients("given", got, want, exact_dq=True)
+    for buffer, array in zip(buffers, given.values(), strict=True):
+        assert_untouched_around(buffer, array)
+    if case.packed:
+        whole = torch.full_like(call.inputs.parts, nan)
+        if case.packed.endswith("4"):
+            parts = whole.unbind(1)
+        else:
+            widths = [case.d_qk] * (2 if case.packed == "qkv" else 1) + [case.d_v]
+            parts = whole.split(widths, dim=-1)
+        names = NAMES[:3][-len(parts) :]
+        got = backward_of(call, deterministic=True, **dict(zip(names, parts, strict=True)))
+        assert_same_gradients("packed", got, want, exact_dq=True)
+        assert bool(whole.isfinite().all())
+
+
+def test_backward_under_deterministic_algorithms_of_torch() -> None:
+    """torch.use_deterministic_algorithms has the effect of `deterministic=True`."""
+    call = backward_inputs(make_mha_inputs(MhaCase(b=8, s_q=300, s_k=900, causal=True, d_qk=192)))
+    want = backward_of(call, deterministic=True)
+    check_backward(call, want)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [backward_of(call) for _ in range(20)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got in results:
+        assert_same_gradients("under torch's switch", got, want, exact_dq=True)
 
 
 # ---- frameworks and graphs

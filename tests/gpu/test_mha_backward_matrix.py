@@ -1,8 +1,8 @@
 """The backward of dense attention on the published matrix of FlashAttention, by a covering design.
 
-Every size is run with every kernel; heads,
-masks, sinks, layouts, gradients and exact head dimensions go round by draws that are always the same. The
-cases of one kernel are one test, which goes on after a mismatch, so that one run shows the whole pattern.
+Every size is run with every kernel, and with every pair of head dimensions that it serves; heads, masks,
+sinks, layouts, gradients and the order of dq go round by draws that are always the same. The cases of one
+kernel are one test, which goes on after a mismatch, so that one run shows the whole pattern.
 """
 
 from __future__ import annotations
@@ -30,28 +30,36 @@ DIMS = (
     ((256, 256), (225, 225)),
     ((64, 256), (40, 241)),
     ((192, 64),),
+    ((160, 160),),
+    ((192, 192),),
+    ((224, 224),),
 )
 GRADIENTS = ("out", "lse", "both")
-# A kernel's flags (softcap, ALiBi), which bfloat16 has: float16 has the others, so that each pair of head
-# dimensions meets all of them, and each dtype does.
-FLAGS = ((0, 3), (1, 2))
+# Kernels' flags (softcap, ALiBi), as numbers, which bfloat16 and float16 have: between them each pair of head
+# dimensions meets all four, the last three both values of each flag.
+FLAGS = (*(((0, 3), (1, 2)), ((1, 2), (0, 3))) * 5, ((1,), (2,)), ((2,), (1,)), ((0,), (3,)))
+# With the number of a variant among those of its head dimensions
 VARIANTS = tuple(
-    (dims, dtype, (bool(code & 2), bool(code & 1)))
-    for number, dims in enumerate(DIMS)
-    for dtype in ("bfloat16", "float16")
-    for code in FLAGS[(number + (dtype == "float16")) % len(FLAGS)]
+    (dims, dtype, (bool(code & 2), bool(code & 1)), turn)
+    for dims, (of_bfloat16, of_float16) in zip(DIMS, FLAGS, strict=True)
+    for turn, (dtype, code) in enumerate(
+        [*(("bfloat16", code) for code in of_bfloat16), *(("float16", code) for code in of_float16)]
+    )
 )
 
 
 def general_cases(
-    dims: tuple[tuple[int, int], ...], dtype: str, flags: tuple[bool, bool]
-) -> list[tuple[MhaCase, str, bool]]:
-    """The cases of a variant, with what the gradients are of, and whether dq, dk and dv are given."""
+    dims: tuple[tuple[int, int], ...], dtype: str, flags: tuple[bool, bool], turn: int
+) -> list[tuple[MhaCase, str, str, bool, bool]]:
+    """The cases of a variant, with the name of their mask, what the gradients are of, whether dq, dk and dv
+    are given, and `deterministic`. A size that one variant has with some head dimensions, the next one has
+    with others that the kernel serves.
+    """
     softcap, alibi = flags
     draw = random.Random(f"backward {dims} {dtype} {flags}")
     cases = []
     for number, (s_q, s_k) in enumerate(SIZES):
-        d_qk, d_v = dims[number % len(dims)]
+        d_qk, d_v = dims[(number + turn) % len(dims)]
         mask = draw.choice((*MASKS[False], *MASKS[True]))
         left, right = draw.randrange(s_k + 1), draw.randrange(s_k + 1)
         h_q, h_kv = draw.choice(HEADS)
@@ -75,40 +83,37 @@ def general_cases(
             layout=draw.choice(("plain", "slice", "heads")),
             seed=number,
         )
-        cases.append((case, draw.choice(GRADIENTS), draw.random() < 0.5))
+        cases.append((case, mask, draw.choice(GRADIENTS), draw.random() < 0.5, draw.random() < 0.5))
     return cases
 
 
 @pytest.mark.parametrize(
-    ("dims", "dtype", "flags"),
-    [
-        pytest.param(
-            dims,
-            dtype,
-            flags,
-            id="-".join(
-                [f"{dims[0][0]}x{dims[0][1]}", dtype]
-                + [name for name, on in zip(("softcap", "alibi"), flags, strict=True) if on]
-            ),
+    ("dims", "dtype", "flags", "turn"),
+    VARIANTS,
+    ids=[
+        "-".join(
+            [f"{dims[0][0]}x{dims[0][1]}", dtype]
+            + [name for name, on in zip(("softcap", "alibi"), flags, strict=True) if on]
         )
-        for dims, dtype, flags in VARIANTS
+        for dims, dtype, flags, _ in VARIANTS
     ],
 )
-def test_backward_general(dims: Any, dtype: str, flags: tuple[bool, bool]) -> None:
+def test_backward_general(dims: Any, dtype: str, flags: tuple[bool, bool], turn: int) -> None:
     """Against plain torch, and within the bounds of a dtype's products. Memory around tokens is NaN."""
     failures: list[str] = []
-    cases = general_cases(dims, dtype, flags)
-    for case, of, given in cases:
+    cases = general_cases(dims, dtype, flags, turn)
+    for case, _, of, given, deterministic in cases:
         call = backward_inputs(make_mha_inputs(case), of)
         try:
             buffers, arrays = gradient_buffers(call.inputs, CANARY) if given else ([], {})
-            got = backward_of(call, **arrays)
+            got = backward_of(call, deterministic=deterministic, **arrays)
             assert all(one is arrays[name] for one, name in zip(got, arrays, strict=False))
             torch.cuda.synchronize()
             check_backward(call, got, plain=True)
             for buffer, array in zip(buffers, arrays.values(), strict=True):
                 assert_untouched_around(buffer, array)
         except AssertionError as error:
-            failures.append(f"gradient of {of}: {error}")
+            order = "a fixed order" if deterministic else "any order"
+            failures.append(f"gradient of {of}, dq in {order}: {error}")
     shown = "\n".join(failures[:20])
     assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n{shown}"

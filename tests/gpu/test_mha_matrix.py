@@ -33,18 +33,31 @@ def ragged_lengths(mean: int, b: int, seed: int) -> tuple[tuple[int, ...], tuple
     return q, tuple(max(n, int(draw.normalvariate(mean, mean / 2))) for n in q)
 
 
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("d_qk", (128, 192))
-@pytest.mark.parametrize("heads", ((128, 128), (32, 4)), ids=str)
-@pytest.mark.parametrize("ragged", (False, True), ids=("fixed", "ragged"))
-@pytest.mark.parametrize("s", (4096, 8192))
-def test_flash_mla(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, causal: bool) -> None:
-    """Five calls give the same bits, within the published bounds and within those of a dtype's products."""
+def flash_mla_case(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, causal: bool) -> MhaCase:
     q_lengths, k_lengths = ragged_lengths(s, 2, s + d_qk) if ragged else ((s, s), (s, s))
-    case = MhaCase(
+    return MhaCase(
         q_lengths=q_lengths, k_lengths=k_lengths, h_q=heads[0], h_kv=heads[1], d_qk=d_qk, causal=causal,
         softmax_scale=(d_qk + 100) ** -0.5, spread=0.1, seed=s,
     )  # fmt: skip
+
+
+def on_flash_mla_matrix(test: Any) -> Any:
+    """The test with every combination of the arguments of `flash_mla_case`."""
+    for names, values, ids in (
+        ("causal", (False, True), ("full", "causal")),
+        ("d_qk", (128, 192), None),
+        ("heads", ((128, 128), (32, 4)), str),
+        ("ragged", (False, True), ("fixed", "ragged")),
+        ("s", (4096, 8192), None),
+    ):
+        test = pytest.mark.parametrize(names, values, ids=ids)(test)
+    return test
+
+
+@on_flash_mla_matrix
+def test_flash_mla(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, causal: bool) -> None:
+    """Five calls give the same bits, within the published bounds and within those of a dtype's products."""
+    case = flash_mla_case(s, ragged, heads, d_qk, causal)
     inputs = make_mha_inputs(case)
     out, lse = attend(inputs, is_varlen=ragged)
     for _ in range(4):

@@ -1,0 +1,91 @@
+"""Every score function and every mask with every pair of head dimensions, forward and backward; and biases
+in every order of their indices.
+
+Each pair of head dimensions takes the score functions in turn, and the masks beside them at another pace, so
+that a pair meets all of both; texts, dtypes, lengths, heads, batches, blocks and layouts go round.
+tests/test_flex_testing.py counts what meets what.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+from flex_backward_calls import BackwardInputs, backward_of, check_backward
+from flex_calls import attend
+from gpu_support import torch
+from test_flex_matrix import BATCHES, BLOCKS, HEADS, LAYOUTS, VARIANTS
+
+from rawmla.testing.flex import BIASES, MASKS, SCORES, FlexCase, check_flex
+from rawmla.testing.flex_backward import make_flex_backward_inputs, make_flex_gradients
+
+# Many pairs of functions take more registers than there are: docs/flex.md says so.
+pytestmark = pytest.mark.filterwarnings("ignore:rawmla. .* runs slower:RuntimeWarning")
+
+DIMS = tuple(variant.dims for variant in VARIANTS)
+LENGTHS = ((37, 37), (64, 127), (277, 256), (1, 277), (128, 257), (200, 64), (31, 130))
+GRADIENTS = ("out", "both", "lse")
+
+
+class Pair(NamedTuple):
+    """A case, the form of its functions, and what gradients are of."""
+
+    case: FlexCase
+    form: str
+    of: str
+
+    @property
+    def id(self) -> str:
+        case = self.case
+        return f"{case.d_qk}x{case.d_v} {case.score}, {case.mask} {case.dtype} {self.form}"
+
+
+def pairs() -> list[Pair]:
+    """A score function for each pair of head dimensions, then a bias for each order of indices."""
+    masks = list(MASKS)
+    chosen = [
+        (score, masks[(number + 3 * row) % len(masks)], dims, number + row)
+        for row, dims in enumerate(DIMS)
+        for number, score in enumerate(SCORES)
+    ]
+    chosen += [
+        (score, masks[number % len(masks)], DIMS[number % len(DIMS)], number // len(DIMS))
+        for number, score in enumerate(sorted(BIASES.keys() - SCORES.keys()))
+    ]
+    made = []
+    for number, (score, mask, dims, turn) in enumerate(chosen):
+
+        def around(values: Any, number: int = number) -> Any:
+            return values[number % len(values)]
+
+        (h_q, h_kv), (b, b_kv), (s_q, s_k) = around(HEADS), around(BATCHES), around(LENGTHS)
+        case = FlexCase(
+            b=b,
+            b_kv=b_kv,
+            h_q=h_q,
+            h_kv=h_kv,
+            s_q=s_q,
+            s_k=s_k,
+            d_qk=dims[0],
+            d_v=dims[1],
+            dtype=("bfloat16", "float16")[turn // 2 % 2],
+            score=score,
+            mask=mask,
+            block=around(BLOCKS),
+            separate=bool(number // 4 % 2),
+            layout=around(LAYOUTS),
+            seed=number,
+        )
+        made.append(Pair(case, ("python", "cuda")[turn % 2], around(GRADIENTS)))
+    return made
+
+
+@pytest.mark.parametrize("pair", pairs(), ids=lambda pair: pair.id)
+def test_pair(pair: Pair) -> None:
+    """Within the bounds of a dtype's products; memory that no result may depend on is NaN."""
+    inputs = make_flex_backward_inputs(pair.case)
+    with torch.no_grad():
+        out, lse, _ = attend(inputs, pair.form)
+    check_flex(inputs, (out, lse, None))
+    call = BackwardInputs(inputs, make_flex_gradients(inputs, pair.of), (out, lse))
+    check_backward(call, backward_of(call, pair.form))

@@ -1,0 +1,132 @@
+"""The backward of dense attention on the published matrix of FlashMLA, which is run whole."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+from gpu_support import assert_same_bits, torch
+from mha_backward_calls import BackwardInputs, backward_of
+from mha_calls import attend
+from test_mha_matrix import FLASH_MLA_LSE, FLASH_MLA_OUT, flash_mla_case, on_flash_mla_matrix
+
+from rawmla.testing import check_close
+from rawmla.testing.mha import HALF_STEP, MhaCase, make_mha_inputs, tokens_of
+from rawmla.testing.mha import reference as reference_forward
+from rawmla.testing.mha_backward import make_mha_gradients, reference_backward
+
+ROWS = 2048  # query tokens of one step of the reference
+HEADS_TOGETHER = 16  # query heads that are compared at a time, whole groups
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def exact_head(
+    q: Any, k: Any, v: Any, dout: Any, softmax_scale: float, causal: bool
+) -> tuple[Any, Any, Any, Any, Any]:
+    """out, lse, dq, dk and dv of one head of one request, which has no fewer keys than query tokens, in
+    float64. The reference of `rawmla.testing` also says how much each row may be off, at several times the
+    cost.
+    """
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    q = q * softmax_scale
+    s_q, s_k = len(q), len(k)
+    out, lse, dq = torch.empty_like(dout), q.new_empty(s_q), torch.empty_like(q)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    for first in range(0, s_q, ROWS):
+        rows = slice(first, min(first + ROWS, s_q))
+        seen = slice(0, s_k - s_q + rows.stop if causal else s_k)
+        scores = q[rows] @ k[seen].T
+        if causal:  # the last of these rows sees all of these keys
+            hidden = torch.ones_like(scores, dtype=torch.bool).triu_(seen.stop - len(scores) + 1)
+            scores.masked_fill_(hidden, -inf)
+            del hidden
+        lse[rows] = scores.logsumexp(-1)
+        p = scores.sub_(lse[rows, None]).exp_()
+        out[rows] = p @ v[seen]
+        dv[seen] += p.T @ dout[rows]
+        ds = dout[rows] @ v[seen].T
+        ds.sub_((dout[rows] * out[rows]).sum(-1, keepdim=True)).mul_(p)
+        dq[rows] = ds @ k[seen]
+        dk[seen] += ds.T @ q[rows]
+    return out, lse, dq.mul_(softmax_scale), dk, dv
+
+
+def exact_heads(call: BackwardInputs, first: int, count: int) -> tuple[Any, ...]:
+    """The same of these query heads of all requests, and of the KV heads that they read."""
+    inputs, dout, case = call.inputs, call.gradients.dout, call.inputs.case
+    assert case.softmax_scale is not None
+    group = case.h_q // case.h_kv
+    arrays = (dout, call.results[1], inputs.q, inputs.k, inputs.v)
+    heads = (count, count, count, count // group, count // group)
+    sums = [
+        torch.zeros((len(x), n, *x.shape[2:]), dtype=torch.float64, device=x.device)
+        for x, n in zip(arrays, heads, strict=True)
+    ]
+    for rows_q, rows_k in tokens_of(inputs):
+        for head in range(first, first + count):
+            shared = head // group
+            one = exact_head(
+                inputs.q[rows_q, head],
+                inputs.k[rows_k, shared],
+                inputs.v[rows_k, shared],
+                dout[rows_q, head],
+                case.softmax_scale,
+                case.causal,
+            )
+            places = [(rows_q, head - first)] * 3 + [(rows_k, shared - first // group)] * 2
+            for x, place, part in zip(sums, places, one, strict=True):
+                x[place] += part
+    return tuple(sums)
+
+
+@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
+@pytest.mark.parametrize("heads", ((4, 4), (4, 1)), ids=str)
+def test_the_reference(heads: tuple[int, int], causal: bool) -> None:
+    """It gives what the one of `rawmla.testing` gives, in several steps and with a part of the heads."""
+    case = MhaCase(
+        q_lengths=(2 * ROWS + 70, 90), k_lengths=(2 * ROWS + 70, 333), h_q=heads[0], h_kv=heads[1], d_qk=48,
+        d_v=32, causal=causal, softmax_scale=0.11, seed=3,
+    )  # fmt: skip
+    inputs = make_mha_inputs(case)
+    call = BackwardInputs(inputs, make_mha_gradients(inputs), reference_forward(inputs))
+    want = (*call.results, *reference_backward(inputs, call.gradients).values)
+    count = heads[0] // heads[1]  # of one KV head
+    for first in range(0, heads[0], count):
+        for name, one, whole in zip(NAMES, exact_heads(call, first, count), want, strict=True):
+            start, n = (first // count, 1) if name in ("dk", "dv") else (first, count)
+            wanted = whole[:, start : start + n]
+            torch.testing.assert_close(
+                one, wanted, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@on_flash_mla_matrix
+def test_flash_mla_backward(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, causal: bool) -> None:
+    """Five forward and backward passes give the same bits, but for those of dq, within the published bounds;
+    relative L2 errors of gradients are at most a whole step of the dtype. All heads against float64.
+    """
+    inputs = make_mha_inputs(flash_mla_case(s, ragged, heads, d_qk, causal))
+    case = inputs.case
+    call = BackwardInputs(inputs, make_mha_gradients(inputs), attend(inputs, is_varlen=ragged))
+    got = (*call.results, *backward_of(call, is_varlen=ragged))
+    for _ in range(4):
+        again = attend(inputs, is_varlen=ragged)
+        for name, one, want in zip(NAMES, again, got, strict=False):
+            assert_same_bits(name, one, want)
+        del again, one
+        gradients = backward_of(call, is_varlen=ragged)
+        for name, one, want in zip(NAMES[3:], gradients[1:], got[3:], strict=True):
+            assert_same_bits(name, one, want)
+        del gradients, one
+    group = heads[0] // heads[1]
+    for first in range(0, heads[0], HEADS_TOGETHER):
+        wanted = exact_heads(call, first, HEADS_TOGETHER)
+        for name, one, want in zip(NAMES, got, wanted, strict=True):
+            start = first // group if name in ("dk", "dv") else first
+            part = one[:, start : start + want.shape[1]]
+            tolerance = FLASH_MLA_LSE if name == "lse" else FLASH_MLA_OUT
+            label = f"{case.id} {name} of heads from {first} on"
+            difference = check_close(label, part, want, tolerance)
+            if name in ("dq", "dk", "dv"):
+                assert difference.rel_l2 <= 2 * HALF_STEP[case.dtype], (label, difference)
