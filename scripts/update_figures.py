@@ -31,14 +31,12 @@ NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/
 
 README_CASES = (
     "decode-b128-q1-k8192-h128-bf16-fixed",
-    "decode-b128-q1-k8192-h64-bf16-fixed",
     "decode-b128-q1-k8192-h16-bf16-fixed",
     "decode-b1-q1-k8192-h128-bf16-fixed",
     "sparse-v32-b2-q2-k32768-h128-top2048",
     "sparse-v32-b128-q1-k32768-h16-top2048",
     "sparse-model1-b128-q2-k16384-h64-top128-extra512page64",
     "prefill-bf16d576-q4096-kv131072-h128-top2048",
-    "prefill-bf16d576-q4096-kv8192-h64-top2048",
     "mha-b2-s8192-h16-d128-causal-bf16-fixed",
     "mha-b32-s512-h16-d128-causal-bf16-fixed",
     "prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16",

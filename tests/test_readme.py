@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,10 +80,34 @@ def test_example_on_the_gpu() -> None:
     assert tuple(out.shape) == (2, 1000, 16, 128)  # type: ignore[attr-defined]
     assert tuple(lse.shape) == (2, 16, 1000)  # type: ignore[attr-defined]
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse).all())
+
+
+def test_flex_example_on_the_gpu() -> None:
+    """Each of its functions, against attention with all scores in memory."""
+    reason = missing_hopper_reason()
+    if reason is not None:
+        pytest.skip(reason)
+    torch = pytest.importorskip("torch")
+    names: dict[str, Any] = {"torch": torch, "rawmla": rawmla}
     exec(compile(block_after("flex example"), "README.md", "exec"), names)
-    out = names["flex_out"]
-    assert tuple(out.shape) == (2, 16, 1000, 128)  # type: ignore[attr-defined]
-    assert bool(torch.isfinite(out).all())
+    q, k, v = (names[name].double() for name in ("q", "k", "v"))
+    at = torch.meshgrid(*[torch.arange(n, device="cuda") for n in (2, 16, 1000, 1000)], indexing="ij")
+
+    def check(out: Any, score: Any = None, mask: Any = None) -> None:
+        scores = q @ k.mT * 128**-0.5
+        scores = scores if score is None else score(scores, *at)
+        scores = scores if mask is None else scores.masked_fill(~mask(*at), -torch.inf)
+        want = scores.softmax(-1) @ v
+        assert float((torch.from_dlpack(out) - want).norm() / want.norm()) < 2.0**-9
+
+    check(names["flex_out"], names["alibi"], names["prefix_lm"])
+    check(names["cupy_out"], names["alibi"])
+    given = names["q"], names["k"], names["v"]
+    for name in ("softcap", "relative"):
+        check(rawmla.flex_attention(*given, names[name]), names[name])
+    for name in ("documents", "sliding", "dilated"):
+        mask = rawmla.create_block_mask(names[name], None, None, 1000, 1000)
+        check(rawmla.flex_attention(*given, block_mask=mask), mask=names[name])
 
 
 def test_commands_are_one_line_each() -> None:
