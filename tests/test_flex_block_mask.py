@@ -40,11 +40,16 @@ def listed(mask: Any, name: str) -> list[list[int]]:
     return [row[:count].tolist() for row, count in zip(rows, counts.flatten().tolist(), strict=True)]
 
 
+def absent(mask: Any) -> float:
+    """Percent of the blocks. That of torch 2.13 takes blocks that the end cuts for whole ones."""
+    return float(100 * (1 - mask.to_dense().double().mean()))
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_is_torchs(name: str) -> None:
     ours, theirs = pair(name)
     assert (ours.shape, ours.numel(), ours.BLOCK_SIZE) == (theirs.shape, theirs.numel(), theirs.BLOCK_SIZE)
-    assert ours.sparsity() == pytest.approx(theirs.sparsity())
+    assert ours.sparsity() == pytest.approx(absent(theirs))
     assert torch.equal(ours.to_dense(), theirs.to_dense().int())
     for lists in LISTS:
         assert listed(ours, lists) == listed(theirs, lists), lists
@@ -54,9 +59,7 @@ def test_is_torchs(name: str) -> None:
 def test_without_full_blocks() -> None:
     ours, _ = pair("causal", separate_full_blocks=False)
     assert ours.full_kv_num_blocks is None and ours.full_q_indices is None
-    assert ours.sparsity() == pytest.approx(
-        100 * (1 - int(ours.kv_num_blocks.sum()) * SIZE**2 / ours.numel())
-    )
+    assert ours.sparsity() == pytest.approx(absent(ours))
 
 
 @pytest.mark.parametrize(
@@ -116,6 +119,7 @@ def test_pictures() -> None:
     assert lines[0] == "(0, 0)" and lines[1] == "█" + 14 * " " and lines[-3] == 15 * "█"
     assert mask.to_string(limit=2).count("(") == 2 and "..." in mask.to_string(limit=2)
     assert str(mask).startswith("BlockMask(shape=(2, 3, 1000, 900), sparsity=")
+    assert BlockMask((100, 0), torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, 0)).sparsity() == 0
 
 
 def test_as_tuple_and_to() -> None:

@@ -46,6 +46,18 @@ def queries() -> Any:
     return torch.ones(B, H, L, D, dtype=torch.bfloat16)
 
 
+def test_recording_is_refused(world: World) -> None:
+    """A launch would not be in the graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with pytest.raises(NotImplementedError, match="flex attention: make_fx and torch.export cannot record"):
+        make_fx(lambda q: rawmla.flex_attention(q, q, q))(queries())
+    with pytest.raises(NotImplementedError, match="flex attention: make_fx and torch.export cannot record"):
+        make_fx(lambda q: (rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, L, L), q)[1])(
+            queries()
+        )
+
+
 def test_calls(world: World) -> None:
     bias = torch.randn(H)
 

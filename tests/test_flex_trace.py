@@ -181,6 +181,17 @@ def test_a_number_on_the_cpu_is_read_later() -> None:
     assert number.source is scale
 
 
+def test_literal_indices_are_parameters_on_any_default_device() -> None:
+    mod = lambda s, b, h, q, k: s + SQUARE[1, q % 4]  # noqa: E731
+    want = trace(mod, "score_mod")
+    torch.set_default_device("meta")
+    try:
+        got = trace(mod, "score_mod")
+    finally:
+        torch.set_default_device(None)
+    assert got.text == want.text and [capture.array is SQUARE for capture in got.captures] == [True]
+
+
 def test_a_tensor_is_captured_once() -> None:
     traced = trace(lambda s, b, h, q, k: s + TABLE[q] - TABLE[k] + DOUBLE[q], "score_mod")
     assert [(capture.array is TABLE, capture.dtype, capture.rank) for capture in traced.captures] == [
@@ -243,6 +254,12 @@ def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             ("aten.nonzero", "depends on values"),
         ),
         (_side_effect, "score_mod", ValueError, ("_side_effect", "side effects", "aten::add_")),
+        (
+            lambda s, b, h, q, k: torch.cond(q > k, lambda x: x * 2, lambda x: x, (s,)),
+            "score_mod",
+            NotImplementedError,
+            ("score_mod", "operator with functions"),
+        ),
     ),
 )
 def test_refused(mod: Any, kind: Any, error: type[Exception], texts: tuple[str, ...]) -> None:

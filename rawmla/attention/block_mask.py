@@ -184,11 +184,13 @@ class BlockMask:
         return prod(self.shape)
 
     def sparsity(self) -> float:
-        """Percent of the positions that lie in no block of the lists. Waits for the device."""
+        """Percent of the blocks that are in no list. Waits for the device."""
         blocks = int(self.kv_num_blocks.sum())
         if self.full_kv_num_blocks is not None:
             blocks += int(self.full_kv_num_blocks.sum())
-        return 100 * (1 - blocks * prod(self.BLOCK_SIZE) / self.numel())
+        sizes = zip(self.seq_lengths, self.BLOCK_SIZE, strict=True)
+        all_blocks = prod(self.shape[:-2]) * prod(-(-length // size) for length, size in sizes)
+        return 100 * (1 - blocks / all_blocks) if all_blocks else 0.0
 
     def to_dense(self) -> Any:
         """int32 `[B, H, rows, columns]`: 1 where a block is attended."""

@@ -162,7 +162,8 @@ class _IndexByTensors(TorchFunctionMode):
             if all(isinstance(x, torch.Tensor) or type(x) is int for x in indices):
                 # On the CPU: a copy to the device would wait for it, and be a new array at each trace.
                 return torch.ops.aten.index(
-                    args[0], [x if isinstance(x, torch.Tensor) else torch.tensor(x) for x in indices]
+                    args[0],
+                    [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for x in indices],
                 )
         return func(*args, **(kwargs or {}))
 
@@ -258,6 +259,8 @@ def _check_arguments(mod: Any, kind: str, name: str) -> None:
 
 def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
     """A tensor that the function closes over."""
+    if isinstance(tensor, torch.nn.Module):  # a function that an operator such as torch.cond takes
+        raise NotImplementedError(f"{name}: calls an operator with functions, which kernels do not have")
     if tensor.dtype not in _DTYPES:
         raise NotImplementedError(f"{name}: reads a captured tensor of dtype {tensor.dtype}")
     if tensor.ndim == 0 and tensor.device.type == "cpu":
@@ -279,7 +282,9 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
     if node.target is operator.getitem:
         whole, place = node.args
         return values[whole][place]
-    schema = node.target._schema
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:  # an operator that takes functions, such as torch.cond
+        raise NotImplementedError(f"{name}: calls {node.target}, which kernels do not have")
     called = schema.name.split("::")[-1]
     changes = schema.is_mutable
     write = OPERATORS.get(called.removesuffix("_") if changes else called)
