@@ -98,6 +98,13 @@ def test_forms_of_the_backward() -> None:
         assert parts % defines["DQ_PLACES"] == 0
 
 
+def test_segments_on_a_gpu_meet_every_form() -> None:
+    """What a test among the GPU tests says of their cases, which needs no GPU."""
+    from test_mha_backward_varlen import test_forms_of_the_cases
+
+    test_forms_of_the_cases()
+
+
 @pytest.mark.parametrize(
     "spec",
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 from gpu_support import assert_same_bits, torch
 
 import rawmla
@@ -18,17 +17,21 @@ from rawmla.testing.flex_backward import (
 )
 
 __all__ = [
+    "ALL_LISTS",
     "BackwardInputs",
     "assert_same_gradients",
     "backward_inputs",
     "backward_of",
     "check_backward",
-    "needs_flex_backward",
 ]
 
-needs_flex_backward = pytest.mark.skipif(
-    not hasattr(rawmla, "flex_attention_backward"), reason="there is no backward of flex attention yet"
+ALL_LISTS = tuple(
+    f"{prefix}{lines}_{what}"
+    for lines in ("kv", "q")
+    for prefix in ("", "full_")
+    for what in ("num_blocks", "indices")
 )
+"""Attributes of a block mask: its lists by rows and by columns, in the order of its constructor."""
 
 
 @dataclass

@@ -4,23 +4,24 @@ and from CUDA text: gradients of q, k, v and of captured tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from flex_backward_calls import (
+    BackwardInputs,
     assert_same_gradients,
     backward_inputs,
     backward_of,
     check_backward,
-    needs_flex_backward,
 )
-from gpu_support import torch
+from gpu_support import forget_prepared_calls, torch
 
 import rawmla
+from rawmla.kernels import flex_backward
 from rawmla.testing.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
 
-pytestmark = needs_flex_backward
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
 forms = pytest.mark.parametrize("form", ("python", "cuda"))
 
@@ -62,18 +63,91 @@ def test_score_and_mask(score: str, mask: str, form: str) -> None:
     check_backward(call, backward_of(call, form))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ("bias h q k", "bias b k", "head scale", "query scale", "scalar", "relative table", "distance"),
-)
-def test_the_same_call_gives_the_same_bits(name: str) -> None:
-    """dk and dv always; with `deterministic` everything."""
-    call = backward_inputs(FlexCase(**{**SHAPE, "s_q": 1023, "s_k": 1025}, score=name, mask="causal"), "both")
-    for options in ({}, {"deterministic": True}):
-        want = backward_of(call, **options)
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """The passes over the scores that calls take for captured gradients, as `kernels.flex_backward` has them;
+    to be cleared between calls.
+    """
+    found: set[int] = set()
+    original = flex_backward.captured_spec
+
+    def recorded(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str, str]) -> Any:
+        found.add(pass_)
+        return original(dtype, d_qk, d_v, pass_, header)
+
+    monkeypatch.setattr(flex_backward, "captured_spec", recorded)
+    forget_prepared_calls()
+    yield found
+    forget_prepared_calls()
+
+
+IN_CELLS, IN_DIGITS = {flex_backward.LARGEST, flex_backward.IN_UNITS}, {flex_backward.IN_DIGITS}
+FIXED_ORDERS = {
+    "bias h q k": IN_CELLS,
+    "relative table": IN_CELLS,
+    "bias b k": IN_DIGITS,
+    "head scale": IN_DIGITS,
+    "query scale": IN_DIGITS,
+    "scalar": IN_DIGITS,
+    "distance": IN_DIGITS,
+}
+"""How captured gradients are summed where the order is fixed."""
+
+
+def assert_repeats(call: BackwardInputs, passes: set[int], in_order: set[int], form: str) -> None:
+    """Raise unless dk and dv of some calls have the same bits, and with `deterministic` everything, which
+    then is summed in this way.
+    """
+    for options, wanted in (({}, {flex_backward.IN_ANY_ORDER}), ({"deterministic": True}, in_order)):
+        passes.clear()
+        want = backward_of(call, form, **options)
+        assert passes == wanted
         check_backward(call, want)
         for _ in range(5):
-            assert_same_gradients(backward_of(call, **options), want, all_of_them=bool(options))
+            assert_same_gradients(backward_of(call, form, **options), want, all_of_them=bool(options))
+
+
+@forms
+@pytest.mark.parametrize("name", FIXED_ORDERS)
+def test_the_same_call_gives_the_same_bits(name: str, form: str, passes: set[int]) -> None:
+    call = backward_inputs(FlexCase(**{**SHAPE, "s_q": 1023, "s_k": 1025}, score=name, mask="causal"), "both")
+    assert_repeats(call, passes, FIXED_ORDERS[name], form)
+
+
+@forms
+def test_many_elements_in_a_fixed_order(form: str, passes: set[int]) -> None:
+    """More than are summed digit by digit, though no place depends on query and key. Most are not read."""
+    table = torch.randn(2**20 + 8, device="cuda", requires_grad=True)
+    score = Function(
+        lambda s, b, h, q, k: s + table[k],
+        "score + table(kv_idx)",
+        lambda xp, t, s, b, h, q, k: s + t.table[k],
+        {"table": table},
+        "grad",
+        {"table": ("kv_idx", "grad")},
+    )
+    inputs = replace(make_flex_inputs(FlexCase(**SHAPE)), score=score)
+    assert_repeats(backward_inputs(inputs.case, "both", inputs), passes, IN_CELLS, form)
+
+
+@forms
+@pytest.mark.parametrize("name", ("bias h q k", "head scale"))
+def test_deterministic_algorithms_of_torch(name: str, form: str, passes: set[int]) -> None:
+    """Their switch has the effect of `deterministic=True`, which has the last word."""
+    call = backward_inputs(FlexCase(**SHAPE, score=name, mask="causal"), "both")
+    want = backward_of(call, form, deterministic=True)
+    check_backward(call, want)
+    passes.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [backward_of(call, form) for _ in range(5)]
+        assert passes <= FIXED_ORDERS[name]
+        backward_of(call, form, deterministic=False)
+        assert flex_backward.IN_ANY_ORDER in passes
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for got in results:
+        assert_same_gradients(got, want, all_of_them=True)
 
 
 @pytest.mark.parametrize("layout", ("transposed", "every other", "expanded"))

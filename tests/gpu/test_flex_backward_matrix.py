@@ -10,13 +10,12 @@ from __future__ import annotations
 from itertools import cycle, product
 
 import pytest
-from flex_backward_calls import backward_inputs, backward_of, check_backward, needs_flex_backward
+from flex_backward_calls import backward_inputs, backward_of, check_backward
 from gpu_support import torch
 from test_flex_matrix import BATCHES, HEADS, LAYOUTS, VARIANTS, Variant, cases_of
 
 from rawmla.testing.flex import FlexCase
 
-pytestmark = needs_flex_backward
 GRADIENTS = ("out", "lse", "both")
 
 

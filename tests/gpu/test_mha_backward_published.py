@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -105,6 +106,9 @@ def test_the_reference(heads: tuple[int, int], causal: bool) -> None:
 def test_flash_mla_backward(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, causal: bool) -> None:
     """Five forward and backward passes give the same bits, but for those of dq, within the published bounds;
     relative L2 errors of gradients are at most a whole step of the dtype. All heads against float64.
+
+    The published runs have no backward with groups of heads. There the first keys, whose weights are large,
+    sum up so many roundings to bf16 of each that single elements of millions pass the absolute bound.
     """
     inputs = make_mha_inputs(flash_mla_case(s, ragged, heads, d_qk, causal))
     case = inputs.case
@@ -126,6 +130,8 @@ def test_flash_mla_backward(s: int, ragged: bool, heads: tuple[int, int], d_qk: 
             start = first // group if name in ("dk", "dv") else first
             part = one[:, start : start + want.shape[1]]
             tolerance = FLASH_MLA_LSE if name == "lse" else FLASH_MLA_OUT
+            if name in ("dk", "dv"):  # sums over the heads of a group
+                tolerance = replace(tolerance, absolute=tolerance.absolute * group**0.5)
             label = f"{case.id} {name} of heads from {first} on"
             difference = check_close(label, part, want, tolerance)
             if name in ("dq", "dk", "dv"):

@@ -10,8 +10,16 @@ from mha_backward_calls import BackwardInputs, backward_of
 from mha_calls import attend
 from test_mha_sanitizer import on_gpu
 
+from rawmla.kernels.mha_backward import Needs
+from rawmla.mha.gradients import gradients
 from rawmla.testing.mha import MhaCase, make_mha_inputs
-from rawmla.testing.mha_backward import MhaGradients, check_mha_backward, exact_results, make_mha_gradients
+from rawmla.testing.mha_backward import (
+    MhaGradients,
+    check_mha_backward,
+    exact_results,
+    make_mha_gradients,
+    reference_backward,
+)
 
 pytestmark = pytest.mark.sanitizer
 
@@ -28,6 +36,29 @@ CASES = (
     (MhaCase(**RAGGED, d_qk=59, d_v=111, layout="slice"), "out"),
     (MhaCase(q_lengths=(1, 0, 2) * 15, k_lengths=(3, 1, 2) * 15, d_qk=32, d_v=32), "both"),
 )
+# By keys with dq by the consumers, and by product.
+OTHER_FORMS = (
+    (MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=1, d_qk=192, causal=True), "out"),
+    (MhaCase(**RAGGED, k_used=(3, 5, 0, 200), h_q=2, h_kv=2, d_qk=192, window=(90, 5)), "both"),
+    (MhaCase(b=1, s_q=140, s_k=150, h_q=2, h_kv=1, d_qk=256, d_v=256, causal=True), "both"),
+    (MhaCase(**RAGGED, q_used=(2, 0, 1, 100), h_q=2, h_kv=2, d_qk=256, d_v=256), "out"),
+)
+FIXED_ORDER = (
+    (MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True), "out"),
+    (MhaCase(**RAGGED, h_q=2, h_kv=1, d_qk=192), "out"),
+    (MhaCase(**RAGGED, h_q=2, h_kv=1, d_qk=256, d_v=256, window=(90, 5)), "both"),
+)
+SAME: dict[str, Any] = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
+PACKED = (
+    MhaCase(**SAME, packed="qkv", d_qk=192, causal=True),
+    MhaCase(**SAME, packed="qkv4"),
+    MhaCase(**RAGGED, h_q=2, h_kv=1, packed="kv4", d_qk=256, d_v=256),
+)
+PARTIAL = tuple(
+    (MhaCase(b=1, s_q=70, s_k=140, h_q=2, h_kv=1, d_qk=d_qk, d_v=d_v, causal=True), "out", needs)
+    for d_qk, d_v in ((128, 128), (192, 128), (256, 256))
+    for needs in (Needs(True, False, False, False), Needs(False, True, True, False))
+)
 
 
 def copied(x: Any) -> Any:
@@ -38,8 +69,8 @@ def copied(x: Any) -> Any:
     return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-@pytest.mark.parametrize(("case", "of"), CASES, ids=lambda x: x if isinstance(x, str) else x.id)
-def test_small_mha_backward_call(case: MhaCase, of: str) -> None:
+def check_small_call(case: MhaCase, of: str, **more: Any) -> None:
+    """The gradients that the plain functions make."""
     host = make_mha_inputs(case, "cpu")
     gradients = make_mha_gradients(host, of)
     device = on_gpu(host)
@@ -51,5 +82,50 @@ def test_small_mha_backward_call(case: MhaCase, of: str) -> None:
     else:
         results = exact_results(host)
         on_device = tuple(map(copied, results))
-    got = backward_of(BackwardInputs(device, given, on_device))
+    got = backward_of(BackwardInputs(device, given, on_device), **more)
     check_mha_backward(host, gradients, results, tuple(x.cpu() for x in got))
+
+
+@pytest.mark.parametrize(
+    ("case", "of"), (*CASES, *OTHER_FORMS), ids=lambda x: x if isinstance(x, str) else x.id
+)
+def test_small_mha_backward_call(case: MhaCase, of: str) -> None:
+    check_small_call(case, of)
+
+
+@pytest.mark.parametrize(("case", "of"), FIXED_ORDER, ids=lambda x: x if isinstance(x, str) else x.id)
+def test_small_mha_backward_call_in_a_fixed_order(case: MhaCase, of: str) -> None:
+    """Tiles wait for the turns of others."""
+    check_small_call(case, of, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "of", "needs"),
+    [pytest.param(*call, id=f"{call[0].id}-{''.join('01'[need] for need in call[2])}") for call in PARTIAL],
+)
+def test_small_mha_gradients_of_some(case: MhaCase, of: str, needs: Needs) -> None:
+    """As autograd asks for them; in place of the others stand the reference's."""
+    host = make_mha_inputs(case, "cpu")
+    start = make_mha_gradients(host, of)
+    results = exact_results(host)
+    arrays = [copied(x) for x in (start.dout, host.q, host.k, host.v, *results)]
+    got = gradients(needs, *arrays, causal=case.causal, dlse=copied(start.dlse))  # type: ignore[misc]
+    want = reference_backward(host, start, results).values
+    made = tuple(
+        one.cpu() if needed else other.to(host.q.dtype)
+        for one, other, needed in zip(got, want, needs, strict=False)
+    )
+    check_mha_backward(host, start, results, made)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_small_mha_gradients_of_packed_arrays(case: MhaCase) -> None:
+    """They are written into one array."""
+    parts = torch.full(make_mha_inputs(case, "cpu").parts.shape, float("nan"), dtype=torch.bfloat16).cuda()
+    names = ("dq", "dk", "dv")[-3 if case.packed.startswith("qkv") else -2 :]
+    if case.packed.endswith("4"):
+        views = parts.unbind(1)
+    else:
+        views = parts.split([case.d_qk] * (len(names) - 1) + [case.d_v], dim=-1)
+    check_small_call(case, "out", **dict(zip(names, views, strict=True)))
+    assert bool(parts.cpu().isfinite().all())

@@ -20,19 +20,43 @@ from mha_backward_calls import (
     gradient_buffers,
 )
 from mha_calls import CANARY, assert_untouched_around
+from test_mha_autograd import in_parts
+from test_mha_backward_sanitizer import CASES as SMALL_CASES
+from test_mha_backward_sanitizer import FIXED_ORDER, OTHER_FORMS, PACKED, PARTIAL
 from test_mha_varlen import MODES, lengths_of, some_of
 
 import rawmla
+from rawmla.kernels.mha_backward import ALL, Needs, specs
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 
-# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time.
+# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. Those of 192 go by
+# keys, with dq by the consumers, or with a sink and a gradient of lse by product, as the last two do.
 KERNELS: tuple[dict[str, Any], ...] = (
     {"d_qk": 64, "d_v": 64, "alibi": "requests"},
     {"d_qk": 128, "d_v": 128},
+    {"d_qk": 192, "d_v": 128},
     {"d_qk": 96, "d_v": 96, "dtype": "float16"},
     {"d_qk": 64, "d_v": 64, "softcap": 15.0},
+    {"d_qk": 192, "d_v": 128, "dtype": "float16"},
     {"d_qk": 59, "d_v": 111},
+    {"d_qk": 256, "d_v": 256},
+    {"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "heads"},
 )
+# Kernels of every form, with what gradients are of, which a sink makes a flag of.
+FORMS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"d_qk": 128, "d_v": 128}, "out"),
+    ({"d_qk": 128, "d_v": 128, "sink": "float32"}, "both"),
+    ({"d_qk": 192, "d_v": 128}, "lse"),
+    ({"d_qk": 192, "d_v": 128, "sink": "bfloat16"}, "out"),
+    ({"d_qk": 192, "d_v": 128, "sink": "float32"}, "both"),
+    ({"d_qk": 256, "d_v": 256}, "both"),
+    ({"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "requests"}, "out"),
+)
+MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (60, 20)})
+each_form = pytest.mark.parametrize(
+    "dims", [FORMS[i][0] for i in (0, 2, 5)], ids=lambda dims: f"{dims['d_qk']}"
+)
+LENGTHS = tuple((b, longest) for b in (1, 7, 20) for longest in (8, 64, 2048))
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 USED: dict[str, Any] = {"q_used": (290, 0, 0, 77, 3, 60), "k_used": (250, 90, 0, 5, 129, 513)}
 FULL = MhaCase(**RAGGED, **USED, rows_around=200, layout="slice", causal=True, sink="float32")
@@ -56,40 +80,120 @@ def random_case(b: int, longest: int, mode_q: str, mode_k: str, number: int) -> 
         sink=draw.choice((None, "float32", "bfloat16", "infinite")),
         layout=draw.choice(("plain", "slice", "heads")),
         seed=number,
-        **KERNELS[number % len(KERNELS)],
+        **KERNELS[(number + b + longest) % len(KERNELS)],  # other ones for the same modes in every test
     )
     return case, draw.choice(("out", "lse", "both"))
 
 
-@pytest.mark.parametrize("longest", (8, 64, 2048))
-@pytest.mark.parametrize("b", (1, 7, 20))
+def cases_of(b: int, longest: int) -> list[tuple[MhaCase, str]]:
+    """A case for every pair of modes."""
+    pairs = [(mode_q, mode_k) for mode_q in MODES for mode_k in MODES]
+    return [random_case(b, longest, *pair, number) for number, pair in enumerate(pairs)]
+
+
+def form_of_call(case: MhaCase, of: str, needs: Needs = ALL) -> str:
+    """The form of the main kernel of a call."""
+    weights = case.sink is not None and of != "out"
+    flags = case.softcap > 0, case.alibi is not None, weights
+    defines = dict(specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1].defines)
+    if defines["BY_PRODUCT"]:
+        return "by product"
+    return "by keys, with dq" if defines["DQ_BY_CONSUMERS"] else "by keys"
+
+
+def features_of(case: MhaCase, of: str) -> set[str]:
+    """What a form of the kernel has to meet in segments."""
+    features = {
+        "causal": case.causal,
+        "left bound": case.window[0] >= 0,
+        "both bounds": case.window[0] >= 0 and (case.causal or case.window[1] >= 0),
+        "no mask": not case.causal and case.window == (-1, -1),
+        "groups of heads": case.h_kv < case.h_q,
+        "a head each": case.h_kv == case.h_q,
+        "one KV head": case.h_kv == 1,
+        "seqused_q": case.q_used is not None,
+        "seqused_k": case.k_used is not None,
+        "no seqused": case.q_used is None and case.k_used is None,
+        "empty queries": 0 in (case.q_lengths or ()),
+        "empty keys": 0 in (case.k_lengths or ()),
+        "several tiles": max(case.q_lengths or (0,)) > 128 and max(case.k_lengths or (0,)) > 256,
+        "rows around": case.rows_around > 0,
+        "a sink": case.sink is not None,
+    }
+    return {name for name, met in features.items() if met} | {case.layout, of}
+
+
+EVERY_FEATURE = {
+    *("causal", "left bound", "both bounds", "no mask", "groups of heads", "a head each", "one KV head"),
+    *("seqused_q", "seqused_k", "no seqused", "empty queries", "empty keys", "several tiles", "rows around"),
+    *("a sink", "plain", "slice", "heads", "out", "lse", "both"),
+}
+
+
+def test_forms_of_the_cases() -> None:
+    """Segments meet every form of the kernel with everything that cases differ in, and so do the short lists
+    here and those that run under compute-sanitizer.
+    """
+    met: dict[str, set[str]] = {}
+    for sizes in LENGTHS:
+        for case, of in cases_of(*sizes):
+            met.setdefault(form_of_call(case, of), set()).update(features_of(case, of))
+    forms = {"by keys", "by keys, with dq", "by product"}
+    assert met == dict.fromkeys(forms, EVERY_FEATURE)
+    assert {form_of_call(MhaCase(**options), of) for options, of in FORMS} == forms
+    assert {form_of_call(MhaCase(**FORMS[i][0]), "out") for i in (0, 2, 5)} == forms
+    assert {form_of_call(case, "out") for case in AROUND} == forms
+    small = (*SMALL_CASES, *OTHER_FORMS)
+    for calls in (small, [call for call in small if call[0].q_lengths], FIXED_ORDER):
+        assert {form_of_call(case, of) for case, of in calls} == forms
+    assert {form_of_call(case, "out") for case in PACKED} == forms
+    # Without dv the kernel of 192 and 128 goes by keys.
+    assert {(form_of_call(case, of, needs), needs.dq, needs.dv) for case, of, needs in PARTIAL} >= {
+        *((form, False, True) for form in forms),
+        *((form, True, False) for form in ("by keys", "by product")),
+    }
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=("full", "causal", "window"))
+@pytest.mark.parametrize(("options", "of"), FORMS, ids=lambda x: x if isinstance(x, str) else MhaCase(**x).id)
+def test_backward_of_segments_in_every_form(options: dict[str, Any], of: str, mask: dict[str, Any]) -> None:
+    """Empty segments, seqused, tokens that no segment covers and groups of heads, all in one call."""
+    case = MhaCase(**RAGGED, **USED, **options, **mask, rows_around=150, layout="slice", h_q=6, h_kv=2)
+    call = backward_inputs(make_mha_inputs(case), of)
+    buffers, given = gradient_buffers(call.inputs, CANARY)
+    for more in ({}, given, {"deterministic": True}):
+        check_backward(call, backward_of(call, **more), plain=True)
+    for buffer, array in zip(buffers, given.values(), strict=True):
+        assert_untouched_around(buffer, array)
+
+
+@pytest.mark.parametrize(("b", "longest"), LENGTHS)
 def test_backward_lengths(b: int, longest: int) -> None:
     """Every pair of modes, with dq, dk and dv given to every second call."""
     failures: list[str] = []
-    number = 0
-    for mode_q in MODES:
-        for mode_k in MODES:
-            case, of = random_case(b, longest, mode_q, mode_k, number)
-            call = backward_inputs(make_mha_inputs(case), of)
-            number += 1
-            try:
-                buffers, given = ([], {}) if number % 2 else gradient_buffers(call.inputs, CANARY)
-                got = backward_of(call, **given)
-                assert all(one is given[name] for one, name in zip(got, given, strict=False))
-                check_backward(call, got, plain=True)
-                for buffer, array in zip(buffers, given.values(), strict=True):
-                    assert_untouched_around(buffer, array)
-            except AssertionError as error:
-                failures.append(f"gradient of {of}: {error}")
-    assert number == 16
+    cases = cases_of(b, longest)
+    for number, (case, of) in enumerate(cases):
+        call = backward_inputs(make_mha_inputs(case), of)
+        try:
+            buffers, given = gradient_buffers(call.inputs, CANARY) if number % 2 else ([], {})
+            got = backward_of(call, **given)
+            assert all(one is given[name] for one, name in zip(got, given, strict=False))
+            check_backward(call, got, plain=True)
+            for buffer, array in zip(buffers, given.values(), strict=True):
+                assert_untouched_around(buffer, array)
+        except AssertionError as error:
+            failures.append(f"gradient of {of}: {error}")
+    assert len(cases) == 16
     shown = "\n".join(failures[:20])
-    assert not failures, f"{len(failures)} of {number} cases failed:\n{shown}"
+    assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n{shown}"
 
 
 @pytest.mark.parametrize("of", ("out", "lse", "both"))
-def test_backward_of_tokens_that_no_segment_covers(of: str) -> None:
+@each_form
+def test_backward_of_tokens_that_no_segment_covers(dims: dict[str, Any], of: str) -> None:
     """Their gradients are 0 in given arrays too, and so are those of tokens past seqused."""
-    call = backward_inputs(make_mha_inputs(FULL), of)
+    sink = None if of == "lse" else "float32"  # so that one call of 192 goes by keys, with dq
+    call = backward_inputs(make_mha_inputs(replace(FULL, sink=sink, **dims)), of)
     for given in ({}, gradient_buffers(call.inputs, CANARY)[1]):
         got = backward_of(call, **given)
         check_backward(call, got)
@@ -110,17 +214,19 @@ def test_backward_arrays_without_a_request() -> None:
                 assert_same_bits(case.id, x, torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("gap", (float("nan"), float("inf"), 0.0))
-@pytest.mark.parametrize(
-    "case",
-    (
-        FULL,
-        MhaCase(**RAGGED, k_used=(250, 1, 0, 129, 0, 511), d_qk=64, d_v=64, layout="heads", rows_around=200),
-        MhaCase(**RAGGED, window=(20, 3), h_kv=1, d_qk=96, d_v=96, k_used=(33, 90, 0, 70, 131, 300)),
-        MhaCase(**RAGGED, d_qk=40, d_v=128, q_used=(1, 0, 1, 76, 0, 64), layout="slice", dtype="float16"),
-    ),
-    ids=lambda case: case.id,
+AROUND = (
+    FULL,
+    MhaCase(**RAGGED, k_used=(250, 1, 0, 129, 0, 511), d_qk=64, d_v=64, layout="heads", rows_around=200),
+    MhaCase(**RAGGED, window=(20, 3), h_kv=1, d_qk=96, d_v=96, k_used=(33, 90, 0, 70, 131, 300)),
+    MhaCase(**RAGGED, d_qk=40, d_v=128, q_used=(1, 0, 1, 76, 0, 64), layout="slice", dtype="float16"),
+    MhaCase(**RAGGED, **USED, rows_around=200, layout="slice", causal=True, d_qk=192, h_kv=1),
+    MhaCase(**RAGGED, **USED, window=(20, 3), d_qk=256, d_v=256, layout="heads"),
+    MhaCase(**RAGGED, **USED, rows_around=9, causal=True, softcap=15.0, alibi="requests"),
 )
+
+
+@pytest.mark.parametrize("gap", (float("nan"), float("inf"), 0.0))
+@pytest.mark.parametrize("case", AROUND, ids=lambda case: case.id)
 def test_what_lies_around_tokens_has_no_effect_on_gradients(case: MhaCase, gap: float) -> None:
     """Whether it is NaN, infinite, 0 or 1, in the segments' tails too."""
     results = []
@@ -133,9 +239,10 @@ def test_what_lies_around_tokens_has_no_effect_on_gradients(case: MhaCase, gap: 
 
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("spoilt", (0, 3, 5))
-def test_backward_beside_a_spoilt_request(spoilt: int, causal: bool) -> None:
+@each_form
+def test_backward_beside_a_spoilt_request(dims: dict[str, Any], spoilt: int, causal: bool) -> None:
     """All arrays of one request are NaN: the others have the bits that they have beside a sound one."""
-    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, causal=causal)), "both")
+    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, **dims, causal=causal)), "both")
     want = backward_of(call)
     check_backward(call, want)
     inputs = call.inputs
@@ -153,9 +260,10 @@ def test_backward_beside_a_spoilt_request(spoilt: int, causal: bool) -> None:
     assert_same_gradients("beside a spoilt request", got, want)
 
 
-def test_backward_with_longer_bounds_of_lengths() -> None:
+@each_form
+def test_backward_with_longer_bounds_of_lengths(dims: dict[str, Any]) -> None:
     """max_seqlen may be more than any length."""
-    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, causal=True)))
+    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, **dims, causal=True)))
     want = backward_of(call)
     check_backward(call, want)
     inputs = call.inputs
@@ -170,13 +278,18 @@ def test_backward_with_longer_bounds_of_lengths() -> None:
 
 @pytest.mark.parametrize("sizes", ((128, 128), (130, 77), (1, 300), (77, 0)), ids=str)
 @pytest.mark.parametrize("heads", ((4, 4), (8, 2)), ids=str)
-def test_backward_of_equal_lengths(heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+@each_form
+def test_backward_of_equal_lengths(
+    dims: dict[str, Any], heads: tuple[int, int], sizes: tuple[int, int]
+) -> None:
     """With and without is_varlen; and as a batch, whose requests are a dimension."""
     s_q, s_k = sizes
     case = MhaCase(
-        q_lengths=(s_q,) * 3, k_lengths=(s_k,) * 3, h_q=heads[0], h_kv=heads[1], causal=True, sink="float32"
-    )
-    call = backward_inputs(make_mha_inputs(case), "both")
+        q_lengths=(s_q,) * 3, k_lengths=(s_k,) * 3, h_q=heads[0], h_kv=heads[1], causal=True, sink="float32",
+        **dims,
+    )  # fmt: skip
+    of = "out" if case.d_qk == 192 else "both"  # which has another form
+    call = backward_inputs(make_mha_inputs(case), of)
     for is_varlen in (True, False):
         check_backward(call, backward_of(call, is_varlen=is_varlen))
 
@@ -185,10 +298,10 @@ def test_backward_of_equal_lengths(heads: tuple[int, int], sizes: tuple[int, int
 
     inputs, (out, lse) = call.inputs, call.results
     arrays = (call.gradients.dout, inputs.q, inputs.k, inputs.v, out)
+    dlse = None if of == "out" else batch(call.gradients.dlse).mT
     got = rawmla.flash_attn_backward(
-        *map(batch, arrays), batch(lse).mT, causal=True, dlse=batch(call.gradients.dlse).mT,
-        attn_sink=inputs.attn_sink,
-    )  # fmt: skip
+        *map(batch, arrays), batch(lse).mT, causal=True, dlse=dlse, attn_sink=inputs.attn_sink
+    )
     check_backward(call, (*(x.flatten(0, 1) for x in got[:3]), got[3]))
 
 
@@ -208,27 +321,41 @@ def test_both_orders_of_lse(heads_first: bool) -> None:
     assert_same_gradients("lse stored otherwise", backward_of(call), want)
 
 
-def test_gradients_of_packed_arrays() -> None:
-    """dq, dk and dv are slices of one array, as q, k and v are; every element of it is written."""
-    same = {"q_lengths": RAGGED["q_lengths"], "k_lengths": RAGGED["q_lengths"]}
-    for case in (
-        MhaCase(**same, packed="qkv", h_q=4, h_kv=4, d_qk=128, d_v=64, causal=True),
-        MhaCase(**same, packed="qkv4", h_q=4, h_kv=4, d_qk=64, d_v=64, dtype="float16"),
-    ):
-        call = backward_inputs(make_mha_inputs(case))
+@pytest.mark.parametrize("lengths", ((300, 0, 1, 77, 130, 64), (128,) * 3, (7, 0, 2) * 15, (513,)), ids=str)
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"packed": "qkv", "h_kv": 4, "d_qk": 128, "d_v": 64, "causal": True},
+        {"packed": "qkv", "h_kv": 4, "d_qk": 192, "layout": "slice"},
+        {"packed": "qkv4", "h_kv": 4, "d_qk": 64, "d_v": 64, "dtype": "float16"},
+        {"packed": "qkv4", "h_kv": 4, "d_qk": 256, "d_v": 256, "window": (60, 9)},
+        {"packed": "kv", "h_q": 8, "h_kv": 2, "d_qk": 192, "causal": True},
+        {"packed": "kv", "h_q": 4, "h_kv": 1, "d_qk": 128, "d_v": 64, "layout": "slice", "causal": True},
+        {"packed": "kv4", "h_q": 6, "h_kv": 2, "d_qk": 256, "d_v": 256},
+    ),
+    ids=lambda options: MhaCase(**options).id,
+)
+def test_gradients_of_packed_arrays(options: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """dq, dk and dv are slices of one array, as q, k and v are, or dk and dv; every element of it is written.
+    Where all lengths are one, also with the promise that they are.
+    """
+    k_lengths = lengths if options["packed"].startswith("qkv") else tuple(2 * n for n in lengths)
+    case = MhaCase(q_lengths=lengths, k_lengths=k_lengths, **options)
+    call = backward_inputs(make_mha_inputs(case), "both")
+    for is_varlen in (True, False)[: 1 + (len(set(lengths)) == 1)]:
         whole = torch.full_like(call.inputs.parts, float("nan"))
-        if case.packed == "qkv4":
-            parts = whole.unbind(1)
-        else:
-            parts = whole.split([case.d_qk, case.d_qk, case.d_v], dim=-1)
-        got = backward_of(call, **dict(zip(("dq", "dk", "dv"), parts, strict=True)))
+        parts = in_parts(case, {"parts": whole})
+        given = dict(zip(("dq", "dk", "dv")[-len(parts) :], parts, strict=True))
+        got = backward_of(call, is_varlen=is_varlen, **given)
+        assert all(one is given.get(name, one) for one, name in zip(got, ("dq", "dk", "dv"), strict=True))
         check_backward(call, got)
         assert bool(whole.isfinite().all())
 
 
-def test_a_broken_promise_of_equal_lengths_of_gradients() -> None:
+@each_form
+def test_a_broken_promise_of_equal_lengths_of_gradients(dims: dict[str, Any]) -> None:
     """Results are undefined, but nothing outside of dq, dk and dv is written."""
-    call = backward_inputs(make_mha_inputs(MhaCase(q_lengths=(100, 28, 64), k_lengths=(70, 70, 52))))
+    call = backward_inputs(make_mha_inputs(MhaCase(q_lengths=(100, 28, 64), k_lengths=(70, 70, 52), **dims)))
     buffers, given = gradient_buffers(call.inputs, CANARY)
     inputs = call.inputs
     rawmla.flash_attn_varlen_backward(
@@ -239,19 +366,21 @@ def test_a_broken_promise_of_equal_lengths_of_gradients() -> None:
         assert_untouched_around(buffer, array)
 
 
-def test_backward_of_many_requests() -> None:
+@pytest.mark.parametrize("heads", ((4, 4), (8, 2)), ids=str)
+@each_form
+def test_backward_of_many_requests(dims: dict[str, Any], heads: tuple[int, int]) -> None:
     """More requests than a warp looks at in one step, most of them short or empty."""
     draw = random.Random(5)
     q_lengths = tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333))
     k_lengths = tuple(draw.choice((0, 1, 5, 90, 300)) for _ in range(333))
-    for heads, causal in (((4, 4), False), ((8, 2), True)):
-        case = MhaCase(
-            q_lengths=q_lengths,
-            k_lengths=k_lengths,
-            h_q=heads[0],
-            h_kv=heads[1],
-            causal=causal,
-            sink="float32",
-        )
-        call = backward_inputs(make_mha_inputs(case))
-        check_backward(call, backward_of(call))
+    case = MhaCase(
+        q_lengths=q_lengths,
+        k_lengths=k_lengths,
+        h_q=heads[0],
+        h_kv=heads[1],
+        causal=heads[1] < heads[0],
+        sink="float32",
+        **dims,
+    )
+    call = backward_inputs(make_mha_inputs(case))
+    check_backward(call, backward_of(call))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, call_arguments, sparse_arguments, torch
-from torch_op_cases import CASES, dense
+from torch_op_cases import CASES, dense, tensors
 
 import rawmla
 from rawmla.call import tracing
@@ -64,6 +64,87 @@ def test_as_on_the_cpu(case: str) -> None:
             torch.testing.assert_close(got.cpu(), want, atol=2e-2, rtol=2e-2)
         else:
             assert torch.equal(got.cpu(), want)
+
+
+# ---- gradients of dense attention
+
+LEAVES = {0: "q", 1: "k", 2: "v", 13: "attn_sink"}  # by places, of an operator of segments
+
+
+def with_gradients(args: list[Any], *places: int) -> list[Any]:
+    """The same arguments, of which these require grad."""
+    return [x.detach().clone().requires_grad_() if i in places else x for i, x in enumerate(args)]
+
+
+def of_head_dimensions(d_qk: int, d_v: int) -> list[Any]:
+    """The arguments of `flash_attn`, for a kernel of another form than those of small ones."""
+    make = tensors("cuda", 6)
+    q, k, v = make(2, 70, 4, d_qk), make(2, 150, 2, d_qk), make(2, 150, 2, d_v)
+    return [q, k, v, *arguments("flash_attn", "cuda")[1][3:]]
+
+
+@pytest.mark.parametrize(
+    ("case", "places"),
+    (
+        ("flash_attn", (0, 1, 2)),
+        ("flash_attn transposed", (1,)),
+        ("flash_attn padded", (0, 2)),
+        ("flash_attn empty", (0, 1, 2)),
+        ("flash_attn_varlen", (0, 1, 2)),
+        ("flash_attn_varlen no keys", (0, 1, 2)),
+        ("flash_attn_varlen full", (0, 1, 2, 13)),
+        ("flash_attn_varlen full", (13,)),
+    ),
+)
+def test_opcheck_with_gradients(case: str, places: tuple[int, ...]) -> None:
+    op, args = arguments(case, "cuda")
+    torch.library.opcheck(op, tuple(with_gradients(args, *places)))
+
+
+@pytest.mark.parametrize("dims", ((192, 128), (256, 256)), ids=str)
+def test_opcheck_of_other_forms(dims: tuple[int, int]) -> None:
+    op = torch.ops.rawmla.flash_attn.default
+    args = of_head_dimensions(*dims)
+    torch.library.opcheck(op, tuple(with_gradients(args, 0, 1, 2)))
+    out, lse = op(*args)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for mask in ([True, True, True, False], [False, True, True, False], [True, False, False, False]):
+        given = (dout, *args[:3], out, lse, dlse, *args[3:], mask)
+        torch.library.opcheck(torch.ops.rawmla.flash_attn_backward.default, given)
+
+
+@pytest.mark.parametrize("of", ("out", "lse", "both"))
+@pytest.mark.parametrize("case", ("flash_attn_varlen", "flash_attn_varlen full"))
+def test_gradients_of_operators(case: str, of: str) -> None:
+    """Those that the reference computes of tensors on the CPU."""
+    compared = []
+    for device in ("cuda", "cpu"):
+        op, args = arguments(case, device)
+        args = with_gradients(args, *[i for i in LEAVES if args[i] is not None])
+        out, lse = op(*args)
+        dout = tensors(device, 7)(*out.shape)
+        # lse is -inf where there is nothing to attend: what its gradient is there has no effect
+        dlse = torch.linspace(-1, 1, lse.numel(), device=device).reshape(lse.shape)
+        results = {"out": {out: dout}, "lse": {lse: dlse}, "both": {out: dout, lse: dlse}}[of]
+        torch.autograd.backward(list(results), list(results.values()))
+        compared.append({name: args[i].grad for i, name in LEAVES.items() if args[i] is not None})
+    got, want = compared
+    assert got.keys() == want.keys() and len(got) == (4 if "full" in case else 3)
+    for name, one in got.items():
+        assert one.dtype == want[name].dtype and one.stride() == want[name].stride()
+        torch.testing.assert_close(one.cpu(), want[name], atol=2e-2, rtol=2e-2, msg=f"{name} of {case}")
+    if of == "lse":
+        assert not bool(got["v"].any())
+
+
+@pytest.mark.parametrize("case", ("flash_attn_backward", "flash_attn_varlen_backward full"))
+def test_backward_operators_have_no_derivative(case: str) -> None:
+    """Whichever of their tensors requires grad, it is refused by name or when it is asked for."""
+    op, args = arguments(case, "cuda")
+    torch.library.opcheck(op, tuple(args), test_utils=("test_schema", "test_faketensor"))
+    for place in range(6):  # dout, q, k, v, out, lse
+        with pytest.raises(NotImplementedError, match="no (second )?derivative"):
+            op(*with_gradients(args, place))[0].float().sum().backward()
 
 
 def decode_step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
