@@ -337,19 +337,22 @@ class CupyFramework:
         """See `Framework.aligned_copy`."""
         *sizes, columns = array.shape
         wanted = array.dtype if dtype is None else self._dtype(dtype)
-        with self._on(self._copying_device(array, name)):
+        with self._on(self._copying_device(array, name, dtype)):
             copy = self._cupy.empty((*sizes, _aligned(columns)), wanted)[..., :columns]
             copy[...] = array
         return copy
 
-    def _copying_device(self, array: Any, name: str) -> int:
-        """The device of an argument that is to be copied there."""
+    def _copying_device(self, array: Any, name: str, dtype: str | None = None) -> int:
+        """The device of an argument that is to be copied there, perhaps to another dtype."""
         device: int = array.data.device_id
         if self.is_capturing(device):
+            usable = "a 16-byte aligned array with strides that are positive multiples of 8 elements"
+            if dtype is not None:
+                usable = f"an array of {dtype} whose last dimension is contiguous"
             raise ValueError(
-                f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, a 16-byte aligned array with "
-                "strides that are positive multiples of 8 elements (a copy made now would not outlive the "
-                f"capture), got address {array.data.ptr:#x}, strides {array.strides} bytes"
+                f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, {usable} (a copy made now "
+                f"would not outlive the capture), got {array.dtype}, address {array.data.ptr:#x}, strides "
+                f"{array.strides} bytes"
             )
         return device
 

@@ -124,6 +124,65 @@ def test_gradients_of_some(dims: tuple[int, int], needs: tuple[str, ...]) -> Non
         assert_same_bits(name, one, every[name])
 
 
+def relative_error(got: Any, want: Any) -> float:
+    """L2."""
+    return float((got.double() - want).norm() / want.norm())
+
+
+def test_parts_of_one_parameter_and_expanded_keys() -> None:
+    """Two captured views of a bfloat16 parameter, one of them permuted, and K and V of one head for all: the
+    gradients come back to what they are views of.
+    """
+    tokens, dim = 300, 64
+    draw = torch.Generator("cuda").manual_seed(5)
+
+    def leaf(*shape: int) -> Any:
+        values = torch.randn(shape, device="cuda", generator=draw).bfloat16()
+        return values.requires_grad_()
+
+    q, one_k, one_v = leaf(2, 4, tokens, dim), leaf(2, 1, tokens, dim), leaf(2, 1, tokens, dim)
+    whole, dout = leaf(2, 4, tokens), leaf(2, 4, tokens, dim).detach()
+    first, turned = whole[0], whole[1].t()
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + first[h, j] - turned[i, h] * s
+
+    k, v = (x.expand(-1, 4, -1, -1) for x in (one_k, one_v))
+    out = rawmla.flex_attention(q, k, v, score)
+    leaves = (q, one_k, one_v, whole)
+    got = torch.autograd.grad(out, leaves, dout)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    scores = exact[0] @ exact[1].mT * dim**-0.5
+    scores = scores + exact[3][0][:, None] - exact[3][1][..., None] * scores
+    wanted = torch.autograd.grad(scores.softmax(-1) @ exact[2], exact, dout.double())
+    for name, one, want in zip(("q", "k", "v", "whole"), got, wanted, strict=True):
+        assert one.shape == want.shape and relative_error(one, want) < 2.0**-7, name
+
+
+def test_a_derivative_of_ones_own() -> None:
+    """A score function may call a torch.autograd.Function."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return 3 * grad  # not the derivative, so that it shows
+
+    q, k, v, dout = torch.randn(4, 2, 4, 200, 64, device="cuda", dtype=torch.float16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def gradients(score: Any) -> Any:
+        return torch.autograd.grad(rawmla.flex_attention(*leaves, score), leaves, dout)
+
+    got = gradients(lambda s, b, h, i, j: Twice.apply(s))
+    want = gradients(lambda s, b, h, i, j: 2 * s)
+    for name, one, other, factor in zip(ARRAYS, got, want, (1.5, 1.5, 1.0), strict=True):
+        assert relative_error(one, factor * other.double()) < 2.0**-10, name
+
+
 def test_gradients_with_strides_of_zero() -> None:
     """What a sum gives as the gradient of out is a number that is broadcast."""
     inputs = make_flex_backward_inputs(BIASED)
@@ -213,9 +272,7 @@ def scores_of(kind: str, learned: Any, tokens: int) -> Any:
         "gate": lambda s, b, h, i, j: s * torch.sigmoid(learned[h]),
         "bias": lambda s, b, h, i, j: s + learned[h, i, j],
         "slopes": lambda s, b, h, i, j: s - learned[h] * (i - j),
-        "factor": lambda s, b, h, i, j: s * learned,
         "rows": lambda s, b, h, i, j: s * learned[h, i],
-        "distance": lambda s, b, h, i, j: s - (learned[i] - learned[j]).square().sum(-1),
         "square": lambda s, b, h, i, j: s * s,
         "silu": lambda s, b, h, i, j: torch.nn.functional.silu(s),
         "softcap": lambda s, b, h, i, j: 2 * torch.tanh(s / 2),
@@ -228,9 +285,7 @@ LEARNED: dict[str, Any] = {  # their shapes
     "gate": lambda heads, tokens: (heads,),
     "bias": lambda heads, tokens: (heads, tokens, tokens),
     "slopes": lambda heads, tokens: (heads,),
-    "factor": lambda heads, tokens: (),
     "rows": lambda heads, tokens: (heads, tokens),
-    "distance": lambda heads, tokens: (tokens, 3),
 }
 WITHOUT = ("plain", "square", "silu", "softcap", "trigonometric")
 in_eager = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -241,7 +296,7 @@ in_eager = pytest.mark.filterwarnings("ignore:flex_attention called without torc
 @pytest.mark.parametrize("kind", (*WITHOUT, *LEARNED))
 def test_against_torch(kind: str) -> None:
     """The mean error is at most 2.1 times that of torch's flex_attention in bfloat16, both from torch's in
-    float64.
+    float64. It has no gradient, without being compiled, of a tensor without dimensions or one of vectors.
     """
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     heads, tokens, dim = 4, 500, 64

