@@ -31,7 +31,7 @@ NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/
 
 README_CASES = (
     "decode-b128-q1-k8192-h128-bf16-fixed",
-    "decode-b128-q1-k8192-h16-bf16-fixed",
+    "decode-b128-q1-k8192-h64-bf16-fixed",
     "decode-b1-q1-k8192-h128-bf16-fixed",
     "sparse-v32-b2-q2-k32768-h128-top2048",
     "sparse-v32-b128-q1-k32768-h16-top2048",

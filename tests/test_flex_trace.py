@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -190,6 +191,15 @@ def test_literal_indices_are_parameters_on_any_default_device() -> None:
     finally:
         torch.set_default_device(None)
     assert got.text == want.text and [capture.array is SQUARE for capture in got.captures] == [True]
+
+
+def test_elements_of_a_vector_are_told_apart_without_moving_the_index_inside() -> None:
+    """ptxas of CUDA 12.6 to 13.2 gets comparisons of an index that was moved inside wrong: tests/gpu/
+    test_flex_operators.py has what comes out.
+    """
+    text = trace(lambda s, b, h, q, k: s + (PLACES[q] * s)[h % 3], "score_mod").text
+    assert "wrapped(" in text and re.search(r"\(v(\d+) < 1 \? v\d+ : \(v\1 == 1 \? v\d+ : v\d+\)\)", text)
+    assert "inside(" not in text
 
 
 def test_a_tensor_is_captured_once() -> None:

@@ -53,6 +53,12 @@ __device__ __forceinline__ int inside(i64 index, int size) {
     return static_cast<int>(index < 0 ? 0 : index < size ? index : size - 1);
 }
 
+// An index of a few elements, which is not moved inside: what is less than 1 means the first, and what is not
+// less than the last one's place the last. ptxas of CUDA 12.6 to 13.2 compiles max(min(i, c), 0) == c, beside
+// other uses of the maximum, so that it holds for 0 <= i < c too.
+__device__ __forceinline__ int wrapped(int index, int size) { return index < 0 ? index + size : index; }
+__device__ __forceinline__ int wrapped(i64 index, int size) { return inside(index, size); }
+
 // How an array lies: anyhow; so that 32 bits count its elements; and with a contiguous last dimension too.
 enum class Layout : int { kAny = 0, kSmall = 1, kSmallRows = 2 };
 

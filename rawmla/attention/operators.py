@@ -559,17 +559,27 @@ def _choose(writer: Writer, value: Value, indices: Sequence[Any]) -> Value:
     """Elements of a short vector in between, by indices that only the kernel knows."""
     for dim in reversed([place for place, index in enumerate(indices) if index is not None]):
         extent = value.shape[dim]
-        index = writer.let("int", f"inside({_index_item(writer, indices[dim])}, {extent})")
+        index = writer.let("int", f"wrapped({_index_item(writer, indices[dim])}, {extent})")
         shape = value.shape[:dim] + value.shape[dim + 1 :]
         choices = [_without(value, dim, i) for i in range(extent)]
         chosen = choices[-1].items
         for i, choice in reversed(list(enumerate(choices[:-1]))):
             chosen = tuple(
-                f"({index} == {i} ? {one} : {other})" for one, other in zip(choice.items, chosen, strict=True)
+                f"({_is_at(index, i, extent)} ? {one} : {other})"
+                for one, other in zip(choice.items, chosen, strict=True)
             )
         names = tuple(writer.let(_C_TYPES[value.dtype], item) for item in chosen)
         value = Value(value.dtype, shape, names)
     return value
+
+
+def _is_at(index: str, place: int, extent: int) -> str:
+    """Whether a `wrapped` index means this one of so many elements."""
+    if extent == 1:
+        return "true"
+    if place == 0:
+        return f"{index} < 1"
+    return f"{index} == {place}" if place < extent - 1 else f"{index} > {place - 1}"
 
 
 def _of_range(writer: Writer, dim: range, item: str) -> str:
@@ -601,7 +611,7 @@ def _index_put(
     """A short vector with another element, or one to which something is added."""
     value = writer.value(x)
     chosen = {
-        dim: writer.let("int", f"inside({_index_item(writer, index)}, {value.shape[dim]})")
+        dim: writer.let("int", f"wrapped({_index_item(writer, index)}, {value.shape[dim]})")
         for dim, index in enumerate(indices)
         if index is not None
     }
@@ -614,7 +624,7 @@ def _index_put(
         position = 0
         for dim in kept:
             position = position * value.shape[dim] + place[dim]
-        here = " & ".join(f"({index} == {place[dim]})" for dim, index in chosen.items())
+        here = " & ".join(f"({_is_at(index, place[dim], value.shape[dim])})" for dim, index in chosen.items())
         item = f"torch_add({old}, {new.items[position]})" if accumulate else new.items[position]
         items.append(writer.let(_C_TYPES[meta.dtype], f"{here} ? {item} : {old}"))
     return Value(meta.dtype, value.shape, tuple(items))

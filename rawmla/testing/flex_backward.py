@@ -270,11 +270,12 @@ def check_flex_backward(
     `results` are the out and lse that the backward pass was given, `got` dq, dk, dv and captured gradients by
     name. From these the L2 error of dq, dk and dv, relative to its norm, is at most a whole step of the
     dtype, and that of a row of 64 columns or more 1.25 half-steps of itself and of its terms, which in dq and
-    dk are rounded twice; 4 times as much for functions of which kernels have approximate instructions.
-    Besides there is what float32 leaves of terms that cancel. The error of a captured gradient is at most a
-    whole step of the coarser of that dtype and its own, and what float32 leaves: its terms are never rounded
-    to the dtype, so that there is no allowance for them. Rows that attend nothing or that nothing attends are
-    0, and so is dv without a gradient of out.
+    dk are rounded twice, and twice that where all of q and k are positive: the terms of a row, and so their
+    errors, then point the same way. 4 times as much for functions of which kernels have approximate
+    instructions. Besides there is what float32 leaves of terms that cancel. The error of a captured gradient
+    is at most a whole step of the coarser of that dtype and its own, and what float32 leaves: its terms are
+    never rounded to the dtype, so that there is no allowance for them. Rows that attend nothing or that
+    nothing attends are 0, and so is dv without a gradient of out.
     """
     import torch
 
@@ -282,6 +283,7 @@ def check_flex_backward(
     with torch.no_grad():  # the inputs may require grad
         want = reference_backward(inputs, gradients, results)
     times = 4.0 if _is_approximate(inputs) else 1.0
+    rows = 2.0 if inputs.score is not None and inputs.score.positive else 1.0
     problems = []
     dq, dk, dv, captured = got
     for i, (gradient, source) in enumerate(zip((dq, dk, dv), (inputs.q, inputs.k, inputs.v), strict=True)):
@@ -292,7 +294,7 @@ def check_flex_backward(
         unused = want.rows.floors[i] == 0
         if not bool((gradient[unused] == 0).all()):
             problems.append(f"{NAMES[i]} is not 0 in a row that takes no part")
-        problems += problems_of_gradient(i, gradient, want.rows, case.dtype, times)
+        problems += problems_of_gradient(i, gradient, want.rows, case.dtype, times, rows)
     attending = results[1] > -inf
     if not bool((gradients.dout[attending] != 0).any()) and not bool((dv == 0).all()):
         problems.append("dv is not 0 without a gradient of out")

@@ -350,8 +350,12 @@ def check_mha_backward(
         raise AssertionError(f"{case.id}: {'; '.join(problems)}")
 
 
-def problems_of_gradient(i: int, got: Any, want: BackwardResults, dtype: str, times: float) -> list[str]:
-    """What is wrong with dq, dk or dv, which may be off by so many times what a dtype's rounding costs."""
+def problems_of_gradient(
+    i: int, got: Any, want: BackwardResults, dtype: str, times: float, rows: float = 1.0
+) -> list[str]:
+    """What is wrong with dq, dk or dv, which may be off by so many times what a dtype's rounding costs, and a
+    row by `rows` times that.
+    """
     name, values, size, floor = NAMES[i], want.values[i], want.sizes[i], want.floors[i]
     if not got.numel():
         return []
@@ -369,7 +373,9 @@ def problems_of_gradient(i: int, got: Any, want: BackwardResults, dtype: str, ti
     if got.shape[-1] >= 64:
         # P is rounded, and in dq and dk besides what follows from it, dS.
         rounded = 1 if name == "dv" else 2
-        allowed = 1.25 * times * HALF_STEP[dtype] * (rounded * size.square() + norm.square()).sqrt() + floor
+        allowed = (
+            1.25 * rows * times * HALF_STEP[dtype] * (rounded * size.square() + norm.square()).sqrt() + floor
+        )
         worst = float((error / allowed).max())
         if not worst <= 1:
             problems.append(f"L2 error of a row of {name} {worst:.3g} times what is allowed")

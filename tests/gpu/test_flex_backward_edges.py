@@ -385,7 +385,7 @@ def test_what_functions_give_where_it_is_masked(spoiler: float) -> None:
         call = backward_inputs(sizes, "both")
 
         def score(s: Any, b: Any, h: Any, q: Any, k: Any, masked: Any = masked) -> Any:
-            return torch.where(masked(b, h, q, k), spoiler * s, s)
+            return torch.where(masked(b, h, q, k), spoiler, s)
 
         check_backward(call, backward_of(call, score_mod=score))
 
