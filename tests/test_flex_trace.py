@@ -265,7 +265,7 @@ def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         ),
         (_side_effect, "score_mod", ValueError, ("_side_effect", "side effects", "aten::add_")),
         (
-            lambda s, b, h, q, k: torch.cond(q > k, lambda x: x * 2, lambda x: x, (s,)),
+            lambda s, b, h, q, k: torch.cond(q > k, lambda x: x * 2, lambda x: x + 1, (s,)),
             "score_mod",
             NotImplementedError,
             ("score_mod", "operator with functions"),
