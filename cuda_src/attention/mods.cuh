@@ -55,7 +55,8 @@ __device__ __forceinline__ int inside(i64 index, int size) {
 
 // An index of a few elements, which is not moved inside: what is less than 1 means the first, and what is not
 // less than the last one's place the last. ptxas of CUDA 12.6 to 13.2 compiles max(min(i, c), 0) == c, beside
-// other uses of the maximum, so that it holds for 0 <= i < c too.
+// other uses of the maximum, so that it holds for 0 <= i < c too. It
+// has no such instruction for 64 bits, so those indices may be moved.
 __device__ __forceinline__ int wrapped(int index, int size) { return index < 0 ? index + size : index; }
 __device__ __forceinline__ int wrapped(i64 index, int size) { return inside(index, size); }
 

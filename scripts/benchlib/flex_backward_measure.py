@@ -71,8 +71,8 @@ def gradients_of_pairs(
 
 
 def gradient_of_factors(case: FlexBackwardCase, inputs: FlexBackwardArrays) -> Any:
-    """The gradient of the factor of each head, float64 `[h_q]`: a sum over all pairs, a row of heads and
-    tokens at a time.
+    """The gradient of the factor of each head, float64 `[h_q]`: a sum over all pairs, which is made
+    for one head of one request at a time.
     """
     factors = inputs.table.detach().double().expand(case.h_q)
     found = torch.zeros_like(factors)
