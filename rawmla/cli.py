@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Wrong usage exits with 2, Ctrl-C with 130.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m rawmla", description="Attention kernels for Hopper: MLA and dense attention."
+        prog="python -m rawmla", description="Attention kernels for Hopper: MLA, dense and flex attention."
     )
     parser.add_argument("--version", action="version", version=f"rawmla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -49,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compile the kernels ahead; needs no GPU",
         description="Compile the kernels into the cache, so that no program waits for it. Needs no GPU.",
     )
-    compiling.add_argument("--all", action="store_true", help="every variant, not only the common ones")
+    compiling.add_argument(
+        "--all",
+        action="store_true",
+        help="all of MLA, and dense attention and prefix prefill with the usual head dimensions; not those "
+        "with softcap, ALiBi, FP8 output, or functions of yours, which are compiled at their first call",
+    )
     compiling.add_argument(
         "--out",
         type=Path,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,6 @@ from .kernels.mha_backward import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import attention, gradients, prefix
 from .mla import cache, decode, indices, merge, plan, sparse_prefill
-from .mla.plan import FlashMLASchedMeta
 from .stand_ins import Described, NoFramework, StandIn
 
 __all__ = ["warmup", "warmup_call"]
@@ -70,6 +69,7 @@ def warmup(
         `sparse_formats`.
     mha_head_dims : iterable of pairs of int, optional
         Head dimensions (d_qk, d_v) of MHA, each 1 to 256; `warmup_call` loads what a softcap or slopes need.
+        Of "flex" the kernels are the same for all, and none if there is no pair.
         None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" or "flex" is named, else
         none.
     mha_backward_head_dims : iterable of pairs of int, optional
@@ -154,10 +154,10 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
     """
     if not any(function is known for known in _functions()):
         raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
-    if function is create.create_block_mask:  # no array tells its framework
-        function = create.load
     if as_bool("backward", backward) and function not in _WITH_BACKWARD:
         raise ValueError(f"backward: expected False, as {function.__name__} has no backward, got True")
+    if function is create.create_block_mask:  # no array tells its framework
+        function = create.load
     stand_ins = [_stand_in(value) for value in args]
     named = {name: _stand_in(value) for name, value in kwargs.items()}
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
@@ -271,10 +271,11 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, tuple):
         made = [_stand_in(one) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)  # AuxRequest has fields
-    if isinstance(value, FlashMLASchedMeta):
-        arrays = value.tile_scheduler_metadata, value.num_splits
-        rows, num_splits = map(_stand_in, arrays)
-        return replace(value, tile_scheduler_metadata=rows, num_splits=num_splits)
+    if plan.is_plan_object(value):
+        copied = copy.copy(value)
+        copied.tile_scheduler_metadata = _stand_in(value.tile_scheduler_metadata)
+        copied.num_splits = _stand_in(value.num_splits)
+        return copied
     if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
         parts = {name: getattr(value, name) for name in _MASK if hasattr(value, name)}
         return SimpleNamespace(**{name: _stand_in(part) for name, part in parts.items()})

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -373,11 +374,17 @@ def cubin_compiler(folder: Path) -> str:
     return versions.pop()
 
 
+def errors_of_rows(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """As scripts/bench.py notes them."""
+    return [f"{row['case']}: {row['error']}" for row in rows if "error" in row]
+
+
 def merge_runs(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """Two benchmarks of the same sources, compiler and device as one; none of the old figures is lost.
 
     Of a case in both, the newer figures count, beside those that only the older row has; one that failed now
-    and did not before keeps the older row. The rest, such as the ceilings, is of the run with more cases.
+    and did not before keeps the older row. Errors are those of the rows, and what else went wrong in the new
+    run. The rest, such as the ceilings, is of the run with more cases.
     """
     if old is None:
         return new
@@ -388,6 +395,8 @@ def merge_runs(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
             rows[row["case"]] = row
         elif "error" not in row:
             rows[row["case"]] = {**known, **row}
+    of_new_rows = errors_of_rows(new["rows"])
+    others = [error for error in new["errors"] if error not in of_new_rows]
     cases = [case for case in families.all_cases() if case.id in rows]
     lesser, greater = (new, old) if len(old["rows"]) > len(new["rows"]) else (old, new)
     return {
@@ -396,7 +405,7 @@ def merge_runs(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any
         "method": families.methods(cases),
         "sustain_seconds": max(old["sustain_seconds"], new["sustain_seconds"]),
         "rows": [rows[case.id] for case in cases],
-        "errors": [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row],
+        "errors": [*others, *errors_of_rows(rows.values())],
     }
 
 

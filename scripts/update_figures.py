@@ -3,8 +3,7 @@
 
 README gets a table of a few cases between its two markers, docs/performance.md every case of every compiler.
 Times of other libraries come from docs/peers-h200.json. With --page only the page of every case is written,
-from another record. Without a record both say that nothing has been
-measured yet.
+from another record. Without a record both say that nothing has been measured yet.
 """
 
 import argparse
@@ -44,16 +43,28 @@ README_CASES = (
 )
 """Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
 
-LEGEND = (
-    "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures; stored "
-    "times of other libraries were taken so, and ratios to them are formed with this column alone. "
-    "Sustained: the graph is replayed without a pause, and the mean over the second half is what a server "
-    "sees at the power limit. A library beside ran in the same process, in turns with rawmla and in "
-    "all three ways. A dash: not measured. Better other library: the faster of FlashMLA and "
-    "FlashAttention-3 (which is stored for dense decoding with fixed lengths); of sparse attention with 8 "
-    "to 32 heads, FlashMLA runs 64; of dense and flex attention, forward and backward, what ran beside; of "
-    "prefix prefill vLLM's Triton kernel."
+WAYS = (
+    "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures. "
+    "Sustained: the graph is replayed without a pause, and the mean is of the second half; under longer "
+    "load it is slower. A library beside ran in the same process, in turns with rawmla and in all three "
+    "ways."
 )
+STORED = (
+    "Stored times of other libraries were taken without rests, and ratios to them are formed with that "
+    "column alone. A dash: not measured. Fastest other library: the faster of FlashMLA and "
+    "FlashAttention-3 (which is stored for dense decoding with fixed lengths); of sparse attention with 8 "
+    "to 32 heads, FlashMLA runs 64; of dense and flex attention, forward and backward, what ran beside; "
+    "of prefix prefill vLLM's Triton kernel."
+)
+NOT_STORED = (
+    "Fastest other library: of those that ran beside. A dash: none did. Stored times of FlashMLA and vLLM "
+    "are of an H200: docs/performance-h200.md."
+)
+
+
+def legend(stored: Sequence[against.Stored]) -> str:
+    """What the columns mean, with and without stored times of other libraries."""
+    return f"{WAYS} {STORED if stored else NOT_STORED} {against.NOTE}"
 
 
 def group_of_tests(name: str) -> str:
@@ -141,7 +152,7 @@ def stored_peers(record: dict[str, Any], path: Path) -> list[against.Stored]:
 
 
 def readme_cells(rows: Sequence[Row], stored: Sequence[against.Stored]) -> report.Cells:
-    """The few cases of README, each beside the better other library."""
+    """The few cases of README, each beside the fastest other library."""
 
     way = against.LIST_WAY
 
@@ -159,8 +170,8 @@ def readme_cells(rows: Sequence[Row], stored: Sequence[against.Stored]) -> repor
         columns.RESTED,
         columns.WITHOUT_RESTS,
         columns.SUSTAINED,
-        Column("better other library, no rests µs", peer),
-        Column("it / rawmla", ratio),
+        Column("fastest other library, no rests µs", peer),
+        Column("its time / rawmla's", ratio),
     )
     by_case = {row["case"]: row for row in rows}
     return columns.texts(shown, [by_case[name] for name in README_CASES if name in by_case])
@@ -174,12 +185,13 @@ def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
     if record["bench"]:
         version = compilers(record)[0]
         rows = families.named(record["bench"][version]["rows"])
+        stored = stored_peers(record, peers)
         parts += [
             f"A few cases, kernels compiled by NVRTC {version}; every case is in "
             "[docs/performance.md](docs/performance.md). In their names b counts requests, q query tokens of "
             "each, s, k, kv or ctx tokens of context, h heads, top selected tokens:",
-            report.markdown(readme_cells(rows, stored_peers(record, peers))),
-            f"{LEGEND} {against.NOTE}",
+            report.markdown(readme_cells(rows, stored)),
+            legend(stored),
             "![Roofline of the benchmark](docs/roofline.png)",
         ]
     return "\n\n".join(parts)
@@ -192,14 +204,14 @@ def performance_page(record: dict[str, Any] | None, peers: Path, name: str = REC
         return "\n\n".join([parts[0], NOTHING_YET]) + "\n"
     parts.append(describe_machine(record))
     if record["bench"]:
+        stored = stored_peers(record, peers)
         parts += [
             f"`{peers.relative_to(ROOT).as_posix()}` has other libraries' times and how they were taken. "
-            f"{LEGEND} {against.NOTE}",
+            f"{legend(stored)}",
             "[benchmark.md](benchmark.md) says more on how the figures are made.",
         ]
         if name == RECORD.name:
             parts.append("![Roofline of the benchmark](roofline.png)")
-        stored = stored_peers(record, peers)
         for version in compilers(record):
             parts += compiler_parts(version, record["bench"][version], stored)
         methods = dict.fromkeys(run["method"] for run in record["bench"].values())
@@ -233,7 +245,7 @@ def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.S
         parts.append(f"Failed: {'; '.join(failed)}.")
     summary = report.summary_cells(rows, stored)
     if len(summary) > 1:
-        parts += ["The better other library's time over rawmla's:", report.markdown(summary, code=False)]
+        parts += ["The faster other library's time over rawmla's:", report.markdown(summary, code=False)]
     for family in families.FAMILIES:
         cells = report.family_cells(family, rows, stored)
         if len(cells) > 1:

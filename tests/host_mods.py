@@ -8,6 +8,7 @@ import ctypes
 import functools
 import hashlib
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -50,7 +51,8 @@ def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> by
     """The bytes of a ScoreMod or MaskMod, given where its captures lie."""
     frame, _, numbers = reading_of(mod)
     lie = tuple([x for place in places for x in (place.shape, place.strides)])
-    return frame.make_form(lie).pack([place.ptr for place in places], numbers, gradients)
+    packed = frame.make_form(lie).pack([place.ptr for place in places], numbers)
+    return packed[: len(packed) - 8 * len(gradients)] + struct.pack(f"<{len(gradients)}Q", *gradients)
 
 
 @functools.cache
@@ -139,7 +141,7 @@ class Differentiated(NamedTuple):
     derivatives: Any  # float32 [n]
     places: Any  # int64 [n, sites]
     gradients: dict[int, Any]  # by capture: the sums over all points, float32 of the capture's shape
-    facts: dict[str, bool]
+    is_one: bool  # kDerivativeIsOne
 
 
 def differentiate(traced: Any, scores: Any, indices: Any, grads: Any) -> Differentiated:
@@ -160,10 +162,10 @@ struct Sink {{
 }};
 extern "C" int size() {{ return sizeof(ScoreMod); }}
 extern "C" void run(const void* bytes, const float* scores, const int* at, const float* grads, int n,
-                    float* values, float* derivatives, i64* places, bool* facts) {{
+                    float* values, float* derivatives, i64* places, bool* is_one) {{
     ScoreMod mod;
     memcpy(static_cast<void*>(&mod), bytes, sizeof(ScoreMod));
-    facts[0] = ScoreMod::kDerivativeIsOne, facts[1] = ScoreMod::kSitesNeedScore;
+    *is_one = ScoreMod::kDerivativeIsOne;
     for (int i = 0; i < n; ++i, at += 4, places += ScoreMod::kSites) {{
         const auto both = mod.value_and_derivative(scores[i], at[0], at[1], at[2], at[3], 50, 50);
         values[i] = both.value, derivatives[i] = both.derivative;
@@ -181,17 +183,16 @@ extern "C" void run(const void* bytes, const float* scores, const int* at, const
     assert library.size() == len(packed)
     values, derivatives = torch.empty(n), torch.empty(n)
     found = torch.full((n, sites), -1, dtype=torch.int64)
-    facts = (ctypes.c_bool * 2)()
+    is_one = ctypes.c_bool()
     inputs = (scores.float().contiguous(), indices.to(torch.int32).contiguous(), grads.float().contiguous())
     library.run(
         packed,
         *[ctypes.c_void_p(x.data_ptr()) for x in inputs],
         n,
         *[ctypes.c_void_p(x.data_ptr()) for x in (values, derivatives, found)],
-        facts,
+        ctypes.byref(is_one),
     )
-    names = ("kDerivativeIsOne", "kSitesNeedScore")
-    return Differentiated(values, derivatives, found, gradients, dict(zip(names, facts, strict=True)))
+    return Differentiated(values, derivatives, found, gradients, is_one.value)
 
 
 def wanted(function: Callable[..., Any], kind: str, scores: Any, indices: Any) -> Any:

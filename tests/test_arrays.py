@@ -221,6 +221,14 @@ class TestCupyMemory:
             with pytest.raises(ValueError, match=r"^q: expected, inside a CUDA-graph capture"):
                 copy(cupy_array((2, 3)), "q")
 
+    def test_what_a_capture_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        framework, _ = cupy_framework(monkeypatch, capturing=True)
+        layout = "a 16-byte aligned array whose last dimension is contiguous and whose other strides are"
+        with pytest.raises(ValueError, match=rf"^query: .* {layout} positive multiples of 8 elements \("):
+            framework.aligned_copy(cupy_array((2, 16), np.float16, offset=2), "query")
+        with pytest.raises(ValueError, match="an array of int32 whose last dimension is contiguous"):
+            framework.aligned_copy(cupy_array((2, 16), np.int64), "block_mask", "int32")
+
     def test_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for capturing in (False, True):
             framework, _ = cupy_framework(monkeypatch, capturing)

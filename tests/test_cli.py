@@ -172,7 +172,7 @@ def test_compile_without_nvrtc(
 
 
 def test_compile_that_keeps_nothing_is_a_failure(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     project.cache_dir.mkdir()
     project.cache_dir.chmod(0o777)

@@ -45,13 +45,8 @@ def kernel(includes: tuple[str, ...], parameters: str, body: str) -> str:
         ),
         ("tma_prefetch_{}d", "&map", "cp.async.bulk.prefetch.tensor.{}d.L2.global.tile"),
         ("tma_store_{}d", "&map, 64", "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group"),
-        (
-            "tma_reduce_add_{}d",
-            "&map, 64",
-            "cp.reduce.async.bulk.tensor.{}d.global.shared::cta.add.tile.bulk_group",
-        ),
     ],
-    ids=("load", "load_multicast", "prefetch", "store", "reduce_add"),
+    ids=("load", "load_multicast", "prefetch", "store"),
 )
 def test_tma(dims: int, function: str, arguments: str, instruction: str) -> None:
     """Each coordinate comes once, in order, behind what the instruction has before."""
@@ -169,13 +164,17 @@ def test_wgmma_of_every_width(n: int) -> None:
 def test_softmax_of_any_width(columns: int) -> None:
     """Scores of `columns` keys, masked by length and by bits, to P in shared memory, O rescaled."""
     count = columns // 2
-    both = "EitherMask<KeyLimits, KeyBits>{limits, KeyBits(x, y)}"
-    mask = both if columns <= 64 else "limits"  # bits are of 64 keys
+    mask = "KeyBits(x, y)" if columns <= 64 else "limits"  # bits are of 64 keys
     body = (
         f"float s[{count}], o[64]; u32 p[{count // 2}]; float scale[2];\n"
         f"    for (int i = 0; i < {count}; ++i) s[i] = out[i * 128 + threadIdx.x];\n"
         "    for (int i = 0; i < 64; ++i) o[i] = out[-i * 128 + threadIdx.x];\n"
-        "    const KeyLimits limits{{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)}};\n"
+        "    struct Limits {\n"
+        "        enum { kMaxColumns = 256 };\n"
+        "        int first, second;\n"
+        "        __device__ bool hides(int i, int column) const { return column >= (i ? second : first); }\n"
+        "    };\n"
+        "    const Limits limits{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)};\n"
         f"    apply_mask(s, {mask});\n"
         "    SOFTMAX softmax; RowMaximum top; top.block(s);\n"
         "    softmax.block<Dtype::kBf16>(s, 1.5f, p, FACTORS);\n"
@@ -195,15 +194,14 @@ def test_softmax_of_any_width(columns: int) -> None:
 
 
 def test_mask_refuses_columns_it_cannot_tell_apart() -> None:
-    """Bits are of 64 keys, also next to a mask that has more columns."""
-    for mask in ("KeyBits(x, y)", "EitherMask<KeyLimits, KeyBits>{{{x, y}}, KeyBits(x, y)}"):
-        body = f"float s[64]; apply_mask(s, {mask}); out[x] = s[y];"
-        text = kernel(("attention/masks.cuh",), "float* out", body)
-        result = nvrtc.compile_source(
-            SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
-        )
-        assert result.status == "NVRTC_ERROR_COMPILATION"
-        assert "the mask has fewer columns than the scores" in result.log
+    """Bits are of 64 keys."""
+    body = "float s[64]; apply_mask(s, KeyBits(x, y)); out[x] = s[y];"
+    text = kernel(("attention/masks.cuh",), "float* out", body)
+    result = nvrtc.compile_source(
+        SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
+    )
+    assert result.status == "NVRTC_ERROR_COMPILATION"
+    assert "the mask has fewer columns than the scores" in result.log
 
 
 def test_visible_keys() -> None:

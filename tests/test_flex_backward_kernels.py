@@ -54,7 +54,6 @@ def reading(indices: str, value: str, *sites: Site, rank: int) -> Mod:
             else f"return {{score + mod.t0({indices}), 1.0f}};",
             "score" not in value,
             f"gradient_sink.template add<0>(mod.t0.place({indices}), {value});",
-            "score" in value,
             (0,),
             sites,
         ),

@@ -220,7 +220,7 @@ def test_in_units() -> None:
 
 
 DIGITS = np.dtype([("digits", "<i8", (12, 32)), ("rest", "<f4", 32)])
-CELLS = np.dtype([("units", "<i8"), ("rest", "<f4"), ("unused", "<u4")])
+CELLS = np.dtype({"names": ("units", "rest"), "formats": ("<i8", "<f4"), "itemsize": 16})
 
 
 def run_in_digits(scores: Any, grads: Any, seen: Any) -> list[Any]:

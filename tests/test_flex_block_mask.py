@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+
+import rawmla
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -67,6 +72,9 @@ def test_without_full_blocks() -> None:
     (
         0,
         (1, 2),
+        np.int64(1),
+        (0, np.int32(-1), np.int64(2)),
+        (slice(None), slice(None), -1),
         (-1, slice(1, 3)),
         (slice(None), slice(None), slice(3, None)),
         (0, slice(None), slice(0, 2)),
@@ -79,7 +87,7 @@ def test_index(index: Any) -> None:
     ours, _ = pair("per head")
     part = ours[index]
     given = index if isinstance(index, tuple) else (index,)
-    kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
+    kept = tuple(slice(i, int(i) + 1 or None) if isinstance(i, (int, np.integer)) else i for i in given)
     assert torch.equal(part.to_dense(), ours.to_dense()[kept])
     rows = torch.arange(Q_LEN).split(SIZE)
     chosen = rows[kept[2]] if len(kept) == 3 else rows
@@ -91,6 +99,45 @@ def test_index(index: Any) -> None:
 def test_too_many_indices() -> None:
     with pytest.raises(IndexError, match="at most 3 indices, got 4"):
         pair("causal")[0][0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("index", (2, -3, (0, 3), (0, np.int64(-4)), (0, 0, 16)), ids=str)
+def test_index_out_of_range(index: Any) -> None:
+    with pytest.raises(IndexError, match=r"^block_mask: expected an index of -\d+ to \d+, got -?\d+$"):
+        pair("causal")[0][index]
+
+
+def test_iteration_ends() -> None:
+    ours, _ = pair("per head")
+    requests = list(islice(ours, 5))
+    assert [part.shape for part in requests] == [(1, 3, Q_LEN, KV_LEN)] * 2
+    assert torch.equal(torch.cat([part.to_dense() for part in requests]), ours.to_dense())
+
+
+def test_rows_by_numbers_are_whole_blocks() -> None:
+    """Whether the last one is among those of a tensor, which may be shorter, nobody looks."""
+    part = pair("causal")[0][:, :, torch.tensor([0, 15])]
+    assert part.shape == (2, 3, 2 * SIZE, KV_LEN)
+
+
+ROWS = torch.arange(16) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    (
+        (True, "^block_mask: expected an int, .* got bool True$"),
+        ((0, np.True_), "^block_mask: expected an int, .* got bool"),
+        *[
+            ((slice(None), 0, rows), "^block_mask: expected rows by numbers, .* got bools$")
+            for rows in (ROWS, ROWS.tolist(), ROWS.numpy(), ROWS.byte())
+        ],
+        ((0, 0, torch.tensor(3)), r"^block_mask: expected rows by numbers, .* got shape \[\]$"),
+    ),
+)
+def test_indices_that_are_refused(index: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        pair("causal")[0][index]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -127,6 +174,62 @@ def test_as_tuple_and_to() -> None:
     assert mask.as_tuple()[:2] == (Q_LEN, KV_LEN) and mask.as_tuple(flatten=False)[0] == (Q_LEN, KV_LEN)
     moved = mask.to("meta")
     assert moved.kv_indices.device.type == "meta" and moved.mask_mod is mask.mask_mod
+
+
+def test_a_module_stays_where_it_is() -> None:
+    class Near(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("most", torch.tensor(9))
+
+        def forward(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return q - k < self.most
+
+    mask, _ = pair("causal")
+    mask.mask_mod = Near()
+    moved = mask.to("meta")
+    assert moved.kv_indices.device.type == "meta" and moved.mask_mod is mask.mask_mod
+    assert mask.mask_mod.most.device.type == "cpu"
+
+
+@pytest.mark.parametrize("device", (1, "cuda:1", torch.device("cuda", 1)), ids=str)
+def test_to_of_cupy(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    """Lists are copied by CuPy while the other device is current; there is none here."""
+    cupy = pytest.importorskip("cupy")
+    current: list[int] = []
+    made: list[Any] = []
+
+    class Device:
+        def __init__(self, ordinal: int) -> None:
+            self.ordinal = ordinal
+
+        def __enter__(self) -> None:
+            current.append(self.ordinal)
+
+        def __exit__(self, *error: object) -> None:
+            current.pop()
+
+    def asarray(array: Any) -> Any:
+        made.append((array, *current))
+        return SimpleNamespace(**vars(array))
+
+    monkeypatch.setattr(cupy.cuda, "Device", Device)
+    monkeypatch.setattr(cupy, "asarray", asarray)
+    lists = [SimpleNamespace(shape=shape, __cuda_array_interface__={}) for shape in ((1, 1, 2), (1, 1, 2, 3))]
+    moved = BlockMask((32, 48), *lists, BLOCK_SIZE=16).to(device)
+    assert [(array is given, on) for (array, on), given in zip(made, lists, strict=True)] == [(True, 1)] * 2
+    assert moved.kv_num_blocks is not lists[0] and moved.kv_indices is not lists[1] and not current
+    assert (moved.seq_lengths, moved.BLOCK_SIZE, moved.q_indices) == ((32, 48), (16, 16), None)
+    with pytest.raises(ValueError, match="^device: expected a CUDA device, got str 'cpu'"):
+        moved.to("cpu")
+
+
+@pytest.mark.parametrize(("join", "operator"), ((and_masks, "&&"), (or_masks, r"\|\|")))
+def test_masks_of_what_is_no_function(join: Any, operator: str) -> None:
+    for given, got in ((rawmla.CudaMod("q_idx >= kv_idx"), "CudaMod"), ("q_idx >= kv_idx", "str '.*'")):
+        text = rf"^mask_mods\[1\]: expected a Python function, got {got}; join CUDA text by {operator}$"
+        with pytest.raises(TypeError, match=text):
+            join(noop_mask, given)
 
 
 def test_masks_of_masks() -> None:

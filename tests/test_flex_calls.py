@@ -702,6 +702,9 @@ class TestArrays:
             change(name, dtype=dtype)(arguments)
         call(arguments)
         assert made == [("key", "float16")] and only(world).call.dtype == "float16"
+        change("query", dtype="float16", ptr=0x1002)(arguments)
+        call(arguments)
+        assert made[1:] == [("query", None), ("key", "float16")]  # that of query is no other
 
     @pytest.mark.parametrize("empty", ("queries", "requests"))
     def test_no_queries(self, world: World, empty: str) -> None:

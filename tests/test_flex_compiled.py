@@ -58,6 +58,22 @@ def test_recording_is_refused(world: World) -> None:
         )
 
 
+def test_fake_tensors_are_refused(world: World) -> None:
+    """There is no operator that they could go through."""
+    text = "^flex attention: cannot be called under FakeTensorMode"
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(B, H, L, D, dtype=torch.bfloat16, device="cuda")
+        lse = torch.empty(B, H, L, device="cuda")
+        with pytest.raises(NotImplementedError, match=text):
+            rawmla.flex_attention(q, q, q)
+        with pytest.raises(NotImplementedError, match=text):
+            rawmla.flex_attention_backward(q, q, q, q, q, lse)
+        with pytest.raises(NotImplementedError, match=text):
+            rawmla.create_block_mask("q_idx >= kv_idx", None, None, L, L)
+    with pytest.raises(TypeError, match="^query: .*got .*FakeTensor; .*flex attention takes no fake tensors"):
+        rawmla.flex_attention(q, q, q)
+
+
 def test_calls(world: World) -> None:
     bias = torch.randn(H)
 

@@ -39,6 +39,7 @@ def world(monkeypatch: pytest.MonkeyPatch, named: list[str]) -> World:
         return made.framework
 
     monkeypatch.setattr(create, "framework_named", framework_named)
+    monkeypatch.setattr(create, "_has_torch", lambda: True)
     monkeypatch.setattr(jit, "current_device", lambda: CURRENT)
     return made
 
@@ -201,6 +202,14 @@ def test_without_torch(world: World, named: list[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(create, "_has_torch", lambda: False)
     rawmla.create_block_mask("q_idx >= kv_idx", None, None, 300, 500)
     assert named == ["cupy"]
+
+
+@pytest.mark.parametrize("is_built", (False, True))
+def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
+    """Its tensors cannot be on a GPU, so CuPy makes the lists."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    assert create._has_torch() is is_built
 
 
 def test_python_functions(world: World) -> None:

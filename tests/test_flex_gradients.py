@@ -187,7 +187,6 @@ class Captured(NamedTuple):
     build: Callable[..., Callable[..., Any]]
     shapes: tuple[tuple[int, ...], ...]
     sites: list[tuple[int, bool, bool]]  # gradient, by_q, by_kv
-    needs_score: bool = False
     dtype: torch.dtype = torch.float32
 
 
@@ -201,20 +200,18 @@ CAPTURED: dict[str, Captured] = {
         lambda t: lambda s, b, h, q, k: s + t[q, k] + t[k, q], ((L, L),), [(0, True, True)] * 2
     ),
     "by head": Captured(lambda t: lambda s, b, h, q, k: s + t[h], ((H,),), [(0, False, False)]),
-    "scale by head": Captured(
-        lambda t: lambda s, b, h, q, k: s * t[h], ((H,),), [(0, False, False)], needs_score=True
-    ),
+    "scale by head": Captured(lambda t: lambda s, b, h, q, k: s * t[h], ((H,),), [(0, False, False)]),
     "gate": Captured(
-        lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h]), ((H,),), [(0, False, False)], True
+        lambda t: lambda s, b, h, q, k: s * torch.sigmoid(t[h]), ((H,),), [(0, False, False)]
     ),
     "by query": Captured(lambda t: lambda s, b, h, q, k: s + t[b, q], ((B, L),), [(0, True, False)]),
     "by key": Captured(lambda t: lambda s, b, h, q, k: s - 2 * t[h][k], ((H, L),), [(0, False, True)]),
     "relative": Captured(
         lambda t: lambda s, b, h, q, k: s + t[torch.clamp(q - k, -16, 16) + 16], ((33,),), [(0, True, True)]
     ),
-    "one element": Captured(lambda t: lambda s, b, h, q, k: s * t[0], ((1,),), [(0, False, False)], True),
+    "one element": Captured(lambda t: lambda s, b, h, q, k: s * t[0], ((1,),), [(0, False, False)]),
     "whole of one element": Captured(
-        lambda t: lambda s, b, h, q, k: (s * t).sum(), ((1,),), [(0, False, False)], True
+        lambda t: lambda s, b, h, q, k: (s * t).sum(), ((1,),), [(0, False, False)]
     ),
     "often": Captured(
         lambda t: lambda s, b, h, q, k: s + t[q] * t[q] + t[q].tanh() - t[k] + t[3] + t[-1],
@@ -225,7 +222,6 @@ CAPTURED: dict[str, Captured] = {
         lambda t, u, v: lambda s, b, h, q, k: s * u[h] + t[q] * v[k] - u[0],
         ((L,), (H,), (L,)),
         [(0, False, False), (1, True, False), (2, False, True), (0, False, False)],
-        True,
     ),
     "distance": Captured(
         lambda t: lambda s, b, h, q, k: s - (t[q] - t[k]).square().sum(-1),
@@ -239,12 +235,20 @@ CAPTURED: dict[str, Captured] = {
         lambda t: lambda s, b, h, q, k: s + t[DOCUMENTS[b, k]], ((5,),), [(0, False, True)]
     ),
     "by the score": Captured(
-        lambda t: lambda s, b, h, q, k: s + t[(s > 0).int()], ((2,),), [(0, True, True)], True
+        lambda t: lambda s, b, h, q, k: s + t[(s > 0).int()], ((2,),), [(0, True, True)]
     ),
     "slices": Captured(
         lambda t: lambda s, b, h, q, k: s + t[1:4, 0][h % 3] * t[:, 1].mean() + t[2].amax(),
         ((4, 3),),
         [],
+    ),
+    "slices beside indices": Captured(
+        lambda t: lambda s, b, h, q, k: s + t[h, 1:][q % 49] * t[..., k][h] + s * t[h, None, q][0],
+        ((H, L),),
+        [],
+    ),
+    "sums of nothing": Captured(
+        lambda t: lambda s, b, h, q, k: s * t[q][1] + (t[q] * s)[3:].sum() + t[k][:0].sum(), ((L, 3),), []
     ),
     "views": Captured(
         lambda t: lambda s, b, h, q, k: (
@@ -293,16 +297,14 @@ CAPTURED: dict[str, Captured] = {
         [(0, True, False), (0, False, True)],
     ),
     "bfloat16": Captured(
-        lambda t: lambda s, b, h, q, k: s * t[q].float() + t[k].float(), ((L,),), [], True, torch.bfloat16
+        lambda t: lambda s, b, h, q, k: s * t[q].float() + t[k].float(), ((L,),), [], torch.bfloat16
     ),
     "float16": Captured(
-        lambda t: lambda s, b, h, q, k: s + t[h].float() * (q - k), ((H,),), [], dtype=torch.float16
+        lambda t: lambda s, b, h, q, k: s + t[h].float() * (q - k), ((H,),), [], torch.float16
     ),
-    "float64": Captured(
-        lambda t: lambda s, b, h, q, k: s.double() * t[h, k], ((H, L),), [], True, torch.float64
-    ),
+    "float64": Captured(lambda t: lambda s, b, h, q, k: s.double() * t[h, k], ((H, L),), [], torch.float64),
     "in float64": Captured(
-        lambda t: lambda s, b, h, q, k: s.double() + t[h, k] ** 2, ((H, L),), [], dtype=torch.float64
+        lambda t: lambda s, b, h, q, k: s.double() + t[h, k] ** 2, ((H, L),), [], torch.float64
     ),
 }  # fmt: skip
 
@@ -350,7 +352,6 @@ def test_captured_tensors(name: str) -> None:
         torch.testing.assert_close(got.gradients[place].double(), source.grad, rtol=2e-5, atol=1e-4)
     if case.sites:
         assert [tuple(site) for site in traced.backward.sites] == case.sites
-        assert got.facts["kSitesNeedScore"] == case.needs_score
 
 
 @needs_host_compiler
@@ -394,15 +395,23 @@ def test_gradients_are_contiguous() -> None:
         torch.testing.assert_close(gradient, want)
 
 
+def _by_a_factor() -> tuple[Any, Any]:
+    """A tensor without dimensions on a device without memory, and a function that multiplies by it."""
+    factor = torch.zeros((), device="meta", requires_grad=True)
+    return factor, trace(lambda s, b, h, q, k: s * factor + factor, "score_mod", "meta", True)
+
+
 def test_a_tensor_without_dimensions() -> None:
     """On a device, where it is no number."""
-    factor = torch.zeros((), device="meta", requires_grad=True)
-    traced = trace(lambda s, b, h, q, k: s * factor + factor, "score_mod", "meta", True)
+    factor, traced = _by_a_factor()
     assert traced.backward is not None
     assert traced.backward.gradients == (0,) and traced.captures[0].array is factor
     assert traced.backward.sites == ((0, False, False),)
-    if needs_host_compiler.args[0]:
-        return
+
+
+@needs_host_compiler
+def test_derivatives_of_a_tensor_without_dimensions() -> None:
+    _, traced = _by_a_factor()
     scores, at, grads = _points()
     here = traced._replace(captures=(traced.captures[0]._replace(array=torch.tensor(0.75)),))
     got = differentiate(here, scores, at, grads)
@@ -593,19 +602,19 @@ def test_names_of_captured_tensors() -> None:
 # ---- text of the user's
 
 BIAS, SLOPES = torch.randn(H, L, L, generator=_draw(31)), torch.randn(H, generator=_draw(32)).bfloat16()
-TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]], tuple[bool, bool]]] = {
+TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]], bool]] = {
     "bias": (
         CudaMod("score + bias(h, q_idx, kv_idx)", {"bias": BIAS}, grad="grad",
                 capture_grads={"bias": ("h, q_idx, kv_idx", "grad")}),
         lambda bias, slopes: lambda s, b, h, q, k: s + bias[h, q, k],
-        [(0, True, True)], (True, False),
+        [(0, True, True)], True,
     ),
     "comments and statements": (
         CudaMod("const float x = score * n; // twice\nreturn x * slopes(h);", {"n": 2, "slopes": SLOPES},
                 grad="const float x = n * grad;\nreturn x * slopes(h); // by it",
                 capture_grads={"slopes": ("h // head", "grad * n * score // grad")}),
         lambda bias, slopes: lambda s, b, h, q, k: s * 2 * slopes[h],
-        [(0, False, False)], (False, True),
+        [(0, False, False)], False,
     ),
     "several": (
         CudaMod("slopes(0) * score + bias(0, q_idx, kv_idx) + bias(-1, kv_idx, 5)",
@@ -613,13 +622,13 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
                 capture_grads={"slopes": ("0", "score * grad"),
                                "bias": [("0, q_idx, kv_idx", "grad"), ("-1, kv_idx, 5", "grad")]}),
         lambda bias, slopes: lambda s, b, h, q, k: slopes[0] * s + bias[0, q, k] + bias[-1, k, 5],
-        [(0, True, True), (0, False, True), (1, False, False)], (False, True),
+        [(0, True, True), (0, False, True), (1, False, False)], False,
     ),
     "names inside": (
         CudaMod("const float value = score; const float v0 = value;\nreturn v0 + (q_len - q_len) + sink;",
                 {"sink": 0.0}, grad="const float value = grad; return value;"),
         lambda bias, slopes: lambda s, b, h, q, k: s,
-        [], (False, False),
+        [], False,
     ),
 }  # fmt: skip
 
@@ -638,7 +647,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.usefixtures("on_the_cpu")
 def test_cuda_text(name: str) -> None:
-    given, build, sites, (is_one, needs_score) = TEXTS[name]
+    given, build, sites, is_one = TEXTS[name]
     for tensor in (BIAS, SLOPES):
         tensor.requires_grad_()
     scores, at, grads = _points()
@@ -662,7 +671,7 @@ def test_cuda_text(name: str) -> None:
         name for name in ("bias", "slopes") if name in given.captures
     ]
     assert mod.backward is not None and [tuple(site) for site in mod.backward.sites] == sites
-    assert got.facts == {"kDerivativeIsOne": is_one, "kSitesNeedScore": needs_score}
+    assert got.is_one == is_one
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -26,13 +28,17 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
+def traced(*given: Any) -> Any:
+    return memo.read(*given).mod()
+
+
 def biased(table: Any, factor: Any = 1.0) -> Callable[..., Any]:
     return lambda s, b, h, q, k: s + table[q] * factor
 
 
 def test_other_tensors_of_the_kind(traces: list[Any]) -> None:
     first, second = torch.randn(50), torch.randn(50)
-    mods = [memo.traced(biased(table), "score_mod", "cpu") for table in (first, second, first)]
+    mods = [traced(biased(table), "score_mod", "cpu") for table in (first, second, first)]
     assert len(traces) == 1
     for mod, table in zip(mods, (first, second, first), strict=True):
         assert mod.captures[0].array is table
@@ -43,7 +49,7 @@ def test_numbers_as_indices_of_tensors_on_a_device(traces: list[Any]) -> None:
     """They are no tensors on it: those would be copied there, and be others at each trace."""
     limits, table = torch.zeros(3, device="meta"), torch.zeros(4, 5, device="meta")
     for index in (0, 1, 1):
-        mod = memo.traced(lambda b, h, q, k: table[q, 3] < limits[index], "mask_mod", "meta")  # noqa: B023
+        mod = traced(lambda b, h, q, k: table[q, 3] < limits[index], "mask_mod", "meta")  # noqa: B023
         assert [capture.array for capture in mod.captures] == [table, limits]
         assert [int(number.source) for number in mod.numbers] == [3, index]
     assert len(traces) == 2
@@ -62,15 +68,15 @@ def test_numbers_as_indices_of_tensors_on_a_device(traces: list[Any]) -> None:
     ),
 )
 def test_other_kinds(traces: list[Any], other: Callable[..., Any]) -> None:
-    memo.traced(biased(torch.randn(50)), "score_mod", "cpu")
-    memo.traced(other, "score_mod", "cpu")
+    traced(biased(torch.randn(50)), "score_mod", "cpu")
+    traced(other, "score_mod", "cpu")
     assert len(traces) == 2
 
 
 def test_another_size_is_the_same_text(traces: list[Any]) -> None:
     """It is traced again, for the kernel that there is."""
-    mods = [memo.traced(biased(torch.randn(n, 70)[0]), "score_mod", "cpu") for n in (1, 2)]
-    mods += [memo.traced(biased(torch.randn(80)), "score_mod", "cpu")]
+    mods = [traced(biased(torch.randn(n, 70)[0]), "score_mod", "cpu") for n in (1, 2)]
+    mods += [traced(biased(torch.randn(80)), "score_mod", "cpu")]
     assert len(traces) == 2 and len({mod.text for mod in mods}) == 1
 
 
@@ -88,7 +94,7 @@ def test_another_size_is_the_same_text(traces: list[Any]) -> None:
 def test_sizes_that_are_read(traces: list[Any], reading: Callable[..., Any]) -> None:
     """Those of the very call hold."""
     for table in (torch.randn(50), torch.randn(70)):
-        kept = memo.traced(reading(table), "score_mod", "cpu")
+        kept = traced(reading(table), "score_mod", "cpu")
         fresh = trace(reading(table), "score_mod", "cpu")
         assert kept.text == fresh.text
         assert [number.source for number in kept.numbers] == [number.source for number in fresh.numbers]
@@ -123,8 +129,123 @@ def test_attributes_that_change(
 ) -> None:
     for scale in (2.0, 3.0):
         monkeypatch.setattr(holder, "scale", scale, raising=False)
-        (number,) = memo.traced(mod, "score_mod", "cpu").numbers
+        (number,) = traced(mod, "score_mod", "cpu").numbers
         assert number.source == scale
+
+
+class OwnDict(dict):  # type: ignore[type-arg]
+    scale = 1.0
+
+
+class OwnList(list):  # type: ignore[type-arg]
+    pass
+
+
+class OwnFloat(float):
+    pass
+
+
+class OwnStr(str):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    scale = 1.0
+
+
+class OwnPartial(functools.partial):  # type: ignore[type-arg]
+    pass
+
+
+class WithMethod(NamedTuple):
+    width: int
+
+    @property
+    def scale(self) -> float:
+        return SCALE
+
+
+@pytest.mark.parametrize(
+    ("changing", "read"),
+    (
+        *[(x, x) for x in (OwnDict(), OwnList(), OwnFloat(), OwnStr(), OwnPartial(abs))],
+        (OwnDict, OwnDict()),
+        (OwnTensor, torch.zeros(3).as_subclass(OwnTensor)),
+        *[(x, x) for x in (torch.zeros(3), torch.nn.Parameter(torch.zeros(3)), functools.partial(abs))],
+    ),
+    ids=lambda x: type(x).__name__,
+)
+def test_attributes_beside_contents(changing: Any, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scale in (2.0, 3.0):
+        monkeypatch.setattr(changing, "scale", scale, raising=False)
+        (number,) = traced(lambda s, b, h, q, k: s * read.scale, "score_mod", "cpu").numbers
+        assert number.source == scale
+
+
+def test_members_of_a_named_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = WithMethod(3)
+    for scale in (2.0, 3.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        (number,) = traced(lambda s, b, h, q, k: s * sizes.scale, "score_mod", "cpu").numbers
+        assert number.source == scale
+
+
+def test_what_a_dict_gives_beside_its_values() -> None:
+    """The default of one, and keys that are equal."""
+    for scale in (2.0, 3.0):
+        scales: Any = collections.defaultdict(lambda: scale)  # noqa: B023
+        (number,) = traced(lambda s, b, h, q, k: s * scales[0], "score_mod", "cpu").numbers  # noqa: B023
+        assert number.source == scale
+    for key in (2, 2.0):
+        keyed = {key: 0}
+        (number,) = traced(lambda s, b, h, q, k: s * [*keyed][0], "score_mod", "cpu").numbers  # noqa: B023
+        assert type(number.source) is type(key)
+
+
+class Plain(NamedTuple):
+    table: Any
+    factor: float
+
+
+Made = collections.namedtuple("Made", ("table", "factor"))
+
+
+@pytest.mark.parametrize("kind", (Plain, Made))
+def test_named_tuples_without_members_are_known(traces: list[Any], kind: Any) -> None:
+    for factor in (2.0, 2.0, 3.0):
+        both = kind(torch.randn(50), factor)
+        mod = traced(lambda s, b, h, q, k: s + both.table[q] * both.factor, "score_mod", "cpu")  # noqa: B023
+        assert mod.captures[0].array is both.table and mod.numbers[0].source == factor
+    assert len(traces) == 2
+
+
+def test_numpy_is_known(traces: list[Any]) -> None:
+    for scale in (np.float64(2.0), np.float64(2.0), np.float64(3.0)):
+        mod = traced(lambda s, b, h, q, k: s * scale + np.pi, "score_mod", "cpu")  # noqa: B023
+        assert mod.numbers[0].source == scale
+    assert len(traces) == 2
+
+
+def test_what_torch_compile_has_seen_is_known(traces: list[Any]) -> None:
+    """It leaves attributes on parameters."""
+    tables = [torch.nn.Parameter(torch.randn(50)) for _ in range(2)]
+    for table in tables:
+        torch._dynamo.mark_static_address(table)
+        assert vars(table)
+        assert traced(biased(table), "score_mod", "cpu").captures[0].array is table
+    assert len(traces) == 1
+
+
+def test_a_variable_that_has_no_value_yet() -> None:
+    def make() -> Callable[..., Any]:
+        def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s * 2.0 if h is not None else later
+
+        return mod
+        later = 1.0
+
+    (number,) = traced(make(), "score_mod", "cpu").numbers
+    assert number.source == 2.0
 
 
 def test_methods_of_objects_that_change() -> None:
@@ -132,7 +253,7 @@ def test_methods_of_objects_that_change() -> None:
     get = scales.__getitem__
     for scale in (2.0, 3.0):
         scales[0] = scale
-        (number,) = memo.traced(lambda s, b, h, q, k: s * get(0), "score_mod", "cpu").numbers
+        (number,) = traced(lambda s, b, h, q, k: s * get(0), "score_mod", "cpu").numbers
         assert number.source == scale
 
 
@@ -140,7 +261,7 @@ def test_modules_of_torch_are_known(traces: list[Any]) -> None:
     import math
 
     for _ in range(2):
-        memo.traced(
+        traced(
             lambda s, b, h, q, k: torch.nn.functional.silu(s) * math.pi + q.to(torch.float32),
             "score_mod",
             "cpu",
@@ -151,14 +272,14 @@ def test_modules_of_torch_are_known(traces: list[Any]) -> None:
 def test_gradients(traces: list[Any]) -> None:
     """Traces with and without them are two; kept ones have the gradients of a fresh one, of other tensors."""
     tables = [torch.randn(50, requires_grad=True) for _ in range(2)]
-    mods = [memo.traced(biased(table, 2.0), "score_mod", "cpu", True) for table in tables]
+    mods = [traced(biased(table, 2.0), "score_mod", "cpu", True) for table in tables]
     assert len(traces) == 1
-    assert memo.traced(biased(tables[0], 2.0), "score_mod", "cpu").backward is None and len(traces) == 2
+    assert traced(biased(tables[0], 2.0), "score_mod", "cpu").backward is None and len(traces) == 2
     fresh = trace(biased(tables[0], 2.0), "score_mod", "cpu", True)
     for mod, table in zip(mods, tables, strict=True):
         assert mod.captures[0].array is table
         assert mod.backward == fresh.backward and mod.backward.gradients == (0,)
-    other = memo.traced(biased(tables[0].detach(), 2.0), "score_mod", "cpu", True)
+    other = traced(biased(tables[0].detach(), 2.0), "score_mod", "cpu", True)
     assert len(traces) == 3 and other.backward is not None and other.backward.gradients == ()
 
 
@@ -168,14 +289,14 @@ def test_globals(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
     for scale, count in ((2.0, 1), (2.0, 1), (3.0, 2)):
         monkeypatch.setitem(globals(), "SCALE", scale)
-        (number,) = memo.traced(scaled, "score_mod", "cpu").numbers
+        (number,) = traced(scaled, "score_mod", "cpu").numbers
         assert number.source == scale and len(traces) == count
 
 
 def test_numbers_on_the_cpu_are_those_of_the_call(traces: list[Any]) -> None:
     first, second = torch.tensor(2.0), torch.tensor(3.0)
     for factor in (first, second):
-        mod = memo.traced(biased(torch.randn(50), factor), "score_mod", "cpu")
+        mod = traced(biased(torch.randn(50), factor), "score_mod", "cpu")
         assert mod.numbers[0].source is factor
     assert len(traces) == 1
 
@@ -185,11 +306,11 @@ def test_functions_of_functions(traces: list[Any]) -> None:
         return lambda s, b, h, q, k: mods[1](mods[0](s, b, h, q, k), b, h, q, k)
 
     for table in (torch.randn(50), torch.randn(50)):
-        mod = memo.traced(both(biased(table), biased(table, 3.0)), "score_mod", "cpu")
+        mod = traced(both(biased(table), biased(table, 3.0)), "score_mod", "cpu")
         assert [capture.array is table for capture in mod.captures] == [True]
     assert len(traces) == 1
     tables = torch.randn(50), torch.randn(60)
-    mod = memo.traced(both(biased(tables[0]), biased(tables[1], 3.0)), "score_mod", "cpu")
+    mod = traced(both(biased(tables[0]), biased(tables[1], 3.0)), "score_mod", "cpu")
     assert len(mod.captures) == 2 and len(traces) == 2
 
 
@@ -203,7 +324,7 @@ def test_unknown_objects_are_traced_again(traces: list[Any]) -> None:
     mod = Mod()
     for width in (3, 4):
         mod.width = width
-        assert memo.traced(mod, "mask_mod", "cpu").numbers[0].source == width
+        assert traced(mod, "mask_mod", "cpu").numbers[0].source == width
     assert len(traces) == 2
 
 
@@ -211,7 +332,7 @@ def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memo, "MAX_TRACES", 2)
     table = torch.randn(50)
     for factor in (1.0, 2.0, 3.0, 3.0, 1.0):
-        memo.traced(biased(table, factor), "score_mod", "cpu")
+        traced(biased(table, factor), "score_mod", "cpu")
     assert len(traces) == 4
 
 
@@ -219,14 +340,14 @@ def test_the_least_used_goes_first(traces: list[Any], monkeypatch: pytest.Monkey
     monkeypatch.setattr(memo, "MAX_TRACES", 2)
     table = torch.randn(50)
     for factor in (1.0, 2.0, 1.0, 3.0, 1.0, 3.0, 2.0):
-        memo.traced(biased(table, factor), "score_mod", "cpu")
+        traced(biased(table, factor), "score_mod", "cpu")
     assert len(traces) == 4
 
 
 def test_code_that_is_compiled_again(traces: list[Any]) -> None:
     """It is equal, and so is what it reads."""
     for _ in range(2):
-        memo.traced(eval("lambda s, b, h, q, k: s * 2.0"), "score_mod", "cpu")
+        traced(eval("lambda s, b, h, q, k: s * 2.0"), "score_mod", "cpu")
     assert len(traces) == 1
 
 
@@ -234,7 +355,7 @@ def test_a_function_that_calls_itself(traces: list[Any]) -> None:
     def scaled(s: Any, b: Any, h: Any, q: Any, k: Any, times: int = 2) -> Any:
         return scaled(s * 2.0, b, h, q, k, times - 1) if times else s
 
-    texts = {memo.traced(scaled, "score_mod", "cpu").text for _ in range(2)}
+    texts = {traced(scaled, "score_mod", "cpu").text for _ in range(2)}
     assert len(traces) == 1 and len(texts) == 1
 
 

@@ -85,6 +85,14 @@ def test_cuda_text(code: str, kind: str, captures: dict[str, Any]) -> None:
     assert not any(repr(value) in mod.text for value in captures.values())
 
 
+@pytest.mark.parametrize(
+    "number", (np.float32(2), np.float16(0.5), np.int64(3), np.uint8(200), np.bool_(True))
+)
+def test_numbers_of_numpy(number: Any) -> None:
+    mods = [CudaMod("score * scale", {"scale": scale}).mod() for scale in (number, number.item())]
+    assert mods[0] == mods[1] and pack(mods[0], ()) == pack(mods[1], ())
+
+
 def test_a_number_is_no_part_of_the_text() -> None:
     first, second = (CudaMod("score * scale", {"scale": scale}).mod() for scale in (2.0, 3.5))
     assert header(first, None) == header(second, None)
@@ -108,6 +116,13 @@ def test_errors_point_at_the_users_line() -> None:
         ("score", {"q_idx": 1}, ValueError, "got 'q_idx'"),
         ("score", {"table": [1, 2]}, TypeError, "expected table to be an array or a number"),
         ("score", {"gradient_sink": 1}, ValueError, "got 'gradient_sink'"),
+        (
+            "score",
+            {"n": np.uint64(2**63)},
+            ValueError,
+            "expected n to be an int of 64 bits, got 9223372036854775808",
+        ),
+        ("score", {"z": np.complex64(1)}, TypeError, "expected z to be an array or a number"),
     ),
 )
 def test_refused(code: Any, captures: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,21 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
         + RANK6[b][h, q % 2][k % 3, b, h % 2]
         + RANK6[..., -1][b, h, q % 2, 0, 1]
     ),
+    "slices beside indices": lambda s, b, h, q, k: (
+        s
+        + (BIAS[h, 1:][q % 49, k] + BIAS[:, q][h, k] + BIAS[..., k][h, q] + BIAS[h, ...][q, k])
+        + (RANK5[b, :, q % 2, ..., 1][h, k % 3] + RANK4[b, 1::2, -1, ...][h // 2, k])
+        + (PLACES[q] * s).expand(2, 3)[b, 1:][h % 2]
+    ),
+    "new dimensions beside indices": lambda s, b, h, q, k: (
+        s
+        + (SQUARE[h, None, q % 4][0] + PLACES[None, q, None][0, 0, h % 3] + PLACES[k, ..., None][h % 3, 0])
+        + (PLACES[q] * s)[None, h % 3, None].sum()
+    ),
+    "sums of nothing": lambda s, b, h, q, k: (
+        s + (PLACES[q] * s)[3:].sum() + PLACES[k][0:0].sum() + PLACES[k].int()[3:].sum()
+    ),
+    "means of nothing": lambda s, b, h, q, k: torch.where(q > k, s, (PLACES[q] * s)[0:0].mean()),
     "index captured": lambda s, b, h, q, k: s + RANK4[b, h][WHICH[0], q] - RANK4[b, h][WHICH[k % 2], q],
 }
 MASK_MODS: dict[str, Callable[..., Any]] = {
@@ -176,10 +192,40 @@ def test_numbers_are_parameters() -> None:
     assert [number.is_integer for number in first.numbers] == [True, False, False]
 
 
+def test_numbers_beside_indices_and_slices_are_parameters() -> None:
+    kinds = [trace(lambda s, b, h, q, k: s + RANK4[n, h, :, q][1], "score_mod") for n in (0, 1)]  # noqa: B023
+    assert kinds[0].text == kinds[1].text
+    assert [int(number.source) for number in kinds[1].numbers] == [1, 1]
+
+
+def test_in_threads() -> None:
+    """make_fx patches torch.nn.Module, and puts back what it found there."""
+    unpatched, found = torch.nn.Module.__call__, []
+
+    def run() -> None:
+        for _ in range(20):
+            try:
+                found.append(trace(lambda s, b, h, q, k: s + TABLE[q], "score_mod").text)
+            except AssertionError as error:
+                found.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.nn.Module.__call__ is unpatched
+    finally:
+        torch.nn.Module.__call__ = unpatched
+    assert set(found) == {trace(lambda s, b, h, q, k: s + TABLE[q], "score_mod").text}
+
+
 def test_a_number_on_the_cpu_is_read_later() -> None:
     scale = torch.tensor(2.0)
-    (number,) = trace(lambda s, b, h, q, k: s * scale, "score_mod").numbers
-    assert number.source is scale
+    for mod in (lambda s, b, h, q, k: s * scale, lambda s, b, h, q, k: s * scale[()]):
+        (number,) = trace(mod, "score_mod").numbers
+        assert number.source is scale
 
 
 def test_literal_indices_are_parameters_on_any_default_device() -> None:

@@ -136,7 +136,7 @@ def test_compile_error_has_log_options_and_saved_source(project: Project) -> Non
     assert str(again) == text and again.log == error.log
 
 
-def test_failure_is_saved_in_a_temporary_folder_without_a_cache(project: Project, tmp_path: Path) -> None:
+def test_failure_is_saved_in_a_temporary_folder_without_a_cache(project: Project) -> None:
     project.write("kernels/tiny.cu", "nonsense\n")
     project.cache_dir = project.sources / "kernels/tiny.cu"  # a file: no folder can be made there
     with pytest.warns(RuntimeWarning, match="in memory"), pytest.raises(CompileError) as caught:

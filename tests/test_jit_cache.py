@@ -497,6 +497,9 @@ def test_environment_sets_up_the_default_builder(
     monkeypatch.delenv("RAWMLA_CACHE_MAX_MB")
     assert default_builder().cache.path.name == "rawmla"
     assert default_builder().cache.max_bytes == 256_000_000
+    for name in ("d", "e"):  # read at every call, as the others are
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
+        assert default_builder().cache.path == tmp_path / name / "rawmla"
     for wrong in ("many", "-1", "nan"):
         monkeypatch.setenv("RAWMLA_CACHE_MAX_MB", wrong)
         with pytest.raises(ValueError, match=f"RAWMLA_CACHE_MAX_MB.*{wrong}"):

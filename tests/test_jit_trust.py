@@ -357,9 +357,7 @@ def test_no_home_is_one_warning(
     assert not (tmp_path / "~").exists()
 
 
-def test_no_home_for_the_prebuilt_folder(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_home_for_the_prebuilt_folder(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(uid: int) -> None:
         raise KeyError(uid)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cuda_probe import assert_in_header, source
 
-from rawmla.kernels.mla_dense_decode import box_rows
+from rawmla.kernels.mla_dense_decode import box_rows, largest_dividend
 
 TILE = "layout/swizzled_tile.cuh"
 CHUNK_BYTES = 64 * 128
@@ -277,6 +277,18 @@ def test_bound_of_the_division(divisor: int) -> None:
         assert np.array_equal(multiply_high(numerators, magic), numerators // divisor)
     if wrong is not None:
         assert int(multiply_high(np.array([wrong]), magic)[0]) == wrong // divisor + 1
+
+
+@pytest.mark.parametrize("divisor", (252, 1023, 6252, 65_535))
+def test_largest_dividend(divisor: int) -> None:
+    """Every number up to it is divided exactly, and not all of the next ones."""
+    magic = -(-(2**32) // divisor)
+    largest = largest_dividend(divisor)
+    numerators = np.arange(largest + 1, dtype=np.int64)
+    assert np.array_equal(multiply_high(numerators, magic), numerators // divisor)
+    wrong = first_wrong(divisor, 2**33)
+    assert wrong is not None and largest < wrong <= largest + divisor
+    assert all(largest_dividend(2**k) == 2**32 - 1 for k in range(32))
 
 
 def page_magic(page_block_size: int) -> int:

@@ -367,7 +367,7 @@ def test_backward_with_everything(world: World) -> None:
     assert launch.scratch == scratch.ptr
 
 
-@pytest.mark.parametrize("sink_dtype", ("float32", "bfloat16", "float16"))
+@pytest.mark.parametrize("sink_dtype", ("float32", "bfloat16", "float16", "float64"))
 def test_dsink_has_the_dtype_of_the_sink(world: World, sink_dtype: str) -> None:
     got = call(plain(), attn_sink=FakeArray((H_Q,), sink_dtype, ptr=0x6000))
     assert got[3].dtype == sink_dtype and got[3].shape == (H_Q,)

@@ -29,7 +29,6 @@ from rawmla.kernels.mha_backward import (
     form_of,
     specs,
 )
-from rawmla.kernels.mha_forward import NO_BOUND
 
 # With every flag, and with all or none of them: the forms of the schedule at their ends.
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -164,7 +163,6 @@ def test_constants_of_the_backward() -> None:
                 f"kBlockRows == {mha_backward.BLOCK_ROWS}",
                 f"kTileKeys == {form.tile_keys}",
                 f"kDsStages == {form.ds_stages}",
-                f"kNoBound == {NO_BOUND}",
             ],
         )
     assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])

@@ -53,6 +53,25 @@ def test_example_without_a_gpu() -> None:
         exec(compile(example(), "README.md", "exec"), {})
 
 
+def test_examples_on_the_reference() -> None:
+    """As the README says they run without a GPU: all but the one of flex attention."""
+    torch = pytest.importorskip("torch")
+    text = "".join(map(block_after, ("example", *FURTHER[:-1])))
+    warm = next(line for line in text.splitlines(keepends=True) if line.startswith("rawmla.warmup()"))
+    for old, new in (
+        (warm, ""),
+        ("import rawmla\n", "from rawmla import reference as rawmla\n"),
+        ('device="cuda"', 'device="cpu"'),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    names: dict[str, Any] = {}
+    exec(compile(text, "README.md", "exec"), names)
+    for name in ("sparse_out", "prefill_out", "dense_out"):
+        assert bool(torch.isfinite(torch.as_tensor(names[name])).all()), name
+    assert tuple(names["out"].shape) == (4, 1, 128, 512) and not bool(names["out"][3].any())
+
+
 def test_example_on_the_gpu() -> None:
     reason = missing_hopper_reason()
     if reason is not None:

@@ -554,6 +554,49 @@ def test_plans_are_computed_again_in_place() -> None:
     )
 
 
+@pytest.mark.parametrize("invariant", (False, True))
+def test_an_object_without_arrays_gets_new_ones(invariant: bool) -> None:
+    """A plan made ahead, which the first call uses. It says what it holds, also when it is computed again."""
+    inputs = make_dense_inputs(CASES[0], "numpy")
+    metadata = reference.FlashMLASchedMeta()
+    given = reference.get_mla_metadata(
+        inputs.cache_seqlens, 4, 1, out=metadata, enable_batch_invariant=invariant, sm_count=78
+    )
+    assert given == (metadata, None) and not metadata.have_initialized and metadata.config is None
+    rows, splits = metadata.tile_scheduler_metadata, metadata.num_splits
+    want = reference.plan(inputs.cache_seqlens, 78, invariant)
+    np.testing.assert_array_equal(rows, want.object_rows)
+    np.testing.assert_array_equal(splits, want.num_splits)
+    assert metadata.enable_batch_invariant == invariant
+    reference.get_mla_metadata([9, 1, 700], 4, 1, out=metadata, enable_batch_invariant=True)
+    assert metadata.tile_scheduler_metadata is rows and metadata.enable_batch_invariant
+    np.testing.assert_array_equal(rows, reference.plan([9, 1, 700], 78, True).object_rows)
+    decode(inputs, tile_scheduler_metadata=metadata)
+    assert metadata.tile_scheduler_metadata is rows and metadata.config.enable_batch_invariant
+
+
+def test_an_object_keeps_the_kind_of_its_call() -> None:
+    """As `rawmla.get_mla_metadata`: topk in blocks of 64, and whether it is batch-invariant."""
+    inputs = make_sparse_inputs(SPARSE_CASES[4], "numpy")
+    sparse, _ = reference.get_mla_metadata()
+    sparse_decode(inputs, tile_scheduler_metadata=sparse)
+    assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
+    dense, _ = reference.get_mla_metadata()
+    decode(make_dense_inputs(CASES[0], "numpy"), tile_scheduler_metadata=dense)
+    wanted = "topk: expected an int of 2 blocks of 64, such as 128, that of the decode call which filled out"
+    bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        (sparse, {"topk": 64}, f"{wanted}, got 64"),
+        (sparse, {}, f"{wanted}, got None"),
+        (dense, {"topk": 64}, "topk: expected None, that of the decode call which filled out, got 64"),
+        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False, that of the dec"),
+    )
+    for metadata, arguments, text in bad:
+        rows = metadata.tile_scheduler_metadata.copy()
+        with pytest.raises(ValueError, match="^" + text):
+            reference.get_mla_metadata([5, 5, 5], 4, 1, out=metadata, **arguments)
+        np.testing.assert_array_equal(metadata.tile_scheduler_metadata, rows)
+
+
 def test_bad_arguments_of_get_mla_metadata() -> None:
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"cache_seqlens": [[1]]}, ValueError, r"cache_seqlens: expected shape \[b\], got \[1, 1\]"),
@@ -564,7 +607,11 @@ def test_bad_arguments_of_get_mla_metadata() -> None:
         ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache=True"),
         ({"num_heads_per_head_k": 4}, TypeError, "num_heads_per_head_k: expected None when"),
         ({"out": 3}, TypeError, "out: expected a pair"),
-        ({"out": reference.FlashMLASchedMeta()}, ValueError, "out: expected a FlashMLASchedMeta that a dec"),
+        (
+            {"out": reference.FlashMLASchedMeta(num_splits=np.zeros(2, np.int32))},
+            ValueError,
+            "out: expected a FlashMLASchedMeta with both arrays or none, got one array",
+        ),
     ]
     good = {"cache_seqlens": [5], "num_q_tokens_per_head_k": 16, "num_heads_k": 1}
     for arguments, error, text in bad:

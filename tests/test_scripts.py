@@ -88,17 +88,6 @@ def made_up_run() -> dict[str, Any]:
     return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
 
 
-def older(run: dict[str, Any]) -> dict[str, Any]:
-    """The run as it was written before rows had names, figures without rests and under load."""
-    rows = []
-    for row in run["rows"]:
-        old = {key: value for key, value in row.items() if not key.startswith(("unrested", "sustained"))}
-        if "family" not in row:
-            del old["case"]
-        rows.append(old)
-    return {**run, "rows": rows}
-
-
 def made_up_record() -> dict[str, Any]:
     return {
         "source_sha256": "0" * 64,
@@ -135,11 +124,9 @@ def test_every_case_is_of_one_family_and_has_one_name() -> None:
             assert case.group and "op" in case.fields()
 
 
-def test_rows_without_a_name_are_recognised() -> None:
-    run = made_up_run()
-    assert families.named(older(run)["rows"]) == [
-        {**old, "case": row["case"]} for old, row in zip(older(run)["rows"], run["rows"], strict=True)
-    ]
+def test_rows_of_another_time_are_left_out() -> None:
+    rows = made_up_run()["rows"]
+    assert families.named(rows) == rows
     assert families.named([{"case": "of another time", "us": 1.0}, {"op": "dense_decode", "b": 1}]) == []
 
 
@@ -316,7 +303,11 @@ def test_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
     stored = against.load(path)
     for row in run["rows"]:
         assert ratios(row, stored) == {("run", "rested"): pytest.approx(1.0)}
-    path.write_text(json.dumps(older(run)))
+    rested = [
+        {key: value for key, value in row.items() if not key.startswith(("unrested", "sustained"))}
+        for row in run["rows"]
+    ]
+    path.write_text(json.dumps({**run, "rows": rested}))
     assert len(against.load(path)) == len(run["rows"])
     only_without_rests = {key: value for key, value in run["rows"][0].items() if key != "us"}
     assert ratios(only_without_rests, stored) == {("run", "no rests"): pytest.approx(1.0)}
@@ -448,25 +439,23 @@ def test_roofline_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(pyplot, "close", closed.append)
     path = tmp_path / "roofline.png"
-    for run in (made_up_run(), older(made_up_run())):
-        plot.roofline(run, "a device", path)
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert [file.name for file in tmp_path.iterdir()] == ["roofline.png"]
-        (figure,) = closed
-        (axes,), (legend,) = figure.axes, figure.legends
-        plotted = [family for family in families.FAMILIES if family.attention]
-        assert [text.get_text() for text in legend.get_texts()] == [family.name for family in plotted]
-        points = [collection for collection in axes.collections if len(collection.get_offsets())]
-        assert [len(found.get_offsets()) for found in points] == [len(family.cases()) for family in plotted]
-        assert len({tuple(found.get_edgecolors()[0]) for found in points}) == len(plotted)
-        box, whole = legend.get_window_extent(), figure.bbox
-        assert not box.overlaps(axes.get_window_extent())
-        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
-        for found in points:
-            x, y = found.get_offsets().data.T
-            low, high = axes.get_xlim(), axes.get_ylim()
-            assert low[0] < min(x) and max(x) < low[1] and high[0] < min(y) and max(y) < high[1]
-        closed.clear()
+    plot.roofline(made_up_run(), "a device", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["roofline.png"]
+    (figure,) = closed
+    (axes,), (legend,) = figure.axes, figure.legends
+    plotted = [family for family in families.FAMILIES if family.attention]
+    assert [text.get_text() for text in legend.get_texts()] == [family.name for family in plotted]
+    points = [collection for collection in axes.collections if len(collection.get_offsets())]
+    assert [len(found.get_offsets()) for found in points] == [len(family.cases()) for family in plotted]
+    assert len({tuple(found.get_edgecolors()[0]) for found in points}) == len(plotted)
+    box, whole = legend.get_window_extent(), figure.bbox
+    assert not box.overlaps(axes.get_window_extent())
+    assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0
+    for found in points:
+        x, y = found.get_offsets().data.T
+        low, high = axes.get_xlim(), axes.get_ylim()
+        assert low[0] < min(x) and max(x) < low[1] and high[0] < min(y) and max(y) < high[1]
 
 
 def tiny_tree(root: Path) -> Path:
@@ -1237,8 +1226,8 @@ def test_libraries_run_beside_in_turns_and_alike(monkeypatch: pytest.MonkeyPatch
     assert "sustained_us" not in row and "beside" not in row
 
 
-def test_timed_check_agrees_with_the_reference() -> None:
-    pytest.importorskip("torch")
+def test_timed_check_agrees_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
     from benchlib import measure
     from rawmla import reference
 
@@ -1264,6 +1253,11 @@ def test_timed_check_agrees_with_the_reference() -> None:
         for request in range(case.b):
             got = measure.attention_of_request(case, inputs, request).numpy()
             np.testing.assert_allclose(got, want[request], rtol=1e-4, atol=1e-5)
+        monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=True))
+        assert measure.check_output(case, inputs, torch.from_numpy(want)) < 1e-4
+        with pytest.raises(AssertionError, match="relative error"):
+            measure.check_output(case, inputs, torch.from_numpy(want * 1.02))
+        assert torch.backends.cuda.matmul.allow_tf32
 
 
 @pytest.mark.parametrize("layout", ("v32", "model1", "bf16"))
@@ -1834,12 +1828,12 @@ def test_timed_flex_attention_and_its_check(
     score, mask = flex_measure.functions(case, inputs)
     assert (score is None, mask is None) == (case.score is None, case.mask == "full")
     given = {"score_mod": score, "mask_mod": mask}
-    traced = {kind: memo.traced(one, kind, "cpu") for kind, one in given.items() if one is not None}
+    traced = {kind: memo.read(one, kind, "cpu").mod() for kind, one in given.items() if one is not None}
     with monkeypatch.context() as patched:
         patched.setattr(memo, "trace", None)
         again = flex_measure.functions(case, inputs)
         for kind, one in zip(given, again, strict=True):
-            assert one is None or memo.traced(one, kind, "cpu").text == traced[kind].text
+            assert one is None or memo.read(one, kind, "cpu").mod().text == traced[kind].text
 
     block_mask = mask and torch_flex.create_block_mask(mask, None, None, case.s, case.s, device="cpu")
     doubles = [array.double() for array in (inputs.q, inputs.k, inputs.v)]
@@ -2317,6 +2311,10 @@ def test_a_benchmark_of_some_cases_keeps_the_others() -> None:
     before = {row["case"]: row for row in whole["rows"]}
     assert rows.pop(SLOWER) == {**before.pop(SLOWER), **again}
     assert rows == before
+    of_no_row = "does not compile: a kernel"
+    erring = {**part, "errors": [of_no_row, "metadata-b1: RuntimeError"]}
+    assert gpu_check.merge_runs(whole, erring)["errors"] == [of_no_row]
+    assert gpu_check.merge_runs(gpu_check.merge_runs(None, part), erring)["errors"] == erring["errors"]
     broken = gpu_check.merge_runs(None, {**part, "errors": ["metadata-b1: RuntimeError"]})
     assert gpu_check.merge_runs(broken, broken)["errors"] == ["metadata-b1: RuntimeError"]
     assert [row["case"] for row in gpu_check.merge_runs(broken, broken)["rows"]] == [SLOWER, "metadata-b1"]
@@ -2466,12 +2464,7 @@ def test_readme_section() -> None:
         update_figures.replace_section("no markers", "new")
 
 
-def test_older_records_and_other_devices_show_no_ratio() -> None:
-    record = made_up_record()
-    record["bench"] = {"0.0": older(record["bench"]["0.0"])}
-    text = update_figures.readme_section(record, PEERS)
-    assert f"| `{SLOWER}` |" in text and " - | - | 282.2 FlashAttention-3 | - |" in text
-    assert "better / ours" not in update_figures.performance_page(record, PEERS)
+def test_other_devices_show_no_ratio() -> None:
     record = {**made_up_record(), "device": "NVIDIA H100"}
     text = update_figures.readme_section(record, PEERS)
     rows = [line for line in text.splitlines() if line.startswith("| `")]

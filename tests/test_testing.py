@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from rawmla.testing import (
     make_dense_inputs,
     make_sparse_inputs,
     measure,
-    missing_hopper_reason,
     out_tolerance,
 )
+from rawmla.testing.flex import FlexCase
 from rawmla.testing.generators import GARBAGE_PAGE, SHARP_FACTOR
+from rawmla.testing.mha import MhaCase
 from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_splits, write_plan
+from rawmla.testing.prefix import PrefixCase
 from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, block_stride
 
 LAYOUT_CASES = (
@@ -45,6 +48,17 @@ def decode(inputs: DenseInputs, causal: bool | None = None) -> tuple[np.ndarray,
         512,
         causal=inputs.case.causal if causal is None else causal,
     )
+
+
+# ---- names of cases
+
+
+@pytest.mark.parametrize("kind", (MhaCase, FlexCase, PrefixCase))
+def test_a_name_is_what_differs_from_the_defaults(kind: Any) -> None:
+    """Memory of no token holds NaN by default, which is not equal to itself."""
+    assert kind().id == "default"
+    assert kind(gap=inf, layout="slice").id == "layout=slice gap=inf"
+    assert MhaCase(window=(3, -1)).id == "window=(3,-1)"
 
 
 # ---- generators
@@ -737,7 +751,6 @@ def test_missing_hopper_reason_needs_no_framework() -> None:
         "assert not {'torch', 'cupy', 'cuda.bindings'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-    assert missing_hopper_reason() == missing_hopper_reason()
 
 
 @pytest.mark.parametrize("shape", ((2, 3, 5, 512), (7, 2, 512)), ids=str)

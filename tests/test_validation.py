@@ -41,6 +41,18 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return make_world(monkeypatch)
 
 
+def of_1023_heads(s_q: int) -> Callable[[Arguments], None]:
+    """A call of so many query tokens, with a number of heads that limits them."""
+    return both(change("q", shape=(B, s_q, 1023, D_QK)), change("k_cache", shape=(NUM_BLOCKS, PAGE, 1, D_QK)))
+
+
+def pages_of_4032(max_blocks: int) -> Callable[[Arguments], None]:
+    """A call whose table has so many columns, with pages of a size that limits them."""
+    return both(
+        change("k_cache", shape=(NUM_BLOCKS, 4032, H_KV, D_QK)), change("block_table", shape=(B, max_blocks))
+    )
+
+
 # name of the test, argument that the text names, exception, what the text also holds, how the call is spoilt
 BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Arguments], None]]] = [
     *[(f"{name} a list", name, TypeError, ("got list",), put(name, [1])) for name in ARRAYS],
@@ -151,6 +163,20 @@ BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Argu
         ValueError,
         ("2**31 rows",),
         change("q", shape=(B, 2**27, H_Q, D_QK)),
+    ),
+    (
+        "more rows than are divided by 1023",
+        "q",
+        ValueError,
+        ("at most 4214848 rows", "h_q / h_kv = 1023", "got 4215783"),
+        of_1023_heads(4121),
+    ),
+    (
+        "more tokens than are divided by a page of 4032",
+        "block_table",
+        ValueError,
+        ("at most 277094672 tokens", "4032", "got 68724 blocks"),
+        pages_of_4032(68_724),
     ),
     *[
         (
@@ -363,6 +389,15 @@ def test_bad_call(
     for text in texts:
         assert text in message
     assert world.untouched
+
+
+@pytest.mark.parametrize("largest", (of_1023_heads(4120), pages_of_4032(68_723)))
+def test_largest_sizes(world: World, largest: Callable[[Arguments], None]) -> None:
+    """One token or block fewer than BAD_CALLS refuses."""
+    arguments = dense_arguments()
+    largest(arguments)
+    rawmla.flash_mla_with_kvcache(**arguments)
+    assert len(world.decodes) == 1
 
 
 SPARSE_ARRAYS = (

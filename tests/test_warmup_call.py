@@ -54,6 +54,21 @@ def test_decode(world: World, make: Callable[[], Any], form: str) -> None:
     assert vars(plan) == before and not world.framework.allocated
 
 
+@pytest.mark.parametrize("filled", (False, True))
+def test_a_plan_object_of_another_library(world: World, filled: bool) -> None:
+    """It is not filled either, and the call itself takes it afterwards."""
+    fields = dict.fromkeys(("config", "tile_scheduler_metadata", "num_splits"))
+    plan = SimpleNamespace(have_initialized=False, **fields)
+    arguments = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+    if filled:
+        rawmla.flash_mla_with_kvcache(**arguments)
+    before = dict(vars(plan))
+    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
+    assert vars(plan) == before
+    rawmla.flash_mla_with_kvcache(**arguments)
+    assert [launch.stream for launch in world.decodes] == [0x51] * filled + [NO_LAUNCH, 0x51]
+
+
 def test_positional_with_out(world: World) -> None:
     out = out_array()
     rawmla.warmup_call(rawmla.flash_mla_with_kvcache, *dense_arguments().values(), out=out)
@@ -276,6 +291,12 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
             | {"lse": FakeArray((3, 2, 7), "float32"), "causal": False, "softcap": 0.0},
             ValueError,
             "backward: expected False, as flash_attn_backward has no backward, got True",
+        ),
+        (
+            rawmla.create_block_mask,
+            {},
+            ValueError,
+            "backward: expected False, as create_block_mask has no backward, got True",
         ),
     ),
 )

@@ -19,34 +19,11 @@ __device__ __forceinline__ void apply_mask(float (&s)[kCount], const Mask& mask)
         if (mask.hides((j >> 1) & 1, 8 * (j >> 2) + (j & 1))) s[j] = -kInfinity;
 }
 
-// A key is hidden if either mask hides it.
-template <class A, class B>
-struct EitherMask {
-    static constexpr int kMaxColumns = A::kMaxColumns < B::kMaxColumns ? A::kMaxColumns : B::kMaxColumns;
-    A a;
-    B b;
-
-    __device__ __forceinline__ bool hides(int i, int column) const {
-        return a.hides(i, column) || b.hides(i, column);
-    }
-};
-
 // How many keys a query token attends: all of them, or with a causal mask those up to its own, where the s_q
 // query tokens are the last of `seqlen`.
 __device__ __forceinline__ int visible_keys(int seqlen, int s_q, int token, int causal) {
     return causal ? seqlen - s_q + token + 1 : seqlen;
 }
-
-// Keys from a limit on are hidden, by length or causality: limit[i] = visible_keys(...) less the block's
-// first key.
-struct KeyLimits {
-    static constexpr int kMaxColumns = 256;  // the widest product: ptx/wgmma.cuh
-    int limit[2];
-
-    __device__ __forceinline__ bool hides(int i, int column) const {
-        return column + 2 * (lane_index() % 4) >= limit[i];
-    }
-};
 
 // Keys whose bit is not set are hidden, for all queries.
 struct KeyBits {

@@ -55,8 +55,8 @@ __device__ __forceinline__ int inside(i64 index, int size) {
 
 // An index of a few elements, which is not moved inside: what is less than 1 means the first, and what is not
 // less than the last one's place the last. ptxas of CUDA 12.6 to 13.2 compiles max(min(i, c), 0) == c, beside
-// other uses of the maximum, so that it holds for 0 <= i < c too. It
-// has no such instruction for 64 bits, so those indices may be moved.
+// other uses of the maximum, so that it holds for 0 <= i < c too. For 64 bits there is no maximum in one
+// instruction, and the comparison is right: those indices are moved.
 __device__ __forceinline__ int wrapped(int index, int size) { return index < 0 ? index + size : index; }
 __device__ __forceinline__ int wrapped(i64 index, int size) { return inside(index, size); }
 
@@ -130,9 +130,9 @@ struct ValueAndDerivative {
 //
 // A ScoreMod of a backward kernel has, besides what calls it:
 //   kDerivativeIsOne    the derivative is 1 everywhere
-//   kGradients          how many captured arrays have a gradient: gradients[i] is float32 and contiguous
+//   kGradients          how many captured arrays have a gradient; gradients[i] is where its sums go: float32,
+//                       or what mha/captured_cells.cuh has
 //   kSites, kSite[i]    what the function adds to them
-//   kSitesNeedScore     captured_gradients reads `score`
 //   value_and_derivative(score, b, h, q_idx, kv_idx, q_len, kv_len)
 //   captured_gradients(grad, score, b, h, q_idx, kv_idx, q_len, kv_len, sink)
 // The latter calls sink.template add<i>(place, value) once for each site i, where the gradient of the

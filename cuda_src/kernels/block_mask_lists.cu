@@ -7,7 +7,6 @@
 //
 // A warp takes a line.
 #include "attention/block_states.cuh"
-#include "common/math.cuh"
 #include "common/types.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;

@@ -2,7 +2,6 @@
 //
 // A warp takes a row of blocks.
 #include "attention/block_states.cuh"
-#include "common/math.cuh"
 #include "common/types.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;

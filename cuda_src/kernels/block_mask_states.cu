@@ -3,7 +3,6 @@
 //
 // A CTA takes one block after another: warps its rows, lanes its columns.
 #include "attention/block_states.cuh"
-#include "common/math.cuh"
 #include "common/types.cuh"
 #include "user/mods.cuh"
 
@@ -38,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             }
         }
         const bool whole = first_q + params.block_q <= q_len && first_k + params.block_k <= kv_len;
-        const bool is_partial = __syncthreads_or(any), is_full = __syncthreads_and(all) && whole;
-        if (threadIdx.x == 0) params.states[block] = is_full ? kFull : is_partial ? kPartial : kEmpty;
+        const bool any_seen = __syncthreads_or(any), is_full = __syncthreads_and(all) && whole;
+        if (threadIdx.x == 0) params.states[block] = is_full ? kFull : any_seen ? kPartial : kEmpty;
     }
 }

@@ -1,5 +1,5 @@
 // The gradient of a captured array in its dtype, from the sums that flex_captured_gradients.cu leaves.
-#include "common/math.cuh"
+#include "common/float_dtypes.cuh"
 #include "common/types.cuh"
 #include "mha/captured_cells.cuh"
 #include "ptx/sync.cuh"
@@ -12,7 +12,7 @@ struct Params {
     void* out;
     i64 count;
     int sums_are;  // 0: float32, 1: CapturedCell, 2: CapturedDigits
-    int dtype;     // 0: float32, 1: bfloat16, 2: float16, 3: float64
+    int dtype;     // common/float_dtypes.cuh
     int terms_log2;
 };
 
@@ -36,15 +36,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             const CapturedCell cell = static_cast<const CapturedCell*>(params.sums)[i];
             sum = static_cast<double>(static_cast<i64>(cell.units)) * unit + cell.rest;
         }
-        const float value = static_cast<float>(sum);
-        if (params.dtype == 0) {
-            static_cast<float*>(params.out)[i] = value;
-        } else if (params.dtype == 3) {
-            static_cast<double*>(params.out)[i] = sum;
-        } else {
-            const u32 packed = params.dtype == 1 ? pack_16bit<Dtype::kBf16>(value, 0.0f)
-                                                 : pack_16bit<Dtype::kF16>(value, 0.0f);
-            static_cast<u16*>(params.out)[i] = static_cast<u16>(packed);
-        }
+        store_float(params.out, params.dtype, i, sum);
     }
 }

@@ -68,7 +68,7 @@ constexpr int NB_DQ = 1, NB_KEYS = 2;
 constexpr bool kLooksAhead = !kByProduct && !kDqByConsumers && !(kSoftcap && kDtype == Dtype::kBf16);
 #endif
 // With ALiBi consumer 0 of kByProduct, which has the scores, needs what the others can spare.
-constexpr bool kScoresNeedMore = kByProduct && !kFlex && kAlibi;
+constexpr bool kScoresNeedMore = kByProduct && kAlibi;
 constexpr int kRegisters = kDqByConsumers ? 240 : 208, kReducerRegisters = kDqByConsumers ? 0 : 64;
 constexpr int kProducerRegisters = kScoresNeedMore || kDqByConsumers ? 24 : 32;
 constexpr int kScoreRegisters = kScoresNeedMore ? 216 : kRegisters;
@@ -740,7 +740,6 @@ struct Consumer {
         for (int i = 0; i < kBlockRows / 2; ++i)
             if (mask.hides(i)) p[i / 2] &= i % 2 == 0 ? 0xffff0000 : 0x0000ffff;
     }
-#endif
     // The consumer's half of the columns of dQ, 64 or 32 at a time in the registers of S^T, and dK beside the
     // last of them.
     __device__ __forceinline__ void multiply_dq_and_dk(Scores& s, Dk& dk) const {
@@ -802,6 +801,7 @@ struct Consumer {
         for (int j = 0; j < kCount / 4; ++j)
             dst[128 * j] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
     }
+#endif
 
     template <bool kMasked>
     __device__ __forceinline__ bool take_scores(float slope, int block, bool has_next, Scores& s, Dv& dv) {

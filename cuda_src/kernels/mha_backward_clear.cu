@@ -1,7 +1,6 @@
 // Gradients of tokens of no request, which lie before the first segment or behind the last: zeros.
 //
 // A CTA takes kRows tokens of one array.
-#include "common/math.cuh"
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 

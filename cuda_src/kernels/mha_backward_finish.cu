@@ -1,6 +1,7 @@
 // dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each
 // block of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread
 // together. And the gradients of sinks from their parts.
+#include "common/float_dtypes.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
@@ -19,7 +20,7 @@ struct Params {
     i64 dq_stride_b, dq_stride_s, dq_stride_h;
     i64 blocks;  // of a head
     int b, seqlen_q, d_qk;
-    int sink_dtype;  // mha/sink.cuh
+    int sink_dtype;  // common/float_dtypes.cuh
     float scale;
 };
 
@@ -34,14 +35,7 @@ __device__ __forceinline__ void store_dsink(const Params& params, int head) {
         __syncthreads();
         if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
     }
-    if (threadIdx.x != 0) return;
-    if (params.sink_dtype == 0) {
-        static_cast<float*>(params.dsink)[head] = sums[0];
-    } else {
-        const u32 packed = params.sink_dtype == 1 ? pack_16bit<Dtype::kBf16>(sums[0], 0.0f)
-                                                  : pack_16bit<Dtype::kF16>(sums[0], 0.0f);
-        static_cast<u16*>(params.dsink)[head] = static_cast<u16>(packed);
-    }
+    if (threadIdx.x == 0) store_float(params.dsink, params.sink_dtype, head, sums[0]);
 }
 
 // Eight columns of a row, of which `count` exist. A whole row of them lies at a multiple of 16 bytes.

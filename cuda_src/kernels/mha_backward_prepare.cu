@@ -7,10 +7,10 @@
 // since it may be 0. The sink's gradient is the sum over rows of (w - 1) sum(dout * out).
 //
 // A CTA takes a block of kBlockRows rows of a head, in the scratch's order (mha/backward_rows.cuh).
+#include "common/float_dtypes.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/backward_rows.cuh"
-#include "mha/sink.cuh"
 #include "ptx/sync.cuh"
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
@@ -37,7 +37,7 @@ struct Params {
     i64 blocks;  // of a head
     int b, heads, seqlen_q, d_v;
     int accum_columns;  // of the sums of dQ
-    int sink_dtype;     // mha/sink.cuh
+    int sink_dtype;     // common/float_dtypes.cuh
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const float* dlse = params.dlse + batch * params.dlse_stride_b + first * params.dlse_stride_s +
                         head * params.dlse_stride_h;
     const bool has_sink = params.attn_sink != nullptr;
-    const float sink = has_sink ? load_sink(params.attn_sink, params.sink_dtype, head) : 0.0f;
+    const float sink = has_sink ? load_float(params.attn_sink, params.sink_dtype, head) : 0.0f;
     float dsink = 0.0f;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

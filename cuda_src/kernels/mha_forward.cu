@@ -13,7 +13,6 @@
 // P V. Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's
 // products.
 #include "attention/lazy_softmax.cuh"
-#include "attention/masks.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/array_keys.cuh"
@@ -253,7 +252,7 @@ struct Consumer {
         if constexpr (kPagesByTma) attend_span<PagedKeys>(tile, o, softmax, score_step, scales);
         if constexpr (kPagesGathered) {
             if constexpr (kCacheIsFp8) enter_pages(o, softmax, scales);
-            attend_span<GatheredKeys>(tile, o, softmax, score_step, scales);
+            attend_span<PieceKeys>(tile, o, softmax, score_step, scales);
         }
         store(tile, reader, o, softmax, scales);
     }
@@ -356,8 +355,7 @@ struct Consumer {
 #if FLEX
         apply_mods(tile, first_key, masked, partial, may_end, s);
         softmax.block(s, softmax_scale_log2(scales), ScoreMod::kIsThere || masked || may_end);
-        return;
-#endif
+#else
         const Span& span = tile.spans[Keys::kSpan];
         const int first_column = block * kTileKeys + 2 * (lane_index() % 4);
         if constexpr (kAlibi || kSoftcap)
@@ -372,6 +370,7 @@ struct Consumer {
                 if (mask.hides((j >> 1) & 1, Keys::column_of(j))) s[j] = -kInfinity;
         }
         softmax.block(s, softmax_scale_log2(scales), masked);
+#endif
     }
 
     // Read before the wait for the product, under which its latency passes.
@@ -499,7 +498,7 @@ struct Consumer {
             if (lse != nullptr && leads_quad() && token < tile.q_rows)
                 lse[place_of(tile, token, head)] = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
 #if FLEX
-            if (kMaxScores && params.max_scores != nullptr && leads_quad() && token < tile.q_rows)
+            if (kMaxScores && leads_quad() && token < tile.q_rows)
                 params.max_scores[place_of(tile, token, head)] =
                     softmax.top_score[r] * softmax_scale_log2(scales) * kLn2;
 #endif
@@ -522,8 +521,9 @@ struct Consumer {
         if constexpr (kOwnOutput) {
             if (leads) bulk_wait_group_read<0>();  // of the tile before
         }
-        // Q is given back, or overwritten, only when no warp reads it or still waits for it: q_full would
-        // pass on to its next phase.
+        // Q is given back only when no warp reads it or still waits for it: q_full would pass on to its next
+        // phase. 16-bit rows of O over Q lie where the warp's own rows of Q were, which no other warp reads;
+        // FP8 rows lie elsewhere, so that all warps must have read theirs.
         if constexpr (kOwnOutput || kOutIsFp8) named_barrier_sync(NB_OWN + wg, 128);
         if constexpr (kOwnOutput) {
             if (leads) mbarrier_arrive(smem_address(&smem.bar_q_free[wg]));

@@ -36,7 +36,9 @@ constexpr int kThreads = THREADS;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxBatch = MAX_BATCH;
 constexpr int kMaxFixedCost = 3;        // blocks: about what a change of requests costs a partition
+constexpr int kFixedCostDivisor = 3;    // and of a partition's share no more than this fraction
 constexpr int kMaxShortPartition = 16;  // blocks: the cost of merging never asks for longer partitions
+constexpr int kShortPartFactor = 32;    // merging n / T splits takes as long as n / (this * T) blocks
 constexpr int kRowsPerIdle = 8;         // with fewer rows per idle row, idle rows come last
 
 struct Params {
@@ -183,18 +185,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     // If partitions are short, the fixed cost is lowered: filling the GPU then matters more than whole
     // requests. Partitions must also not be so short that merging costs more than it saves. Suppose that
-    // merging the n / T splits of a request takes as long as n / (32 T) blocks. Then T = sqrt(n / 32) is
-    // best. n is the mean number of blocks per request, and 32 was the fastest of the factors that were
-    // measured (docs/kernels/mla_dense_decode.md).
+    // merging the n / T splits of a request takes as long as n / (f T) blocks. Then T = sqrt(n / f) is best.
+    // n is the mean number of blocks per request, and f = kShortPartFactor was the fastest of the factors
+    // that were measured (docs/kernels/mla_dense_decode.md).
     Line line;
     const auto over_partitions = [&](int n) { return divide(n, params.parts_magic, params.parts_shift); };
-    line.fixed = params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_partitions(units_total) / 3);
+    line.fixed =
+        params.batch_invariant ? 0 : min_int(kMaxFixedCost, over_partitions(units_total) / kFixedCostDivisor);
     line.length = max_int(over_partitions(units_total + (b - 1) * line.fixed + params.num_parts - 1), 1);
     line.group = 0;
     if (!params.batch_invariant) {
         const int mean = divide(units_total, params.b_magic, params.b_shift);
         int shortest = 1;
-        while (shortest * shortest * 32 < mean && shortest < kMaxShortPartition) ++shortest;
+        while (shortest * shortest * kShortPartFactor < mean && shortest < kMaxShortPartition) ++shortest;
         line.length = max_int(line.length, shortest);
         if (equal) {
             const int apart = divide(blocks_of_first + params.parts_per_request - 1, params.share_magic,

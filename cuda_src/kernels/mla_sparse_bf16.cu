@@ -355,8 +355,8 @@ __device__ __forceinline__ void qk_warpgroup(const Params& params, SharedMemoryP
                     valid_low = valid[0];
                     valid_high = valid[1];
                 }
-                valid_low = __shfl_sync(0xffffffff, valid_low, 0, 4);
-                valid_high = __shfl_sync(0xffffffff, valid_high, 0, 4);
+                valid_low = quad_broadcast(valid_low);
+                valid_high = quad_broadcast(valid_high);
             }
             wgmma_wait_group<0>();
             wgmma_pin(s);

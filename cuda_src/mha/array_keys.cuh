@@ -1,9 +1,12 @@
 // Keys in arrays, copied by TMA: a block has tiles of 64 columns, swizzled.
 //
 // A source of keys, as the kernel uses it:
+//   kSpan                      which of the tile's spans it has
 //   column_of(j)               column of accumulator j of S, in the first lane of a quad
+//   first_key                  with FLEX, of a block
 //   Loader(params, tile)       copies blocks of the tile's span: look_up(block) before there is a place for
 //                              it, load_k or load_v then; all lanes of a warp call
+//   k_descriptor, v_descriptor of the places of K and V in shared memory
 //   issue_qk, issue_pv         the products with a block
 //   pack                       probabilities as A fragments for issue_pv
 //   trim                       clears rows of V

@@ -1,4 +1,5 @@
-// Parameters of the backward pass of multi-head attention; rawmla/kernels/mha_backward.py fills them in.
+// Parameters of the backward pass of multi-head attention. rawmla/kernels/mha_backward.py or, with FLEX,
+// flex_backward.py fills them in.
 #pragma once
 #include "common/types.cuh"
 #if FLEX
@@ -32,7 +33,7 @@ struct Params {
     int group;        // query heads of a KV head
     int d_qk, d_v;
     int seqlen_q, seqlen_k;
-    int window_left, window_right;  // kNoBound: none
+    int window_left, window_right;  // 2^30: none
     int tiles_per_head;             // without cu_seqlens_k
     int section;                    // KV heads whose tiles go together; divides heads_kv with cu_seqlens_k
     int alibi_stride_b;
@@ -50,5 +51,3 @@ struct Params {
     int terms_log2;                           // of a captured gradient: at most 2^ so many
 #endif
 };
-
-constexpr int kNoBound = 1 << 30;

@@ -1,6 +1,5 @@
 // How the backward pass keeps rows of queries in its scratch: in blocks of 64, each of one request.
 #pragma once
-#include "common/math.cuh"
 #include "common/types.cuh"
 
 constexpr int kBlockRows = 64;

@@ -7,7 +7,6 @@
 struct alignas(16) CapturedCell {
     u64 units;   // of 2^-units_exponent, in two's complement
     float rest;  // sum of what is not finite
-    u32 unused;
 };
 
 // The exponent of 2 that makes integers of sums of at most 2^terms_log2 numbers up to the largest, which has

@@ -8,7 +8,6 @@
 //        2   to integers, in units that follow from it: in any order the result is the same
 //        3   to integers, digit by digit: in any order the result is the same, and pass 1 is not needed
 #pragma once
-#include "common/math.cuh"
 #include "mha/backward_params.cuh"
 #include "mha/captured_cells.cuh"
 #include "ptx/sync.cuh"

@@ -11,7 +11,7 @@ constexpr int kDimQK = D_QK, kDimV = D_V;  // multiples of 32; columns past thos
 constexpr int kTileKeys = TILE_KEYS;
 constexpr int kConsumers = CONSUMERS;
 constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI, kOutIsFp8 = OUT_FP8;
-constexpr bool kFlex = FLEX, kMaxScores = MAX_SCORES;
+constexpr bool kMaxScores = MAX_SCORES;
 // How keys in pages come to shared memory: by TMA (mha/paged_keys.cuh), or by a warpgroup that reads them
 // (mha/gathered_keys.cuh).
 constexpr bool kPagesByTma = PAGED == 1, kPagesGathered = PAGED == 2;

@@ -15,8 +15,6 @@
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 
-struct GatheredKeys : PieceKeys {};
-
 struct Gatherer {
     static_assert(!kPagesGathered || kDimQK == kDimV);
     static constexpr int kDim = kDimV;

@@ -1,4 +1,5 @@
-// Parameters of multi-head attention; rawmla/kernels/mha_forward.py or prefix_prefill.py fills them in.
+// Parameters of multi-head attention. rawmla/kernels/mha_forward.py, prefix_prefill.py or flex_forward.py
+// fills them in.
 #pragma once
 #include "common/types.cuh"
 #if FLEX
@@ -21,7 +22,7 @@ struct Params {
     float *o_accum, *lse_accum;                  // of splits: kernels/mha_combine.cu
     int* counter;                                // tiles taken after each CTA's first; null: by turns
 #if FLEX
-    float* max_scores;  // as lse; null: not wanted
+    float* max_scores;  // as lse; with MAX_SCORES
     // mha/list_keys.cuh; null: there are none
     const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;
     // Of lists that were brought to other blocks: attention/block_states.cuh of the caller's; else null
@@ -42,7 +43,7 @@ struct Params {
     int out_by_rows;   // TMA cannot write out
     int seqlen_q, seqlen_k;
     int total_k;                    // tokens of k; of one request, where all have the same number
-    int window_left, window_right;  // kNoBound: none
+    int window_left, window_right;  // 2^30: none
     int tiles_per_head, tiles;      // without cu_seqlens_q
     int splits;                     // parts of a row's keys, which other tiles attend
     int section;                    // heads that are processed together, so that their K and V stay in L2
@@ -71,5 +72,3 @@ struct Params {
     int state_q, state_k;                     // query tokens and keys of one
 #endif
 };
-
-constexpr int kNoBound = 1 << 30;

@@ -9,8 +9,8 @@
 // So column 8 c + i of product h is token 16 c + 8 h + i of the block. P of the two products is an A
 // fragment of piece c as it stands: tokens 0 to 7 from product 0, tokens 8 to 15 from product 1.
 #pragma once
-#include "attention/lazy_softmax.cuh"
 #include "common/division.cuh"
+#include "common/math.cuh"
 #include "mha/cta.cuh"
 #include "ptx/wgmma.cuh"
 

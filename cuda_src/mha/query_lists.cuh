@@ -191,7 +191,6 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
                         dout_full, 64 * chunk, token, step.head, step.request);
         bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
     }
-    mbarrier_wait_parity(kv, 0);  // nobody else waits for K and V that are not used
 }
 
 // A warp: clears the rows of a block of Q or dO whose lse is +inf; whether there are any. They see no key, or
@@ -239,8 +238,9 @@ __device__ __forceinline__ void trim_listed(Plan& smem) {
     }
 }
 
-// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. No query may
-// see them, and their products with a dS of 0 must be 0.
+// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. Perhaps no
+// query sees them: then their products with a dS of 0 must be 0. Where one does, its lse is not finite
+// anyway.
 template <Dtype kDtype, class KeyRows, int kBytes>
 __device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row,
                                                       int barrier) {

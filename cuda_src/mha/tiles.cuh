@@ -4,7 +4,6 @@
 // the head fastest. Its keys lie in spans, each with its own source; blocks of a span are attended from the
 // last to the first.
 #pragma once
-#include "common/division.cuh"
 #include "common/types.cuh"
 #include "mha/params.cuh"
 #include "ptx/sync.cuh"

@@ -32,11 +32,10 @@ struct ValueTrimmer {
         if (params.states != nullptr)
             for (int i = 0; i < span.end_block - tile.full_steps; ++i)
                 trim_block<Keys>(params, smem, tile, i);
-        loads += blocks;
-        return;
-#endif
+#else
         if (blocks > 0 && span.trims(span.end_block - 1)) trim_block<Keys>(params, smem, tile, 0);
         if (blocks > 1 && span.trims(span.first_block)) trim_block<Keys>(params, smem, tile, blocks - 1);
+#endif
         loads += blocks;
     }
 

@@ -140,10 +140,10 @@ __device__ __forceinline__ PlanRow row_of_partition(const Params& params, int pa
     return read_plan_row(params.sched_meta, partition, params.object_layout, params.b);
 }
 // The row of the CTA. The arrays of a plan are read only after the kernel ahead is complete. A uniform plan
-// reads no arrays, so that work tiles are published before that kernel ends; every role then waits for it by
-// itself. The publisher also reads the lengths of requests, if there are any. A call that has both lengths
-// and a uniform plan is therefore launched without programmatic dependent launch
-// (rawmla/kernels/mla_sparse.py).
+// reads no arrays, so that work tiles are published before that kernel ends; the roles that read arrays of
+// the call then wait for it by themselves; the others follow these. The publisher also reads the lengths of
+// requests, if there are any. A call that has both lengths and a uniform plan is therefore launched without
+// programmatic dependent launch (rawmla/kernels/mla_sparse.py).
 template <class Params>
 __device__ __forceinline__ PlanRow row_of_cta(const Params& params) {
     if (!is_uniform(params)) griddepcontrol_wait();

@@ -72,10 +72,11 @@ __device__ __forceinline__ bool elect_one_sync() {
     return elected != 0;
 }
 
-// Programmatic dependent launch. In every kernel of rawmla at least one CTA waits for the kernel ahead. Every
-// CTA waits before it writes global memory or reads what the kernel ahead may write; where a kernel reads
-// earlier, the host launches it without programmatic dependent launch (mla/plan.cuh). A kernel is thus
-// complete only after the one ahead of it, along a whole chain of launches.
+// Programmatic dependent launch. In every kernel that is launched with it at least one CTA waits for the
+// kernel ahead. Every CTA waits before it writes global memory or reads what the kernel ahead may write;
+// where a kernel reads earlier, the host launches it without programmatic dependent launch (mla/plan.cuh). A
+// kernel that is launched without it begins when the one ahead is complete, and need not wait. A kernel is
+// thus complete only after the one ahead of it, along a whole chain of launches.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -23,7 +23,6 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
 //                          counted on each one's own barrier; evict_first in L2
 //   tma_prefetch_Nd        brings a box to L2
 //   tma_store_Nd           shared memory to a box: see bulk_commit_group
-//   tma_reduce_add_Nd      adds shared memory to a box, element by element
 //
 // The coordinates are the last operands of an asm statement: AFTER_n are their numbers after n others.
 // clang-format off
@@ -61,12 +60,6 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {
         asm volatile(                                                                                        \
             "cp.async.bulk.tensor." #DIMS "d.global.shared::cta.bulk_group [%0, {" AFTER_2 "}], [%1];"       \
             ::"l"(map), "r"(src), RAWMLA_COORDINATES_##DIMS : "memory");                                     \
-    }                                                                                                        \
-    __device__ __forceinline__ void tma_reduce_add_##DIMS##d(const TensorMap* map, u32 src,                  \
-                                             RAWMLA_PARAMETERS_##DIMS) {                                     \
-        asm volatile(                                                                                        \
-            "cp.reduce.async.bulk.tensor." #DIMS "d.global.shared::cta.add.tile.bulk_group "                 \
-            "[%0, {" AFTER_2 "}], [%1];" ::"l"(map), "r"(src), RAWMLA_COORDINATES_##DIMS : "memory");        \
     }
 RAWMLA_TMA(2, "%1, %2",             "%2, %3",             "%4, %5",             "%5, %6")
 RAWMLA_TMA(3, "%1, %2, %3",         "%2, %3, %4",         "%4, %5, %6",         "%5, %6, %7")

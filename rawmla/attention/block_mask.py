@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ..call.checks import as_int
+import numpy as np
 
-__all__ = ["BlockMask", "and_masks", "as_block_size", "noop_mask", "or_masks"]
+from .. import jit
+from ..call.checks import as_int, show
+
+__all__ = ["BlockMask", "and_masks", "as_block_size", "as_ordinal", "noop_mask", "or_masks"]
 
 Mask = Callable[..., Any]
 DEFAULT_BLOCK_SIZE = 128
@@ -30,7 +33,28 @@ def _unset_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
 
 
 def and_masks(*mask_mods: Mask) -> Mask:
-    """The mask that hides what any of these hides."""
+    """The mask function that hides what any of these hides.
+
+    Parameters
+    ----------
+    *mask_mods : callable
+        Python functions `mask_mod(b, h, q_idx, kv_idx)`. None given: nothing is hidden.
+
+    Returns
+    -------
+    callable
+        A function of the same arguments, for `flex_attention` and `create_block_mask`.
+
+    Raises
+    ------
+    TypeError
+        One is no callable. CUDA text, also that of a `CudaMod`, is joined by ``&&``.
+
+    Notes
+    -----
+    Calls none of them, allocates and enqueues nothing.
+    """
+    _check_callable(mask_mods, "&&")
 
     def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         result: Any = True
@@ -43,7 +67,28 @@ def and_masks(*mask_mods: Mask) -> Mask:
 
 
 def or_masks(*mask_mods: Mask) -> Mask:
-    """The mask that hides what all of these hide."""
+    """The mask function that hides what all of these hide.
+
+    Parameters
+    ----------
+    *mask_mods : callable
+        Python functions `mask_mod(b, h, q_idx, kv_idx)`. None given: everything is hidden.
+
+    Returns
+    -------
+    callable
+        A function of the same arguments, for `flex_attention` and `create_block_mask`.
+
+    Raises
+    ------
+    TypeError
+        One is no callable. CUDA text, also that of a `CudaMod`, is joined by ``||``.
+
+    Notes
+    -----
+    Calls none of them, allocates and enqueues nothing.
+    """
+    _check_callable(mask_mods, "||")
 
     def either(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         result: Any = False
@@ -53,6 +98,15 @@ def or_masks(*mask_mods: Mask) -> Mask:
         return result
 
     return either
+
+
+def _check_callable(mask_mods: Sequence[Any], operator: str) -> None:
+    for i, mask_mod in enumerate(mask_mods):
+        if not callable(mask_mod):
+            raise TypeError(
+                f"mask_mods[{i}]: expected a Python function, got {show(mask_mod)}; join CUDA text by "
+                f"{operator}"
+            )
 
 
 class _Lists(NamedTuple):
@@ -86,6 +140,9 @@ class BlockMask:
     -----
     The class has the attributes and methods of torch.nn.attention.flex_attention.BlockMask, for arrays of
     torch or CuPy. Indexing keeps a dimension that is indexed by an int.
+
+    Arrays are made with the framework of the lists, on its current stream; what reads them on the host says
+    that it waits for the device.
     """
 
     def __init__(
@@ -133,7 +190,8 @@ class BlockMask:
     ) -> BlockMask:
         """A mask from its lists by rows; those by columns follow unless `compute_q_blocks` is False.
 
-        Lengths default to whole blocks, as many keys as `kv_indices` has columns.
+        Lengths default to whole blocks, as many keys as `kv_indices` has columns. Lists by columns are found
+        by way of dense arrays `[.., rows, columns]`, which are allocated. Never waits for the device.
         """
         for counts, indices, name in (
             (kv_num_blocks, kv_indices, "kv"),
@@ -193,7 +251,7 @@ class BlockMask:
         return 100 * (1 - blocks / all_blocks) if all_blocks else 0.0
 
     def to_dense(self) -> Any:
-        """int32 `[B, H, rows, columns]`: 1 where a block is attended."""
+        """int32 `[B, H, rows, columns]`, a new array: 1 where a block is attended. Does not wait."""
         columns = max(self.kv_indices.shape[-1], -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
         dense = _dense(_Lists(self.kv_num_blocks, self.kv_indices), columns)
         if self.full_kv_num_blocks is not None:
@@ -204,6 +262,7 @@ class BlockMask:
         """A picture of each mask: a full block for what is attended, a shaded one for parts, else a space.
 
         At most `grid_size` rows and columns of characters, -1: one for each block; at most `limit` masks.
+        Waits for the device, as `str()` of a mask does.
         """
         dense = self.to_dense().tolist()
         batch = self.kv_indices.shape[:-2]
@@ -222,12 +281,19 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,\n{self.to_string()}\n)"
 
     def __getitem__(self, index: Any) -> BlockMask:
-        """The mask of some requests, heads and rows of query blocks. `mask_mod` has to be set again."""
+        """The mask of some requests, heads and rows of query blocks. `mask_mod` has to be set again.
+
+        An index is an int, a slice, or a list or array of numbers. Rows by a list or array count as whole
+        blocks each, also the last row of the mask, which may have fewer tokens: reading an array would wait
+        for the device. Raises IndexError for too many indices and for an int out of range, TypeError for
+        bools and for rows by bools. Allocates as `from_kv_blocks`.
+        """
         given = index if isinstance(index, tuple) else (index,)
-        kept = tuple(slice(i, i + 1 or None) if isinstance(i, int) else i for i in given)
-        batch = len(self.kv_indices.shape) - 2
-        if len(kept) > batch + 1:
-            raise IndexError(f"block_mask: expected at most {batch + 1} indices, got {len(kept)}")
+        extents = self.kv_num_blocks.shape
+        batch = len(extents) - 1
+        if len(given) > batch + 1:
+            raise IndexError(f"block_mask: expected at most {batch + 1} indices, got {len(given)}")
+        kept = tuple([_kept(one, extent) for one, extent in zip(given, extents, strict=False)])
         q_len, kv_len = self.seq_lengths
         if len(kept) == batch + 1:
             q_len = self._tokens_of(kept[batch])
@@ -256,13 +322,17 @@ class BlockMask:
         """Query tokens in rows of blocks; the last row may have fewer."""
         size, count = self.BLOCK_SIZE[0], self.kv_indices.shape[-2]
         if not isinstance(rows, slice):
-            return int(rows.shape[0]) * size if hasattr(rows, "shape") else len(rows) * size
+            _check_rows(rows)
+            return len(rows) * size
         chosen = range(count)[rows]
         tokens = len(chosen) * size
         return tokens - (count * size - self.seq_lengths[0]) if count - 1 in chosen else tokens
 
     def _adjust(self, q_len: int, kv_len: int) -> BlockMask:
-        """The mask for other lengths, which are no longer; blocks beyond them are dropped."""
+        """The mask for other lengths, none above the mask's own; blocks beyond them are dropped.
+
+        Allocates dense arrays `[.., rows, columns]` on the way; never waits for the device.
+        """
         q_size, kv_size = self.BLOCK_SIZE
         rows, columns = -(-q_len // q_size), -(-kv_len // kv_size)
 
@@ -272,9 +342,16 @@ class BlockMask:
         return self._changed(cut, (q_len, kv_len), self.mask_mod)
 
     def to(self, device: Any) -> BlockMask:
-        """The mask on another device."""
-        moved = [x.to(device) if hasattr(x, "to") else x for x in self.as_tuple(flatten=False)]
-        return BlockMask(*moved)
+        """The mask with its lists on another device; lists that are there already are shared.
+
+        ``device`` is what `torch.Tensor.to` takes, or for arrays of CuPy a CUDA device: an ordinal, "cuda:1"
+        or a torch.device. `mask_mod` and what it reads stay as they are. Copies are made by the framework of
+        the lists, on its current streams; ValueError for arrays of CuPy and another kind of device.
+        """
+        lengths, *lists, sizes, mask_mod = self.as_tuple(flatten=False)
+        moved = [None if array is None else _moved(array, device) for array in lists]
+        parts: list[Any] = [lengths, *moved, sizes, mask_mod]
+        return BlockMask(*parts)
 
 
 def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -287,6 +364,48 @@ def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
         )
     first, second = sizes
     return first, second
+
+
+def as_ordinal(device: Any) -> int:
+    """The ordinal of a CUDA device; that of the current one for None and "cuda"."""
+    if device is None or device == "cuda":
+        return jit.current_device()
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    kind, _, number = str(device).partition(":")
+    if kind != "cuda" or (number and not number.isdigit()):
+        raise ValueError(f"device: expected a CUDA device, got {show(device)}")
+    return int(number) if number else jit.current_device()
+
+
+def _kept(index: Any, extent: int) -> Any:
+    """An index of a dimension as one that keeps it."""
+    if isinstance(index, (bool, np.bool_)):
+        raise TypeError(
+            f"block_mask: expected an int, a slice, or a list or array of numbers as index, got {show(index)}"
+        )
+    if not isinstance(index, (int, np.integer)):
+        return index
+    place = int(index)
+    if not -extent <= place < extent:
+        raise IndexError(f"block_mask: expected an index of {-extent} to {extent - 1}, got {place}")
+    place %= extent
+    return slice(place, place + 1)
+
+
+def _check_rows(rows: Any) -> None:
+    """Check that a list or array selects rows by their numbers. torch takes uint8 for bools."""
+    if str(getattr(rows, "dtype", "")) in ("bool", "torch.bool", "torch.uint8") or (
+        isinstance(rows, (list, tuple)) and any(isinstance(row, bool) for row in rows)
+    ):
+        got = "bools"
+    elif len(getattr(rows, "shape", (0,))) != 1:
+        got = f"shape {list(rows.shape)}"
+    else:
+        return
+    raise TypeError(
+        f"block_mask: expected rows by numbers, in a list or an array of one dimension, got {got}"
+    )
 
 
 def _check_lists(counts: Any, indices: Any, name: str) -> None:
@@ -328,6 +447,15 @@ def _listed(dense: Any) -> _Lists:
 
 def _is_cupy(array: Any) -> bool:
     return hasattr(array, "__cuda_array_interface__") and not hasattr(array, "scatter_")
+
+
+def _moved(array: Any, device: Any) -> Any:
+    if _is_cupy(array):
+        import cupy
+
+        with cupy.cuda.Device(as_ordinal(device)):
+            return cupy.asarray(array)
+    return array.to(device)
 
 
 def _zeros_like(array: Any, shape: Sequence[int]) -> Any:

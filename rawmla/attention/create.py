@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from inspect import signature
 from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import tracing
 from ..call.arrays import Framework, NewArray, framework_named, inspect, is_array
-from ..call.checks import as_bool, as_int, show
+from ..call.checks import as_bool, as_int
 from ..kernels import block_mask as kernels
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.mha_forward import NO_BOUND
-from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size
+from .block_mask import DEFAULT_BLOCK_SIZE, BlockMask, as_block_size, as_ordinal
 from .functions import as_reading, bound, header_of, packed_of
 from .mods import CudaMod
 from .traced import between_graphs
@@ -57,9 +56,9 @@ def create_block_mask(
     -------
     BlockMask
         With arrays of torch, or of CuPy where `mask_mod` is a `CudaMod` that reads arrays of CuPy, or torch
-        is not installed. Lists are ascending; behind their ends come the other blocks. A block is full if the
-        function holds for all its positions and it lies inside (Q_LEN, KV_LEN); a block that the end of the
-        sequence cuts is partial.
+        is not installed or was built without CUDA. Lists are ascending; behind their ends come the other
+        blocks. A block is full if the function holds for all its positions and it lies inside
+        (Q_LEN, KV_LEN); a block that the end of the sequence cuts is partial.
 
     Raises
     ------
@@ -78,7 +77,7 @@ def create_block_mask(
     Examples
     --------
     >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
-    >>> print(mask)
+    >>> out = rawmla.flex_attention(q, k, v, block_mask=mask)
     """
     call = between_graphs().make if tracing.is_traced(None) else make
     return call(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
@@ -187,28 +186,16 @@ def _place(mask_mod: Any, device: Any) -> tuple[Framework, int]:
     arrays = []
     if isinstance(mask_mod, CudaMod):
         arrays = [inspect(x, f"captures: {name}") for name, x in mask_mod.captures.items() if is_array(x)]
-    ordinal = arrays[0].device if arrays and device is None else _ordinal(device)
+    ordinal = arrays[0].device if arrays and device is None else as_ordinal(device)
     if arrays:
         return arrays[0].framework, ordinal
     return framework_named("torch" if _has_torch() else "cupy"), ordinal
 
 
 def _has_torch() -> bool:
-    if "torch" not in sys.modules:
-        try:
-            import torch  # noqa: F401
-        except ImportError:
-            return False
-    return True
-
-
-def _ordinal(device: Any) -> int:
-    """The ordinal of a CUDA device."""
-    if device is None or device == "cuda":
-        return jit.current_device()
-    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
-        return device
-    kind, _, number = str(device).partition(":")
-    if kind != "cuda" or (number and not number.isdigit()):
-        raise ValueError(f"device: expected a CUDA device, got {show(device)}")
-    return int(number) if number else jit.current_device()
+    """Whether there is a torch with tensors of GPUs."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.backends.cuda.is_built())

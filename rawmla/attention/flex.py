@@ -117,7 +117,9 @@ def flex_attention(
     block_mask : BlockMask, optional
         Of rawmla, or torch's. Its `seq_lengths` are (L, S). Batch and head are taken modulo those of its
         lists. Blocks of a multiple of 128 tokens are fast; others, of multiples of 16, are brought to 128
-        at every call. V of a listed block has to be finite. None: everything is attended.
+        at every call. Lists in another dtype than int32, and lists of blocks whose last dimension is not
+        contiguous, are copied at every call. V of a listed block has to be finite. None: everything is
+        attended.
     scale : float, optional
         Finite; None is `E**-0.5`.
     enable_gqa : bool
@@ -152,7 +154,7 @@ def flex_attention(
         gradient is needed that there is none of. Raised before anything is allocated or launched.
     NotImplementedError
         A Python function calls an operator that kernels do not have; the text names both. Or query, key or
-        value is a nested tensor.
+        value is a nested tensor, or the call is under make_fx, torch.export or a FakeTensorMode.
     RawMLAError
         A subclass says what is missing: GPU, driver, NVRTC, torch, a compiled kernel inside a graph capture;
         or that CUDA text does not compile, with the caller's line.
@@ -161,7 +163,7 @@ def flex_attention(
     -----
     Allocates the copies that are named above, the results, and scratch with the framework of `query`: 16
     bytes, and with blocks that are brought to 128 one byte for each block of the mask and 8 bytes for each of
-    128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks four, on the current
+    128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks three, on the current
     stream. Never synchronises, never reads a list or a captured array on the host.
 
     Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
@@ -459,7 +461,8 @@ def _launch(
     if True in checked.copied:
         for i, name in enumerate(("query", "key", "value")):
             if checked.copied[i]:
-                alive.append(views[i][5].aligned_copy(views[i][6], name, dtype))
+                other = None if views[i][3] == dtype else dtype
+                alive.append(views[i][5].aligned_copy(views[i][6], name, other))
                 addresses[i] = views[i][5].pointer(alive[-1])
     of_lists = [0, 0, 0, 0, 0]
     if checked.lists is not None and lists is not None:

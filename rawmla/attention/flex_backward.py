@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import jit
 from ..call import tracing
 from ..call.arrays import READERS, Fields, NewArray, address_of, aligned_strides, read_given
-from ..call.checks import as_bool
+from ..call.checks import as_bool, check_kind
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import flex_backward
@@ -108,11 +108,12 @@ def flex_attention_backward(
     64, E rounded up to 64 and 2 numbers more; a float32 number for each element of a captured gradient in
     another dtype. With `deterministic`: 5 bytes for each block of the mask, and for each element of captured
     gradients 16, or 100 where one pass sums them. Blocks that are no multiple of 64 x 128 take scratch as in
-    `flex_attention`. Enqueues three kernels on the current stream, for captured gradients one more and one
-    for each that is not summed in place. With `deterministic` there is a second pass over the scores for
-    captured gradients where an element's index depends on both q_idx and kv_idx, and where they have more
-    than 2**20 elements together or 2**39 terms. Never synchronises. Graph captures and torch.compile are as
-    for `flex_attention`.
+    `flex_attention`. Enqueues the copies, also of lists as in `flex_attention`, and three kernels on the
+    current stream. For such blocks a clearing and two kernels are added, and as many with `deterministic` and
+    a mask; for captured gradients one kernel, and for each of them a clearing and, if it is not summed in
+    place, a kernel. With `deterministic` there is a second pass over the scores for captured gradients where
+    an element's index depends on both q_idx and kv_idx, and where they have more than 2**20 elements together
+    or 2**39 terms. Never synchronises. Graph captures and torch.compile are as for `flex_attention`.
 
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).
@@ -311,7 +312,7 @@ def _check(inputs: _Inputs, lists: GivenLists | None, enable_gqa: bool) -> _Chec
     strides = dict(zip(("q_strides", "k_strides", "v_strides"), forward.strides, strict=False))
     copied = []
     for name, view in (("grad_out", dout), ("out", out)):
-        _check_kind(name, view, q[3], wanted)
+        check_kind(name, view, q[3], wanted)
         steps = walked(view)
         copied.append(steps is None)
         strides["dout_strides" if name == "grad_out" else "out_strides"] = _by_token(
@@ -320,7 +321,7 @@ def _check(inputs: _Inputs, lists: GivenLists | None, enable_gqa: bool) -> _Chec
     strides["dlse_strides"] = (0, 0, 0)
     for name, of_rows in (("lse", lse), ("grad_lse", dlse)):
         if of_rows is not None:
-            _check_kind(name, of_rows, "float32", wanted[:-1])
+            check_kind(name, of_rows, "float32", wanted[:-1])
             strides["lse_strides" if name == "lse" else "dlse_strides"] = _by_token(of_rows[2])
     for name, source in (("dq", q), ("dk", k), ("dv", v)):
         strides[f"{name}_strides"] = _by_token(fresh_out_strides(source, source[1][-1])[:-1])
@@ -341,13 +342,6 @@ def _by_token(strides: Sequence[int]) -> tuple[int, int, int]:
     """Those of (request, head, token) as (request, token, head)."""
     request, head, token = strides
     return request, token, head
-
-
-def _check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
-    if view[3] != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, got {view[3]}")
-    if tuple(view[1]) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(view[1])}")
 
 
 def _prepare(

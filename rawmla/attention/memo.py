@@ -2,13 +2,14 @@
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
 functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
-value. A function that reads what is not known here, such as an object or a module of a user's, is traced at
-every call.
+value. A function that reads what is not known here, such as an object, a module or a class of a user's, is
+traced at every call.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -17,13 +18,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .mods import Frame, Mod, Reading, reading_of
+from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["read", "traced"]
+__all__ = ["read"]
 
 MAX_TRACES = 256
-_STEADY = {"torch", *sys.stdlib_module_names}
+_STEADY = {"torch", "numpy", *sys.stdlib_module_names}
 """Modules whose attributes, and those of their classes, stay as they are."""
 
 
@@ -55,28 +56,18 @@ _kept: dict[Any, _Kept] = {}
 _clock = count()
 
 
-def traced(
-    function: Callable[..., Any],
-    kind: Literal["score_mod", "mask_mod"],
-    device: Any,
-    backward: bool = False,
-) -> Mod:
-    """A function as CUDA text with the tensors that it reads now; arguments and errors as of `trace`."""
-    return read(function, kind, device, backward).mod()
-
-
 def read(
     function: Callable[..., Any],
     kind: Literal["score_mod", "mask_mod"],
     device: Any,
     backward: bool = False,
 ) -> Reading:
-    """`traced`, as what stays of the function and what it reads now."""
+    """What stays of a function, and what it reads now; arguments and errors as of `trace`."""
     tensors: list[torch.Tensor] = []
     try:
         key = (kind, device, backward, _BY_CLASS[function.__class__](function, tensors, ()))
         found = _kept.get(key)
-    except (_Unknown, TypeError):  # TypeError: what cannot be hashed
+    except (_Unknown, TypeError, ValueError):  # TypeError: what cannot be hashed; ValueError: an empty cell
         return reading_of(trace(function, kind, device, backward))
     if found is None:
         reading = reading_of(trace(function, kind, device, backward))
@@ -110,6 +101,7 @@ def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
         _kept.pop(oldest, None)
 
 
+_contents = operator.attrgetter("cell_contents")
 Around = tuple[Any, ...]
 """The functions that are being described, one inside of the other."""
 
@@ -124,10 +116,10 @@ def _described_function(function: types.FunctionType, tensors: list[torch.Tensor
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     return (
         code,
-        cells and _described_all([cell.cell_contents for cell in cells], tensors, around),
+        cells and _described_all(map(_contents, cells), tensors, around),
         defaults and _described_all(defaults, tensors, around),
-        keywords and _described_dict(keywords, tensors, around),
-        code.names and _described_dict({x: scope[x] for x in code.names if x in scope}, tensors, around),
+        keywords and _described_names(keywords, tensors, around),
+        code.names and _described_names({x: scope[x] for x in code.names if x in scope}, tensors, around),
     )
 
 
@@ -141,7 +133,10 @@ def _described_tensor(x: torch.Tensor, tensors: list[torch.Tensor], around: Arou
             return ("again", place)
     tensors.append(x)
     # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
-    return ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
+    described = ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
+    if x.__dict__:  # torch.compile leaves something there too
+        return (described, _described_names(x.__dict__, tensors, around))
+    return described
 
 
 def _described_value(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
@@ -149,19 +144,26 @@ def _described_value(x: Any, tensors: list[torch.Tensor], around: Around) -> Any
 
 
 def _described_float(x: float, tensors: list[torch.Tensor], around: Around) -> Any:
-    return (float, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
+    return (x.__class__, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
 
 
 def _described_sequence(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
     return (x.__class__, _described_all(x, tensors, around))
 
 
+def _described_names(x: dict[str, Any], tensors: list[torch.Tensor], around: Around) -> Any:
+    return (tuple(x), _described_all(x.values(), tensors, around))
+
+
 def _described_dict(x: dict[Any, Any], tensors: list[torch.Tensor], around: Around) -> Any:
-    return (dict, tuple(x), _described_all(x.values(), tensors, around))
+    return ("dict", _described_all(x, tensors, around), _described_all(x.values(), tensors, around))
 
 
 def _described_partial(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
-    return ("partial", _described_all((x.func, x.args, x.keywords), tensors, around))
+    if x.__dict__:
+        raise _Unknown
+    parts = _described_all((x.func, *x.args), tensors, around)
+    return ("partial", parts, _described_names(x.keywords, tensors, around))
 
 
 def _described_module(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
@@ -199,16 +201,23 @@ class _Describers(dict[type, _Describer]):
     """
 
     def __missing__(self, cls: type) -> _Describer:
-        for known, describe in self.items():
-            if issubclass(cls, known):
-                return describe
-        return _refused
+        if cls.__bases__ == (tuple,) and vars(cls).keys() - getattr(cls, "_fields", ()) <= _OF_NAMED_TUPLES:
+            return _described_sequence
+        if cls.__module__.partition(".")[0] in ("torch", "numpy") or issubclass(cls, type):
+            for known, describe in self.items():
+                if issubclass(cls, known):
+                    return describe
+        return _refused  # a user's dict or a defaultdict, say, has more than its contents
+
+
+_OF_NAMED_TUPLES = vars(_Number).keys()
+"""The members of any NamedTuple, beside its fields, that has none of its own."""
 
 
 _BY_CLASS = _Describers(
     {
         types.FunctionType: _described_function,
-        torch.Tensor: _described_tensor,
+        **dict.fromkeys((torch.Tensor, torch.nn.Parameter), _described_tensor),
         float: _described_float,
         **dict.fromkeys((int, bool, str, bytes, type(None), torch.dtype, torch.device), _described_value),
         **dict.fromkeys((tuple, list), _described_sequence),

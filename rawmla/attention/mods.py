@@ -10,6 +10,8 @@ from functools import lru_cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from ..call.arrays import inspect, is_array
 from ..call.memo import Memo
 
@@ -20,7 +22,6 @@ __all__ = [
 
 Kind = Literal["score_mod", "mask_mod"]
 HEADER_NAME = "user/mods.cuh"
-_FLOAT32_MAX = 3.4028234663852886e38
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod", "gradient_sink"}
 ELEMENTS = {
@@ -80,7 +81,6 @@ class Backward(NamedTuple):
     text: str  # statements, the last of which returns the result and its derivative by the score
     is_one: bool  # the derivative, everywhere
     captured: str  # statements: `gradient_sink.template add<i>(place, value)` for each site i
-    captured_needs_score: bool
     gradients: tuple[int, ...]  # the captures that have one, in the order of the sites' `gradient`
     sites: tuple[Site, ...]
 
@@ -94,7 +94,7 @@ class Mod(NamedTuple):
     backward: Backward | None = None
 
 
-NO_FUNCTION = Backward("return {score, 1.0f};", True, "", False, (), ())
+NO_FUNCTION = Backward("return {score, 1.0f};", True, "", (), ())
 """The gradients of the score function that changes nothing."""
 
 
@@ -124,8 +124,9 @@ class CudaMod:
     Raises
     ------
     TypeError, ValueError
-        The code is no str; a name is no identifier or has a meaning already; a capture is no array or number;
-        capture_grads has no pairs of str, or a name that is no floating-point array of captures.
+        The code is no str; a name is no identifier or has a meaning already; a capture is no array or number,
+        or an int beyond 64 bits; capture_grads has no pairs of str, or a name that is no floating-point array
+        of captures.
 
     Notes
     -----
@@ -146,7 +147,10 @@ class CudaMod:
                 raise TypeError(f"{given}: expected CUDA text, got {text!r}")
         self.code = code
         self.grad = grad
-        self.captures = dict(captures or {})
+        self.captures = {
+            name: capture.item() if isinstance(capture, np.generic) else capture
+            for name, capture in (captures or {}).items()
+        }
         for name, capture in self.captures.items():
             if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
                 raise ValueError(f"captures: expected names that are C identifiers, got {name!r}")
@@ -222,7 +226,6 @@ class CudaMod:
         gradients = tuple(sorted(wanted))
         sites: list[Site] = []
         calls: list[str] = []
-        read: set[str] = set()
         for gradient, place in enumerate(gradients):
             for indices, value in wanted[place]:
                 words = set(_IDENTIFIER.findall(indices))
@@ -232,7 +235,6 @@ class CudaMod:
                     f"static_cast<float>(\n{value}\n));"
                 )
                 sites.append(Site(gradient, *by))
-                read |= words | set(_IDENTIFIER.findall(value))
         arguments = "score, b, h, q_idx, kv_idx, q_len, kv_len"
         return Backward(
             "\n".join(
@@ -240,7 +242,6 @@ class CudaMod:
             ),
             self.grad.strip() == "grad",
             "\n".join([*(names if calls else []), *calls]),
-            "score" in read,
             gradients,
             tuple(sites),
         )
@@ -319,7 +320,6 @@ def _facts_of(backward: Backward) -> list[str]:
         f"static constexpr bool kDerivativeIsOne = {bools[backward.is_one]};",
         f"static constexpr int kGradients = {len(backward.gradients)};",
         f"static constexpr int kSites = {len(sites)};",
-        f"static constexpr bool kSitesNeedScore = {bools[backward.captured_needs_score]};",
         f"static constexpr Site kSite[{max(1, len(sites))}] = {{{', '.join(sites)}}};",
     ]
 
@@ -443,7 +443,7 @@ class Form:
     variant : Variant
     """
 
-    __slots__ = ("_lengths", "_pack", "_without_gradients", "variant")
+    __slots__ = ("_lengths", "_pack", "variant")
 
     def __init__(self, variant: Variant, places: Sequence[Place]) -> None:
         self.variant = variant
@@ -459,29 +459,22 @@ class Form:
         for number in numbers:
             code += _padding(code) + "q" if number.is_integer else "f"
         code += _padding(code)
-        gradients = 0 if backward is None else max(1, len(backward.gradients))
-        if gradients:
-            code += f"{gradients}Q"
+        if backward is not None:
+            code += f"{8 * max(1, len(backward.gradients))}x"
         self._lengths = lengths
-        self._without_gradients = [0] * gradients
         self._pack = struct.Struct(code if struct.calcsize(code) else "8x").pack
 
-    def pack(
-        self, addresses: Sequence[int], numbers: Sequence[int | float], gradients: Sequence[int] = ()
-    ) -> bytes:
-        """The bytes of a ScoreMod or MaskMod, a multiple of 8.
-
-        ``addresses``: of the captures. ``gradients``: of those of `Backward.gradients`, float32, contiguous
-        and of the captures' shapes; none for a kernel that computes none.
+    def pack(self, addresses: Sequence[int], numbers: Sequence[int | float]) -> bytes:
+        """The bytes of a ScoreMod or MaskMod, a multiple of 8, given where the captures lie. Those of a
+        function with gradients end with the addresses of these, which are 0 here.
         """
         members: list[Any] = []
         for address, lengths in zip(addresses, self._lengths, strict=True):
             members += (address, lengths)
-        gradients = gradients or self._without_gradients
         try:
-            return self._pack(*members, *numbers, *gradients)
+            return self._pack(*members, *numbers)
         except (struct.error, OverflowError):
-            return self._pack(*members, *self._fitted(numbers), *gradients)
+            return self._pack(*members, *self._fitted(numbers))
 
     def _fitted(self, numbers: Sequence[int | float]) -> list[int | float]:
         """The numbers, infinite where they are too large for a float."""

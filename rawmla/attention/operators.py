@@ -285,9 +285,8 @@ for _name in (
     OPERATORS[_name] = _in_result_dtype(f"torch_{_name}")
 OPERATORS["sgn"] = OPERATORS["sign"]
 for _name in (
-    *("reciprocal", "exp", "exp2", "log", "log2", "log10", "tanh", "sigmoid", "silu", "frac", "softplus"),
-    *("leaky_relu", "elu", "sin", "cos", "tan", "sinh", "asinh", "acosh", "atanh", "atan2"),
-    *("sqrt", "log1p", "expm1", "erfc"),
+    *("reciprocal", "exp", "exp2", "log", "log2", "log10", "tanh", "sigmoid", "silu", "frac"),
+    *("sin", "cos", "tan", "sinh", "asinh", "acosh", "atanh", "atan2", "sqrt", "log1p", "expm1", "erfc"),
 ):
     OPERATORS[_name] = _in_float(f"torch_{_name}")
 for _name in ("rsqrt", "asin", "acos", "atan", "cosh", "erf"):
@@ -391,7 +390,7 @@ for _name, _function in (
     OPERATORS[_name] = _in_result_dtype(_function)
 
 
-@_operator("clamp", "clip", "clamp_min", "clamp_max", "hardtanh")
+@_operator("clamp", "clip", "clamp_min")
 def _clamp(writer: Writer, meta: Any, x: Any, min: Any = None, max: Any = None) -> Value:
     value: Any = x
     dtype = _computed(meta.dtype)
@@ -727,15 +726,18 @@ def _reduction(function: str, average: bool = False) -> Operator:
         dtype = _computed(meta.dtype)
         kept = [range(1) if i in reduced else range(extent) for i, extent in enumerate(value.shape)]
         whole = [range(extent) if i in reduced else None for i, extent in enumerate(value.shape)]
+        (zero,) = writer.cast(Value(torch.int32, (), ("0",)), dtype).items
         items = []
         for place in itertools.product(*kept):
             terms = []
-            for inner in itertools.product(*(w or (p,) for w, p in zip(whole, place, strict=True))):
+            choices = [(p,) if w is None else w for w, p in zip(whole, place, strict=True)]
+            for inner in itertools.product(*choices):
                 position = 0
                 for extent, index in zip(value.shape, inner, strict=True):
                     position = position * extent + index
                 terms.append(writer.cast(Value(value.dtype, (), (value.items[position],)), dtype).items[0])
-            total = terms[0]
+            # torch itself refuses the largest and the smallest of none.
+            total = terms[0] if terms else zero
             for term in terms[1:]:
                 total = writer.let(_C_TYPES[dtype], f"{function}({total}, {term})")
             if average:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import operator
+import threading
 from collections.abc import Callable
+from types import EllipsisType, NoneType
 from typing import Any, Literal
 
 import torch
@@ -45,6 +47,8 @@ _PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "
 _DTYPE_OF = {"score": torch.float32, "grad": torch.float32}
 """Of the arguments that are no int32."""
 _DTYPES = {getattr(torch, name): name for name in ELEMENTS}
+_RECORDING = threading.RLock()
+"""make_fx patches torch.nn.Module for the whole process."""
 
 
 def name_of(mod: Callable[..., Any]) -> str:
@@ -136,7 +140,7 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
             for argument in arguments
         ]
         try:
-            with _IndexByTensors():
+            with _RECORDING, _IndexByTensors():
                 return make_fx(recorded, tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
             raise ValueError(
@@ -150,8 +154,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
 
 
 class _IndexByTensors(TorchFunctionMode):
-    """Inside, 0-d tensors and numbers are indices like any other: torch would ask for the values of the
-    first, which are unknown, and keep the second as steps of a view, which are no parameters.
+    """Inside, 0-d tensors, and numbers without slices, are indices like any other: torch would ask for the
+    values of the first, which are unknown, and keep the second as steps of a view, which are no parameters.
     """
 
     def __torch_function__(
@@ -159,13 +163,36 @@ class _IndexByTensors(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.__getitem__:
             indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-            if all(isinstance(x, torch.Tensor) or type(x) is int for x in indices):
-                # On the CPU: a copy to the device would wait for it, and be a new array at each trace.
-                return torch.ops.aten.index(
-                    args[0],
-                    [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for x in indices],
-                )
+            kinds = {torch.Tensor if isinstance(x, torch.Tensor) else type(x) for x in indices}
+            if kinds == {int} or (torch.Tensor in kinds and kinds <= _BESIDE_TENSORS):
+                return self._indexed(args[0], indices)
         return func(*args, **(kwargs or {}))
+
+    def _indexed(self, whole: torch.Tensor, indices: tuple[Any, ...]) -> Any:
+        """Slices first, then tensors and numbers, then new dimensions."""
+        rest = whole.ndim - sum(x is not None and x is not ... for x in indices)
+        spread = [one for x in indices for one in ([slice(None)] * rest if x is ... else [x])]
+        old = [x for x in spread if x is not None]
+        if any(isinstance(x, slice) for x in old):
+            whole = whole[tuple(x if isinstance(x, slice) else slice(None) for x in old)]
+        picked = self._read(torch.ops.aten.index(whole, [_place_of(x) for x in old]))
+        left = [x and slice(None) for x in spread if x is None or isinstance(x, slice)]
+        return picked[tuple(left)] if None in left else picked
+
+    def _read(self, result: Any) -> Any:
+        """What stands for part of a tensor."""
+        return result
+
+
+_BESIDE_TENSORS = {torch.Tensor, int, slice, EllipsisType, NoneType}
+
+
+def _place_of(index: Any) -> Any:
+    """An index as aten.index takes it."""
+    if isinstance(index, slice):
+        return None
+    # On the CPU: a copy to the device would wait for it, and be a new array at each trace.
+    return index if isinstance(index, torch.Tensor) else torch.tensor(index, device="cpu")
 
 
 class _Joint:
@@ -350,7 +377,6 @@ def _backward(writer: Writer, result: str, returned: Any, name: str) -> Backward
         "\n".join([*writer.needed(result, derivative), f"return {{{result}, {derivative}}};"]),
         derivative == "grad",
         "\n".join([*writer.needed(*calls), *calls]),
-        "score" in writer.reads(*calls),
         tuple(gradients),
         tuple(sites),
     )

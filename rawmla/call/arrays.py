@@ -346,7 +346,8 @@ class CupyFramework:
         """The device of an argument that is to be copied there, perhaps to another dtype."""
         device: int = array.data.device_id
         if self.is_capturing(device):
-            usable = "a 16-byte aligned array with strides that are positive multiples of 8 elements"
+            usable = "a 16-byte aligned array whose last dimension is contiguous and whose other strides are "
+            usable += "positive multiples of 8 elements"
             if dtype is not None:
                 usable = f"an array of {dtype} whose last dimension is contiguous"
             raise ValueError(
@@ -515,7 +516,8 @@ def _refuse_subclass(x: Any, name: str) -> Fields:
     """Raise for a tensor whose class answers operators: its memory is not the numbers that it stands for."""
     remedy = "pass the plain tensor that it holds"
     if type(x).__name__ == "FakeTensor":
-        remedy = "call under its FakeTensorMode, or call the operators of rawmla.torch_ops"
+        remedy = "call under its FakeTensorMode, or call the operators of rawmla.torch_ops; flex attention "
+        remedy += "takes no fake tensors"
     raise TypeError(f"{name}: expected a plain torch tensor, got {_class_name(x)}; {remedy}")
 
 

@@ -19,10 +19,12 @@ from .arrays import ArrayView, Fields, Framework
 
 __all__ = [
     "INT32_MAX",
+    "STRIDE_LIMIT",
     "as_bool",
     "as_count",
     "as_int",
     "as_softmax_scale",
+    "check_kind",
     "check_no_overlap",
     "check_place",
     "check_streams",
@@ -37,8 +39,8 @@ __all__ = [
 ]
 
 INT32_MAX = 2**31 - 1
+STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**127  # times log2(e), normal numbers of float32
-_TMA_STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 
 
 def as_bool(name: str, value: Any) -> bool:
@@ -94,6 +96,14 @@ def check_vector(name: str, view: Fields, dtypes: tuple[str, ...], length: int, 
         raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(shape)}")
     if length > 1 and strides[0] != 1:
         raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
+
+
+def check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
+    """Check the dtype and the shape of an array."""
+    if view[3] != dtype:
+        raise TypeError(f"{name}: expected dtype {dtype}, got {view[3]}")
+    if tuple(view[1]) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(view[1])}")
 
 
 def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
@@ -165,7 +175,7 @@ def strides_fit(ptr: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
     multiples of 16 bytes, steps are positive and below 2**40 bytes.
     """
     steps = [stride for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent > 1]
-    return not ptr & 15 and all(0 < step < _TMA_STRIDE_LIMIT // 2 and not step & 7 for step in steps)
+    return not ptr & 15 and all(0 < step < STRIDE_LIMIT // 2 and not step & 7 for step in steps)
 
 
 def row_strides(name: str, view: ArrayView) -> tuple[int, ...]:

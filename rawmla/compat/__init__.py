@@ -126,7 +126,8 @@ def status() -> dict[str, Any]:
         `flash_mla`: the file that `flash_mla` was imported from, if that is rawmla's, else None. `api`:
         "object" or "tensors". `ops`: patched namespaces. `functions`: for every function that has been
         called, `calls` (that returned), `called_as` (whose generation of arguments and plan the last call
-        had), `shapes` (of its q and its cache). `kernels`: labels of all kernels that are loaded.
+        had), `shapes` (of its q and its cache). `kernels`: labels of rawmla's own kernels that are loaded;
+        variants with a user's function are not among them.
     """
     module = sys.modules.get("flash_mla")
     interface = sys.modules.get("rawmla.compat.flash_mla.flash_mla_interface")

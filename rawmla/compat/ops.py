@@ -130,8 +130,7 @@ _LOADED_BY = {
 class OpPatch:
     """Replaced operators; they are the engine's again after `close`, or when this object is gone."""
 
-    def __init__(self, namespace: str, operators: tuple[str, ...], library: Any) -> None:
-        self.namespace = namespace
+    def __init__(self, operators: tuple[str, ...], library: Any) -> None:
         self.operators = operators
         self._library = library
 
@@ -207,4 +206,4 @@ def patch_key(namespace: str, dispatch_key: str) -> OpPatch:
         warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
         for name in found:
             library.impl(name, recorded[name].function, dispatch_key)
-    return OpPatch(namespace, tuple(found), library)
+    return OpPatch(tuple(found), library)

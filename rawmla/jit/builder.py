@@ -235,24 +235,27 @@ def _digest(*parts: object) -> str:
 
 
 def default_builder() -> Builder:
-    """Builder of the installed sources; RAWMLA_CACHE_DIR, _CACHE_MAX_MB and _CUBIN_DIR set it up."""
+    """Builder of the installed sources; RAWMLA_CACHE_DIR, _CACHE_MAX_MB and _CUBIN_DIR set it up. Without the
+    first the cache is in XDG_CACHE_HOME, or else in ~/.cache.
+    """
     environment = os.environ
     return _default_builder(
         environment.get("RAWMLA_CACHE_DIR", ""),
+        environment.get("XDG_CACHE_HOME", ""),
         environment.get("RAWMLA_CACHE_MAX_MB", ""),
         environment.get("RAWMLA_CUBIN_DIR", ""),
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _default_builder(cache_dir: str, max_mb: str, cubin_dir: str) -> Builder:
+def _default_builder(cache_dir: str, user_cache: str, max_mb: str, cubin_dir: str) -> Builder:
     try:
         megabytes = float(max_mb) if max_mb else float(DEFAULT_CACHE_MB)
         if not 0 <= megabytes < 1e9:
             raise ValueError
     except ValueError:
         raise ValueError(f"RAWMLA_CACHE_MAX_MB: expected a number of megabytes, got {max_mb!r}") from None
-    path = Path(cache_dir or os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    path = Path(cache_dir or user_cache or "~/.cache")
     if not cache_dir:
         path /= "rawmla"
     refusal = None

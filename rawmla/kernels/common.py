@@ -5,10 +5,13 @@ Cache formats are in `rawmla.kernels.mla_cache_rows`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import e, log2
 
 DTYPES = {"bfloat16": 0, "float16": 1}
 """Values of the define DTYPE."""
+FLOAT_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
+"""Codes of cuda_src/common/float_dtypes.cuh."""
 D_QK = (576, 512)
 """Columns of a query and of a cache row."""
 D_ROPE = 64
@@ -21,10 +24,14 @@ TILE_ROWS = 64
 """Query rows of a tile, which one CTA attends."""
 Q_UNIT = 8
 """Kernels count strides and offsets of q in so many elements, 16 bytes, and in 32 bits."""
+CHUNK = 64
+"""Columns of a 16-bit tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
 LOG2_E = log2(e)
 INT32_MAX = 2**31 - 1
 MAX_TOPK = 2**30 - 1
 """Columns of indices: sums of two, rounded up to blocks, are still int32."""
+_ALIGNMENT = 128
+"""Bytes, of arrays in scratch."""
 MAX_GRID_YZ = 65_535
 """CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8
@@ -57,6 +64,20 @@ def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> 
         for part, given in (("q", strides), ("q_rope", rope_strides))
         for name, stride in zip(names, given, strict=True)
     }
+
+
+def stride_params(name: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Members of the parameter structs: an array's strides in elements, for (batch, token, head)."""
+    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))
+
+
+def offsets_in_scratch(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where arrays of so many bytes lie in scratch, each aligned, and the bytes of all of them."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = ceil_div(end + size, _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -15,7 +15,7 @@ from ..jit.spec import MAX_SMEM_BYTES
 from ..jit.table import BoundedTable
 from . import block_mask, mha_backward
 from .block_mask import Grid
-from .common import DTYPES, LOG2_E, ceil_div
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, offsets_in_scratch, stride_params
 from .flex_forward import NO_LISTS, BlockLists
 from .mha_backward import (
     ALL,
@@ -28,7 +28,6 @@ from .mha_backward import (
     Needs,
     Strides,
 )
-from .mha_combine import SINK_DTYPES
 from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
 
 __all__ = [
@@ -36,8 +35,6 @@ __all__ = [
     *("PreparedFlexBackward", "captured_spec", "params_of", "spec"),
 ]
 
-_CHUNK = 64
-_ALIGNMENT = 128
 _BARRIER_BYTES = 512
 _CAPTURED_KEYS, _CAPTURED_THREADS = 128, 384
 _CELL_BYTES = 16
@@ -52,8 +49,6 @@ _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
 at d 128; consumers that share one product double what is added to dq, which takes nearly the step again.
 """
-DTYPES_OF_SUMS = SINK_DTYPES
-"""Values of the parameter dtype of flex_captured_finish.cu."""
 
 
 class CapturedGradient(NamedTuple):
@@ -176,7 +171,7 @@ _PASSES = {FLOATS: (IN_ANY_ORDER,), CELLS: (LARGEST, IN_UNITS), DIGITS: (IN_DIGI
 def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str, str]) -> jit.KernelSpec:
     """The variant of flex_captured_gradients.cu for head dimensions."""
     d_qk, d_v = padded(d_qk), padded(d_v)
-    row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
+    row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
     stages, smem_bytes = next(
         (n, smem_bytes)
         for n in (2, 1)
@@ -216,7 +211,7 @@ class PreparedFlexBackward:
         needs = call.needs
         around = mha_backward.specs_around(call.dtype, call.d_v)
         kernels = [jit.get_kernel(one, call.device, capturing=capturing) for one in around[: 1 + needs.dq]]
-        self._chunks = ceil_div(padded(call.d_qk), _CHUNK)
+        self._chunks = ceil_div(padded(call.d_qk), CHUNK)
         q_blocks = ceil_div(call.seqlen_q, BLOCK_ROWS)
         places = call.h_q * call.b * q_blocks
         rows = places * BLOCK_ROWS
@@ -230,20 +225,16 @@ class PreparedFlexBackward:
         self._sum_bytes = [_sum_bytes(self._sums_are, one.elements) for one in call.captured]
         self._summed = [self._sums_are != FLOATS or one.dtype != "float32" for one in call.captured]
         sums = [size * summed for size, summed in zip(self._sum_bytes, self._summed, strict=True)]
-        self._sizes = (
+        self._offsets, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * self._chunks * _CHUNK * needs.dq,  # dq_accum
+            4 * rows * self._chunks * CHUNK * needs.dq,  # dq_accum
             4 * places * (call.deterministic and needs.dq),  # turns
             mask_blocks,  # states
             4 * mask_blocks,  # ranks
             4 * len(call.captured) * (self._sums_are == CELLS),  # largest
             *sums,
-        )
-        self._offsets = [0]
-        for size in self._sizes:
-            self._offsets.append(ceil_div(self._offsets[-1] + size, _ALIGNMENT) * _ALIGNMENT)
-        self.scratch_bytes = self._offsets.pop()
+        ))  # fmt: skip
         self._prepare_around(kernels, places, q_blocks)
         self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
         self._main: Callable[..., object] | None = None
@@ -313,17 +304,17 @@ class PreparedFlexBackward:
         call = self._call
         sizes = {"b": call.b, "seqlen_q": call.seqlen_q, "blocks": call.b * q_blocks, "sink_dtype": 0}
         prepare = PREPARE_PARAMS.pack(
-            **mha_backward.stride_params("out", call.out_strides),
-            **mha_backward.stride_params("dout", call.dout_strides),
-            **mha_backward.stride_params("lse", call.lse_strides),
-            **mha_backward.stride_params("dlse", call.dlse_strides),
+            **stride_params("out", call.out_strides),
+            **stride_params("dout", call.dout_strides),
+            **stride_params("lse", call.lse_strides),
+            **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
-            accum_columns=self._chunks * _CHUNK,
+            accum_columns=self._chunks * CHUNK,
             **sizes,
         )
         finish = FINISH_PARAMS.pack(
-            **mha_backward.stride_params("dq", call.dq_strides),
+            **stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
             scale=call.scale,
             **sizes,
@@ -350,8 +341,8 @@ class PreparedFlexBackward:
         # A function takes scores in natural units; else their scale is part of the softmax.
         scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
         return self._params.pack(
-            **mha_backward.stride_params("dk", call.dk_strides),
-            **mha_backward.stride_params("dv", call.dv_strides),
+            **stride_params("dk", call.dk_strides),
+            **stride_params("dv", call.dv_strides),
             blocks=call.b * q_blocks,
             b=call.k_batches,
             heads_kv=call.h_kv,
@@ -409,7 +400,7 @@ class PreparedFlexBackward:
             finish = CAPTURED_FINISH_PARAMS.pack(
                 count=gradient.elements,
                 sums_are=self._sums_are,
-                dtype=DTYPES_OF_SUMS[gradient.dtype],
+                dtype=FLOAT_DTYPES[gradient.dtype],
                 terms_log2=_terms_log2(call),
             )
             ctas = min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS)

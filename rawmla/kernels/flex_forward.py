@@ -12,7 +12,7 @@ from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
 from ..jit.table import BoundedTable
 from . import mha_forward
-from .common import LOG2_E, ceil_div
+from .common import LOG2_E, ceil_div, stride_params
 from .mha_forward import (
     COUNTER_BYTES,
     MAX_MAPS,
@@ -155,9 +155,7 @@ class PreparedFlexForward:
         # A function takes scores in natural units; else their scale is part of the softmax.
         scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
         params = self._params.pack(
-            out_stride_b=call.out_strides[0],
-            out_stride_s=call.out_strides[1],
-            out_stride_h=call.out_strides[2],
+            **stride_params("out", call.out_strides),
             lse_stride_b=call.h_q * call.seqlen_q,
             lse_stride_h=call.seqlen_q,
             accum_rows=0,

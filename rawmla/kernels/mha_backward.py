@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import DTYPES, LOG2_E, ceil_div
-from .mha_combine import SINK_DTYPES
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, offsets_in_scratch, stride_params
 from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
 
 __all__ = [
@@ -28,10 +27,8 @@ __all__ = [
 ]
 
 BLOCK_ROWS = 64
-_CHUNK = 64
 _STAGES = 2
 _BARRIER_BYTES = 512
-_ALIGNMENT = 128
 Strides = tuple[int, int, int]
 
 
@@ -205,21 +202,21 @@ def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool, need
 
 def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
     """Shared memory of a variant with so many places for parts of dQ."""
-    row_bytes = 2 * _CHUNK * (ceil_div(d_qk, _CHUNK) + ceil_div(d_v, _CHUNK))
+    row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
     ds_bytes = BLOCK_ROWS * 2 * form.tile_keys
     return (
         form.tile_keys * row_bytes
         + _STAGES * BLOCK_ROWS * (row_bytes + 12)
         + form.ds_stages * ds_bytes
         + (ds_bytes if form.by_product else 0)  # factors of dS
-        + BLOCK_ROWS * _CHUNK * 4 * ceil_div(d_qk, _CHUNK) * places // _dq_parts(form, d_qk)
+        + BLOCK_ROWS * CHUNK * 4 * ceil_div(d_qk, CHUNK) * places // _dq_parts(form, d_qk)
         + _BARRIER_BYTES
     )
 
 
 def _dq_parts(form: Form, d_qk: int) -> int:
     """Parts in which dQ of a block goes to global memory."""
-    return 2 if form.dq_by_consumers else ceil_div(d_qk, _CHUNK)
+    return 2 if form.dq_by_consumers else ceil_div(d_qk, CHUNK)
 
 
 def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
@@ -255,7 +252,7 @@ def specs(
 def specs_around(dtype: str, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec]:
     """The variants of the kernels before and behind the main one."""
     kind = ("DTYPE", DTYPES[dtype])
-    lanes = ("LANES", 8 if d_v <= _CHUNK else 16)  # of a row, 16 bytes each
+    lanes = ("LANES", 8 if d_v <= CHUNK else 16)  # of a row, 16 bytes each
     return (
         jit.KernelSpec("mha_backward_prepare", (kind, lanes), threads=128, smem_bytes=0),
         jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
@@ -309,7 +306,7 @@ def section_of(readers: int, d_qk: int, deterministic: bool, has_masks: bool) ->
     if not deterministic:
         return 2 if readers == 1 else 4
     # By measurement 16 with d 64, 8 with 128, 4 with 256.
-    heads = 1024 // (ceil_div(padded(d_qk), _CHUNK) * _CHUNK)
+    heads = 1024 // (ceil_div(padded(d_qk), CHUNK) * CHUNK)
     return heads if has_masks else heads // 2
 
 
@@ -347,21 +344,17 @@ class PreparedMhaBackward:
         if call.varlen:  # at most
             blocks = call.total_q // BLOCK_ROWS + call.b
             tiles = min(tiles, call.total_k // tile_keys + call.b)
-        chunks = ceil_div(padded(call.d_qk), _CHUNK)
+        chunks = ceil_div(padded(call.d_qk), CHUNK)
         rows = call.h_q * blocks * BLOCK_ROWS
-        sizes_of_parts = (
+        self._places, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * chunks * _CHUNK if needs.dq else 0,  # dq_accum
+            4 * rows * chunks * CHUNK if needs.dq else 0,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
             4 * rows if self._has_weights else 0,  # weights
             4 * call.h_q * blocks if call.deterministic and needs.dq else 0,  # turns
-        )
-        places = [0]
-        for size in sizes_of_parts:
-            places.append(ceil_div(places[-1] + size, _ALIGNMENT) * _ALIGNMENT)
-        *self._places, self.scratch_bytes = places
-        sink_dtype = SINK_DTYPES[call.sink_dtype or "float32"]
+        ))  # fmt: skip
+        sink_dtype = FLOAT_DTYPES[call.sink_dtype or "float32"]
         sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
         prepare = PREPARE_PARAMS.pack(
             **stride_params("out", call.out_strides),
@@ -370,7 +363,7 @@ class PreparedMhaBackward:
             **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
-            accum_columns=chunks * _CHUNK,
+            accum_columns=chunks * CHUNK,
             sink_dtype=sink_dtype,
             **sizes,
         )
@@ -485,8 +478,3 @@ def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callabl
         b=call.b,
     )
     return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
-
-
-def stride_params(name: str, strides: Strides) -> dict[str, int]:
-    """The members of a parameter struct with the strides of an array."""
-    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, ParamStruct
-from .common import DTYPES, ceil_div
+from .common import DTYPES, FLOAT_DTYPES, ceil_div, stride_params
 
 __all__ = [
     "MAX_SCRATCH",
     "PARAMS",
-    "SINK_DTYPES",
     "Combine",
     "PreparedCombine",
     "num_splits",
@@ -21,8 +20,6 @@ __all__ = [
     "state_bytes",
 ]
 
-SINK_DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
-"""Values of the parameter sink_dtype."""
 PARAMS = ParamStruct(
     POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
     I64("rows", "out_stride_b", "out_stride_s", "out_stride_h"),
@@ -98,15 +95,13 @@ class PreparedCombine:
         self.scratch_bytes = self._lse_bytes + 4 * call.splits * call.rows * call.d_accum
         params = PARAMS.pack(
             rows=call.rows,
-            out_stride_b=call.out_strides[0],
-            out_stride_s=call.out_strides[1],
-            out_stride_h=call.out_strides[2],
+            **stride_params("out", call.out_strides),
             splits=call.splits,
             b=call.b,
             heads=call.heads,
             seqlen_q=call.seqlen_q,
             d_v=call.d_v,
-            sink_dtype=SINK_DTYPES[call.sink_dtype],
+            sink_dtype=FLOAT_DTYPES[call.sink_dtype],
             out_scale_value=1.0 if call.out_scale is None else call.out_scale,
         )
         grid = (ceil_div(call.rows, _ROWS), 1, 1)

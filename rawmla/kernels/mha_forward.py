@@ -10,8 +10,8 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mha_combine
-from .common import DTYPES, LOG2_E, ceil_div
-from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits, state_bytes
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, stride_params
+from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
 
 __all__ = [
     "NO_BOUND",
@@ -29,8 +29,6 @@ NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
 WARPGROUP_ROWS = 64
 _STAGES = 2
-_CHUNK = 64
-"""Columns of a tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
 _DIM_STEP = 32
 _BARRIER_BYTES = 512
 _SECTION_BYTES = 32 * 2**20
@@ -163,8 +161,8 @@ NO_CACHE = Pages()
 def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO_CACHE) -> Tile:
     """The tile of a pair of head dimensions that `padded` returned.
 
-    ``changes_scores``: there is a softcap or ALiBi. The figures that chose it are in
-    docs/kernels/mha_forward.md.
+    ``changes_scores``: there is a softcap or ALiBi. The numbers of registers below were found by compiling:
+    with more keys some variant spills, by one of the compilers that tests/test_kernels_compile.py asks.
     """
     if d_qk <= 64 and d_v <= 64 and not pages.source:
         return Tile(3, 112 if changes_scores else 128)
@@ -186,7 +184,7 @@ def tile_in_blocks(d_qk: int, d_v: int) -> Tile:
 
 def _keys_beside_q(d_qk: int, d_v: int, consumers: int, pages: Pages) -> int:
     """Keys of which there is room for K and V in shared memory."""
-    q_columns = max(_chunks(d_qk), _chunks(d_v)) * _CHUNK
+    q_columns = max(_chunks(d_qk), _chunks(d_v)) * CHUNK
     room = MAX_SMEM_BYTES - _BARRIER_BYTES - consumers * WARPGROUP_ROWS * q_columns * 2
     return room // _key_bytes(d_qk, d_v, pages)
 
@@ -194,11 +192,11 @@ def _keys_beside_q(d_qk: int, d_v: int, consumers: int, pages: Pages) -> int:
 def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
     """Shared memory for a key of the tile: in the stages, and as an FP8 cache has it."""
     raw = d_qk + d_v if pages.cache_type else 0
-    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * _CHUNK * 2 + raw
+    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * CHUNK * 2 + raw
 
 
 def _chunks(d: int) -> int:
-    return ceil_div(d, _CHUNK)
+    return ceil_div(d, CHUNK)
 
 
 def padded(d: int) -> int:
@@ -230,7 +228,7 @@ def variant(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> jit.KernelSpec:
     """The variant with a tile, for head dimensions that `padded` returned."""
-    row_bytes = tile.consumers * WARPGROUP_ROWS * _CHUNK * 2
+    row_bytes = tile.consumers * WARPGROUP_ROWS * CHUNK * 2
     smem_bytes = row_bytes * _chunks(d_qk) + tile.keys * _key_bytes(d_qk, d_v, pages) + _BARRIER_BYTES
     # O lies where Q was, but where there is room for both.
     out_buffer = smem_bytes + row_bytes * _chunks(d_v) <= MAX_SMEM_BYTES
@@ -307,9 +305,7 @@ class PreparedMhaForward:
         # softcap * tanh(scale / softcap * s), and everything behind it in base 2
         factor = (call.softcap if softcap else scale) * LOG2_E
         params = PARAMS.pack(
-            out_stride_b=call.out_strides[0],
-            out_stride_s=call.out_strides[1],
-            out_stride_h=call.out_strides[2],
+            **stride_params("out", call.out_strides),
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
             accum_rows=_rows(call),
@@ -328,7 +324,7 @@ class PreparedMhaForward:
             tiles=tiles,
             splits=splits,
             section=self._section(heads) if unequal else 1,
-            sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sink else 0,
+            sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.has_sink else 0,
             alibi_stride_b=call.alibi_stride_b,
             softmax_scale_log2=1.0 if alibi else factor,
             score_scale=scale / call.softcap if softcap else 1.0,
@@ -413,7 +409,7 @@ def query_map(
         dtype,
         (d, group, tokens, heads // group, batches),
         (2 * head, 2 * token, 2 * head * group, 2 * batch),
-        (_CHUNK, group, WARPGROUP_ROWS // group, 1, 1),
+        (CHUNK, group, WARPGROUP_ROWS // group, 1, 1),
         "128b",
         "256b",
     )
@@ -439,7 +435,7 @@ def key_map(
         dtype,
         (d, tokens, heads, batches),
         (2 * token, 2 * head, 2 * batch),
-        (_CHUNK, keys, 1, 1),
+        (CHUNK, keys, 1, 1),
         "128b",
         "256b",
     )

@@ -14,7 +14,6 @@ from .common import (
     BLOCK_TOKENS,
     D_QK,
     DTYPES,
-    INT32_MAX,
     LOG2_E,
     TILE_ROWS,
     ceil_div,
@@ -31,6 +30,7 @@ __all__ = [
     "PreparedDenseDecode",
     "box_rows",
     "few_rows_spec",
+    "largest_dividend",
     "spec",
     "specs",
 ]
@@ -116,20 +116,20 @@ class DenseDecodeCall(NamedTuple):
 
 
 @cache
-def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
-    """The variant for boxes of ``rows`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K.
+def spec(dtype: str, d_qk: int, box: int, cluster: int) -> jit.KernelSpec:
+    """The variant for boxes of ``box`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K.
 
     Raises ValueError for a combination that no kernel exists for.
     """
-    if dtype not in DTYPES or d_qk not in D_QK or rows not in BOX_ROWS:
+    if dtype not in DTYPES or d_qk not in D_QK or box not in BOX_ROWS:
         raise ValueError(
             f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size "
-            f"16, 32 or a multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {rows} tokens"
+            f"16, 32 or a multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {box} tokens"
         )
     return jit.KernelSpec(
         "mla_dense_decode",
         (
-            ("BOX_ROWS", rows),
+            ("BOX_ROWS", box),
             ("CLUSTER", cluster),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
@@ -141,12 +141,12 @@ def spec(dtype: str, d_qk: int, rows: int, cluster: int) -> jit.KernelSpec:
 
 
 @cache
-def few_rows_spec(dtype: str, d_qk: int, rows: int) -> jit.KernelSpec:
-    """The variant for up to FEW_ROWS query rows of a KV head; ``rows`` as in `spec`."""
+def few_rows_spec(dtype: str, d_qk: int, box: int) -> jit.KernelSpec:
+    """The variant for up to FEW_ROWS query rows of a KV head; ``box`` as in `spec`."""
     return jit.KernelSpec(
         "mla_dense_decode_few_rows",
         (
-            ("BOX_ROWS", rows),
+            ("BOX_ROWS", box),
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("SMEM_BYTES", _FEW_ROWS_SMEM_BYTES),
@@ -211,7 +211,7 @@ class PreparedDenseDecode:
             rows=rows,
             page_block_size=call.page_block_size,
             page_magic=_magic(call.page_block_size // 16),
-            max_seqlen=min(call.max_seqlen, INT32_MAX),
+            max_seqlen=call.max_seqlen,
             max_splits=splits,
             object_layout=call.object_layout,
             causal=call.causal,
@@ -285,8 +285,15 @@ class PreparedDenseDecode:
 
 
 def _magic(d: int) -> int:
-    """n // d is the high word of n * magic, for small n and d > 1: see Params in cuda_src/mla/dense.cuh.
+    """n // d is the high word of n * magic, for d > 1 and n up to `largest_dividend`: see Params in
+    cuda_src/mla/dense.cuh.
 
     Where d is 1 the kernels do not divide, and the 2**32 that would be the magic number becomes 0.
     """
     return -(-(2**32) // d) % 2**32
+
+
+def largest_dividend(d: int) -> int:
+    """Every n up to this one is divided by ``d`` exactly: the magic number is too large by excess / d."""
+    excess = -(2**32) % d
+    return (2**32 - 1) // max(excess, 1)

@@ -33,7 +33,7 @@ MAX_BATCH = 16384
 """Requests of a plan."""
 PLAN_COLUMNS = 8
 """int32 of a row of sched_meta."""
-# Constants of the plan, in blocks: see mla_metadata.cu
+# Constants of the plan, the largest cost and part in blocks: see mla_metadata.cu
 _MAX_FIXED_COST, _FIXED_COST_DIVISOR = 3, 3
 _SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
 

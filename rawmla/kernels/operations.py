@@ -197,7 +197,9 @@ def _options_of(operation: str) -> list[str]:
 
 
 def all_specs() -> list[KernelSpec]:
-    """Every variant of every kernel."""
+    """The variants of every option. Dense attention and prefix prefill have others: of softcap, ALiBi, FP8
+    output, some gradients, other head dimensions; flex attention those of each function.
+    """
     return specs_of((), **{name: option.every for name, option in OPTIONS.items()})
 
 

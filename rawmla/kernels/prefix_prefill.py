@@ -7,9 +7,9 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from . import mha_combine
-from .common import LOG2_E, ceil_div
+from .common import FLOAT_DTYPES, LOG2_E, ceil_div
 from .division import divisor, exact_divisor
-from .mha_combine import SINK_DTYPES, Combine, PreparedCombine, num_splits, state_bytes
+from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
 from .mha_forward import (
     COUNTER_BYTES,
     GATHERED,
@@ -203,7 +203,7 @@ class PreparedPrefixPrefill:
             tiles=tiles,
             splits=splits,
             section=heads,
-            sink_dtype=SINK_DTYPES[call.sink_dtype] if call.has_sinks else 0,
+            sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.has_sinks else 0,
             alibi_stride_b=0,
             num_blocks=call.num_blocks,
             block_size=call.block_size,

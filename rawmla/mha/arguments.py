@@ -8,12 +8,19 @@ from typing import Any
 import numpy as np
 
 from ..call.arrays import Fields, aligned_strides
-from ..call.checks import as_bool, as_int, as_softmax_scale, check_no_overlap, show, usable_strides
+from ..call.checks import (
+    STRIDE_LIMIT,
+    as_bool,
+    as_int,
+    as_softmax_scale,
+    check_no_overlap,
+    show,
+    usable_strides,
+)
 from ..kernels.mha_forward import NO_BOUND
 
 __all__ = [
     "MAX_HEAD_DIM",
-    "STRIDE_LIMIT",
     "as_length",
     "as_softcap",
     "as_window",
@@ -30,7 +37,6 @@ __all__ = [
 
 MAX_HEAD_DIM = 256
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _NUMBERS = (int, float, np.integer, np.floating)
 
 

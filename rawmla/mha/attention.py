@@ -103,9 +103,9 @@ def flash_attn_varlen_func(
     softcap : float
         0 for none, or finite and positive.
     attn_sink : array, optional
-        float32, bfloat16 or float16 `[h_q]`, contiguous, natural logarithm: one more term exp(sink) in the
-        sum, so that `out` is multiplied by `exp(lse) / (exp(lse) + exp(sink))`; `lse` does not change. -inf
-        has no effect, +inf makes `out` 0. `learnable_sink` is another name of it.
+        float32, bfloat16, float16 or float64 `[h_q]`, contiguous, natural logarithm: one more term exp(sink)
+        in the sum, so that `out` is multiplied by `exp(lse) / (exp(lse) + exp(sink))`; `lse` does not change.
+        -inf has no effect, +inf makes `out` 0. `learnable_sink` is another name of it.
     alibi_slopes : array, optional
         float32 `[h_q]` or `[b, h_q]`, last dimension contiguous.
     attention_chunk : int

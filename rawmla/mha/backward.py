@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
-from ..call.checks import as_bool, as_softmax_scale, check_place
+from ..call.checks import as_bool, as_softmax_scale, check_kind, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
 from ..kernels.mha_backward import BackwardAddresses, BackwardCall, Needs
@@ -166,7 +166,7 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     copied = []
     wanted = (*q_shape[:-1], sizes.d_v)
     for name, view in (("dout", more.dout), ("out", more.out)):
-        _check_kind(name, view, dtype, wanted)
+        check_kind(name, view, dtype, wanted)
         steps = walked(view)
         copied.append(steps is None)
         strides[f"{name}_strides"] = of_three(aligned_strides(wanted)[:-1] if steps is None else steps)
@@ -175,7 +175,7 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     strides["dlse_strides"] = (0, 0, 0)
     for name, rows_view in (("lse", more.lse), ("dlse", more.dlse)):
         if rows_view is not None:
-            _check_kind(name, rows_view, "float32", rows)
+            check_kind(name, rows_view, "float32", rows)
             *batch, first, second = rows_view[2]
             token, head = (second, first) if fixed else (first, second)
             strides[f"{name}_strides"] = of_three((*batch, token, head))
@@ -187,17 +187,10 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
         if gradient is None:
             strides[f"{name}_strides"] = of_three(fresh_out_strides(source, source[1][-1])[:-1])
         else:
-            _check_kind(name, gradient, dtype, tuple(source[1]))
+            check_kind(name, gradient, dtype, tuple(source[1]))
             strides[f"{name}_strides"] = of_three(check_out_layout(gradient, name))
     _check_places(more, arrays.q)
     return _BackwardChecked(inputs, (copied[0], copied[1]), strides, Memo())
-
-
-def _check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
-    if view[3] != dtype:
-        raise TypeError(f"{name}: expected dtype {dtype}, got {view[3]}")
-    if tuple(view[1]) != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(view[1])}")
 
 
 def _check_places(more: _Gradients, q: Fields) -> None:

@@ -21,7 +21,7 @@ from ..call.checks import (
 )
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
-from ..kernels.mha_combine import SINK_DTYPES
+from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from .arguments import (
     as_length,
@@ -306,7 +306,7 @@ def _check_requests(parts: Parts, arrays: Arrays, cu_seqlens_q: Fields) -> int:
 def _check_head_terms(arrays: Arrays, b: int, h_q: int) -> int:
     """Check the sink and the slopes; returns the stride of the requests of the latter."""
     if arrays.attn_sink is not None:
-        check_vector("attn_sink", arrays.attn_sink, tuple(SINK_DTYPES), h_q, "h_q is that of q")
+        check_vector("attn_sink", arrays.attn_sink, tuple(FLOAT_DTYPES), h_q, "h_q is that of q")
     if arrays.alibi_slopes is None:
         return 0
     _, shape, strides, dtype, *_ = arrays.alibi_slopes

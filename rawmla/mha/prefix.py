@@ -108,8 +108,8 @@ def context_attention_fwd(
     fp8_out_scale : float or array, optional
         As `k_scale`: o gets the e4m3 numbers nearest to result / scale, ties to even, at most 448.
     sinks : array, optional
-        float32, bfloat16 or float16 `[h_q]`, contiguous, natural logarithm: one more term exp(sink) in the
-        sum of softmax. -inf has no effect, +inf makes o 0.
+        float32, bfloat16, float16 or float64 `[h_q]`, contiguous, natural logarithm: one more term exp(sink)
+        in the sum of softmax. -inf has no effect, +inf makes o 0.
     is_block_table_ptr : bool
         Entries of `b_loc`, then int64, that are above 0 are addresses of blocks of k_cache; V is read from
         the block with the same number. Other entries are numbers of blocks.

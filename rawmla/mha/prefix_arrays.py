@@ -6,11 +6,11 @@ from math import prod
 from typing import NamedTuple
 
 from ..call.arrays import Fields, aligned_strides, contiguous_strides
-from ..call.checks import check_place, check_vector, mixes_frameworks
+from ..call.checks import STRIDE_LIMIT, check_place, check_vector, mixes_frameworks
 from ..call.memo import Memo, PreparedCall
-from ..kernels.mha_combine import SINK_DTYPES
+from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND
-from .arguments import STRIDE_LIMIT, check_head_dim, check_out_layout, walked
+from .arguments import check_head_dim, check_out_layout, walked
 
 __all__ = ["CACHE_DTYPES", "PrefixArrays", "PrefixChecked", "check_arrays"]
 
@@ -258,7 +258,7 @@ def _check_head_terms(arrays: PrefixArrays, h_q: int) -> None:
     if arrays.alibi_slopes is not None:
         check_vector("alibi_slopes", arrays.alibi_slopes, ("float32",), h_q, "h_q is that of q")
     if arrays.sinks is not None:
-        check_vector("sinks", arrays.sinks, tuple(SINK_DTYPES), h_q, "h_q is that of q")
+        check_vector("sinks", arrays.sinks, tuple(FLOAT_DTYPES), h_q, "h_q is that of q")
     for name in ("k_scale", "v_scale", "fp8_out_scale"):
         view = getattr(arrays, name)
         if view is not None:

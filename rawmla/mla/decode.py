@@ -55,9 +55,9 @@ def flash_mla_with_kvcache(
     ----------
     q : array or tuple of two arrays
         `[b, s_q, h_q, d_qk]`, bfloat16 or float16 (with `indices` bfloat16), d_qk 576 or 512, last dimension
-        contiguous, other strides free. Any h_q that is a multiple of h_kv. When its address is not a
-        multiple of 16 bytes, or a stride is not a positive multiple of 8, a contiguous copy is made on the
-        same stream.
+        contiguous, other strides free. Any h_q that is a multiple of h_kv; without `indices`, s_q * h_q /
+        h_kv may be refused above 2**32 / (h_q / h_kv) - 64. When its address is not a multiple of 16 bytes,
+        or a stride is not a positive multiple of 8, a contiguous copy is made on the same stream.
         Or a pair `(q_nope, q_rope)` of its columns, `[b, s_q, h_q, d_qk - 64]` and `[b, s_q, h_q, 64]`, each
         with strides of its own: the result is that of the two concatenated, bit for bit. Neither is copied,
         so both need such an address and such strides. Errors call the first one `q`.
@@ -76,7 +76,8 @@ def flash_mla_with_kvcache(
         Dense: int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request,
         in order. Entries past a request's length are never read into the result. An entry outside `0 ..
         num_blocks - 1` within the length is undefined, and so is a length above `max_blocks *
-        page_block_size`. With `indices` it is not looked at: None.
+        page_block_size`. That product may be refused above 2**40 / page_block_size. With `indices` it is not
+        looked at: None.
     cache_seqlens : array
         Dense: int32 `[b]`, contiguous: KV tokens per request, 0 and up. With `indices` it is not looked at:
         None.
@@ -221,7 +222,6 @@ def flash_mla_with_kvcache(
         or extra_topk_length is not None
     ):
         _refuse_without_indices(
-            is_fp8_kvcache,
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
             extra_indices_in_kvcache=extra_indices_in_kvcache,
@@ -243,7 +243,7 @@ def flash_mla_with_kvcache(
     )
 
 
-def _refuse_without_indices(is_fp8_kvcache: bool, **arrays: Any) -> None:
+def _refuse_without_indices(**arrays: Any) -> None:
     """Raise for those arguments of sparse decoding that were given without `indices`."""
     given = [name for name, value in arrays.items() if value is not None]
     if given:

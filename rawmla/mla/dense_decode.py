@@ -20,8 +20,8 @@ from ..call.checks import (
 )
 from ..call.memo import BatchPlace, LatestPair, Memo, PreparedCall, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
-from ..kernels.common import D_V, MAX_GRID_YZ
-from ..kernels.mla_dense_decode import DenseDecodeCall
+from ..kernels.common import D_V, MAX_GRID_YZ, TILE_ROWS
+from ..kernels.mla_dense_decode import DenseDecodeCall, largest_dividend
 from .arguments import QStrides, check_out, check_q_width, check_rows, q_strides, read_pair
 from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
 
@@ -175,6 +175,13 @@ def _check(q: Fields, q_rope: Fields | None, k_cache: Fields) -> _Checked:
         )
     if h_kv > MAX_GRID_YZ:
         raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got shape {list(shape)}")
+    heads = h_q // h_kv
+    most_rows = (largest_dividend(heads) + 1) // TILE_ROWS * TILE_ROWS  # the last tile is divided whole
+    if s_q * heads > most_rows:
+        raise ValueError(
+            f"q: expected at most {most_rows} rows of a KV head (s_q * h_q / h_kv) with h_q / h_kv = {heads}"
+            f", got {s_q * heads}"
+        )
     if strides[3] != 1:
         raise ValueError(
             f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"
@@ -255,6 +262,14 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
     table_stride, max_blocks, num_parts, is_object, batch_invariant, _, softmax_scale, causal = key
     b, s_q = checked.b, checked.s_q
     h_q, h_kv, d_qk, page_block_size, num_blocks, k_strides, strides_of_q = checked.sizes
+    max_seqlen = min(max_blocks * page_block_size, INT32_MAX)
+    # A token's page is its number / 16, divided by that of the page's size.
+    most_tokens = 16 * (largest_dividend(page_block_size // 16) + 1)
+    if max_seqlen > most_tokens:
+        raise ValueError(
+            f"block_table: expected max_blocks * page_block_size of at most {most_tokens} tokens with a "
+            f"page_block_size of {page_block_size}, got {max_blocks} blocks"
+        )
     _, _, _, dtype, device, framework, _ = q
     results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
     if out_view is None:
@@ -281,7 +296,7 @@ def _prepare(checked: _Checked, key: tuple[Any, ...], q: Fields, out_view: Field
             k_stride_token=k_stride_token,
             k_stride_head=k_stride_head,
             block_table_stride=table_stride,
-            max_seqlen=max_blocks * page_block_size,
+            max_seqlen=max_seqlen,
             num_parts=num_parts,
             object_layout=is_object,
             batch_invariant=batch_invariant,

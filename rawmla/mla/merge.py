@@ -168,7 +168,7 @@ def _lse_shape(out: ArrayView) -> tuple[int, ...]:
     return out.shape[0], out.shape[1]
 
 
-def _out_strides(name: str, view: ArrayView, first: ArrayView) -> _Dims:
+def _out_strides(name: str, view: ArrayView, first: ArrayView) -> tuple[int, int, int]:
     """Check an out against the first one; returns its strides in elements."""
     if view.dtype != first.dtype:
         raise TypeError(f"{name}: expected dtype {first.dtype}, that of outs[0], got {view.dtype}")
@@ -183,11 +183,13 @@ def _out_strides(name: str, view: ArrayView, first: ArrayView) -> _Dims:
             f"{name}: expected an address and strides that are multiples of 16 bytes, got address "
             f"{view.ptr:#x}, strides {list(view.strides)} (elements)"
         )
-    n, s, h = (0, *strides)[-3:]
-    return n, s, h
+    stride_n, stride_s, stride_h = (0, *strides)[-3:]
+    return stride_n, stride_s, stride_h
 
 
-def _lse_strides(name: str, view: ArrayView, shape: tuple[int, ...], first: ArrayView) -> _Dims:
+def _lse_strides(
+    name: str, view: ArrayView, shape: tuple[int, ...], first: ArrayView
+) -> tuple[int, int, int]:
     """Check an lse; returns its strides in the order of the dimensions of out."""
     if view.dtype != "float32":
         raise TypeError(f"{name}: expected dtype float32, got {view.dtype}")

@@ -94,8 +94,9 @@ def get_mla_metadata(
         is_fp8_kvcache: needs `topk`; the plan is the same.
         topk: indices per query token of a sparse call. Every request then has `ceil(topk / 64)` blocks.
         enable_batch_invariant: cut each request by its own length alone.
-        out: a plan to compute again in place: `(tile_scheduler_metadata, num_splits)`, or an object that a
-            decode call has filled. It keeps its number of rows.
+        out: a plan to compute again in place, with its number of rows: `(tile_scheduler_metadata,
+            num_splits)`, or an object. One without arrays gets new ones. `topk` must be that of the call
+            which filled an object, in blocks of 64.
         sm_count: 132 is an H100 SXM or H200.
 
     Returns:
@@ -140,33 +141,67 @@ def get_mla_metadata(
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
         blocks = sparse_blocks(b, as_count("topk", topk))
         num_parts = sparse_num_parts(rows_q // h_q, h_q, sm_count)
-    if out is None:
-        made = plan_blocks(blocks, num_parts, batch_invariant)
-        return like(made.tensor_rows, "int32", lengths), like(made.num_splits, "int32", lengths)
 
     is_object = isinstance(out, FlashMLASchedMeta)
     if is_object:
-        tiles, splits = out.tile_scheduler_metadata, out.num_splits
-        if tiles is None or splits is None:
-            raise ValueError(
-                "out: expected a FlashMLASchedMeta that a decode call has filled, got one without arrays"
-            )
-        batch_invariant = batch_invariant or out.enable_batch_invariant
-        if out.config is not None:
-            batch_invariant = out.config.enable_batch_invariant
-    elif isinstance(out, (tuple, list)) and len(out) == 2:
-        tiles, splits = out
+        batch_invariant = _batch_invariant_of(out, batch_invariant)
+        _check_topk_of(out, topk)
+    if out is None or is_object and out.tile_scheduler_metadata is None and out.num_splits is None:
+        made = plan_blocks(blocks, num_parts, batch_invariant)
+        tiles = like(made.object_rows if is_object else made.tensor_rows, "int32", lengths)
+        splits = like(made.num_splits, "int32", lengths)
     else:
-        raise TypeError(
-            "out: expected a pair (tile_scheduler_metadata, num_splits) or a FlashMLASchedMeta, "
-            f"got {type(out).__name__}"
+        tiles, splits = _given_arrays(out)
+        check_plan(tiles, splits, b, ("out[0]", "out[1]"))
+        made = plan_blocks(blocks, len(tiles), batch_invariant)
+        store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
+        store(splits, slice(b + 1), made.num_splits)
+        store(splits, slice(b + 1, None), made.num_splits[-1:])  # requests of a larger batch have no splits
+    if not is_object:
+        return tiles, splits
+    out.tile_scheduler_metadata, out.num_splits = tiles, splits
+    if out.config is None:
+        out.enable_batch_invariant = batch_invariant
+    return out, None
+
+
+def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
+    """Whether to compute an object batch-invariant: as the decode calls that use it expect it."""
+    if plan.config is None:
+        return asked or plan.enable_batch_invariant
+    if asked and not plan.config.enable_batch_invariant:
+        raise ValueError(
+            "enable_batch_invariant: expected False, that of the decode call which filled out, got True"
         )
-    check_plan(tiles, splits, b, ("out[0]", "out[1]"))
-    made = plan_blocks(blocks, len(tiles), batch_invariant)
-    store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
-    store(splits, slice(b + 1), made.num_splits)
-    store(splits, slice(b + 1, None), made.num_splits[-1:])  # requests of a larger batch have no splits
-    return (out, None) if is_object else (tiles, splits)
+    return plan.config.enable_batch_invariant
+
+
+def _check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
+    """Check that an object will cover the blocks of the decode calls that use it."""
+    if plan.config is None:
+        return
+    if plan.config.topk is None:
+        planned, same = "None", topk is None
+    else:
+        blocks = int(sparse_blocks(1, plan.config.topk, None, plan.config.extra_topk or 0)[0])
+        planned = f"an int of {blocks} blocks of {BLOCK_TOKENS}, such as {blocks * BLOCK_TOKENS}"
+        same = topk is not None and -(-topk // BLOCK_TOKENS) == blocks
+    if not same:
+        raise ValueError(f"topk: expected {planned}, that of the decode call which filled out, got {topk}")
+
+
+def _given_arrays(out: Any) -> tuple[Any, Any]:
+    """The two arrays of a plan to compute again in place."""
+    if isinstance(out, FlashMLASchedMeta):
+        if out.tile_scheduler_metadata is None or out.num_splits is None:
+            raise ValueError("out: expected a FlashMLASchedMeta with both arrays or none, got one array")
+        return out.tile_scheduler_metadata, out.num_splits
+    if isinstance(out, (tuple, list)) and len(out) == 2:
+        return out[0], out[1]
+    raise TypeError(
+        "out: expected a pair (tile_scheduler_metadata, num_splits) or a FlashMLASchedMeta, "
+        f"got {type(out).__name__}"
+    )
 
 
 def use_plan(

@@ -7,7 +7,7 @@ heads at a time. In the inputs' own dtype it is the plain torch that bounds of e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from math import inf, nan, prod
@@ -19,7 +19,7 @@ import numpy as np
 from ..attention.block_mask import BlockMask
 from ..attention.mods import CudaMod
 from .compare import Tolerance, measure
-from .mha import in_gaps, problems_of_out
+from .mha import changed_fields, in_gaps, problems_of_out
 
 CHUNK_SCORES = 1 << 25
 """Scores of one step of the reference (256 MiB in float64), unless those of a single head are more."""
@@ -630,12 +630,7 @@ class FlexCase:
     @property
     def id(self) -> str:
         """What differs from the defaults."""
-        changed = [
-            f"{one.name}={getattr(self, one.name)}"
-            for one in fields(self)
-            if getattr(self, one.name) not in (one.default,)  # NaN is in (NaN,)
-        ]
-        return " ".join(changed).replace(", ", ",") or "default"
+        return changed_fields(self)
 
     def sizes(self, device: str) -> Sizes:
         """For its functions."""

@@ -27,6 +27,16 @@ row's factor below 2**-126 becomes 0 before it multiplies values of up to 8.
 _ANY = Tolerance(absolute=inf, relative=inf)
 
 
+def changed_fields(case: Any) -> str:
+    """What differs from the defaults in a case: its name."""
+    changed = [
+        f"{one.name}={getattr(case, one.name)}"
+        for one in fields(case)
+        if getattr(case, one.name) not in (one.default,)  # NaN is in (NaN,)
+    ]
+    return " ".join(changed).replace(", ", ",") or "default"
+
+
 @dataclass(frozen=True)
 class MhaCase:
     """One call.
@@ -74,12 +84,7 @@ class MhaCase:
     @property
     def id(self) -> str:
         """What differs from the defaults."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join(changed).replace(", ", ",") or "default"
+        return changed_fields(self)
 
 
 @dataclass

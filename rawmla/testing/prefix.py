@@ -6,11 +6,20 @@ changes in them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from .compare import in_parts
-from .mha import HALF_STEP, LEAST, bounds_of, flash_attn_func, in_gaps, problems_of_out, used_rows
+from .mha import (
+    HALF_STEP,
+    LEAST,
+    bounds_of,
+    changed_fields,
+    flash_attn_func,
+    in_gaps,
+    problems_of_out,
+    used_rows,
+)
 
 GARBAGE = {"int32": 2**31 - 1, "int64": 2**62 + 1, "pointers": 2**62 + 1}
 """Entries of tables that name no page; int64 ones are far past 32 bits."""
@@ -78,12 +87,7 @@ class PrefixCase:
     @property
     def id(self) -> str:
         """What differs from the defaults."""
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if repr(getattr(self, field.name)) != repr(field.default)
-        ]
-        return " ".join(changed).replace(", ", ",") or "default"
+        return changed_fields(self)
 
     @property
     def float8(self) -> str | None:

@@ -19,7 +19,7 @@ from ..kernels.mha_backward import ALL, Needs
 from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
 from ..mha.gradients import gradients, varlen_gradients
-from .registration import NoExample, example, register
+from .registration import NoExample, empty_lse, example, register
 
 __all__: list[str] = []
 
@@ -316,11 +316,6 @@ def _empty_varlen_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((h_q, tokens), dtype=torch.float32).t()
 
 
-def _empty_lse(q: torch.Tensor) -> torch.Tensor:
-    b, s_q, h_q, _ = q.shape
-    return q.new_empty((b, h_q, s_q), dtype=torch.float32)
-
-
 def _nothing(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(0, dtype=torch.float32)
 
@@ -392,5 +387,5 @@ def _register(
 
 
 _register("flash_attn_varlen", _VARLEN, _varlen, _varlen_backward, _empty_varlen_lse)
-_register("flash_attn", _FIXED, _fixed, _fixed_backward, _empty_lse)
+_register("flash_attn", _FIXED, _fixed, _fixed_backward, empty_lse)
 register(f"context_attention_out({_PREFIX}) -> ()", _prefix, None)

@@ -17,7 +17,7 @@ from ..kernels import mla_metadata
 from ..kernels.common import D_V
 from ..kernels.mla_cache_rows import QUANTIZED, padded_block_bytes
 from ..mla import plan as plans
-from .registration import register
+from .registration import empty_lse, register
 
 __all__: list[str] = []
 
@@ -196,11 +196,6 @@ def _joined(q: Any, q_rope: Any) -> Any:
     return q if q_rope is None else (q, q_rope)
 
 
-def _empty_lse(q: torch.Tensor) -> torch.Tensor:
-    b, s_q, h_q, _ = q.shape
-    return q.new_empty((b, h_q, s_q), dtype=torch.float32)
-
-
 def _empty_out(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((*q.shape[:-1], D_V))
 
@@ -244,12 +239,12 @@ def _decode(
 register(
     f"decode({_DENSE}) -> (Tensor, Tensor)",
     _decode,
-    lambda q, *args: (_empty_out(q), _empty_lse(q)),
+    lambda q, *args: (_empty_out(q), empty_lse(q)),
 )
 register(
     f"decode_out({_DENSE}, Tensor(a!) out) -> Tensor",
     lambda *args: _decode(*args)[1],
-    lambda q, *args: _empty_lse(q),
+    lambda q, *args: empty_lse(q),
 )
 
 _SPARSE = (
@@ -304,12 +299,12 @@ def _decode_sparse(
 register(
     f"decode_sparse({_SPARSE}) -> (Tensor, Tensor)",
     _decode_sparse,
-    lambda q, *args: (_empty_out(q), _empty_lse(q)),
+    lambda q, *args: (_empty_out(q), empty_lse(q)),
 )
 register(
     f"decode_sparse_out({_SPARSE}, Tensor(a!) out) -> Tensor",
     lambda *args: _decode_sparse(*args)[1],
-    lambda q, *args: _empty_lse(q),
+    lambda q, *args: empty_lse(q),
 )
 
 

@@ -26,7 +26,7 @@ from .. import jit, reference
 from ..call.arrays import WITH_BACKWARD
 from ..stand_ins import Described, NoFramework
 
-__all__ = ["LIBRARY", "NoExample", "example", "register"]
+__all__ = ["LIBRARY", "NoExample", "empty_lse", "example", "register"]
 
 LIBRARY = torch.library.Library("rawmla", "DEF")
 
@@ -186,6 +186,12 @@ def example(value: Any) -> Any:
     if not value.node.has_hint():
         raise NoExample
     return value.node.hint
+
+
+def empty_lse(q: torch.Tensor) -> torch.Tensor:
+    """float32 `[b, h_q, s_q]`, not filled, for q `[b, s_q, h_q, d]`."""
+    b, s_q, h_q, _ = q.shape
+    return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
 def _tensors(names: list[str], args: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:

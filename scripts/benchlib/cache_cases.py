@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .cases import D_V
+
 LAYOUTS = {"v32": (576, 656), "model1": (512, 584), "bf16-576": (576, 1152), "bf16-512": (512, 1024)}
 """Columns of a row and bytes of a token, by the name of the layout."""
 
 QUANTIZED = ("v32", "model1")
-D_V = 512
 SEED = 0
 
 

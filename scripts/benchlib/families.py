@@ -172,7 +172,7 @@ MHA_METHOD = (
 PREFIX_METHOD = (
     "Prefix prefill: fewer calls in a graph as for sparse prefill; FLOPs = 4 * d * h_q * positions that the "
     "queries see; bytes = q, k and v of the new tokens, what is seen of the cache, and out once. The stored "
-    "times are those of vLLM's Triton kernel; ratios to it are to be 3, 2.5 at least, and 10 with a window."
+    "times are those of vLLM's Triton kernel."
 )
 FLEX_METHOD = (
     "Flex attention: torch's flex_attention runs beside, compiled before it is timed, as Triton and, where "
@@ -183,16 +183,15 @@ FLEX_METHOD = (
 )
 BACKWARD_METHOD = (
     "Backward: the plain functions, from out, lse and a gradient of out that are there already, in graphs of "
-    "at most 1.5 TFLOP or one call; of the libraries beside the gradients of q, k and v by "
-    "torch.autograd.grad, captured in graphs too. Where one of them cannot be captured, all of a row are "
-    "timed as calls that are enqueued one after another. Every figure is the median of three rounds in which "
-    "all take turns, also where nothing runs beside, the load is shared out over them, and the figure "
-    "without rests is of the same graph. Deterministic: the rested time with deterministic=True. Dense: "
-    "FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the forward; the stand-in for "
-    "FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, 0.57 with d 192/128 and no "
-    "mask: about their ratio in earlier runs that had both. Flex: FLOPs = 10 * d * h_q * positions in the "
-    "blocks that the forward counts; a captured table or factor has a gradient too, whose cost is the ratio "
-    "to the time without it, and nothing runs beside a table or a factor. "
+    "at most 1.5 TFLOP or one call; of the libraries beside, the gradients of q, k and v by "
+    "torch.autograd.grad: a row with a library beside is timed as calls that are enqueued one after another, "
+    "ours too. Every figure is the median of three rounds in which all take turns, also where nothing runs "
+    "beside, and the load is shared out over them. Deterministic: the rested time with deterministic=True, "
+    "of graphs in every row. Dense: FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the "
+    "forward; the stand-in for FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, "
+    "0.57 with d 192/128 and no mask: about their ratio in earlier runs that had both. Flex: FLOPs = 10 * d "
+    "* h_q * positions in the blocks that the forward counts; a captured table or factor has a gradient too, "
+    "whose cost is the ratio to the time without it, and nothing runs beside a table or a factor. "
     "Bytes = q, k, v, out, dout, lse, dq, dk and dv once."
 )
 BLOCK_MASK_METHOD = (
@@ -303,18 +302,8 @@ def select(pattern: str | None) -> list[Case]:
 
 
 def named(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a run whose case this benchmark still has, each with its `case`. Rows written before rows
-    had one are recognised by their fields; prefill had no batch-invariant cases then.
-    """
-    found = []
-    for row in rows:
-        fields = {"batch_invariant": False, **row}
-        name = row.get("case") or next(
-            (case.id for case in all_cases() if case.fields().items() <= fields.items()), None
-        )
-        if name in _table():
-            found.append({**row, "case": name})
-    return found
+    """The rows of a run whose case this benchmark still has."""
+    return [row for row in rows if row.get("case") in _table()]
 
 
 def methods(chosen: Sequence[Case]) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import rawmla
+from rawmla.testing.generators import GARBAGE_PAGE
 
 from . import cache_cases
 from .against import WAYS
@@ -29,7 +30,6 @@ MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 COLD_L2_FACTOR = 3
 MAX_ROTATED_SETS = 64
-GARBAGE_PAGE = 2147480000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA_GRAPH_CALLS = (20, 120)
 HOST_BURSTS = 10
@@ -230,12 +230,14 @@ def check_output(case: DecodeCase, inputs: DecodeInputs, out: Any) -> float:
     worst = 0.0
     allow_tf32 = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
-    for request in {0, lengths.index(max(lengths))}:
-        want = attention_of_request(case, inputs, request)
-        error = float((out[request].float() - want).norm() / want.norm())
-        assert error < 0.01, f"{case.id}: request {request} has a relative error of {error}"
-        worst = max(worst, error)
-    torch.backends.cuda.matmul.allow_tf32 = allow_tf32
+    try:
+        for request in {0, lengths.index(max(lengths))}:
+            want = attention_of_request(case, inputs, request)
+            error = float((out[request].float() - want).norm() / want.norm())
+            assert error < 0.01, f"{case.id}: request {request} has a relative error of {error}"
+            worst = max(worst, error)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     return worst
 
 

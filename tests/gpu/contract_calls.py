@@ -14,6 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from gpu_support import POISON_BYTE
+
 import rawmla
 from rawmla import quantize_k_cache, reference
 from rawmla.compat.flash_mla import flash_mla_interface
@@ -26,10 +28,10 @@ from rawmla.testing import (
     prefill_out_tolerance,
     torch_reference,
 )
+from rawmla.testing.generators import GARBAGE_PAGE
 from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, row_format
 
 CONTRACTS = Path(__file__).resolve().parents[1] / "contracts"
-POISON = 0xFF  # NaN in every float type, -1 in every integer type
 LAYOUT_OF_BYTES = {656: "v32", 584: "model1"}
 
 
@@ -101,7 +103,7 @@ class Call:
             return value
         dtype = getattr(torch, value["dtype"])
         size = value["elements"] * dtype.itemsize
-        parent = torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
+        parent = torch.full((size,), POISON_BYTE, dtype=torch.uint8, device=self.device)
         self.parents[name] = parent
         return parent.view(dtype).as_strided(value["shape"], value["strides"], value["offset"])
 
@@ -117,7 +119,7 @@ class Call:
             sink.copy_(self._normal(sink.shape))
             sink[-1] = float("-inf")
         if self.arguments.get("out") is not None:
-            self.parents["out"].fill_(POISON)
+            self.parents["out"].fill_(POISON_BYTE)
         if not self.is_sparse:
             self._fill_dense()
             return
@@ -161,7 +163,7 @@ class Call:
             token = torch.arange(length, device=self.device)
             place = table[request, token // page].long(), token % page
             self.cache[place] = self._keys((length, *self.cache.shape[2:])).to(self.cache.dtype)
-            table[request, -(-length // page) :] = 2147480000
+            table[request, -(-length // page) :] = GARBAGE_PAGE
 
     def _fill_selected(self, cache: Any, indices: Any, lengths: Any) -> None:
         """Slots of which one in ten is none, and rows for those that are."""
@@ -188,7 +190,7 @@ class Call:
         quantize(values, layout, out=paged.view(torch.uint8))
         for fields in block_fields(paged.view(torch.uint8), form):
             if fields is not None:
-                fields.masked_fill_(unnamed[..., None], POISON)
+                fields.masked_fill_(unnamed[..., None], POISON_BYTE)
 
     # ---- the call
 

@@ -19,6 +19,7 @@ from gpu_support import torch
 
 import rawmla
 from rawmla import reference
+from rawmla.testing.generators import GARBAGE_PAGE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,7 +33,7 @@ class TestGathering:
         num_blocks = b * width
         lengths = draw.integers(0, 201, b).astype(np.int32)
         starts = np.minimum(draw.integers(0, 100, b), lengths).astype(np.int32) * with_starts
-        table = np.full((b, width + 3), 2147480000, np.int32)
+        table = np.full((b, width + 3), GARBAGE_PAGE, np.int32)
         pages = draw.permutation(num_blocks).reshape(b, width)
         k_cache = np.full((num_blocks, page, 1, COLUMNS[kind]), np.nan, ml_dtypes.bfloat16)
         for i, length in enumerate(lengths):

@@ -5,6 +5,7 @@ from gpu_support import assert_same_bits, decode, torch
 from operations import DENSE_INVARIANT_CASES
 
 from rawmla.testing import DenseCase, make_dense_inputs
+from rawmla.testing.generators import GARBAGE_PAGE
 
 
 @pytest.mark.parametrize("case", DENSE_INVARIANT_CASES[-2:], ids=lambda case: case.id)
@@ -12,7 +13,7 @@ def test_batch_invariance_does_not_depend_on_table_width_or_form(case: DenseCase
     inputs = make_dense_inputs(case)
     want_out, want_lse = decode(inputs, "object", enable_batch_invariant=True)
     width = inputs.block_table.shape[1]
-    wide = torch.full((case.b, 3 * width), 2147480000, dtype=torch.int32, device="cuda")
+    wide = torch.full((case.b, 3 * width), GARBAGE_PAGE, dtype=torch.int32, device="cuda")
     wide[:, :width] = inputs.block_table
     inputs.block_table = wide
     out, lse = decode(inputs, "tensors", enable_batch_invariant=True)

@@ -7,6 +7,7 @@ import pytest
 from gpu_support import assert_same_bits, check, decode, reference, torch
 
 from rawmla.testing import DenseCase, make_dense_inputs
+from rawmla.testing.generators import GARBAGE_PAGE
 
 EDGE_CASES = (
     DenseCase(b=4, s_q=4, h_q=16, lengths=(0, 1, 3, 5), causal=True),
@@ -140,7 +141,7 @@ def test_query_expanded_over_the_batch() -> None:
 def test_block_table_much_wider_than_the_lengths() -> None:
     """The engine's maximum, not the batch's: 131,072 tokens of table for requests of a few hundred."""
     inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
-    wide = torch.full((3, 2048), 2147480000, dtype=torch.int32, device="cuda")
+    wide = torch.full((3, 2048), GARBAGE_PAGE, dtype=torch.int32, device="cuda")
     wide[:, : inputs.block_table.shape[1]] = inputs.block_table
     widened = replace(inputs, block_table=wide)
     check(widened, decode(widened))

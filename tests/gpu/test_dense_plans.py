@@ -1,4 +1,4 @@
-"""Plans: both forms and layouts, plans written by somebody else, re-use and its checks."""
+"""Plans of dense calls: the configurations of objects."""
 
 from typing import Any
 

@@ -140,6 +140,14 @@ SOFTMAX = """
 constexpr int kCount = COLUMNS / 2;
 using Tile = SwizzledTile<64>;
 
+// Keys from limit[i] on are hidden.
+struct Limits {
+    static constexpr int kMaxColumns = 256;
+    int limit[2];
+
+    __device__ bool hides(int i, int column) const { return column + 2 * (lane_index() % 4) >= limit[i]; }
+};
+
 // Two blocks of COLUMNS keys: scores [2, 64, COLUMNS], bits [2, 2]. P of the first block goes to `first` [64,
 // COLUMNS], rescaled with the second; P of the second to `second`, by way of shared memory. Sums, references
 // and maxima of the rows go to `rows` [3, 64].
@@ -161,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(128, 1)
         float s[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) s[i] = scores[block * 64 * COLUMNS + place(i)];
-        [[maybe_unused]] const KeyLimits limits{{visible_keys(seqlen, 64, row0, true) - block * COLUMNS,
-                                                 visible_keys(seqlen, 64, row0 + 8, true) - block * COLUMNS}};
+        [[maybe_unused]] const Limits limits{{visible_keys(seqlen, 64, row0, true) - block * COLUMNS,
+                                              visible_keys(seqlen, 64, row0 + 8, true) - block * COLUMNS}};
         apply_mask(s, MASK);
         top.block(s);
         FACTORS;
@@ -191,7 +199,6 @@ extern "C" __global__ void __launch_bounds__(128, 1)
 MASKS = {
     "limits": "limits",
     "bits": "KeyBits(bits[2 * block], bits[2 * block + 1])",
-    "either": "EitherMask<KeyLimits, KeyBits>{limits, KeyBits(bits[2 * block], bits[2 * block + 1])}",
 }
 SOFTMAXES = {
     "OnlineSoftmax": {"FACTORS;": "float factors[2];", "FACTOR(": "("},
@@ -232,9 +239,9 @@ def test_masked_softmax(columns: int, mask: str, softmax: str, tmp_path: Path) -
 
     key = np.arange(2 * columns)
     hidden = np.zeros((64, 2 * columns), dtype=bool)
-    if mask != "bits":
+    if mask == "limits":
         hidden |= key >= seqlen - 63 + np.arange(64)[:, None]
-    if mask != "limits":
+    else:
         column = key % columns
         hidden |= (bits[key // columns, column // 32] >> (column % 32) & 1) == 0
     exponents = np.where(hidden, -np.inf, scale * np.concatenate(scores, axis=1).astype(np.float64))

@@ -143,6 +143,20 @@ def test_dv_without_a_gradient_of_out_is_0(sink: str | None) -> None:
         assert bool(got[0].any()) and bool(got[1].any()) and not bool(got[2].any())
 
 
+@pytest.mark.parametrize("dtype", ("float64", "bfloat16", "float16"))
+def test_dsink_in_the_dtype_of_the_sink(dtype: str) -> None:
+    """That of the same sink in float32, rounded."""
+    call = batch(sink="bfloat16")
+    sink = call.inputs.attn_sink.to(getattr(torch, dtype))
+    assert bool((sink.float() == call.inputs.attn_sink.float()).all())
+    exact, got = (
+        backward_of(replace(call, inputs=replace(call.inputs, attn_sink=one)))[3]
+        for one in (sink.float(), sink)
+    )
+    assert exact.dtype == torch.float32 and bool(exact.any())
+    assert_same_bits(got, exact.to(sink.dtype))
+
+
 def test_gradients_within_flash_attention_bounds_of_lse() -> None:
     """dq, dk and dv from a gradient of lse within 0.02 of float64, at 128 to 256 tokens."""
     for s_q, s_k in ((128, 128), (200, 256), (256, 131)):

@@ -145,7 +145,7 @@ def dense_prefill_bwd(*args: Any, **kwargs: Any) -> NoReturn:
     """NotImplementedError."""
     refuse_dense_prefill(
         "dense_prefill_bwd",
-        "on Hopper use the backward of FlashAttention-3 (flash_attn_interface.flash_attn_varlen_func)",
+        "call rawmla.flash_attn_varlen_backward, or backward() through flash_mla.flash_attn_varlen_func",
     )
 
 

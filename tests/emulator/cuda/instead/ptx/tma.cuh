@@ -23,10 +23,6 @@ __device__ __forceinline__ void tma_prefetch_descriptor(const TensorMap* map) {}
     __device__ __forceinline__ void tma_store_##DIMS##d(const TensorMap* map, u32 src, PARAMETERS) {         \
         const int c[] = {__VA_ARGS__};                                                                       \
         emulator::tensor_copy(emulator::Transfer::kStore, map, src, 0, c, DIMS);                             \
-    }                                                                                                        \
-    __device__ __forceinline__ void tma_reduce_add_##DIMS##d(const TensorMap* map, u32 src, PARAMETERS) {    \
-        const int c[] = {__VA_ARGS__};                                                                       \
-        emulator::tensor_copy(emulator::Transfer::kAdd, map, src, 0, c, DIMS);                               \
     }
 #define EMULATED_PARAMETERS_2 int c0, int c1
 #define EMULATED_PARAMETERS_3 EMULATED_PARAMETERS_2, int c2
