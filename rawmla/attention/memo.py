@@ -79,7 +79,7 @@ def read(
     return Reading(
         found.frame,
         [tensors[place] for place in found.captures],
-        [value if place is None else tensors[place] for value, place in found.numbers],
+        found.numbers and [value if place is None else tensors[place] for value, place in found.numbers],
     )
 
 

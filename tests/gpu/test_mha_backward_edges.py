@@ -154,7 +154,7 @@ def test_dsink_in_the_dtype_of_the_sink(dtype: str) -> None:
         for one in (sink.float(), sink)
     )
     assert exact.dtype == torch.float32 and bool(exact.any())
-    assert_same_bits(got, exact.to(sink.dtype))
+    assert_same_bits("dsink", got, exact.to(sink.dtype))
 
 
 def test_gradients_within_flash_attention_bounds_of_lse() -> None:
