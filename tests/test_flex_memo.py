@@ -45,6 +45,23 @@ def test_other_tensors_of_the_kind(traces: list[Any]) -> None:
     assert mods[0].text == mods[1].text
 
 
+@pytest.mark.parametrize(
+    "reading",
+    (
+        lambda t: t.stride(0),
+        lambda t: t.storage_offset(),
+        lambda t: int(t.is_contiguous()),
+        lambda t: [x.stride()[0] for x in (t,)][0],
+    ),
+)
+def test_how_a_tensor_lies_in_memory(traces: list[Any], reading: Callable[..., Any]) -> None:
+    base = torch.arange(4000)
+    for table in (base[:50], base[7:57], base[::80], base[:50]):
+        mod = traced(lambda s, b, h, q, k: s + reading(table), "score_mod", "cpu")  # noqa: B023
+        assert [number.source for number in mod.numbers] == [reading(table)]
+    assert len(traces) == 4
+
+
 def test_numbers_as_indices_of_tensors_on_a_device(traces: list[Any]) -> None:
     """They are no tensors on it: those would be copied there, and be others at each trace."""
     limits, table = torch.zeros(3, device="meta"), torch.zeros(4, 5, device="meta")

@@ -2,8 +2,8 @@
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
 functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
-value. A function that reads what is not known here, such as an object, a module or a class of a user's, is
-traced at every call.
+value. A function that reads what is not known here, such as an object, a module or a class of a user's, or
+how a tensor lies in memory, is traced at every call.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def _described_function(function: types.FunctionType, tensors: list[torch.Tensor
         raise _Unknown
     around = (*around, function)
     code, scope = _code(function.__code__), function.__globals__
+    if code.names_layout:
+        raise _Unknown
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     return (
         code,
@@ -231,6 +233,9 @@ _BY_CLASS = _Describers(
 )
 
 
+_LAYOUT = frozenset(("data_ptr", "is_contiguous", "layout", "storage_offset", "stride"))
+
+
 class _Code:
     """Code of a function, one for all that are equal: known by identity, which costs less than to hash code.
 
@@ -238,11 +243,14 @@ class _Code:
     ----------
     names : tuple of str
         Those that the code, or that of a function in it, may look up among the globals.
+    names_layout : bool
+        Whether an attribute that says how a tensor lies in memory may be among them.
     """
 
-    __slots__ = ("names",)
+    __slots__ = ("names", "names_layout")
 
     names: tuple[str, ...]
+    names_layout: bool
 
     def __init__(self, code: types.CodeType) -> None:
         names = list(code.co_names)
@@ -250,6 +258,7 @@ class _Code:
             if isinstance(constant, types.CodeType):
                 names += _code(constant).names
         self.names = tuple(names)
+        self.names_layout = not _LAYOUT.isdisjoint(names)
 
 
 _code = functools.lru_cache(maxsize=1024)(_Code)

@@ -114,6 +114,8 @@ class Emulator:
             stack.enter_context(mock.patch.object(flex_backward, "_form_of", BoundedTable(64)))
             stack.enter_context(mock.patch.dict(arrays._frameworks, {"torch": HostTensors(torch)}))
             stack.enter_context(mock.patch.dict(arrays.READERS, clear=True))
+            # Without it, block masks would be made with CuPy where torch was built without CUDA.
+            stack.enter_context(mock.patch.object(torch.backends.cuda, "is_built", lambda: True))
             memo.clear_all()
             stack.callback(memo.clear_all)
             yield self
