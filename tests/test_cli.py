@@ -117,13 +117,14 @@ def test_a_folder_that_cannot_be_written_is_said_first(
 
 
 INTERRUPTED = """\
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from types import ModuleType
 from jit_project import tiny
 import rawmla
 from rawmla import cli
 from rawmla.jit import builder, nvrtc
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in a shell's background ignore it
 root = Path(sys.argv[1])
 kernels = ModuleType("rawmla.kernels")
 kernels.default_specs = lambda: [tiny(factor) for factor in range(50)]
