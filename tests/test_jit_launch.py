@@ -35,6 +35,7 @@ class FakeLibrary:
         self.thread = threading.local()  # the current context belongs to a thread
         self.launches: list[dict[str, Any]] = []
         self.maps: list[dict[str, Any]] = []
+        self.cleared: list[tuple[Any, ...]] = []
         self.result = 0
         self.capability = (9, 0)
         self.asked_context = 0
@@ -42,6 +43,8 @@ class FakeLibrary:
         self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
         self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
         self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
+        self.cuDevicePrimaryCtxRetain = self._c(self._retain, ctypes.POINTER(VOID), ctypes.c_int)
+        self.cuMemsetD32Async = self._c(self._clear, ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, VOID)
         self.cuLaunchKernelEx = self._c(self._launch, VOID, VOID, VOID, VOID)
         self.cuGetErrorName = self._c(self._name, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
         self.cuGetErrorString = self._c(self._string, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
@@ -81,6 +84,14 @@ class FakeLibrary:
     def _pop(self, out: Any) -> int:
         out[0] = self._stack().pop()
         return 0
+
+    def _retain(self, out: Any, handle: int) -> int:
+        out[0] = {40: CONTEXT_A, 41: CONTEXT_B}[handle]
+        return 0
+
+    def _clear(self, address: int, word: int, words: int, stream: int) -> int:
+        self.cleared.append((address, word, words, stream, self._stack()[-1]))
+        return self.result
 
     def _launch(self, config: int, function: int, params: int, extra: int | None) -> int:
         raw = ctypes.string_at(config, 56)
@@ -311,6 +322,26 @@ def test_the_stream_that_takes_no_launches(library: FakeLibrary) -> None:
     prepared.launch(launch.NO_LAUNCH, 5)
     prepared.launch(0x51, 6)
     assert len(library.launches) == 3
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT_A, CONTEXT_B])
+def test_clearing(library: FakeLibrary, current: int | None) -> None:
+    library.set_current(current)
+    address = 0x7FFF00000010
+    launch.clear(address, 48, 0x51, 0)
+    launch.clear(address, 16, 0x52, 1)
+    launch.clear(address, 16, launch.NO_LAUNCH, 0)
+    assert library.cleared == [(address, 0, 12, 0x51, CONTEXT_A), (address, 0, 4, 0x52, CONTEXT_B)]
+    assert library._stack() == [current]
+
+
+@pytest.mark.parametrize("current", [CONTEXT_A, CONTEXT_B])
+def test_failed_clearing(library: FakeLibrary, current: int) -> None:
+    library.set_current(current)
+    library.result = 700
+    with pytest.raises(LaunchError, match="cuMemsetD32Async: CUDA_ERROR_TEST"):
+        launch.clear(0x1000, 16, 0x51, 0)
+    assert library._stack() == [current]
 
 
 def test_failed_prepared_launch(library: FakeLibrary) -> None:

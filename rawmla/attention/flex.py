@@ -33,8 +33,8 @@ from .flex_arrays import (
 from .functions import (
     IDENTITY,
     Bound,
+    as_bound,
     as_reading,
-    bound,
     check_on_device,
     header_of,
     packed_of,
@@ -246,20 +246,21 @@ def attend_alone(
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
-    score_read = as_reading(score_mod, "score_mod", device)
-    mask_read = None
+    mask_mod = None
     if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask_read = as_reading(block_mask.mask_mod, "mask_mod", device)
+        mask_mod = block_mask.mask_mod
     if checked.cut is not None:
-        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
+        mask_read = as_reading(mask_mod, "mask_mod", device)
+        mask_mod = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
     if not checked.scores:
-        score_read = None  # what it reads may be empty
+        as_reading(score_mod, "score_mod", device)
+        score_mod = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
-    if score_read is None and scale <= 0:
-        score_read = IDENTITY  # softmax looks for maxima of unscaled scores
-    score = bound(score_read, "score_mod", device, framework)
-    mask = bound(mask_read, "mask_mod", device, framework)
+    if score_mod is None and scale <= 0:
+        score_mod = IDENTITY  # softmax looks for maxima of unscaled scores
+    score = as_bound(score_mod, "score_mod", device, framework)
+    mask = as_bound(mask_mod, "mask_mod", device, framework)
     variants = score and score.form.variant, mask and mask.form.variant
     call_key = (*variants, scale, wants_lse, wants_max)
     prepared = checked.calls.get(call_key) or checked.calls.keep(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides
@@ -27,9 +28,10 @@ from .mods import (
     header,
     reading_of,
 )
+from .recall import keep_bound, recall_bound
 
 __all__ = [
-    *("IDENTITY", "Bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
+    *("IDENTITY", "Bound", "as_bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
     "within_blocks",
 ]
 
@@ -156,6 +158,19 @@ def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework
             _check_sizes(shape, name)
         form = frame.make_form(lie)
     return Bound(form, addresses, numbers, form.pack(addresses, numbers))
+
+
+def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
+    """`bound` of `as_reading`, for calls without gradients."""
+    if function.__class__ is FunctionType:
+        recalled: Bound | None = recall_bound(function, kind, device, framework)
+        if recalled is not None:
+            return recalled
+    reading = as_reading(function, kind, device)
+    result = bound(reading, kind, device, framework)
+    if function.__class__ is FunctionType:
+        keep_bound(function, kind, device, framework, reading, result)
+    return result
 
 
 def packed_of(function: Bound | None) -> bytes:

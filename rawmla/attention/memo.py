@@ -21,7 +21,7 @@ import torch
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["read"]
+__all__ = ["global_names", "read", "stands_alone"]
 
 MAX_TRACES = 256
 _STEADY = {"torch", "numpy", *sys.stdlib_module_names}
@@ -233,6 +233,24 @@ _BY_CLASS = _Describers(
 )
 
 
+_ALONE = {
+    *(_described_value, _described_float, _described_module, _described_class, _described_builtin),
+    _described_itself,
+}
+
+
+def stands_alone(x: Any) -> bool:
+    """Whether the trace of a function that reads an object is the same for as long as it reads this one."""
+    describe = _BY_CLASS[x.__class__]
+    if describe not in _ALONE:
+        return False
+    try:
+        describe(x, [], ())
+    except _Unknown:
+        return False
+    return True
+
+
 _LAYOUT = frozenset(("data_ptr", "is_contiguous", "layout", "storage_offset", "stride"))
 
 
@@ -262,3 +280,8 @@ class _Code:
 
 
 _code = functools.lru_cache(maxsize=1024)(_Code)
+
+
+def global_names(function: types.FunctionType) -> tuple[str, ...]:
+    """Names that a function may look up among its globals."""
+    return _code(function.__code__).names

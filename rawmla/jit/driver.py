@@ -107,6 +107,12 @@ class Driver:
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def is_current(self, context: int) -> bool:
+        """Whether ``context`` is current in this thread."""
+        current = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(current))
+        return current.value == context
+
     def has(self, function: str) -> bool:
         """Whether this driver version knows ``function``."""
         return hasattr(self.library, function)
@@ -137,6 +143,9 @@ class Driver:
 
     def primary_context(self, device: int) -> int:
         """Handle of the primary context, the one that torch and CuPy use; retained once for the process."""
+        context = self._contexts.get(device)
+        if context is not None:
+            return context
         with self._mutex:
             context = self._contexts.get(device)
             if context is None:

@@ -336,14 +336,18 @@ def clear(address: int, size: int, stream: int, device: int) -> None:
     if stream == NO_LAUNCH:
         return
     driver = get_driver()
-    with driver.in_context(driver.primary_context(device)):
-        driver.call(
-            "cuMemsetD32Async",
-            ctypes.c_uint64(address),
-            ctypes.c_uint(0),
-            ctypes.c_size_t(size // 4),
-            ctypes.c_void_p(stream),
-        )
+    context = driver.primary_context(device)
+    arguments = (
+        ctypes.c_uint64(address),
+        ctypes.c_uint(0),
+        ctypes.c_size_t(size // 4),
+        ctypes.c_void_p(stream),
+    )
+    if driver.is_current(context):  # to make it so takes as long as the rest of this function
+        driver.call("cuMemsetD32Async", *arguments)
+    else:
+        with driver.in_context(context):
+            driver.call("cuMemsetD32Async", *arguments)
 
 
 # Our own variants are few, and stay: a captured graph needs their code and does not hold it. Variants with

@@ -1,0 +1,286 @@
+"""Functions that read what an earlier call of the same code read: bound without a look at their trace, for as
+long as nothing that they read has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from emulator.device import HostTensors  # noqa: E402
+
+from rawmla.attention import functions, memo, recall  # noqa: E402
+from rawmla.attention.functions import Bound, as_bound  # noqa: E402
+from rawmla.call import arrays  # noqa: E402
+from rawmla.call.arrays import NeedsGradient  # noqa: E402
+from rawmla.call.memo import clear_all  # noqa: E402
+
+
+class World:
+    """`as_bound` on CPU tensors that say they are on device 0.
+
+    Attributes
+    ----------
+    looked : list
+        The functions that were compared with kept traces, and traced where there was none.
+    """
+
+    def __init__(self) -> None:
+        self.framework = HostTensors(torch)
+        self.looked: list[Any] = []
+
+    def bind(self, function: Any, kind: Any = "score_mod", device: int = 0) -> Bound:
+        made = as_bound(function, kind, device, self.framework)
+        assert made is not None
+        return made
+
+    def is_recalled(self, function: Any) -> bool:
+        """Whether the next call of a function is, which then gives what a new look gives."""
+        count = len(self.looked)
+        made = self.bind(function)
+        recalled = len(self.looked) == count
+        clear_all()
+        assert made == self.bind(function)
+        return recalled
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    made = World()
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        monkeypatch.setitem(arrays.READERS, kind, made.framework.read)
+    original = memo.read
+    monkeypatch.setattr(memo, "read", lambda *given: made.looked.append(given[0]) or original(*given))
+    clear_all()
+    return made
+
+
+def biased(table: Any, factor: Any = 1.0) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + table[q] * factor
+
+
+FACTOR = 2.0
+
+
+def with_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * FACTOR
+
+
+def with_builtin(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return abs(s)
+
+
+def test_the_same_objects(world: World) -> None:
+    table = torch.randn(50)
+    first = world.bind(biased(table))
+    assert first.addresses == [table.data_ptr()]
+    assert world.bind(biased(table)) is first  # another function with the same code
+    assert len(world.looked) == 1
+    assert world.is_recalled(biased(table))
+
+
+@pytest.mark.parametrize("function", (with_global, with_builtin, lambda s, b, h, q, k: torch.tanh(s)))
+def test_globals(world: World, function: Callable[..., Any]) -> None:
+    world.bind(function)
+    assert world.is_recalled(function)
+
+
+def test_kinds_and_devices_apart(world: World) -> None:
+    def one(*given: Any) -> Any:
+        return given[-1] > 3
+
+    score, mask = world.bind(one, "score_mod"), world.bind(one, "mask_mod")
+    assert score is not mask and world.bind(one, "mask_mod") is mask
+    world.bind(one, "mask_mod", 1)
+    assert len(world.looked) == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    (
+        lambda table: biased(torch.randn(50)),
+        lambda table: biased(table, 3.0),
+        lambda table: biased(table, 1),
+        lambda table: biased(table, -1.0),
+        lambda table: biased(table[:]),
+    ),
+)
+def test_other_objects(world: World, other: Callable[..., Any]) -> None:
+    table = torch.randn(50)
+    world.bind(biased(table))
+    assert not world.is_recalled(other(table))
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda x: x.set_(torch.randn(50)),
+        lambda x: x.set_(torch.randn(100)[::2]),
+        lambda x: x.resize_(40),
+        lambda x: setattr(x, "data", torch.randn(50).half()),
+        lambda x: setattr(x, "scale", 2.0),
+    ),
+)
+def test_arrays_that_change_in_place(world: World, change: Callable[..., Any]) -> None:
+    table = torch.randn(50)
+    world.bind(biased(table))
+    change(table)
+    assert not world.is_recalled(biased(table))
+
+
+def test_values_that_change_in_place(world: World) -> None:
+    """They are read by the kernel."""
+    table = torch.randn(50)
+    world.bind(biased(table))
+    table += 1
+    assert world.is_recalled(biased(table))
+
+
+def test_arrays_that_need_a_gradient(world: World) -> None:
+    table = torch.randn(50)
+    world.bind(biased(table))
+    table.requires_grad_()
+    with pytest.raises(NeedsGradient, match="score_mod: an array that it reads"):
+        world.bind(biased(table))
+    with torch.no_grad():
+        assert world.bind(biased(table)).addresses == [table.data_ptr()]
+
+
+def test_variables_that_change(world: World) -> None:
+    factor = 2.0
+
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor
+
+    world.bind(scaled)
+    factor = 3.0
+    assert not world.is_recalled(scaled)
+    assert world.bind(scaled).numbers == [3.0]
+
+
+def test_a_global_that_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.bind(with_global)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert not world.is_recalled(with_global)
+
+
+def test_a_builtin_that_is_hidden(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.bind(with_builtin)
+    monkeypatch.setitem(globals(), "abs", torch.tanh)
+    assert not world.is_recalled(with_builtin)
+
+
+def test_defaults(world: World) -> None:
+    def scaled(s: Any, b: Any, h: Any, q: Any, k: Any, factor: Any = 2.0) -> Any:
+        return s * factor
+
+    world.bind(scaled)
+    (default,) = scaled.__defaults__ or ()
+    scaled.__defaults__ = tuple([default])  # another tuple
+    assert world.is_recalled(scaled)
+    scaled.__defaults__ = (3.0,)
+    assert not world.is_recalled(scaled)
+    scaled.__defaults__ = (3.0, 3.0)
+    assert not world.is_recalled(scaled)
+
+
+class Scale:
+    """An object of a user's."""
+
+    value = 2.0
+
+
+KEYWORD: Any = types.SimpleNamespace(value=2.0)
+
+
+def _keyword(s: Any, b: Any, h: Any, q: Any, k: Any, *, factor: float = 2.0) -> Any:
+    return s * factor
+
+
+def _with_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s * _with_attribute.factor  # type: ignore[attr-defined]
+
+
+_with_attribute.factor = 2.0  # type: ignore[attr-defined]
+
+
+def _closing_over(x: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s * read(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        _keyword,
+        _with_attribute,
+        lambda s, b, h, q, k: s * KEYWORD.value,
+        lambda s, b, h, q, k: s * Scale.value,
+        lambda s, b, h, q, k: with_global(s, b, h, q, k),
+        functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
+        *[
+            _closing_over(x, read)
+            for x, read in (
+                ([2.0], lambda x: x[0]),
+                ({"a": 2.0}, lambda x: x["a"]),
+                ((2.0,), lambda x: x[0]),
+                (torch.tensor(2.0), lambda x: x),
+                (torch.ones(3), lambda x: len(x)),
+                (Scale(), lambda x: x.value),
+            )
+        ],
+    ),
+)
+def test_what_may_change_unseen_is_looked_at_again(world: World, function: Any) -> None:
+    world.bind(function)
+    assert not recall._known
+    assert not world.is_recalled(function)
+
+
+def test_arrays_of_another_framework(world: World) -> None:
+    """Its stream is looked at in every call."""
+    table = torch.randn(50)
+    reading = functions.as_reading(biased(table), "score_mod", 0)
+    other: Any = HostTensors(torch)
+    recall.keep_bound(biased(table), "score_mod", 0, other, reading, None)  # type: ignore[arg-type]
+    assert not recall._known
+
+
+def test_another_framework(world: World) -> None:
+    bound = world.bind(with_global)
+    assert as_bound(with_global, "score_mod", 0, HostTensors(torch)) is not bound
+    assert len(world.looked) == 2
+
+
+def test_keeps_no_array(world: World) -> None:
+    table = torch.randn(50)
+    function = biased(table)
+    world.bind(function)
+    seen = weakref.ref(table)
+    del table, function
+    world.looked.clear()
+    gc.collect()
+    assert recall._known and seen() is None
+    table = torch.randn(50)
+    assert not world.is_recalled(biased(table))
+
+
+def test_can_be_forgotten(world: World) -> None:
+    world.bind(with_global)
+    clear_all()
+    world.bind(with_global)
+    assert len(world.looked) == 2
+
+
+def test_gradients_go_another_way(world: World) -> None:
+    """What is bound for a backward has places for gradients."""
+    table = torch.randn(50)
+    plain = world.bind(biased(table))
+    reading = functions.as_reading(biased(table), "score_mod", 0, backward=True)
+    assert functions.bound(reading, "score_mod", 0, world.framework) != plain
