@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from emulator.device import HostTensors  # noqa: E402
 
+import rawmla  # noqa: E402
 from rawmla.attention import functions, memo, recall  # noqa: E402
 from rawmla.attention.functions import Bound, as_bound  # noqa: E402
 from rawmla.call import arrays  # noqa: E402
@@ -90,6 +91,57 @@ def test_the_same_objects(world: World) -> None:
 def test_globals(world: World, function: Callable[..., Any]) -> None:
     world.bind(function)
     assert world.is_recalled(function)
+
+
+def test_functions_of_functions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through globals, closed-over variables and tuples."""
+    limits = torch.arange(2)
+
+    def under(bound: Any) -> Callable[..., Any]:
+        return lambda b, h, q, k: k < limits[bound]
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return torch.where(mask(b, h, q, k), with_global(s, b, h, q, k), 0)
+
+    parts = under(0), under(1)
+    mask = rawmla.and_masks(*parts)
+    world.bind(score)  # its trace makes tensors of 0 and 1, from which those of a caller are not told apart
+    world.bind(score)
+    assert world.is_recalled(score)
+    world.bind(score)
+    mask = rawmla.and_masks(*parts)
+    assert world.is_recalled(score)
+    mask = rawmla.and_masks(parts[1], parts[0])
+    assert not world.is_recalled(score)
+    mask = rawmla.and_masks(*parts, parts[1])
+    assert not world.is_recalled(score)
+    mask = rawmla.or_masks(*parts)
+    assert not world.is_recalled(score)
+    limits = torch.arange(2)
+    assert not world.is_recalled(score)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert not world.is_recalled(score)
+
+
+def test_a_function_that_calls_itself(world: World) -> None:
+    def power(s: Any, b: Any = None, h: Any = None, q: Any = None, k: Any = None, n: int = 3) -> Any:
+        return s if n == 0 else power(s, n=n - 1) * s
+
+    world.bind(power)
+    assert not recall._known
+    calls = 0
+
+    def once(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return inner(s)
+
+    def plus(s: Any) -> Any:
+        return s + calls
+
+    inner: Any = plus
+    world.bind(once)
+    assert world.is_recalled(once)
+    inner = once
+    assert recall.recall_bound(once, "score_mod", 0, world.framework) is None
 
 
 def test_kinds_and_devices_apart(world: World) -> None:
@@ -222,14 +274,13 @@ def _closing_over(x: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
         _with_attribute,
         lambda s, b, h, q, k: s * KEYWORD.value,
         lambda s, b, h, q, k: s * Scale.value,
-        lambda s, b, h, q, k: with_global(s, b, h, q, k),
         functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
         *[
             _closing_over(x, read)
             for x, read in (
                 ([2.0], lambda x: x[0]),
                 ({"a": 2.0}, lambda x: x["a"]),
-                ((2.0,), lambda x: x[0]),
+                (([2.0],), lambda x: x[0][0]),
                 (torch.tensor(2.0), lambda x: x),
                 (torch.ones(3), lambda x: len(x)),
                 (Scale(), lambda x: x.value),

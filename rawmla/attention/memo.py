@@ -282,6 +282,6 @@ class _Code:
 _code = functools.lru_cache(maxsize=1024)(_Code)
 
 
-def global_names(function: types.FunctionType) -> tuple[str, ...]:
-    """Names that a function may look up among its globals."""
-    return _code(function.__code__).names
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that the code of a function may look up among its globals."""
+    return _code(code).names

@@ -2,13 +2,14 @@
 bound, found again without a look at its trace.
 
 A model makes the same call in every layer and step. Here a function is known by its code, and by the identity
-of what it reads; arrays also by where and how they lie. Where a function reads anything that can change and
-stay the same object, such as a list or another function, nothing is kept, and `memo` compares it by value.
+of what it reads, also through tuples and functions; arrays also by where and how they lie. Where it reads
+anything else that can change and stay the same object, such as a list, nothing is kept: `memo` compares by
+value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import is_
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -23,6 +24,10 @@ _ABSENT = object()
 """Of a name that is no global."""
 
 
+_MAX_FUNCTIONS = 16
+"""That one of which a bound is kept may call, itself included."""
+
+
 class _Array(NamedTuple):
     place: int  # among the objects
     reference: Callable[[], Any]
@@ -30,10 +35,9 @@ class _Array(NamedTuple):
 
 
 class _Known(NamedTuple):
-    code: CodeType  # kept, so that no other one gets its id
     framework: Framework
-    names: tuple[str, ...]
-    objects: list[Any]  # None in the places of arrays
+    names: list[tuple[str, ...]]  # of each function's globals
+    objects: list[Any]  # None in the places of arrays; code among them is kept, so that no other gets its id
     arrays: list[_Array]
     bound: Any
 
@@ -53,11 +57,12 @@ def recall_bound(function: FunctionType, kind: str, device: int, framework: Fram
     known = _known.get((kind, device, id(function.__code__)))
     if known is None:
         return None
-    _, its_framework, names, objects, arrays, bound = known
+    its_framework, names, objects, arrays, bound = known
     if framework is not its_framework:
         return None
-    read = _objects_of(function, names)
-    if read is None or len(read) != len(objects):
+    read: list[Any] = []
+    following = iter(names)
+    if not _add_function(function, read, lambda code: next(following, None)) or len(read) != len(objects):
         return None
     for place, reference, fields in arrays:
         array = read[place]
@@ -80,9 +85,16 @@ def keep_bound(
     """
     from . import memo  # imports torch, which has traced the function
 
-    names = memo.global_names(function)
-    read = _objects_of(function, names)
-    if read is None or not all(isinstance(source, (int, float)) for source in reading.sources):
+    names: list[tuple[str, ...]] = []
+
+    def names_of(code: CodeType) -> tuple[str, ...] | None:
+        names.append(memo.global_names(code))
+        return names[-1] if len(names) <= _MAX_FUNCTIONS else None
+
+    read: list[Any] = []
+    if not _add_function(function, read, names_of):
+        return
+    if not all(isinstance(source, (int, float)) for source in reading.sources):
         return
     captured = {id(array) for array in reading.arrays}
     arrays = []
@@ -93,24 +105,45 @@ def keep_bound(
                 return
             arrays.append(_Array(place, ref(one), fields))
             read[place] = None
-        elif one is not _ABSENT and not memo.stands_alone(one):
+        elif not (one is _ABSENT or isinstance(one, CodeType) or memo.stands_alone(one)):
             return
     if {id(array.reference()) for array in arrays} == captured:
-        key = kind, device, id(function.__code__)
-        _known.keep(key, _Known(function.__code__, framework, names, read, arrays, bound))
+        known = _Known(framework, names, read, arrays, bound)
+        _known.keep((kind, device, id(function.__code__)), known)
 
 
-def _objects_of(function: FunctionType, names: tuple[str, ...]) -> list[Any] | None:
-    """What a function reads: defaults, closed-over variables, globals; None if it may read more."""
-    if function.__dict__ or function.__kwdefaults__ is not None:
-        return None
-    read = [*(function.__defaults__ or ())]
+_NamesOf = Callable[[CodeType], "tuple[str, ...] | None"]
+
+
+def _add_function(function: FunctionType, read: list[Any], names_of: _NamesOf) -> bool:
+    """Add a function's code and what it reads to a list: defaults, closed-over variables, globals, and what
+    functions among these read. False if it may read more.
+    """
+    code = function.__code__
+    names = names_of(code)
+    if names is None or function.__dict__ or function.__kwdefaults__ is not None:
+        return False
+    own = [code, *(function.__defaults__ or ())]
     try:
         for cell in function.__closure__ or ():
-            read.append(cell.cell_contents)
+            own.append(cell.cell_contents)
     except ValueError:  # a variable without a value yet
-        return None
+        return False
     scope = function.__globals__
     for name in names:
-        read.append(scope.get(name, _ABSENT))
-    return read
+        own.append(scope.get(name, _ABSENT))
+    return _add(own, read, names_of)
+
+
+def _add(objects: Iterable[Any], read: list[Any], names_of: _NamesOf) -> bool:
+    for one in objects:
+        if one.__class__ is FunctionType:
+            if not _add_function(one, read, names_of):
+                return False
+        elif one.__class__ is tuple:
+            read.append(len(one))
+            if not _add(one, read, names_of):
+                return False
+        else:
+            read.append(one)
+    return True
