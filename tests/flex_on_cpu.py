@@ -72,7 +72,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Let CPU tensors pass for CUDA tensors."""
     claim_cuda(monkeypatch)
     launches = Launches()
-    bound = flex.bound
+    bound = flex_backward_call.bound
 
     def named(function: Any, kind: Any, device: int, backward: bool = False) -> Reading | None:
         """With the names of what a function of Python reads, as those with gradients have them anyway."""
@@ -87,6 +87,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def recorded(reading: Reading | None, kind: Any, *place: Any) -> Any:
         launches.given[kind] = reading and reading.mod()
         return bound(reading, kind, *place)
+
+    def as_bound(function: Any, kind: Any, device: int, framework: Any) -> Any:
+        return recorded(named(function, kind, device), kind, device, framework)
 
     def prepared(run: Callable[..., None], kind: Any) -> type:
         class Prepared:
@@ -103,8 +106,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     for module in (flex, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
-    for module in (flex, flex_backward_call):
-        monkeypatch.setattr(module, "bound", recorded)
+    monkeypatch.setattr(flex_backward_call, "bound", recorded)
+    monkeypatch.setattr(flex, "as_bound", as_bound)
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
     monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
     return launches
