@@ -105,10 +105,8 @@ def test_functions_of_functions(world: World, monkeypatch: pytest.MonkeyPatch) -
 
     parts = under(0), under(1)
     mask = rawmla.and_masks(*parts)
-    world.bind(score)  # its trace makes tensors of 0 and 1, from which those of a caller are not told apart
     world.bind(score)
     assert world.is_recalled(score)
-    world.bind(score)
     mask = rawmla.and_masks(*parts)
     assert world.is_recalled(score)
     mask = rawmla.and_masks(parts[1], parts[0])
@@ -141,7 +139,7 @@ def test_a_function_that_calls_itself(world: World) -> None:
     world.bind(once)
     assert world.is_recalled(once)
     inner = once
-    assert recall.recall_bound(once, "score_mod", 0, world.framework) is None
+    assert recall.objects_of(once) is None
 
 
 def test_kinds_and_devices_apart(world: World) -> None:
@@ -177,6 +175,7 @@ def test_other_objects(world: World, other: Callable[..., Any]) -> None:
         lambda x: x.set_(torch.randn(100)[::2]),
         lambda x: x.resize_(40),
         lambda x: setattr(x, "data", torch.randn(50).half()),
+        lambda x: setattr(x, "data", x.data.view(torch.int32)),
         lambda x: setattr(x, "scale", 2.0),
     ),
 )
@@ -203,6 +202,75 @@ def test_arrays_that_need_a_gradient(world: World) -> None:
         world.bind(biased(table))
     with torch.no_grad():
         assert world.bind(biased(table)).addresses == [table.data_ptr()]
+
+
+def test_whether_an_array_needs_a_gradient_without_grad(world: World) -> None:
+    table = torch.randn(50)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q] * (2 if table.requires_grad else 1)
+
+    world.bind(score)
+    table.requires_grad_()
+    with torch.no_grad():
+        assert not world.is_recalled(score)
+        world.bind(score)
+        assert not recall._known
+
+
+def test_an_array_with_attributes(world: World) -> None:
+    table = torch.randn(50)
+    table.scale = 2.0
+    function = _closing_over(table, lambda x: getattr(x, "scale", 1.0))
+    both = lambda s, b, h, q, k: function(s, b, h, q, k) + table[q]  # noqa: E731
+    world.bind(both)
+    assert not recall._known
+    del table.scale
+    assert not world.is_recalled(both)
+
+
+def test_an_array_that_is_no_longer_read(world: World) -> None:
+    """It is not looked at."""
+    table, reads = torch.randn(50), True
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q] if reads else s * 2
+
+    world.bind(score)
+    reads = False
+    table.requires_grad_()
+    assert world.bind(score).addresses == []
+    table.untyped_storage().resize_(0)
+    assert world.bind(score).addresses == []
+
+
+def _one() -> int:
+    return 1
+
+
+@pytest.mark.parametrize(
+    "first, second",
+    (
+        (((), 5), (0, 5)),
+        (((1, (2,)), 5), (((1,), 2), 5)),
+        ((((1,), 2), 5), (((1, 2),), 5)),
+        (((), ((1,), 2)), (((), 1), (2,))),
+        ((_one, 5), (_one.__code__, 5)),
+    ),
+)
+def test_contents_that_are_alike(first: tuple[Any, Any], second: tuple[Any, Any]) -> None:
+    def two(one: Any, other: Any) -> Any:
+        return lambda s, b, h, q, k: (one, other)
+
+    made = [recall.objects_of(two(*x)) or [] for x in (first, second)]
+    assert [*map(id, made[0])] != [*map(id, made[1])]
+
+
+def test_large_tuples(world: World) -> None:
+    several = _closing_over(tuple(range(300)), sum)
+    world.bind(several)
+    assert not recall._known
+    assert world.bind(several).numbers == [sum(range(300))]
 
 
 def test_variables_that_change(world: World) -> None:
@@ -249,6 +317,7 @@ class Scale:
     value = 2.0
 
 
+TABLE = torch.randn(50)
 KEYWORD: Any = types.SimpleNamespace(value=2.0)
 
 
@@ -260,7 +329,12 @@ def _with_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s * _with_attribute.factor  # type: ignore[attr-defined]
 
 
+def _zero() -> int:
+    return 0
+
+
 _with_attribute.factor = 2.0  # type: ignore[attr-defined]
+_zero.factor = 2.0  # type: ignore[attr-defined]
 
 
 def _closing_over(x: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -272,6 +346,8 @@ def _closing_over(x: Any, read: Callable[[Any], Any]) -> Callable[..., Any]:
     (
         _keyword,
         _with_attribute,
+        lambda s, b, h, q, k: s * _zero.factor,  # type: ignore[attr-defined]
+        lambda s, b, h, q, k: s + TABLE[q] * TABLE.stride(0),
         lambda s, b, h, q, k: s * KEYWORD.value,
         lambda s, b, h, q, k: s * Scale.value,
         functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
@@ -294,12 +370,9 @@ def test_what_may_change_unseen_is_looked_at_again(world: World, function: Any) 
     assert not world.is_recalled(function)
 
 
-def test_arrays_of_another_framework(world: World) -> None:
-    """Its stream is looked at in every call."""
-    table = torch.randn(50)
-    reading = functions.as_reading(biased(table), "score_mod", 0)
-    other: Any = HostTensors(torch)
-    recall.keep_bound(biased(table), "score_mod", 0, other, reading, None)  # type: ignore[arg-type]
+def test_an_array_that_the_trace_makes(world: World) -> None:
+    """It belongs to the trace."""
+    world.bind(lambda s, b, h, q, k: s + torch.tensor([1.0, 2.0, 3.0])[q])
     assert not recall._known
 
 
@@ -318,8 +391,82 @@ def test_keeps_no_array(world: World) -> None:
     world.looked.clear()
     gc.collect()
     assert recall._known and seen() is None
+
+
+@pytest.mark.parametrize("other", (3.0, [2.0], torch.randn(50), torch.nn.Parameter(torch.randn(50))))
+def test_an_object_in_the_place_of_an_array_that_is_gone(
+    world: World, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have its id."""
     table = torch.randn(50)
-    assert not world.is_recalled(biased(table))
+    world.bind(biased(table))
+    monkeypatch.setattr(recall, "id", lambda x: id(table if x is other else x), raising=False)
+    objects = recall.objects_of(biased(other)) or [
+        recall._FUNCTION,
+        biased(0).__code__,
+        recall._END,
+        1.0,
+        other,
+    ]
+    assert recall.recall_bound(objects, "score_mod", 0, world.framework) is None
+
+
+def test_functions_of_one_code_beside_each_other(world: World) -> None:
+    """Layers with tables of their own, say."""
+    tables = [torch.randn(50) for _ in range(3)]
+    first = [world.bind(biased(table)) for table in tables]
+    assert [world.bind(biased(table)) for table in tables] == first
+    assert len(world.looked) == 3
+    assert [x.addresses for x in first] == [[table.data_ptr()] for table in tables]
+
+
+def test_numbers_without_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many are kept, and the later ones looked at."""
+    monkeypatch.setattr(recall, "_MAX_OF_CODE", 3)
+    table = torch.randn(50)
+    numbers = [float(i) for i in range(5)]
+    for _ in range(2):
+        assert [world.bind(biased(table, x)).numbers for x in numbers] == [[x] for x in numbers]
+    assert len(world.looked) == 5 + 2
+
+
+def test_what_a_function_changes_itself(world: World) -> None:
+    step = 0
+
+    def stepping(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        nonlocal step
+        step += 1
+        return s * step
+
+    assert [world.bind(stepping).numbers for _ in range(3)] == [[1.0], [2.0], [3.0]]
+
+
+def test_what_changes_while_it_is_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, say."""
+    table, factor = torch.randn(50), 2.0
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q] * factor
+
+    plain = functions.bound
+
+    def change_factor() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    for change in (change_factor, lambda: table.set_(torch.randn(50)), lambda: table.resize_(40)):
+        with monkeypatch.context() as patch:
+
+            def late(*given: Any) -> Any:
+                made = plain(*given)
+                change()  # noqa: B023
+                return made
+
+            patch.setattr(functions, "bound", late)
+            world.bind(score)
+        assert not recall._known
+        assert not world.is_recalled(score)
+        clear_all()
 
 
 def test_can_be_forgotten(world: World) -> None:

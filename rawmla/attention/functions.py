@@ -28,7 +28,7 @@ from .mods import (
     header,
     reading_of,
 )
-from .recall import keep_bound, recall_bound
+from .recall import keep_bound, objects_of, recall_bound
 
 __all__ = [
     *("IDENTITY", "Bound", "as_bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
@@ -162,14 +162,15 @@ def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework
 
 def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
     """`bound` of `as_reading`, for calls without gradients."""
-    if function.__class__ is FunctionType:
-        recalled: Bound | None = recall_bound(function, kind, device, framework)
+    objects = objects_of(function) if function.__class__ is FunctionType else None
+    if objects is not None:
+        recalled: Bound | None = recall_bound(objects, kind, device, framework)
         if recalled is not None:
             return recalled
     reading = as_reading(function, kind, device)
     result = bound(reading, kind, device, framework)
-    if function.__class__ is FunctionType:
-        keep_bound(function, kind, device, framework, reading, result)
+    if objects is not None:
+        keep_bound(function, objects, kind, device, framework, reading, result)
     return result
 
 

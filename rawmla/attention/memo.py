@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .code import names_in
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["global_names", "read", "stands_alone"]
+__all__ = ["read", "stands_alone"]
 
 MAX_TRACES = 256
 _STEADY = {"torch", "numpy", *sys.stdlib_module_names}
@@ -112,8 +113,8 @@ def _described_function(function: types.FunctionType, tensors: list[torch.Tensor
     if function.__dict__:
         raise _Unknown
     around = (*around, function)
-    code, scope = _code(function.__code__), function.__globals__
-    if code.names_layout:
+    code, scope = names_in(function.__code__), function.__globals__
+    if code.of_layout:
         raise _Unknown
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     return (
@@ -249,39 +250,3 @@ def stands_alone(x: Any) -> bool:
     except _Unknown:
         return False
     return True
-
-
-_LAYOUT = frozenset(("data_ptr", "is_contiguous", "layout", "storage_offset", "stride"))
-
-
-class _Code:
-    """Code of a function, one for all that are equal: known by identity, which costs less than to hash code.
-
-    Attributes
-    ----------
-    names : tuple of str
-        Those that the code, or that of a function in it, may look up among the globals.
-    names_layout : bool
-        Whether an attribute that says how a tensor lies in memory may be among them.
-    """
-
-    __slots__ = ("names", "names_layout")
-
-    names: tuple[str, ...]
-    names_layout: bool
-
-    def __init__(self, code: types.CodeType) -> None:
-        names = list(code.co_names)
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                names += _code(constant).names
-        self.names = tuple(names)
-        self.names_layout = not _LAYOUT.isdisjoint(names)
-
-
-_code = functools.lru_cache(maxsize=1024)(_Code)
-
-
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that the code of a function may look up among its globals."""
-    return _code(code).names

@@ -1,149 +1,169 @@
-"""Python functions that read the very objects which an earlier call of the same code read: what that call
-bound, found again without a look at its trace.
+"""Python functions that read the very objects which a function read before: what an earlier call bound, found
+again without a look at its trace.
 
-A model makes the same call in every layer and step. Here a function is known by its code, and by the identity
-of what it reads, also through tuples and functions; arrays also by where and how they lie. Where it reads
-anything else that can change and stay the same object, such as a list, nothing is kept: `memo` compares by
-value.
+All layers and steps of a model make the same few calls. Here a function is known by the identity of its code
+and of all that it reads, also through tuples and functions; of a tensor count, besides, address, shape,
+strides, dtype and device. Where it reads anything else that may change and stay the same object, nothing is
+kept: `memo`, which compares by value, has the last word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from operator import is_
-from types import CodeType, FunctionType
+import functools
+from collections.abc import Iterable, Sequence
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
-from weakref import ref
 
-from ..call.arrays import READERS, Framework
+from ..call.arrays import Framework
 from ..call.memo import Memo
+from .code import names_in
 
-__all__ = ["keep_bound", "recall_bound"]
+__all__ = ["keep_bound", "objects_of", "recall_bound"]
 
-_ABSENT = object()
-"""Of a name that is no global."""
+_CHANGING = {list, dict, set, functools.partial, MethodType}
+"""What most often is the reason why nothing is kept."""
+
+_MAX_OBJECTS = 256
+"""More take longer to collect than to describe; a function that calls itself has no end of them."""
 
 
-_MAX_FUNCTIONS = 16
-"""That one of which a bound is kept may call, itself included."""
+class _Mark:
+    """Stands among objects, and is none that a function can read."""
 
 
-class _Array(NamedTuple):
-    place: int  # among the objects
-    reference: Callable[[], Any]
-    fields: list[Any]  # without the array
+_FUNCTION, _TUPLE, _END, _ABSENT = _Mark(), _Mark(), _Mark(), _Mark()
+"""Before the code of a function, before and behind the objects of a tuple, for a name that is no global."""
+
+_MAX_OF_CODE = 256
+"""More than layers with tables of their own. Of a number that is another at every call there is no end."""
 
 
 class _Known(NamedTuple):
-    framework: Framework
-    names: list[tuple[str, ...]]  # of each function's globals
-    objects: list[Any]  # None in the places of arrays; code among them is kept, so that no other gets its id
-    arrays: list[_Array]
+    objects: list[Any]  # kept, so that no others get their ids; None in the places of tensors
+    tensors: list[tuple[int, tuple[Any, ...]]]  # places among the objects, where ids may be reused; states
     bound: Any
 
 
-_known: Memo[_Known] = Memo(shared=True)
-"""By kind, device and id of the code."""
+_known: Memo[dict[tuple[int, ...], _Known]] = Memo(shared=True)
+"""By kind, device, framework and id of the code, and by the ids of all objects."""
 
 
-def recall_bound(function: FunctionType, kind: str, device: int, framework: Framework) -> Any:
-    """The `Bound` of a function of which `keep_bound` kept one, if it reads the same; else None.
-
-    Raises
-    ------
-    NeedsGradient
-        An array that it reads requires grad by now.
+def objects_of(function: FunctionType) -> list[Any] | None:
+    """A function's code and all that it reads, with marks, so that no other function has the same list; None
+    if nothing may be kept of it.
     """
-    known = _known.get((kind, device, id(function.__code__)))
-    if known is None:
-        return None
-    its_framework, names, objects, arrays, bound = known
-    if framework is not its_framework:
-        return None
-    read: list[Any] = []
-    following = iter(names)
-    if not _add_function(function, read, lambda code: next(following, None)) or len(read) != len(objects):
-        return None
-    for place, reference, fields in arrays:
-        array = read[place]
-        if array is None or reference() is not array or array.__dict__:
-            return None
-        *now, _ = READERS[type(array)](array, f"{kind}: an array that it reads")
-        if now != fields:
-            return None
-        read[place] = None
-    return bound if all(map(is_, read, objects)) else None
+    objects: list[Any] = []
+    return objects if _add((function,), objects) else None
 
 
-def keep_bound(
-    function: FunctionType, kind: str, device: int, framework: Framework, reading: Any, bound: Any
-) -> None:
-    """Remember what was bound for a traced function, without its arrays, unless it reads what may change.
-
-    Of a function that reads arrays of another framework nothing is kept either: its stream has to be looked
-    at in every call.
-    """
-    from . import memo  # imports torch, which has traced the function
-
-    names: list[tuple[str, ...]] = []
-
-    def names_of(code: CodeType) -> tuple[str, ...] | None:
-        names.append(memo.global_names(code))
-        return names[-1] if len(names) <= _MAX_FUNCTIONS else None
-
-    read: list[Any] = []
-    if not _add_function(function, read, names_of):
-        return
-    if not all(isinstance(source, (int, float)) for source in reading.sources):
-        return
-    captured = {id(array) for array in reading.arrays}
-    arrays = []
-    for place, one in enumerate(read):
-        if id(one) in captured:
-            *fields, _ = READERS[type(one)](one, kind)
-            if fields[5] is not framework:
-                return
-            arrays.append(_Array(place, ref(one), fields))
-            read[place] = None
-        elif not (one is _ABSENT or isinstance(one, CodeType) or memo.stands_alone(one)):
-            return
-    if {id(array.reference()) for array in arrays} == captured:
-        known = _Known(framework, names, read, arrays, bound)
-        _known.keep((kind, device, id(function.__code__)), known)
+def _add(given: Iterable[Any], objects: list[Any]) -> bool:
+    """Add objects, and what functions and tuples among them hold, to a list; False if nothing may be kept."""
+    for one in given:
+        kind = one.__class__
+        if kind is FunctionType:
+            if not _add_function(one, objects):
+                return False
+        elif kind is tuple:
+            objects.append(_TUPLE)
+            if not _add(one, objects):
+                return False
+            objects.append(_END)
+        elif kind in _CHANGING:
+            return False
+        else:
+            objects.append(one)
+    return len(objects) <= _MAX_OBJECTS
 
 
-_NamesOf = Callable[[CodeType], "tuple[str, ...] | None"]
-
-
-def _add_function(function: FunctionType, read: list[Any], names_of: _NamesOf) -> bool:
-    """Add a function's code and what it reads to a list: defaults, closed-over variables, globals, and what
-    functions among these read. False if it may read more.
-    """
+def _add_function(function: FunctionType, objects: list[Any]) -> bool:
+    """Add code, defaults, closed-over variables and globals."""
     code = function.__code__
-    names = names_of(code)
-    if names is None or function.__dict__ or function.__kwdefaults__ is not None:
+    known = names_in(code)
+    if function.__dict__ or function.__kwdefaults__ or known.of_layout or len(objects) > _MAX_OBJECTS:
         return False
-    own = [code, *(function.__defaults__ or ())]
+    objects += (_FUNCTION, code)
+    held = [*(function.__defaults__ or ())]
     try:
-        for cell in function.__closure__ or ():
-            own.append(cell.cell_contents)
+        held += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value yet
         return False
     scope = function.__globals__
-    for name in names:
-        own.append(scope.get(name, _ABSENT))
-    return _add(own, read, names_of)
+    held += [scope.get(name, _ABSENT) for name in known.names]
+    return _add(held, objects)
 
 
-def _add(objects: Iterable[Any], read: list[Any], names_of: _NamesOf) -> bool:
-    for one in objects:
-        if one.__class__ is FunctionType:
-            if not _add_function(one, read, names_of):
-                return False
-        elif one.__class__ is tuple:
-            read.append(len(one))
-            if not _add(one, read, names_of):
-                return False
-        else:
-            read.append(one)
-    return True
+def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Framework) -> Any:
+    """The `Bound` that `keep_bound` kept for a function with these objects; None if there is none, or if one
+    of the tensors has changed.
+    """
+    of_code = _known.get((kind, device, framework, id(objects[1])))
+    known = None if of_code is None else of_code.get(tuple(map(id, objects)))
+    if known is None:
+        return None
+    for place, state in known.tensors:
+        tensor = objects[place]
+        if tensor.__class__ is not state[0] or tensor.__dict__ or _state_of(tensor) != state:
+            return None
+    return known.bound
+
+
+def keep_bound(
+    function: FunctionType,
+    objects: list[Any],
+    kind: str,
+    device: int,
+    framework: Framework,
+    reading: Any,
+    bound: Any,
+) -> None:
+    """Remember what was bound for a function, without its tensors, unless it reads what may change.
+
+    ``objects`` are those before it was traced: if it has others by now, it is not known which of them were
+    read. Of a call with arrays of another framework than torch's nothing is kept, as the streams of both have
+    to be looked at every time; and nothing of a function with a tensor that requires grad.
+    """
+    from . import memo  # imports torch, which has traced the function
+
+    key = kind, device, framework, id(objects[1])
+    of_code = _known.get(key, {})
+    if framework.name != "torch" or len(of_code) >= _MAX_OF_CODE:
+        return
+    states = {id(array): _state_of(array) for array in reading.arrays}
+    addresses: list[int] = []
+    lie: tuple[Any, ...] = ()
+    for array in reading.arrays:
+        _, address, shape, strides, *_ = states[id(array)]
+        addresses.append(address)
+        lie += (shape, strides)
+    if addresses != bound.addresses or reading.frame.forms.get(lie) is not bound.form:
+        return
+    kept: list[Any] = list(objects)
+    tensors = []
+    for place, one in enumerate(objects):
+        if id(one) in states:
+            if one.__dict__ or one.requires_grad:
+                return
+            tensors.append((place, states[id(one)]))
+            kept[place] = None
+        elif not (one.__class__ is _Mark or objects[place - 1] is _FUNCTION or memo.stands_alone(one)):
+            return
+    ids = tuple(map(id, objects))
+    now = objects_of(function)
+    if now is None or ids != tuple(map(id, now)):
+        return
+    if len({id(objects[place]) for place, _ in tensors}) == len(states):
+        of_code[ids] = _Known(kept, tensors, bound)
+        _known.keep(key, of_code)
+
+
+def _state_of(tensor: Any) -> tuple[Any, ...]:
+    """What a trace and a kernel depend on of a tensor of torch, besides its values."""
+    return (
+        tensor.__class__,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.get_device(),
+        tensor.requires_grad,
+    )
