@@ -28,7 +28,7 @@ from .mods import (
     header,
     reading_of,
 )
-from .recall import keep_bound, objects_of, recall_bound
+from .recall import keep_bound, objects_of, recall_bound, states_of
 
 __all__ = [
     *("IDENTITY", "Bound", "as_bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
@@ -162,15 +162,16 @@ def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework
 
 def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
     """`bound` of `as_reading`, for calls without gradients."""
-    objects = objects_of(function) if function.__class__ is FunctionType else None
-    if objects is not None:
-        recalled: Bound | None = recall_bound(objects, kind, device, framework)
-        if recalled is not None:
-            return recalled
+    objects = objects_of(function) if type(function) is FunctionType else None
+    if objects is None:
+        return bound(as_reading(function, kind, device), kind, device, framework)
+    recalled: Bound | None = recall_bound(objects, kind, device, framework)
+    if recalled is not None:
+        return recalled
+    states = states_of(objects)
     reading = as_reading(function, kind, device)
     result = bound(reading, kind, device, framework)
-    if objects is not None:
-        keep_bound(function, objects, kind, device, framework, reading, result)
+    keep_bound(function, objects, states, kind, device, framework, reading, result)
     return result
 
 

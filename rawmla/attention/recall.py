@@ -2,15 +2,16 @@
 again without a look at its trace.
 
 All layers and steps of a model make the same few calls. Here a function is known by the identity of its code
-and of all that it reads, also through tuples and functions; of a tensor count, besides, address, shape,
-strides, dtype and device. Where it reads anything else that may change and stay the same object, nothing is
-kept: `memo`, which compares by value, has the last word.
+and of all that it reads; of a tensor count, besides, address, shape, strides, dtype and device. Where it
+reads anything else that may change and stay the same object, such as a list or another function, nothing is
+kept: `memo` compares that by value.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -18,91 +19,94 @@ from ..call.arrays import Framework
 from ..call.memo import Memo
 from .code import names_in
 
-__all__ = ["keep_bound", "objects_of", "recall_bound"]
+__all__ = ["keep_bound", "objects_of", "recall_bound", "states_of"]
 
-_CHANGING = {list, dict, set, functools.partial, MethodType}
-"""What most often is the reason why nothing is kept."""
+_CHANGING = {list, tuple, dict, set, functools.partial, FunctionType, MethodType}
+"""Common kinds that may change in place, or hold what may. Nothing else of the kind is kept either."""
 
-_MAX_OBJECTS = 256
-"""More take longer to collect than to describe; a function that calls itself has no end of them."""
-
-
-class _Mark:
-    """Stands among objects, and is none that a function can read."""
+_ABSENT = object()
+"""In the place of a global that there is not."""
 
 
-_FUNCTION, _TUPLE, _END, _ABSENT = _Mark(), _Mark(), _Mark(), _Mark()
-"""Before the code of a function, before and behind the objects of a tuple, for a name that is no global."""
+class _State(NamedTuple):
+    """What a trace and a kernel depend on of a tensor of torch, besides its values."""
 
-_MAX_OF_CODE = 256
-"""More than layers with tables of their own. Of a number that is another at every call there is no end."""
+    kind: type
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+    device: int
+    requires_grad: bool
+    has_attributes: bool
 
 
 class _Known(NamedTuple):
     objects: list[Any]  # kept, so that no others get their ids; None in the places of tensors
-    tensors: list[tuple[int, tuple[Any, ...]]]  # places among the objects, where ids may be reused; states
+    states: list[tuple[int, _State]]  # places of tensors, where other objects may have these ids by now
     bound: Any
 
 
-_known: Memo[dict[tuple[int, ...], _Known]] = Memo(shared=True)
-"""By kind, device, framework and id of the code, and by the ids of all objects."""
+_known: Memo[_Known] = Memo(shared=True)
+"""By kind, device, framework, and `_ids` of the objects."""
 
 
 def objects_of(function: FunctionType) -> list[Any] | None:
-    """A function's code and all that it reads, with marks, so that no other function has the same list; None
-    if nothing may be kept of it.
+    """A function's code, its defaults, and the values of its closed-over variables and of globals; None if
+    nothing may be kept of it.
     """
-    objects: list[Any] = []
-    return objects if _add((function,), objects) else None
-
-
-def _add(given: Iterable[Any], objects: list[Any]) -> bool:
-    """Add objects, and what functions and tuples among them hold, to a list; False if nothing may be kept."""
-    for one in given:
-        kind = one.__class__
-        if kind is FunctionType:
-            if not _add_function(one, objects):
-                return False
-        elif kind is tuple:
-            objects.append(_TUPLE)
-            if not _add(one, objects):
-                return False
-            objects.append(_END)
-        elif kind in _CHANGING:
-            return False
-        else:
-            objects.append(one)
-    return len(objects) <= _MAX_OBJECTS
-
-
-def _add_function(function: FunctionType, objects: list[Any]) -> bool:
-    """Add code, defaults, closed-over variables and globals."""
     code = function.__code__
-    known = names_in(code)
-    if function.__dict__ or function.__kwdefaults__ or known.of_layout or len(objects) > _MAX_OBJECTS:
-        return False
-    objects += (_FUNCTION, code)
-    held = [*(function.__defaults__ or ())]
+    names = names_in(code)
+    if function.__kwdefaults__ or names.of_layout:
+        return None
+    objects = [code, *(function.__defaults__ or ())]
     try:
-        held += [cell.cell_contents for cell in function.__closure__ or ()]
+        objects += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value yet
-        return False
+        return None
     scope = function.__globals__
-    held += [scope.get(name, _ABSENT) for name in known.names]
-    return _add(held, objects)
+    objects += [scope.get(name, _ABSENT) for name in names.names]
+    return objects if _CHANGING.isdisjoint(map(type, objects)) else None
+
+
+def _ids(objects: Sequence[Any]) -> list[int | str]:
+    """What tells objects from others: floats by value, as Python makes a new one with each operation."""
+    return [x.hex() if type(x) is float else id(x) for x in objects]
+
+
+def states_of(objects: Sequence[Any]) -> list[tuple[int, _State]] | None:
+    """Places and states of the tensors among objects; None if one has no memory of its own."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    try:
+        return [(place, _state_of(x)) for place, x in enumerate(objects) if isinstance(x, torch.Tensor)]
+    except RuntimeError:
+        return None
+
+
+def _state_of(x: Any) -> _State:
+    return _State(
+        type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, bool(x.__dict__)
+    )
 
 
 def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Framework) -> Any:
     """The `Bound` that `keep_bound` kept for a function with these objects; None if there is none, or if one
     of the tensors has changed.
     """
-    of_code = _known.get((kind, device, framework, id(objects[1])))
-    known = None if of_code is None else of_code.get(tuple(map(id, objects)))
+    known = _known.get((kind, device, framework, *_ids(objects)))
     if known is None:
         return None
-    for place, state in known.tensors:
-        tensor = objects[place]
-        if tensor.__class__ is not state[0] or tensor.__dict__ or _state_of(tensor) != state:
+    for place, state in known.states:
+        if type(objects[place]) is not state.kind:
+            return None
+        try:
+            if _state_of(objects[place]) != state:
+                return None
+        except RuntimeError:  # a sparse tensor with the id of one that is gone
+            return None
+        if state.requires_grad and sys.modules["torch"].is_grad_enabled():
             return None
     return known.bound
 
@@ -110,6 +114,7 @@ def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Fram
 def keep_bound(
     function: FunctionType,
     objects: list[Any],
+    states: list[tuple[int, _State]] | None,
     kind: str,
     device: int,
     framework: Framework,
@@ -118,52 +123,21 @@ def keep_bound(
 ) -> None:
     """Remember what was bound for a function, without its tensors, unless it reads what may change.
 
-    ``objects`` are those before it was traced: if it has others by now, it is not known which of them were
-    read. Of a call with arrays of another framework than torch's nothing is kept, as the streams of both have
-    to be looked at every time; and nothing of a function with a tensor that requires grad.
+    ``objects`` and ``states`` are those before it was traced: if it has others by now, it is not known which
+    of them were read. Of a call with arrays of another framework than torch's nothing is kept, as the streams
+    of both have to be looked at every time.
     """
     from . import memo  # imports torch, which has traced the function
 
-    key = kind, device, framework, id(objects[1])
-    of_code = _known.get(key, {})
-    if framework.name != "torch" or len(of_code) >= _MAX_OF_CODE:
+    if framework.name != "torch" or states is None:
         return
-    states = {id(array): _state_of(array) for array in reading.arrays}
-    addresses: list[int] = []
-    lie: tuple[Any, ...] = ()
-    for array in reading.arrays:
-        _, address, shape, strides, *_ = states[id(array)]
-        addresses.append(address)
-        lie += (shape, strides)
-    if addresses != bound.addresses or reading.frame.forms.get(lie) is not bound.form:
+    of_tensors = {id(objects[place]) for place, _ in states}
+    if of_tensors != {id(array) for array in reading.arrays} or any(x.has_attributes for _, x in states):
+        return  # it reads a number of the CPU, an array that its trace makes, or what its tensors hold
+    kept = [None if id(x) in of_tensors else x for x in objects]
+    if not all(x is None or x is _ABSENT or memo.stands_alone(x) for x in kept[1:]):
         return
-    kept: list[Any] = list(objects)
-    tensors = []
-    for place, one in enumerate(objects):
-        if id(one) in states:
-            if one.__dict__ or one.requires_grad:
-                return
-            tensors.append((place, states[id(one)]))
-            kept[place] = None
-        elif not (one.__class__ is _Mark or objects[place - 1] is _FUNCTION or memo.stands_alone(one)):
-            return
-    ids = tuple(map(id, objects))
+    ids = _ids(objects)
     now = objects_of(function)
-    if now is None or ids != tuple(map(id, now)):
-        return
-    if len({id(objects[place]) for place, _ in tensors}) == len(states):
-        of_code[ids] = _Known(kept, tensors, bound)
-        _known.keep(key, of_code)
-
-
-def _state_of(tensor: Any) -> tuple[Any, ...]:
-    """What a trace and a kernel depend on of a tensor of torch, besides its values."""
-    return (
-        tensor.__class__,
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.get_device(),
-        tensor.requires_grad,
-    )
+    if now is not None and _ids(now) == ids and states_of(now) == states:
+        _known.keep((kind, device, framework, *ids), _Known(kept, states, bound))
