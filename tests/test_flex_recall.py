@@ -270,6 +270,17 @@ class Scale:
     value = 2.0
 
 
+class Proxy:
+    """Passes for the number that it holds, and may hold another."""
+
+    value = 2.0
+    __class__ = float  # type: ignore[assignment]
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.value
+
+
+PROXY: Any = Proxy()
 TABLE = torch.randn(50)
 NUMBER = torch.tensor(2.0)
 LIST = [2.0]
@@ -303,6 +314,7 @@ _zero.factor = 2.0  # type: ignore[attr-defined]
         lambda s, b, h, q, k: s + TABLE[q] * TABLE.stride(0),
         lambda s, b, h, q, k: s * KEYWORD.value,
         lambda s, b, h, q, k: s * Scale.value,
+        lambda s, b, h, q, k: PROXY.__rmul__(s),
         functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
         lambda s, b, h, q, k: s * LIST[0],
         lambda s, b, h, q, k: s * DICT["a"],
@@ -440,8 +452,11 @@ def test_can_be_forgotten(world: World) -> None:
 
 
 def test_gradients_go_another_way(world: World) -> None:
-    """What is bound for a backward has places for gradients."""
+    """What is bound for a backward has places for gradients, and is not recalled by a forward."""
     table = torch.randn(50)
-    plain = world.bind(biased(table))
     reading = functions.as_reading(biased(table), "score_mod", 0, backward=True)
-    assert functions.bound(reading, "score_mod", 0, world.framework) != plain
+    backward = functions.bound(reading, "score_mod", 0, world.framework)
+    assert backward is not None and not recall._known
+    plain = world.bind(biased(table))
+    assert len(world.looked) == 2
+    assert world.bind(biased(table)) is plain and len(plain.packed) < len(backward.packed)

@@ -253,8 +253,8 @@ def attend_alone(
         mask_read = as_reading(mask_mod, "mask_mod", device)
         mask_mod = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
     if not checked.scores:
-        as_reading(score_mod, "score_mod", device)
-        score_mod = None  # what it reads may be empty
+        as_reading(score_mod, "score_mod", device)  # to check it; arrays that it reads may be empty
+        score_mod = None
     if scale is None:
         scale = checked.default_scale
     if score_mod is None and scale <= 0:

@@ -161,7 +161,9 @@ def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework
 
 
 def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
-    """`bound` of `as_reading`, for calls without gradients."""
+    """`bound` of `as_reading`, for calls without gradients; found again where a Python function reads the
+    very objects of an earlier call.
+    """
     objects = objects_of(function) if type(function) is FunctionType else None
     if objects is None:
         return bound(as_reading(function, kind, device), kind, device, framework)

@@ -242,7 +242,7 @@ _ALONE = {
 
 def stands_alone(x: Any) -> bool:
     """Whether the trace of a function that reads an object is the same for as long as it reads this one."""
-    describe = _BY_CLASS[x.__class__]
+    describe = _BY_CLASS[type(x)]  # a proxy has the `__class__` of what it stands for, and may change
     if describe not in _ALONE:
         return False
     try:

@@ -22,7 +22,7 @@ from .code import names_in
 __all__ = ["keep_bound", "objects_of", "recall_bound", "states_of"]
 
 _CHANGING = {list, tuple, dict, set, functools.partial, FunctionType, MethodType}
-"""Common kinds that may change in place, or hold what may. Nothing else of the kind is kept either."""
+"""Common kinds that may change in place, or hold what may: found early. `keep_bound` refuses all others."""
 
 _ABSENT = object()
 """In the place of a global that there is not."""
