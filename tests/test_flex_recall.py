@@ -124,8 +124,11 @@ def test_kinds_and_devices_apart(world: World) -> None:
 
     score, mask = world.bind(one, "score_mod"), world.bind(one, "mask_mod")
     assert score is not mask and world.bind(one, "mask_mod") is mask
-    world.bind(one, "mask_mod", 1)
-    assert len(world.looked) == 3
+    assert len(world.looked) == 2
+    objects = recall.objects_of(one)
+    assert objects is not None
+    assert recall.recall_bound(objects, "mask_mod", 0, world.framework) is mask
+    assert recall.recall_bound(objects, "mask_mod", 1, world.framework) is None
 
 
 @pytest.mark.parametrize(
