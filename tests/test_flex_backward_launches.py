@@ -174,7 +174,7 @@ def test_scores_in_natural_units(told: list[SimpleNamespace], scale: float) -> N
     """A function gets scaled scores; without one the exponent scales them. dq and dk are scaled anyhow."""
     launch(scale=scale, has_score_mod=True)
     launch(scale=scale)
-    for main, score_scale, log2 in ((told[1], scale, LOG2_E), (told[4], 1.0, scale * LOG2_E)):
+    for main, score_scale, log2 in ((told[2], scale, LOG2_E), (told[5], 1.0, scale * LOG2_E)):
         found = read(main)
         assert (found["score_scale"], found["scale"]) == (score_scale, scale)
         assert found["softmax_scale_log2"] == pytest.approx(log2, rel=1e-6)
@@ -239,6 +239,25 @@ def test_some_gradients(told: list[SimpleNamespace], deterministic: bool, needs:
         if one.name == "mha_backward":
             defines = dict(one.spec.defines)
             assert tuple(defines[f"NEEDS_{name}"] for name in ("DQ", "DK", "DV")) == (dq, dk, dv)
+
+
+@pytest.mark.parametrize("dims", ((64, 64), (256, 256)))
+@pytest.mark.parametrize("needs", (Needs(True, True, True, False), Needs(False, False, False, True)))
+def test_references(told: list[SimpleNamespace], needs: Needs, dims: tuple[int, int]) -> None:
+    """With a score function, rows whose lse is far from 0 get references before anything reads them."""
+    captured = CAPTURED if needs.others else ()
+    options: dict[str, Any] = {"captured": captured, "sites": 3, "score_mod_bytes": 24, "needs": needs}
+    launch(bytes(24), has_score_mod=True, d_qk=dims[0], d_v=dims[1], **options)
+    prepare, references, *others = told
+    assert (references.name, references.pdl) == ("flex_row_references", True)
+    assert references.grid == prepare.grid == B * HQ * Q_BLOCKS
+    reader = next(x for x in others if x.name in ("mha_backward", "flex_captured_gradients"))
+    first, second = read(references), read(reader)
+    assert read(prepare)["weights"] == 0 and read(prepare)["lse_log2"] == first["lse"]
+    assert first["weights"] not in (0, first["lse"], first["delta"])
+    assert all(first[name] == second[name] for name in ("lse", "delta", "weights", "q_map", "k_map"))
+    wide = dims == (256, 256) and needs.main  # tiles of keys as in the main kernel
+    assert dict(references.spec.defines)["TILE_KEYS"] == (64 if wide else 128)
 
 
 def test_captured_gradients(told: list[SimpleNamespace]) -> None:

@@ -7,6 +7,11 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 
+// Beyond this exponent (base 2) a reference is subtracted before scores are scaled. The product of the two is
+// rounded by up to 2^-24 of itself, which would be an error of the exponent: with a score of -1e9, as models
+// fill what they mask, up to 64.
+constexpr float kFarExponent = 16384.0f;
+
 // kKeepsMaxima: rows' maxima are wanted; references may be smaller.
 template <bool kKeepsMaxima = false>
 struct LazySoftmax {
@@ -45,6 +50,7 @@ struct LazySoftmax {
         float offset[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) offset[r] = masked && m[r] == -kInfinity ? 0.0f : m[r] * scale_log2;
+        if (fmaxf(fabsf(offset[0]), fabsf(offset[1])) > kFarExponent) subtract_far_references(s, offset);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
             const int r = (j >> 1) & 1;
@@ -56,6 +62,20 @@ struct LazySoftmax {
     template <int kCount>
     __device__ __forceinline__ void rescale(float (&o)[kCount]) const {
         if (rescales) multiply_rows(o, factor[0], factor[1]);
+    }
+
+  private:
+    // A row depends on itself alone: one reference may be far and the other not.
+    template <int kCount>
+    __device__ __forceinline__ void subtract_far_references(float (&s)[kCount], float (&offset)[2]) const {
+        float far[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            far[r] = fabsf(offset[r]) > kFarExponent ? m[r] : 0.0f;
+            if (far[r] != 0.0f) offset[r] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) s[j] -= far[(j >> 1) & 1];
     }
 };
 

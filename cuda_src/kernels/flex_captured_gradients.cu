@@ -4,7 +4,7 @@
 // docs/kernels/flex_backward.md.
 //
 // A CTA owns kTileKeys keys of a KV head and walks blocks of 64 queries as mha_backward.cu does with FLEX:
-//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse and delta
+//   warpgroup 0, warp 0   copies K and V once, then Q, dO and the rows' lse, references and delta
 //   warpgroup 0, warp 1   clears rows of Q and dO that see no key
 //   warpgroups 1, 2       S^T = K Q^T and dP^T = V dO^T of 64 keys each; sums
 // What goes to the same place from all keys, all queries or both of a tile is summed before it is added.
@@ -36,13 +36,13 @@ struct SharedMemoryPlan {
     unsigned char v[kChunksV * KeyRows::kBytes];
     unsigned char q[kStages][kChunksQK * BlockRows::kBytes];
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
-    float lse[kStages][kBlockRows], delta[kStages][kBlockRows];
+    float lse[kStages][kBlockRows], delta[kStages][kBlockRows], references[kStages][kBlockRows];
     KeyTile tile;
     QueryStep told[kToldSteps];
     int trimmed[kStages];  // whether the block has rows that see no key
     u64 bar_kv;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages];                              // with lse
+    u64 bar_q_full[kStages];                              // with lse and references
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
 };
@@ -123,11 +123,12 @@ struct Consumer {
         const int keys[2] = {key_of(0), key_of(1)};
         const float2* lses = reinterpret_cast<const float2*>(smem.lse[stage]) + lane_index() % 4;
         const float2* deltas = reinterpret_cast<const float2*>(smem.delta[stage]) + lane_index() % 4;
+        const float2* references = reinterpret_cast<const float2*>(smem.references[stage]) + lane_index() % 4;
         CapturedSums::Block of_queries;
         of_queries.clear();
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
-            const float2 lse = lses[4 * j], delta = deltas[4 * j];
+            const float2 lse = lses[4 * j], delta = deltas[4 * j], reference = references[4 * j];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int i = 4 * j + c, r = c >> 1;
@@ -137,7 +138,8 @@ struct Consumer {
                     q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(kv_idx, kv_len - 1);
                 const float score = s[i] * params.score_scale;
                 const float value = params.score_mod(score, b, h, q_idx, kv_idx, q_len, kv_len);
-                const float p = exp2_approx(fmaf(value, params.softmax_scale_log2, -row_lse));
+                const float p = exp2_approx(
+                    fmaf(value - ((c & 1) ? reference.y : reference.x), params.softmax_scale_log2, -row_lse));
                 bool seen = p != 0.0f;
                 if constexpr (kMasked) {
                     seen &= keys[r] < kv_len && row_lse != kInfinity;

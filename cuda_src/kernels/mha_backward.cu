@@ -93,7 +93,12 @@ struct SharedMemoryPlan {
     unsigned char ds[kDsStages][kTileKeys / 64 * BlockRows::kBytes];  // [query][64 keys]
     unsigned char dq[kPlaces][kPartBytes];                            // as the accumulators of 128 threads
     uint4 factors[kByProduct ? 4 * 128 : 1];                          // of dS, from one consumer to the other
-    float lse[kStages][kBlockRows], delta[kStages][kBlockRows], weights[kStages][kBlockRows];
+    float lse[kStages][kBlockRows], delta[kStages][kBlockRows];
+#if FLEX
+    float references[kStages][kBlockRows];
+#else
+    float weights[kStages][kBlockRows];
+#endif
     KeyTile tile;
 #if FLEX
     QueryStep told[kToldSteps];
@@ -103,7 +108,7 @@ struct SharedMemoryPlan {
 #endif
     u64 bar_kv, bar_kv_landed;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages];                              // with lse and weights
+    u64 bar_q_full[kStages];                              // with lse, and weights or references
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
 #if FLEX
@@ -373,7 +378,8 @@ __device__ __forceinline__ void keep_turns(const Params& params, SharedMemoryPla
 #pragma unroll 1
     for (AddedBlocks walk(params, smem, tile); walk.is_there(); walk.advance(), ++step.number) {
         const int block = walk.place(), turn = walk.turn();
-        while (load_acquire(params.turns + block) != turn)
+        // More may have added than turns count: a list may name a block twice.
+        while (load_acquire(params.turns + block) < turn)
             if (held >= 0 && mbarrier_has_completed(added(), step.before().parity<2>())) give();
         fence_proxy_async_global();
         mbarrier_arrive(smem_address(&smem.bar_turn[step.stage<2>()]));
@@ -581,8 +587,10 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) keys[r] = self.key_of(r);
         }
-        // Accumulator i, of a row with this lse in base 2: P, and the derivative of the score function.
-        __device__ __forceinline__ ValueAndDerivative exponential(int i, float s, float lse) const {
+        // Accumulator i, of a row with this lse in base 2 and this reference: P, and the derivative of the score
+        // function.
+        __device__ __forceinline__ ValueAndDerivative exponential(int i, float s, float lse,
+                                                                  float reference) const {
             const Params& params = self.params;
             const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
             int q_idx = first_query + 8 * (i >> 2) + (i & 1), kv_idx = key;
@@ -591,7 +599,9 @@ struct Consumer {
             if constexpr (ScoreMod::kIsThere)
                 score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
                                                               q_len, kv_len);
-            float e = exp2_approx(fmaf(score.value, params.softmax_scale_log2, -lse));
+            // Without a score function there are no references.
+            const float above = ScoreMod::kIsThere ? score.value - reference : score.value;
+            float e = exp2_approx(fmaf(above, params.softmax_scale_log2, -lse));
             if constexpr (kMasked) {
                 bool seen = key < kv_len && lse != kInfinity;
                 if constexpr (MaskMod::kIsThere)
@@ -895,6 +905,13 @@ struct Consumer {
     __device__ __forceinline__ static const float2* of_columns(const float (&rows)[kBlockRows], u32 lane) {
         return reinterpret_cast<const float2*>(rows) + lane % 4;
     }
+    __device__ __forceinline__ const float2* weights_of_columns(u32 stage, u32 lane) const {
+#if FLEX
+        return nullptr;
+#else
+        return of_columns(smem.weights[stage], lane);
+#endif
+    }
 
     // P^T, and the factors of dS^T in place of the scores. kHandsFactors: the factors to the other consumer.
     template <bool kMasked>
@@ -910,17 +927,23 @@ struct Consumer {
                     static_cast<float>(key_of(r) - tile.offset - block * kBlockRows - first_column());
         }
         const u32 lane = lane_index();
-        const float2 *lses = of_columns(smem.lse[stage], lane),
-                     *shares = of_columns(smem.weights[stage], lane);
+        const float2 *lses = of_columns(smem.lse[stage], lane), *shares = weights_of_columns(stage, lane);
+#if FLEX
+        const float2* references = of_columns(smem.references[stage], lane);
+#endif
         float factors[8];
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
             const float2 lse = lses[4 * j];
+#if FLEX
+            const float2 reference = ScoreMod::kIsThere ? references[4 * j] : make_float2(0.0f, 0.0f);
+#endif
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 const int i = 4 * j + c;
 #if FLEX
-                const ValueAndDerivative one = mask.exponential(i, s[i], (c & 1) ? lse.y : lse.x);
+                const ValueAndDerivative one =
+                    mask.exponential(i, s[i], (c & 1) ? lse.y : lse.x, (c & 1) ? reference.y : reference.x);
                 s[i] = one.value;
                 // The derivative may be no number where nothing is left of P.
                 factors[4 * (j % 2) + c] = kTwoFactors ? (s[i] == 0.0f ? 0.0f : s[i] * one.derivative) : s[i];
@@ -970,7 +993,7 @@ struct Consumer {
         const u32 stage = step.stage();
         const u32 lane = lane_index();
         const float2* deltas = of_columns(smem.delta[stage], lane);
-        const float2* shares = of_columns(smem.weights[stage], lane);
+        const float2* shares = weights_of_columns(stage, lane);
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
             const float2 delta = deltas[4 * j], weights = kWeights ? shares[4 * j] : make_float2(1.0f, 1.0f);

@@ -125,7 +125,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int distance = kLanes / 2; distance > 0; distance /= 2)
             dots[i] += __shfl_xor_sync(0xffffffff, dots[i], distance);
         const float dot = attends ? dots[i] : 0.0f;
-        const float lse_log2 = attends ? lses[i] * kLog2E : kInfinity;
+        // Finite where lse is: +inf has a meaning, and kernels/flex_row_references.cu looks for what is far.
+        const float largest = 3.402823466e+38f, scaled = lses[i] * kLog2E;
+        const float finite = fabsf(scaled) == kInfinity ? copysignf(largest, scaled) : scaled;
+        const float lse_log2 = attends ? finite : kInfinity;
         const float w = has_sink && attends ? 1.0f / (1.0f + exp2f(sink * kLog2E - lse_log2)) : 1.0f;
         dsink += (w - 1.0f) * dot;
         if (lane != 0) continue;

@@ -64,10 +64,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) mha_combine(const __grid_
     float top = -kInfinity;
     for (int split = 0; split < params.splits; ++split)
         top = fmaxf(top, params.lse_accum[split * params.rows + row]);
-    const float reference = top == -kInfinity ? 0.0f : top * kLog2E;
+    if (top == -kInfinity) top = 0.0f;
+    const float reference = top * kLog2E;
+    // The difference first: of two large products rounding would be left.
+    const auto weight_of = [&](i64 part) { return exp2_approx((params.lse_accum[part] - top) * kLog2E); };
     float sum = 0.0f;
-    for (int split = 0; split < params.splits; ++split)
-        sum += exp2_approx(params.lse_accum[split * params.rows + row] * kLog2E - reference);
+    for (int split = 0; split < params.splits; ++split) sum += weight_of(split * params.rows + row);
     if (params.lse != nullptr && lane == 0)
         params.lse[row] = sum == 0.0f ? -kInfinity : (reference + log2_approx(sum)) * kLn2;
     float factor =
@@ -83,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mha_combine(const __grid_
         if (column < kDimV && factor != 0.0f) {
             for (int split = 0; split < params.splits; ++split) {
                 const i64 part = split * params.rows + row;
-                const float weight = exp2_approx(params.lse_accum[part] * kLog2E - reference);
+                const float weight = weight_of(part);
                 const float2 value = *reinterpret_cast<const float2*>(params.o_accum + part * kDimV + column);
                 // A split without keys of the row has weight 0, and holds zeros.
                 a += weight * value.x;

@@ -280,6 +280,12 @@ struct Consumer {
     __device__ __forceinline__ float softmax_scale_log2(const Scales& scales) const {
         return kCacheIsFp8 && !kAlibi ? params.softmax_scale_log2 * scales.k : params.softmax_scale_log2;
     }
+    // scale x and log2 y in base e, where `scaled` is scale x in base 2. It may overflow where x alone does not.
+    __device__ __forceinline__ float to_natural(float x, float scaled, float y_log2,
+                                                const Scales& scales) const {
+        if (fabsf(scaled) == kInfinity) return x * (softmax_scale_log2(scales) * kLn2);
+        return (scaled + y_log2) * kLn2;
+    }
 
     template <class Keys>
     __device__ __forceinline__ void issue_qk(Scores& s, u64 desc_q, u64 desc_k) const {
@@ -496,11 +502,12 @@ struct Consumer {
             if constexpr (kCacheIsFp8) factor[r] *= scales.v;
             float* lse = split ? params.lse_accum + tile.split * params.accum_rows : params.lse;
             if (lse != nullptr && leads_quad() && token < tile.q_rows)
-                lse[place_of(tile, token, head)] = l == 0.0f ? -kInfinity : (m + log2_approx(l)) * kLn2;
+                lse[place_of(tile, token, head)] =
+                    l == 0.0f ? -kInfinity : to_natural(softmax.m[r], m, log2_approx(l), scales);
 #if FLEX
             if (kMaxScores && leads_quad() && token < tile.q_rows)
-                params.max_scores[place_of(tile, token, head)] =
-                    softmax.top_score[r] * softmax_scale_log2(scales) * kLn2;
+                params.max_scores[place_of(tile, token, head)] = to_natural(
+                    softmax.top_score[r], softmax.top_score[r] * softmax_scale_log2(scales), 0.0f, scales);
 #endif
         }
         if (kOutIsFp8 && !split) {

@@ -10,8 +10,9 @@ struct Params {
     // q and dout: (column, token, head, batch) in boxes of 64 columns and kBlockRows tokens; k and v: in
     // boxes of 64 columns and the tile's keys
     TensorMap q_map, dout_map, k_map, v_map;
-    // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]
-    const float *lse, *delta, *weights;
+    // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]. Flex attention has no weights, but
+    // references there: kernels/flex_row_references.cu.
+    float *lse, *delta, *weights;
     float* dq_accum;  // [query heads, blocks of the scratch, chunks of 64 columns, 64 * 64]
     int* turns;       // [query heads, blocks]: tiles that have added to a block; null: in any order
     void *dk, *dv;

@@ -146,7 +146,7 @@ __device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile
            (tile.first_key - column * params.block_k) / kTileKeys;
 }
 
-// One thread: copies K and V once, then Q, dO, lse and delta of each step, in the order of
+// One thread: copies K and V once, then Q, dO, lse, references and delta of each step, in the order of
 // QueryWalk<kByBlock>. kTellsAhead: who adds dQ waits for what is told, ahead of what is copied.
 template <class KeyRows, class BlockRows, bool kByBlock, bool kTellsAhead, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
@@ -178,12 +178,16 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
         }
         const int token = step.block * kBlockRows;
         const i64 row = step.place(params) * kBlockRows;
-        mbarrier_arrive_expect_tx(q_full, sizeof(smem.q[0]) + sizeof(smem.lse[0]));
+        mbarrier_arrive_expect_tx(q_full,
+                                  sizeof(smem.q[0]) + (ScoreMod::kIsThere ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk)
             tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
                         64 * chunk, token, step.head, step.request);
         bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
+        if constexpr (ScoreMod::kIsThere)
+            bulk_load(smem_address(smem.references[stage]), params.weights + row, sizeof(smem.references[0]),
+                      q_full);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk)

@@ -37,6 +37,7 @@ __all__ = [
 
 _BARRIER_BYTES = 512
 _CAPTURED_KEYS, _CAPTURED_THREADS = 128, 384
+_REFERENCE_THREADS = 128
 _CELL_BYTES = 16
 _DIGITS_BYTES, _ELEMENTS_TOGETHER = 3200, 32  # of CapturedDigits
 _MOST_ELEMENTS = 1 << 20
@@ -175,7 +176,7 @@ def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str
     stages, smem_bytes = next(
         (n, smem_bytes)
         for n in (2, 1)
-        for smem_bytes in [_CAPTURED_KEYS * row_bytes + n * BLOCK_ROWS * (row_bytes + 8) + _BARRIER_BYTES]
+        for smem_bytes in [_CAPTURED_KEYS * row_bytes + n * BLOCK_ROWS * (row_bytes + 12) + _BARRIER_BYTES]
         if smem_bytes <= MAX_SMEM_BYTES
     )
     return jit.KernelSpec(
@@ -190,6 +191,24 @@ def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str
             ("STAGES", stages),
         ),
         threads=_CAPTURED_THREADS,
+        smem_bytes=smem_bytes,
+        headers=(header,),
+    )
+
+
+def references_spec(dtype: str, d_qk: int, tile_keys: int, header: tuple[str, str]) -> jit.KernelSpec:
+    """The variant of flex_row_references.cu for tiles of keys as the kernel after it has them."""
+    d_qk = padded(d_qk)
+    return jit.KernelSpec(
+        "flex_row_references",
+        (
+            ("DTYPE", DTYPES[dtype]),
+            ("D_QK", d_qk),
+            ("FLEX", True),
+            ("SMEM_BYTES", smem_bytes := 2 * CHUNK * ceil_div(d_qk, CHUNK) * (BLOCK_ROWS + tile_keys) + 16),
+            ("TILE_KEYS", tile_keys),
+        ),
+        threads=_REFERENCE_THREADS,
         smem_bytes=smem_bytes,
         headers=(header,),
     )
@@ -228,6 +247,7 @@ class PreparedFlexBackward:
         self._offsets, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
             4 * rows,  # delta
+            4 * rows * call.has_score_mod,  # references
             4 * rows * self._chunks * CHUNK * needs.dq,  # dq_accum
             4 * places * (call.deterministic and needs.dq),  # turns
             mask_blocks,  # states
@@ -242,6 +262,9 @@ class PreparedFlexBackward:
             form, kernel = _kernel(call, capturing)
             self._tile_keys = form.tile_keys
             self._main = self._prepare_tiles(kernel, form.tile_keys, q_blocks)
+        else:
+            self._tile_keys = _CAPTURED_KEYS
+        self._references = self._prepare_references(places, q_blocks)
         self._captured = self._prepare_captured(q_blocks)
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
@@ -260,7 +283,9 @@ class PreparedFlexBackward:
         """
         call = self._call
         q, k, v, out, dout, lse, dlse, dq, dk, dv, *lists = addresses
-        lse_log2, delta, accum, turns, states, ranks, largest, *sums = [scratch + x for x in self._offsets]
+        lse_log2, delta, references, accum, turns, states, ranks, largest, *sums = [
+            scratch + x for x in self._offsets
+        ]
         if self._sums_are != CELLS:
             largest = 0
         if not (call.deterministic and call.needs.dq):
@@ -277,10 +302,12 @@ class PreparedFlexBackward:
         def arguments(tile_keys: int, functions: bytes) -> tuple[Any, ...]:
             maps = self._maps_of((q, dout, k, v), tile_keys)
             return (
-                stream, *maps, lse_log2, delta, 0, accum, turns, dk, dv, 0, 0, 0, 0, 0, *lists, ranks,
-                largest, functions, mask_mod,
+                stream, *maps, lse_log2, delta, references, accum, turns, dk, dv, 0, 0, 0, 0, 0, *lists,
+                ranks, largest, functions, mask_mod,
             )  # fmt: skip
 
+        if self._references is not None:
+            self._references(*arguments(self._tile_keys, score_mod))
         if self._main is not None:
             self._main(*arguments(self._tile_keys, score_mod))
         for finish_dq in finish:
@@ -333,6 +360,17 @@ class PreparedFlexBackward:
         params = self._packed(tile_keys, q_blocks)
         # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
         return kernel.prepare((tiles, 1, 1), params, self._params.changing, pdl=False).launch
+
+    def _prepare_references(self, places: int, q_blocks: int) -> Callable[..., object] | None:
+        """The kernel that finds references of rows whose lse is far from 0, as a score function makes."""
+        call = self._call
+        if not call.has_score_mod or not (call.needs.main or call.captured):
+            return None
+        one = references_spec(call.dtype, call.d_qk, self._tile_keys, call.header)
+        kernel = jit.get_kernel(one, call.device, capturing=self._capturing)
+        params = self._packed(self._tile_keys, q_blocks)
+        # The kernel before waits for all that came earlier: what functions read is there.
+        return kernel.prepare((places, 1, 1), params, self._params.changing, pdl=True).launch
 
     def _packed(self, tile_keys: int, q_blocks: int) -> bytes:
         """The parameters of a kernel whose tiles have so many keys."""

@@ -27,6 +27,8 @@ __all__ = [
 
 _DECODERS = {"float8_e4m3fn": decode_e4m3, "float8_e5m2": decode_e5m2}
 _HUGE_BLOCK = 2**30
+FAR_LSE = 2**14 * float(np.log(2))
+"""Beyond it, float32 rounds an lse by more than gradients in 16 bits bear."""
 _Bools = NDArray[np.bool_]
 
 
@@ -168,7 +170,8 @@ def flex_attention_backward(
 
     With `p = exp(score - lse)` of a score that is attended, `DELTA = rowsum(grad_out * out) - grad_lse` of a
     row: the gradient of what score_mod gives is `p * (grad_out·value - DELTA)`. Where nothing is attended it
-    is 0, and so is what follows from it.
+    is 0, and so is what follows from it. An lse beyond 2**14 * ln(2) in magnitude is computed again from the
+    scores, since float32 rounds it too much.
 
     Args:
         grad_out: `[B, Hq, L, Ev]`, gradient of out.
@@ -218,7 +221,9 @@ def flex_attention_backward(
         with np.errstate(all="ignore"):  # masked pairs may be anything
             products = factor * (queries[place] @ keys[pair].T)
             scores = products if score_mod is None else score_mod(products, *at)
-            p = np.where(visible, np.exp(scores - logs[place][:, None]), 0)
+            exact = _attend(scores, visible, values[pair])[1]
+            row_lse = np.where(np.abs(logs[place]) > FAR_LSE, exact, logs[place])
+            p = np.where(visible, np.exp(scores - row_lse[:, None]), 0)
             grad = np.where(visible, p * (dout[place] @ values[pair].T - delta[place][:, None]), 0)
             ds = grad
             if score_mod is not None:

@@ -245,6 +245,20 @@ def _query_scale(sizes: Sizes) -> Function:
     )
 
 
+def _filled(sizes: Sizes) -> Function:
+    """Scores are filled with a large negative number, as models mask them; some rows are filled whole."""
+    fill = sizes.randn(sizes.s_k) * 0 - 1e9
+    kept = "q_idx >= kv_idx && q_idx % 50 != 7"
+    return Function(
+        lambda s, b, h, q, k: _torch().where((q >= k) & (q % 50 != 7), s, fill[k]),
+        f"{kept} ? score : fill(kv_idx)",
+        lambda xp, t, s, b, h, q, k: xp.where((q >= k) & (q % 50 != 7), s, t.fill[k]),
+        {"fill": fill},
+        f"{kept} ? grad : 0.0f",
+        {"fill": ("kv_idx", f"{kept} ? 0.0f : grad")},
+    )
+
+
 def _head_gate(sizes: Sizes) -> Function:
     gate = sizes.randn(sizes.h)
     return Function(
@@ -454,6 +468,7 @@ SCORES: dict[str, Builder] = {
         lambda xp, s, b, h, q, k: xp.where(q <= k, s, -inf),
         "q_idx <= kv_idx ? grad : 0.0f",
     ),
+    "filled": _filled,
     "relative": _same(lambda s, b, h, q, k: s + (q - k), "score + (q_idx - kv_idx)", "grad"),
     "relative table": _relative_table,
     "clamped table": _clamped_table,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
+from ..reference._flex import FAR_LSE
 from . import flex
 from .flex import (
     FlexCase,
@@ -218,7 +219,10 @@ def _add_gradients(
         scores = products * 1.0
         if inputs.score is not None:
             scores = inputs.score.torch(captures.tensors)(products, *at)
-    p = torch.where(visible, torch.exp(scores.detach() - lse.masked_fill(~rows, 0.0)[..., None]), 0.0)
+    seen_scores = scores.detach().masked_fill(~visible, -inf)
+    # float32 has lost the sum of such a row.
+    lse = torch.where(lse.abs() > FAR_LSE, seen_scores.logsumexp(-1), lse)
+    p = torch.where(visible, torch.exp(seen_scores - lse.masked_fill(~rows, 0.0)[..., None]), 0.0)
     delta = (dout * out).sum(-1)
     terms = p * norms(dout) * (norms(values).mT + norms(out))
     if gradients.dlse is not None:

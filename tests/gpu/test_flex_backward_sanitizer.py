@@ -32,6 +32,8 @@ CASES = (
     (FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=300, mask="causal"), "out", False),
     (FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, score="bias b h q k", layout="slice"), "both", False),
     (FlexCase(b=2, h_q=2, h_kv=2, s_q=140, s_k=270, mask="documents", score="head scale"), "both", True),
+    (FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, mask="documents", score="filled"), "both", False),
+    (FlexCase(b=1, h_q=2, h_kv=2, s_q=70, s_k=300, score="filled", dtype="float16"), "both", True),
     (FlexCase(b=2, b_kv=1, h_q=4, h_kv=2, s_q=70, s_k=300, mask="per batch", score="paged"), "lse", False),
     (FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=200, mask="random", block=(32, 64)), "out", True),
     (FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=500, mask="window", block=(256, 256)), "out", True),

@@ -27,6 +27,7 @@ CASES = (
     FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=300, mask="causal"),
     FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, score="bias b h q k", layout="slice"),
     FlexCase(b=2, h_q=2, h_kv=2, s_q=140, s_k=270, mask="documents", score="nested", dtype="float16"),
+    FlexCase(b=2, h_q=2, h_kv=2, s_q=140, s_k=270, score="filled", dtype="float16"),
     FlexCase(b=2, b_kv=1, h_q=4, h_kv=2, s_q=70, s_k=300, mask="per batch", score="paged"),
     FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=200, mask="random", block=(32, 64), score="distance"),
     FlexCase(b=1, h_q=2, h_kv=2, s_q=150, s_k=500, mask="window", block=(256, 256), separate=False),
