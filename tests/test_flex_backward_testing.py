@@ -21,6 +21,7 @@ from rawmla.testing.flex_backward import (
     exact_results,
     make_flex_backward_inputs,
     make_flex_gradients,
+    probabilities,
     reference_backward,
 )
 from rawmla.testing.mha_backward import FLOAT32
@@ -112,7 +113,8 @@ def by_autograd(inputs: FlexInputs, gradients: FlexGradients) -> list[Any]:
     out = torch.softmax(scores, -1).masked_fill(~some[..., None], 0.0) @ values
     total = (out * gradients.dout.double().nan_to_num()).sum()
     if gradients.dlse is not None and case.s_k:
-        logs = torch.logsumexp(scores, -1).masked_fill(~some, 0.0)
+        top = scores.detach().amax(-1, keepdim=True)  # of -1e9 even float64 would lose the sum
+        logs = (torch.logsumexp(scores - top, -1) + top[..., 0]).masked_fill(~some, 0.0)
         total = total + (logs * gradients.dlse.double().nan_to_num()).sum()
     return list(
         torch.autograd.grad(total, [*leaves, *captures.values()], materialize_grads=True, allow_unused=True)
@@ -232,7 +234,7 @@ def kernel(inputs: FlexInputs, gradients: FlexGradients, results: tuple[Any, Any
         ]
         scores = inputs.score.torch(captures)(s, *at)
     (slope,) = torch.autograd.grad(scores.sum(), s, retain_graph=True)
-    p = torch.where(seen, (scores.detach() - lse.masked_fill(~rows, 0.0)[..., None]).exp().float(), 0.0)
+    p = probabilities(scores.detach(), seen, lse).float()
     rounded = p.to(dtype).float()
     delta = (dout * out).sum(-1, keepdim=True) * (wrong != "delta")
     if gradients.dlse is not None and wrong != "dlse":

@@ -221,9 +221,9 @@ def flex_attention_backward(
         with np.errstate(all="ignore"):  # masked pairs may be anything
             products = factor * (queries[place] @ keys[pair].T)
             scores = products if score_mod is None else score_mod(products, *at)
-            exact = _attend(scores, visible, values[pair])[1]
-            row_lse = np.where(np.abs(logs[place]) > FAR_LSE, exact, logs[place])
-            p = np.where(visible, np.exp(scores - row_lse[:, None]), 0)
+            lse_is_far = np.abs(logs[place])[:, None] > FAR_LSE
+            p = np.where(lse_is_far, _softmax(scores, visible)[0], np.exp(scores - logs[place][:, None]))
+            p = np.where(visible, p, 0)
             grad = np.where(visible, p * (dout[place] @ values[pair].T - delta[place][:, None]), 0)
             ds = grad
             if score_mod is not None:
@@ -359,14 +359,21 @@ def _attend(
     scores: NDArray[np.float64], visible: _Bools, v: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """out, lse and largest scores of one head of one request."""
+    weights, lse, top = _softmax(scores, visible)
+    return _sum(weights, visible, v), lse, top
+
+
+def _softmax(
+    scores: NDArray[np.float64], visible: _Bools
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Probabilities of visible scores, lse and largest scores."""
     scores = np.where(visible, scores, -np.inf)
     top = scores.max(1, initial=-np.inf)
     with np.errstate(all="ignore"):
         weights = np.exp(scores - np.where(top == -np.inf, 0, top)[:, None])
         total = weights.sum(1)
         lse = np.where(top == -np.inf, 0, top) + np.log(total)
-        weights = weights / np.where(total == 0, 1, total)[:, None]
-    return _sum(weights, visible, v), lse, top
+        return weights / np.where(total == 0, 1, total)[:, None], lse, top
 
 
 def _positions(block_mask: Any, seqlen_q: int, seqlen_k: int) -> _Listed | None:

@@ -219,10 +219,7 @@ def _add_gradients(
         scores = products * 1.0
         if inputs.score is not None:
             scores = inputs.score.torch(captures.tensors)(products, *at)
-    seen_scores = scores.detach().masked_fill(~visible, -inf)
-    # float32 has lost the sum of such a row.
-    lse = torch.where(lse.abs() > FAR_LSE, seen_scores.logsumexp(-1), lse)
-    p = torch.where(visible, torch.exp(seen_scores - lse.masked_fill(~rows, 0.0)[..., None]), 0.0)
+    p = probabilities(scores.detach(), visible, lse)
     delta = (dout * out).sum(-1)
     terms = p * norms(dout) * (norms(values).mT + norms(out))
     if gradients.dlse is not None:
@@ -249,6 +246,15 @@ def _add_gradients(
         _add(square[0], own, (of_ds.square() @ norms(keys).square())[..., 0])
         _add(square[1], shared, (of_ds.square().mT @ norms(queries).square())[..., 0])
         _add(square[2], shared, (of_p.square().mT @ norms(dout).square())[..., 0])
+
+
+def probabilities(scores: Any, visible: Any, lse: Any) -> Any:
+    """`exp(scores - lse)` where a score is visible, else 0; without lse where float32 rounds it too much."""
+    import torch
+
+    scores, lse = scores.masked_fill(~visible, -inf), lse[..., None]
+    p = torch.where(lse.abs() > FAR_LSE, torch.softmax(scores, -1), torch.exp(scores - lse))
+    return torch.where(visible, p, 0.0)
 
 
 def _add(total: Any, heads: tuple[Any, Any], x: Any) -> None:
