@@ -7,11 +7,6 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 
-// Beyond this exponent (base 2) a reference is subtracted before scores are scaled. The product of the two is
-// rounded by up to 2^-24 of itself, which would be an error of the exponent: with a score of -1e9, as models
-// fill what they mask, up to 64.
-constexpr float kFarExponent = 16384.0f;
-
 // kKeepsMaxima: rows' maxima are wanted; references may be smaller.
 template <bool kKeepsMaxima = false>
 struct LazySoftmax {
@@ -65,7 +60,8 @@ struct LazySoftmax {
     }
 
   private:
-    // A row depends on itself alone: one reference may be far and the other not.
+    // References first, scale then, where the exponents are far from 0 (attention/rescale.cuh). A row depends on
+    // itself alone: one reference may be far and the other not.
     template <int kCount>
     __device__ __forceinline__ void subtract_far_references(float (&s)[kCount], float (&offset)[2]) const {
         float far[2];
@@ -75,7 +71,7 @@ struct LazySoftmax {
             if (far[r] != 0.0f) offset[r] = 0.0f;
         }
 #pragma unroll
-        for (int j = 0; j < kCount; ++j) s[j] -= far[(j >> 1) & 1];
+        for (int j = 0; j < kCount; ++j) s[j] = __fsub_rn(s[j], far[(j >> 1) & 1]);
     }
 };
 

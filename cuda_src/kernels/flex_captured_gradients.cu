@@ -138,8 +138,8 @@ struct Consumer {
                     q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(kv_idx, kv_len - 1);
                 const float score = s[i] * params.score_scale;
                 const float value = params.score_mod(score, b, h, q_idx, kv_idx, q_len, kv_len);
-                const float p = exp2_approx(
-                    fmaf(value - ((c & 1) ? reference.y : reference.x), params.softmax_scale_log2, -row_lse));
+                const float above = __fsub_rn(value, (c & 1) ? reference.y : reference.x);
+                const float p = exp2_approx(fmaf(above, params.softmax_scale_log2, -row_lse));
                 bool seen = p != 0.0f;
                 if constexpr (kMasked) {
                     seen &= keys[r] < kv_len && row_lse != kInfinity;

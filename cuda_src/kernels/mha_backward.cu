@@ -600,7 +600,7 @@ struct Consumer {
                 score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
                                                               q_len, kv_len);
             // Without a score function there are no references.
-            const float above = ScoreMod::kIsThere ? score.value - reference : score.value;
+            const float above = ScoreMod::kIsThere ? __fsub_rn(score.value, reference) : score.value;
             float e = exp2_approx(fmaf(above, params.softmax_scale_log2, -lse));
             if constexpr (kMasked) {
                 bool seen = key < kv_len && lse != kInfinity;
