@@ -39,6 +39,8 @@ class FakeLibrary:
         self.result = 0
         self.capability = (9, 0)
         self.asked_context = 0
+        self.capturing: dict[int, int] = {}  # stream -> its CUstreamCaptureStatus, if not 0
+        self.asked_streams: list[int] = []
         self.maps_need_a_context = False
         self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
         self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
@@ -46,6 +48,7 @@ class FakeLibrary:
         self.cuDevicePrimaryCtxRetain = self._c(self._retain, ctypes.POINTER(VOID), ctypes.c_int)
         self.cuMemsetD32Async = self._c(self._clear, ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, VOID)
         self.cuLaunchKernelEx = self._c(self._launch, VOID, VOID, VOID, VOID)
+        self.cuStreamIsCapturing = self._c(self._is_capturing, VOID, ctypes.POINTER(ctypes.c_int))
         self.cuGetErrorName = self._c(self._name, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
         self.cuGetErrorString = self._c(self._string, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
         self.cuDeviceGetCount = self._c(self._count, ctypes.POINTER(ctypes.c_int))
@@ -114,6 +117,13 @@ class FakeLibrary:
         )
         return self.result
 
+    def _is_capturing(self, stream: int, out: Any) -> int:
+        if self._stack()[-1] is None:
+            return 201
+        self.asked_streams.append(stream)
+        out[0] = self.capturing.get(stream, 0)
+        return 0
+
     def _name(self, code: int, out: Any) -> int:
         out[0] = b"CUDA_ERROR_TEST"
         return 0
@@ -165,6 +175,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
         monkeypatch.setattr(module, "get_driver", lambda: stand_in)
     monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "_warned", BoundedTable(2))
     device_info.cache_clear()
     tensor_map.cache_clear()
@@ -174,10 +185,16 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
 
 
 def make_kernel(
-    library: FakeLibrary, *, param_bytes: int | None = PARAM_BYTES, module: object = None
+    library: FakeLibrary,
+    *,
+    param_bytes: int | None = PARAM_BYTES,
+    module: object = None,
+    spec: KernelSpec | None = None,
 ) -> Kernel:
-    spec = KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
-    return Kernel(spec, 0, {}, Driver(library), CONTEXT_A, FUNCTION, param_bytes, module)
+    spec = spec or KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
+    stand_in = Driver(library)
+    stand_in._contexts[0] = CONTEXT_A
+    return Kernel(spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, param_bytes, module)
 
 
 def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
@@ -440,7 +457,8 @@ def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(built: CompiledKernel, device: int) -> Kernel:
         made.append("".join(text for _, text in built.spec.headers))
-        return make_kernel(library, module=Code(library, library.unloaded))  # type: ignore[attr-defined]
+        unloaded = library.unloaded  # type: ignore[attr-defined]
+        return make_kernel(library, module=Code(library, unloaded), spec=built.spec)
 
     monkeypatch.setattr(launch, "build", compiled)
     monkeypatch.setattr(launch, "_load", load)
@@ -477,6 +495,66 @@ def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: 
     assert len(library.launches) == 1
     del prepared
     assert len(unloaded) == 2
+
+
+STREAM = 0x7F5100000001  # a handle of 64 bits
+ACTIVE, INVALIDATED = 1, 2
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT_A])
+@pytest.mark.parametrize("status", [ACTIVE, INVALIDATED])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_what_a_capture_launched_stays_loaded(
+    library: FakeLibrary, loads: list[str], prepared: bool, status: int, current: int | None
+) -> None:
+    """Replays need the code however many others come after it, and nobody else holds it. A thread without a
+    context can launch, too.
+    """
+    library.set_current(current)
+    spec = with_text("captured")
+    library.capturing[STREAM] = status
+    if prepared:
+        get_kernel(spec, 0).prepare((1, 1, 1), PARAMS, CHANGING).launch(STREAM, 1, 2)
+    else:
+        get_kernel(spec, 0).launch((1, 1, 1), PARAMS, STREAM)
+    for text in "abcde":
+        get_kernel(with_text(text), 0).launch((1, 1, 1), PARAMS, STREAM + 1)
+    assert len(library.unloaded) == 3  # type: ignore[attr-defined]
+    get_kernel(spec, 0, capturing=lambda: True).launch((1, 1, 1), PARAMS, STREAM)
+    assert loads == ["captured", *"abcde"]
+    assert launch.loaded_labels() == []  # of our own kernels
+
+
+def test_two_copies_that_captures_launched_stay(library: FakeLibrary, loads: list[str]) -> None:
+    """One of them was dropped from the table before its launch, and loaded again for somebody else."""
+    library.capturing[STREAM] = ACTIVE
+    old = get_kernel(with_text("a"), 0)
+    for text in "bca":
+        new = get_kernel(with_text(text), 0)
+    assert new is not old
+    for kernel in (new, old):
+        kernel.launch((1, 1, 1), PARAMS, STREAM)
+    del kernel, new, old
+    for text in "bcd":
+        get_kernel(with_text(text), 0)
+    assert loads == [*"abcabcd"] and len(library.unloaded) == 3  # type: ignore[attr-defined]
+
+
+def test_who_is_asked_whether_a_stream_is_captured(library: FakeLibrary, loads: list[str]) -> None:
+    """Only variants that may be unloaded, on streams that can be captured, until they are known to stay."""
+
+    def run(spec: KernelSpec, stream: int) -> list[int]:
+        library.asked_streams.clear()
+        kernel = get_kernel(spec, 0)
+        kernel.launch((1, 1, 1), PARAMS, stream)
+        kernel.prepare((1, 1, 1), PARAMS, CHANGING).launch(stream, 1, 2)
+        return [*library.asked_streams]
+
+    library.capturing[STREAM] = ACTIVE
+    assert run(tiny(), STREAM) == run(with_text("a"), 0) == run(with_text("a"), launch.NO_LAUNCH) == []
+    assert run(with_text("a"), STREAM + 1) == [STREAM + 1] * 2
+    assert run(with_text("a"), STREAM) == [STREAM]
+    assert run(with_text("a"), STREAM + 1) == []
 
 
 @pytest.mark.parametrize("current", [None, CONTEXT_B])

@@ -64,12 +64,15 @@ class _Buffers:
     __slots__ = (
         "_keep",
         "argument",
+        "asked",
         "config",
         "config_ref",
         "context",
         "context_ref",
         "fill",
         "params",
+        "status",
+        "status_ref",
         "stream",
     )
 
@@ -96,6 +99,9 @@ class _Buffers:
         self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses these buffers
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
+        self.asked = 0, ctypes.c_void_p()  # the stream that was asked last whether it is captured
+        self.status = ctypes.c_int()
+        self.status_ref = ctypes.byref(self.status)
 
 
 class Kernel:
@@ -128,12 +134,14 @@ class Kernel:
         self._driver = driver
         self._launch_ex = driver.library.cuLaunchKernelEx
         self._get_context = driver.library.cuCtxGetCurrent
+        self._is_capturing = driver.library.cuStreamIsCapturing
         self._context = context
         # A reference, as in `_Buffers`; nothing is read from that address.
         self._function = ctypes.byref(ctypes.c_char.from_address(function))
         self._param_bytes = param_bytes
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes
+        self._may_be_unloaded = spec.user_text
         self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -194,6 +202,8 @@ class Kernel:
             code = self._enqueue(buffers)
         except (ValueError, TypeError, struct.error) as error:
             raise self._bad_arguments(grid, params, stream, error) from None
+        if stream and self._may_be_unloaded:
+            self._stay_if_captured(stream, buffers)
         free.append(buffers)  # type: ignore[union-attr]
         if code != 0:
             raise self._failed(code, grid, cluster, pdl, stream)
@@ -224,6 +234,21 @@ class Kernel:
             return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         with self._driver.in_context(self._context):
             return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
+
+    def _stay_if_captured(self, stream: int, buffers: _Buffers) -> None:
+        """Keep the code loaded for good if the stream is being captured: replays need it, and nothing tells
+        when the last graph that has it is gone. The legacy default stream, 0, cannot be captured.
+        """
+        asked, handle = buffers.asked
+        if asked != stream:
+            handle = ctypes.c_void_p(stream)
+            buffers.asked = stream, handle
+        if self._is_capturing(handle, buffers.status_ref) != 0:
+            self._driver.call_in_any_context("cuStreamIsCapturing", handle, buffers.status_ref)
+        if buffers.status.value:
+            self._may_be_unloaded = False
+            _captured.append(self)
+            _kernels.setdefault((self.spec, self.device), self)
 
     def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
         return LaunchError(
@@ -311,6 +336,8 @@ class PreparedLaunch:
             code = self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         else:
             code = self._kernel._enqueue(buffers)
+        if stream and self._kernel._may_be_unloaded:
+            self._kernel._stay_if_captured(stream, buffers)
         self._free.append(buffers)
         if code != 0:
             raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
@@ -350,11 +377,13 @@ def clear(address: int, size: int, stream: int, device: int) -> None:
             driver.call("cuMemsetD32Async", *arguments)
 
 
-# Our own variants are few, and stay: a captured graph needs their code and does not hold it. Variants with
-# user text have no end, so the least recently used of them go; a prepared launch keeps its kernel loaded.
+# A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
+# Variants with user text have no end: those that a capture launched stay too, and of the others the least
+# recently used go, unless a prepared launch holds them.
 USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
+_captured: list[Kernel] = []  # a list: a variant that was dropped and loaded again is there twice
 _warned: BoundedTable[KernelSpec, bool] = BoundedTable(USER_KERNELS)
 _load_mutex = threading.Lock()
 
@@ -362,9 +391,10 @@ _load_mutex = threading.Lock()
 def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
     """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
 
-    Of variants with user text the last `USER_KERNELS` stay loaded, and others as long as somebody holds the
-    kernel or a launch prepared from it; a captured graph does not hold its kernels. If such a variant, or one
-    that may lose, spills, uses local memory or has serialised WGMMA, there is one ``RuntimeWarning`` for it.
+    Of variants with user text the last `USER_KERNELS` stay loaded, all that were launched while a CUDA graph
+    was captured, and others as long as somebody holds the kernel or a launch prepared from it. If such a
+    variant, or one that may lose, spills, uses local memory or has serialised WGMMA, there is one
+    ``RuntimeWarning`` for it.
 
     Parameters
     ----------
@@ -382,8 +412,7 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
         See the classes; each text has the remedy.
     """
-    table = _user_kernels if spec.user_text else _kernels
-    kernel = table.get((spec, device))
+    kernel = _loaded(spec, device)
     if kernel is not None:
         return kernel
     if capturing is not None and capturing():
@@ -393,18 +422,25 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
             "arguments of the call, `rawmla.warmup_call`, or the function itself once"
         )
     with _load_mutex:
-        kernel = table.get((spec, device))
+        kernel = _loaded(spec, device)
         if kernel is None:
             require_supported(device)
             compiled = build(spec)
-            kernel = table[(spec, device)] = _load(compiled, device)
+            kernel = _load(compiled, device)
+            table = _user_kernels if spec.user_text else _kernels
+            table[(spec, device)] = kernel
             _warn_of_losses(compiled)
         return kernel
 
 
+def _loaded(spec: KernelSpec, device: int) -> Kernel | None:
+    kernel = _kernels.get((spec, device))
+    return _user_kernels.get((spec, device)) if kernel is None and spec.user_text else kernel
+
+
 def loaded_labels() -> list[str]:
     """Labels of our own kernels that this process has loaded, on any device."""
-    return sorted({spec.label for spec, _ in list(_kernels)})
+    return sorted({spec.label for spec, _ in list(_kernels) if not spec.user_text})
 
 
 def _warn_of_losses(compiled: CompiledKernel) -> None:
