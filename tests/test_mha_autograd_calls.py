@@ -269,6 +269,17 @@ def test_gradients_of_any_strides(launched: list[Any]) -> None:
         torch.testing.assert_close(x.grad.double(), exact[name].grad, atol=0.1, rtol=6e-3)
 
 
+def test_gradients_with_the_negative_bit(launched: list[Any]) -> None:
+    """Autograd hands over what the imaginary part of a conjugate is: memory with the other sign."""
+    case, found = Case("varlen"), []
+    for dress in (torch._neg_view, torch.neg):
+        leaves = {n: x.clone().requires_grad_() for n, x in case.leaves.items()}
+        results = case.call(leaves)
+        torch.autograd.backward(results, [dress(torch.ones_like(x)) for x in results])
+        found.append([x.grad for x in leaves.values()])
+    assert all(torch.equal(*pair) and bool(pair[0].any()) for pair in zip(*found, strict=True))
+
+
 def test_an_unused_result_changes_no_bit(launched: list[Any]) -> None:
     case = Case("fixed")
     grads = []

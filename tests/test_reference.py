@@ -14,6 +14,7 @@ import pytest
 
 import rawmla
 from rawmla import reference
+from rawmla.reference import _arrays
 from rawmla.testing import (
     DenseCase,
     DenseInputs,
@@ -194,6 +195,14 @@ def test_strides_do_not_matter() -> None:
     inputs.k_cache = np.asfortranarray(inputs.k_cache)
     got = decode(inputs)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-12, atol=1e-15)
+
+
+def test_a_tensor_with_the_negative_bit() -> None:
+    """Its memory holds the values with the other sign, which NumPy does not take."""
+    torch = pytest.importorskip("torch")
+    numbers = torch.arange(4.0)
+    read = _arrays.read(torch._neg_view(numbers), "q")
+    np.testing.assert_array_equal(read.values, -numbers.numpy())
 
 
 FUNCTIONS = (

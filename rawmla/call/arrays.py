@@ -160,12 +160,18 @@ class TorchFramework:
                 )
             ptr, shape = x.data_ptr(), x.shape
             strides = x.stride()
+            is_negative = x.is_neg()
         except RuntimeError as error:  # sparse and nested tensors have no strides or no memory of their own
             raise TypeError(
                 f"{name}: expected a dense torch tensor with memory, got {type(x).__name__} ({error})"
             ) from error
         if not ptr:
             _refuse_no_memory(name, x, shape)
+        if is_negative:
+            raise ValueError(
+                f"{name}: expected a tensor whose values are what its memory holds, got one with torch's "
+                "negative bit, as the imaginary part of a conjugate has; pass tensor.resolve_neg()"
+            )
         if x.requires_grad and self._is_grad_enabled():
             raise NeedsGradient(
                 f"{name}: expected a tensor that needs no gradient here, got requires_grad=True with grad "
@@ -449,7 +455,7 @@ def inspect(x: Any, name: str) -> ArrayView:
     TypeError
         `x` is no such array, or a kind of tensor without strides or memory.
     ValueError
-        `x` is not in CUDA memory.
+        `x` is not in CUDA memory, or its memory holds its values with the other sign.
     MissingDependencyError
         `x` is a DLPack array of another library and CuPy is not installed.
     """

@@ -55,7 +55,9 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (1 + len(needs))
         how = ctx.what, ctx.gradients, ctx.count, needs
-        return (None, *_Gradients.apply(*how, dout, dlse, *ctx.saved_tensors))
+        # That of the imaginary part of a conjugate has the negative bit.
+        given = [x if x is None else x.resolve_neg() for x in (dout, dlse)]
+        return (None, *_Gradients.apply(*how, *given, *ctx.saved_tensors))
 
 
 class _Gradients(torch.autograd.Function):

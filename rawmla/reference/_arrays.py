@@ -55,7 +55,7 @@ def read(x: Any, name: str) -> Array:
         )
     dtype = str(x.dtype).removeprefix("torch.")
     try:
-        plain = x.detach()
+        plain = x.detach().resolve_neg()
         if dtype in _SEEN_AS_BYTES:
             plain = plain.view(torch.uint8)
         elif dtype == "bfloat16":
