@@ -157,6 +157,7 @@ BAD_CALLS: list[Case] = [
         change("query", dtype="float32"),
     ),
     ("scale NaN", "scale", ValueError, ("finite",), put("scale", float("nan"))),
+    ("scale times log2(e)", "scale", ValueError, ("1.7e+38 at most", "3e+38"), put("scale", 3e38)),
     ("deterministic 1", "deterministic", TypeError, ("bool",), put("deterministic", 1)),
     ("enable_gqa 1", "enable_gqa", TypeError, ("bool",), put("enable_gqa", 1)),
     ("no gqa", "query", ValueError, ("enable_gqa",), put("enable_gqa", False)),

@@ -229,7 +229,7 @@ def test_empty(b: int, l: int, s: int) -> None:  # noqa: E741
         ({"key": np.zeros((3, H, S, 8)), "value": np.zeros((3, H, S, 5))}, ValueError, "key: expected a b"),
         ({"value": np.zeros((B, H, 7, 5))}, ValueError, "value: expected shape"),
         ({"key": np.zeros((B, 2, S, 8)), "value": np.zeros((B, 2, S, 5))}, ValueError, "query: expected Hq"),
-        ({"scale": math.inf}, ValueError, "scale: expected a finite number"),
+        ({"scale": math.inf}, ValueError, "scale: expected a finite float32"),
         ({"return_lse": True, "return_aux": both()}, ValueError, "return_lse: expected False"),
         ({"return_lse": 1}, TypeError, "return_lse: "),
         ({"block_mask": 3}, TypeError, "block_mask: expected a BlockMask"),

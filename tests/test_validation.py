@@ -226,6 +226,7 @@ BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Argu
         (f"scale {scale}", "softmax_scale", ValueError, ("finite", str(scale)), put("softmax_scale", scale))
         for scale in (0.0, -0.1, 1e-46, float("nan"), float("inf"), 1e39, 3e38)
     ],
+    ("scale past float64", "softmax_scale", ValueError, ("finite", "inf"), put("softmax_scale", 10**400)),
     ("scale bool", "softmax_scale", TypeError, ("float", "bool True"), put("softmax_scale", True)),
     ("scale str", "softmax_scale", TypeError, ("float", "str '1'"), put("softmax_scale", "1")),
     ("scale array", "softmax_scale", TypeError, ("float", "FakeArray"), put("softmax_scale", FakeArray(()))),

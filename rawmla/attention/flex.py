@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import jit
 from ..call import tracing
 from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
-from ..call.checks import as_bool, show
+from ..call.checks import as_bool, as_scale, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import flex_forward
@@ -44,7 +41,7 @@ from .mods import reading_of
 from .traced import between_graphs
 
 __all__ = [
-    *("AuxOutput", "AuxRequest", "as_scale", "attend", "attend_alone"),
+    *("AuxOutput", "AuxRequest", "attend", "attend_alone"),
     *("flex_attention", "hides_nothing", "read_dense", "wanted"),
 ]
 
@@ -121,7 +118,7 @@ def flex_attention(
         contiguous, are copied at every call. V of a listed block has to be finite. None: everything is
         attended.
     scale : float, optional
-        Finite; None is `E**-0.5`.
+        Finite, of magnitude 2**127 at most; None is `E**-0.5`.
     enable_gqa : bool
         Hq may be a multiple of Hkv.
     return_lse : bool
@@ -328,15 +325,6 @@ def _check_options(options: dict[str, Any] | None) -> None:
         elif plain not in _TUNING and name not in _PROMISES:
             known = ", ".join(sorted({*_PROMISES, *_TUNING, "BACKEND"}))
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
-
-
-def as_scale(scale: Any) -> float:
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, (int, float, np.integer, np.floating)):
-        raise TypeError(f"scale: expected a float or None, got {show(scale)}")
-    number = float(scale)
-    if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
-        raise ValueError(f"scale: expected a finite float32, got {number}")
-    return number
 
 
 class _Prepared(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .. import jit
 from ..call import tracing
 from ..call.arrays import READERS, Fields, NewArray, address_of, aligned_strides, read_given
-from ..call.checks import as_bool, check_kind
+from ..call.checks import as_bool, as_scale, check_kind
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import flex_backward
@@ -18,7 +18,7 @@ from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, Fle
 from ..kernels.flex_forward import BlockLists
 from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
-from .flex import as_scale, hides_nothing, read_dense
+from .flex import hides_nothing, read_dense
 from .flex_arrays import (
     FP8,
     Q_LISTS,

@@ -9,6 +9,7 @@ Strides are in elements. A dimension of size 1 is never stepped over, so any str
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from operator import index
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = [
     "as_bool",
     "as_count",
     "as_int",
+    "as_scale",
     "as_softmax_scale",
     "check_kind",
     "check_no_overlap",
@@ -74,17 +76,33 @@ def as_softmax_scale(
     """
     if softmax_scale.__class__ is float and _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         return softmax_scale
-    if isinstance(softmax_scale, (bool, np.bool_)) or not isinstance(
-        softmax_scale, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"{name}: expected {wanted}, got {show(softmax_scale)}")
-    scale = float(softmax_scale)
+    scale = _as_float(name, softmax_scale, wanted)
     if not _MIN_SCALE <= scale <= _MAX_SCALE:
         raise ValueError(
             f"{name}: expected a finite float32 greater than 0 ({_MIN_SCALE:.2g} to {_MAX_SCALE:.2g}), "
             f"got {scale}"
         )
     return scale
+
+
+def as_scale(scale: Any) -> float:
+    """The `scale` of flex attention as a float that is finite in float32, also times log2(e)."""
+    number = _as_float("scale", scale, "a float or None")
+    if not -_MAX_SCALE <= number <= _MAX_SCALE:
+        raise ValueError(
+            f"scale: expected a finite float32 of magnitude {_MAX_SCALE:.2g} at most, got {number}"
+        )
+    return number
+
+
+def _as_float(name: str, value: Any, wanted: str) -> float:
+    """`value` as a float if it is a number; an integer that is too large for one is an infinity."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name}: expected {wanted}, got {show(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def check_vector(name: str, view: Fields, dtypes: tuple[str, ...], length: int, meaning: str) -> None:

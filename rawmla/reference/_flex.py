@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attention.block_mask import BlockMask, and_masks, noop_mask, or_masks
-from ..call.checks import as_bool, as_int, show
+from ..call.checks import as_bool, as_int, as_scale, show
 from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, like, read, store
 from ._cache import decode_e4m3, decode_e5m2
 from ._mha import _sum
@@ -120,7 +119,7 @@ def flex_attention(
         check_target(out, "out")
         if tuple(out.shape) != (b, h_q, seqlen_q, d_v):
             raise ValueError(f"out: expected [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out.shape)}")
-    factor = _scale(scale, d_qk)
+    factor = d_qk**-0.5 if scale is None else as_scale(scale)
     listed = _positions(block_mask, seqlen_q, seqlen_k)
     group = h_q // k.shape[1]
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
@@ -205,7 +204,7 @@ def flex_attention_backward(
     delta = (dout * results).sum(-1)
     if grad_lse is not None:
         delta = delta - _of_shape("grad_lse", grad_lse, (b, h_q, seqlen_q))
-    factor = _scale(scale, d_qk)
+    factor = d_qk**-0.5 if scale is None else as_scale(scale)
     listed = _positions(block_mask, seqlen_q, seqlen_k)
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
     dq, dk, dv = (np.zeros(x.shape) for x in (queries, keys, values))
@@ -329,13 +328,6 @@ def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """How many are listed, and which, ascending, with the others behind them."""
     order = np.argsort(~is_listed, axis=-1, kind="stable")
     return is_listed.sum(-1).astype(np.int32), order.astype(np.int32)
-
-
-def _scale(scale: float | None, d_qk: int) -> float:
-    factor = d_qk**-0.5 if scale is None else float(scale)
-    if not math.isfinite(factor):
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-    return factor
 
 
 def _visible(listed: _Listed | None, block_mask: Any, at: tuple[Any, ...]) -> _Bools:
