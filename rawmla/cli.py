@@ -204,7 +204,7 @@ def _build_all(
     """Build on all cores (NVRTC runs without the interpreter lock); yields in the order of completion."""
 
     def job(spec: KernelSpec) -> CompiledKernel:
-        compiled = builder.build(spec)
+        compiled = builder.build(spec, keep=out is None)
         if out is not None:
             export(compiled, out)
         return compiled

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -172,12 +173,47 @@ def test_compile_without_nvrtc(
     assert "error: there is no NVRTC" in capsys.readouterr().err
 
 
-def test_compile_that_keeps_nothing_is_a_failure(
-    project: Project, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fault", ["open", "a file", "read-only"])
+def test_a_cache_that_cannot_be_used_is_said_first(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    project.cache_dir.mkdir()
-    project.cache_dir.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="chmod go-w"):
+    """Before anything is compiled, which takes minutes. What need not be compiled is no error."""
+    if fault == "read-only":
+        assert cli.main(["compile"]) == 0
+
+        def refuse(*arguments: object, **keywords: object) -> None:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+        assert cli.main(["compile"]) == 0
+        text = "cannot be written ([Errno 30] Read-only file system)"
+    elif fault == "open":
+        project.cache_dir.mkdir()
+        project.cache_dir.chmod(0o777)
+        text = "is writable for others (mode 0777); `chmod go-w` it"
+    else:
+        project.cache_dir.write_text("")
+        text = "cannot be used ("
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: pytest.fail("compiled"))
+    capsys.readouterr()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cli.main(["compile", "--all"]) == 1
+    captured = capsys.readouterr()
+    assert f"error: {project.cache_dir} {text}" in captured.err and captured.out == ""
+    assert captured.err.rstrip().endswith("RAWMLA_CACHE_DIR names another folder")
+
+
+def test_compile_that_keeps_nothing_is_a_failure(
+    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full by the time that a kernel is there."""
+
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    with pytest.warns(RuntimeWarning, match="No space left"):
         assert cli.main(["compile"]) == 1
     assert "error: 2 of them could not be kept" in capsys.readouterr().err
 

@@ -409,16 +409,48 @@ def test_old_temporary_folders_are_removed(project: Project) -> None:
     assert not old.exists() and new.exists()
 
 
+def fail(one: builder.Builder, project: Project, number: int) -> Path:
+    """What is saved of a kernel that does not compile."""
+    project.write("kernels/tiny.cu", f"{number} " * 1000)
+    with pytest.raises(builder.CompileError) as caught:
+        one.build(tiny())
+    assert caught.value.source_path is not None
+    return caught.value.source_path
+
+
 def test_saved_failures_are_bounded_too(project: Project) -> None:
-    project.write("kernels/tiny.cu", "nonsense " * 1000)
-    with pytest.raises(builder.CompileError):
-        project.build(1)
-    (failed,) = project.entries()
-    os.utime(project.cache_dir / failed, (1, 1))
+    """A success makes room, and so does the next failure: a program may have no success."""
+    project.max_bytes = 40_000
+    one = project.builder()
+    old = fail(one, project, 1)
+    os.utime(old.parents[1], (1, 1))
+    for number in range(2, 20):
+        new = fail(one, project, number)
+    assert not old.exists() and new.exists()
+    assert sum(size for _, size, _ in one.cache.entries()) <= project.max_bytes
+    os.utime(new.parents[1], (1, 1))
+    fail(one, project, 19)  # again: used now
+    assert time.time() - new.parents[1].stat().st_mtime < 60
+    os.utime(new.parents[1], (1, 1))
     project.write("kernels/tiny.cu", KERNEL)
     project.max_bytes = 8000
     project.build(1)
-    assert failed not in project.entries()
+    assert not new.exists()
+
+
+def test_failures_that_the_cache_does_not_take_are_bounded(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project.root / "temporary").mkdir()
+    monkeypatch.setattr(builder.tempfile, "tempdir", str(project.root / "temporary"))
+    project.cache_dir.write_text("")  # a file: no folder can be made there
+    project.max_bytes = 40_000
+    one = project.builder()
+    with pytest.warns(RuntimeWarning, match="in memory"):
+        saved = [fail(one, project, number) for number in range(20)]
+    assert saved[-1].exists() and not saved[0].exists()
+    (folder,) = (project.root / "temporary").iterdir()
+    assert sum(size for _, size, _ in DiskCache(folder, 0).entries()) <= project.max_bytes
 
 
 def test_prebuilt_folder_round_trip(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,11 +82,14 @@ class Builder:
         self.cache = cache
         self.prebuilt = prebuilt
         self._memory: BoundedTable[str, CompiledKernel] = BoundedTable(MEMORY_KERNELS)
+        self._failures: DiskCache | None = None  # where the cache takes none
         self._warned: set[str] = set()
         self._mutex = threading.Lock()
 
-    def build(self, spec: KernelSpec) -> CompiledKernel:
+    def build(self, spec: KernelSpec, *, keep: bool = False) -> CompiledKernel:
         """The compiled kernel. Files are read and hashed on every call, so an edited header is seen.
+
+        With ``keep`` nothing is compiled that the cache cannot store.
 
         Raises
         ------
@@ -95,6 +98,8 @@ class Builder:
             has serialised WGMMA.
         NVRTCNotFoundError, MissingDependencyError
             It has to be compiled, and the compiler is missing.
+        OSError
+            It has to be compiled and kept, and the cache folder cannot be used or written.
         """
         sources = collect(self.source_root, spec.name, spec.headers)
         options = nvrtc.compiler_options(spec)
@@ -107,6 +112,7 @@ class Builder:
         found = self._memory.get(key) or self._load_cached(spec, sources, key)
         if found is not None:
             return found
+        self.cache.check_writable(required=keep)
         with self.cache.lock(key):
             found = self._load_cached(spec, sources, key)
             if found is not None:
@@ -192,17 +198,24 @@ class Builder:
     def _save_failure(
         self, spec: KernelSpec, sources: SourceSet, options: tuple[str, ...], log: str, key: str
     ) -> Path | None:
-        """Keep what did not compile: in the cache, where its size is bounded, else in a temporary folder."""
-        places = [] if self.cache.refusal() else [self.cache.path / f"{entry_name(spec.name, key)}-failed"]
-        for place in (*places, None):
+        """Keep what did not compile: in the cache, else in the temporary folder of this builder."""
+        text = " ".join(options) + "\n" + log + "\n"
+        if self.cache.refusal() is None:
             try:
-                folder = place if place is not None else Path(tempfile.mkdtemp(prefix="rawmla-failed-"))
-                saved = sources.write_to(folder)
-                (folder / "compile.log").write_text(" ".join(options) + "\n" + log + "\n")
-                return saved
+                return self.cache.store_failure(spec.name, key, sources, text)
             except OSError:
-                continue
-        return None
+                pass
+        try:
+            return self._temporary().store_failure(spec.name, key, sources, text)
+        except OSError:
+            return None
+
+    def _temporary(self) -> DiskCache:
+        with self._mutex:
+            if self._failures is None:
+                folder = Path(tempfile.mkdtemp(prefix="rawmla-failed-"))
+                self._failures = DiskCache(folder, self.cache.max_bytes)
+            return self._failures
 
 
 def export(compiled: CompiledKernel, folder: Path) -> Path:

@@ -7,6 +7,7 @@ written is not used. Whatever goes wrong with the disk costs compile time and a 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 import warnings
@@ -25,11 +26,13 @@ from rawmla.jit.entry import (
     untrusted_reason,
     write_entry,
 )
+from rawmla.jit.sources import SourceSet
 
 __all__ = ["DiskCache"]
 
 LOCK_TIMEOUT_S = 60.0  # a compile takes seconds; after this the work is done twice rather than waited for
 STALE_TMP_S = 3600.0
+_REMEDY = "RAWMLA_CACHE_DIR names another folder"
 
 
 class DiskCache:
@@ -72,9 +75,7 @@ class DiskCache:
 
     def load(self, kernel: str, key: str) -> tuple[bytes, dict[str, Any], Path] | None:
         """Verified entry and its folder, or None. A hit counts as a use for the eviction order."""
-        refusal = self.refusal()
-        if refusal is not None:
-            self._warn_not_kept(refusal)
+        if self.refusal() is not None:
             return None
         folder = self.path / entry_name(kernel, key)
         try:
@@ -99,9 +100,36 @@ class DiskCache:
                 self._evict(keep=folder)
                 return folder
             except OSError as error:
-                refusal = f"{self.path} cannot be written ({error})"
+                refusal = self._unwritable(error)
         self._warn_not_kept(refusal)
         return None
+
+    def check_writable(self, *, required: bool) -> None:
+        """Say before a compile that the result will not be kept: by one warning, or by ``OSError`` if it is
+        ``required``.
+        """
+        refusal = self.refusal()
+        if refusal is None:
+            try:
+                tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=self.path).cleanup()
+                return
+            except OSError as error:
+                refusal = self._unwritable(error)
+        if required:
+            raise OSError(f"{refusal}. {_REMEDY}")
+        self._warn_not_kept(refusal)
+
+    def store_failure(self, kernel: str, key: str, sources: SourceSet, log: str) -> Path:
+        """Store what did not compile, bounded as entries are; returns the main file. Raises ``OSError``."""
+        folder = self.path / f"{entry_name(kernel, key)}-failed"
+        saved = sources.write_to(folder)
+        (folder / "compile.log").write_text(log)
+        os.utime(folder)  # it may be there already
+        self._evict(keep=folder)
+        return saved
+
+    def _unwritable(self, error: OSError) -> str:
+        return f"{self.path} cannot be written ({error})"
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
@@ -164,8 +192,7 @@ class DiskCache:
                 continue
 
     def _warn_not_kept(self, reason: str) -> None:
-        reason += ". RAWMLA_CACHE_DIR names another folder"
-        self._warn("kernels are compiled in memory and not kept", reason)
+        self._warn("kernels are compiled in memory and not kept", f"{reason}. {_REMEDY}")
 
     def _warn(self, what: str, reason: str) -> None:
         """Say each ``what`` once, with the first reason."""
