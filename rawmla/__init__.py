@@ -104,12 +104,22 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use and keep it, so later look-ups cost nothing."""
     module = _MODULE_OF.get(name)
     if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
     value: Any = import_module(f".{module or name}", __name__)
     if module:
         value = getattr(value, name)
     globals()[name] = value
     return value
+
+
+def _hint(name: str) -> str:
+    """The public names close to one that does not exist, for the end of an error; empty without any."""
+    if name.startswith("__"):  # what Python and tools look for in any module
+        return ""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, _MODULE_OF)
+    return f"; close names: {', '.join(close)}" if close else ""
 
 
 def __dir__() -> list[str]:

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m rawmla", description="Attention kernels for Hopper: MLA, dense and flex attention."
     )
     parser.add_argument("--version", action="version", version=f"rawmla {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser(
         "info",
         help="what works on this machine, what does not and why",
@@ -76,9 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     given = list(sys.argv[1:] if argv is None else argv)
     program = given[given.index("--") + 1 :] if "--" in given else []
-    arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)
+    own = given[: given.index("--")] if "--" in given else given
+    arguments, unknown = parser.parse_known_args(own)
     if program and arguments.command != "flash-mla":
-        parser.error(f"unrecognized arguments: -- {' '.join(program)}")
+        unknown += ["--", *program]
+    if unknown:  # first: a command may be missing as well
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if arguments.command is None:
+        parser.error(f"expected a command: {', '.join(commands.choices)}")
     try:
         if arguments.command == "info":
             return _info()

@@ -378,6 +378,26 @@ def test_info_shows_the_prebuilt_folder(
     assert f"{folder} (2 entries)" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["--bogus", "info"], "unrecognized arguments: --bogus"),
+        (["compile", "--bogus", "more"], "unrecognized arguments: --bogus more"),
+        (["--bogus", "--", "script.py"], "unrecognized arguments: --bogus -- script.py"),
+        (["info", "--", "script.py"], "unrecognized arguments: -- script.py"),
+        (["bogus"], "invalid choice: 'bogus'"),
+        ([], "expected a command: info, doctor, compile, flash-mla"),
+    ],
+)
+def test_wrong_usage_names_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], given: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(given)
+    assert caught.value.code == 2 and text in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_module_runs() -> None:
     done = subprocess.run([sys.executable, "-m", "rawmla", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, f"rawmla {rawmla.__version__}")

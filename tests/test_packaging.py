@@ -160,8 +160,10 @@ def test_public_names() -> None:
     for name in rawmla.__all__:
         if name.endswith("Error"):
             assert issubclass(getattr(rawmla, name), rawmla.RawMLAError)
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'$"):
         _ = rawmla.no_such_name
+    with pytest.raises(AttributeError, match="'flash_attn_foo'; close names: flash_attn_func, "):
+        _ = rawmla.flash_attn_foo
 
 
 def test_long_description_has_absolute_links(built: Path) -> None:
