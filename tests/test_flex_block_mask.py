@@ -50,6 +50,24 @@ def absent(mask: Any) -> float:
     return float(100 * (1 - mask.to_dense().double().mean()))
 
 
+def test_lists_of_numpy() -> None:
+    """Those of `rawmla.reference`: all that a mask can do, as with lists of torch."""
+    want, _ = pair("per head")
+    arrays = [x.numpy() for x in (want.kv_num_blocks, want.kv_indices)]
+    full = [x.numpy() for x in (want.full_kv_num_blocks, want.full_kv_indices)]
+    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, MASKS["per head"], (Q_LEN, KV_LEN))
+    for change in (lambda x: x, lambda x: x[1, 0:2], lambda x: x._adjust(500, 300)):
+        got, other = change(mask), change(want)
+        assert str(got) == str(other) and got.sparsity() == other.sparsity()
+        for lists in LISTS:
+            assert listed(got, lists) == listed(other, lists), lists
+        for array in got.as_tuple()[2:10]:
+            assert isinstance(array, np.ndarray) and array.dtype == np.int32
+    assert mask.to("cpu").kv_indices is mask.kv_indices
+    with pytest.raises(ValueError, match="device"):
+        mask.to("meta")
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_is_torchs(name: str) -> None:
     ours, theirs = pair(name)

@@ -209,6 +209,70 @@ def test_tensors(kind: str) -> None:
     assert reference.flex_attention(q, k, v, return_aux=both(max_scores=False))[1].max_scores is None
 
 
+GROUPS = torch.from_numpy(DRAW.integers(0, 4, (L, 2)))
+TABLE = torch.from_numpy(DRAW.standard_normal((L, S))).bfloat16()
+# Of single positions: values of whole arrays would be others, or an error.
+OF_TENSORS: dict[str, tuple[Any, Any]] = {
+    "any": (
+        lambda s, b, h, q, k: torch.where((GROUPS[q] == k % 4).any(), s, s - 1),
+        lambda b, h, q, k: (GROUPS[q] == k % 4).any(),
+    ),
+    "rows": (lambda s, b, h, q, k: s + TABLE[q][k], lambda b, h, q, k: TABLE[q][k] > 0),
+    "methods": (lambda s, b, h, q, k: s.clamp(max=0.5), lambda b, h, q, k: (q - k).abs().lt(5 + h)),
+    "stack": (
+        lambda s, b, h, q, k: torch.stack([s, -s]).max(),
+        lambda b, h, q, k: torch.stack([q, k]).sum() % 3 > 0,
+    ),
+    "documents": (SCORES["alibi"][1], MASKS["documents"][1]),
+}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_functions_of_tensors(name: str) -> None:
+    """Those that rawmla traces, with their BlockMask, torch's, and AuxRequest."""
+    score, mask = OF_TENSORS[name]
+    tensors = [torch.from_numpy(x) for x in arrays()]
+    blocks = theirs.create_block_mask(mask, B, H, L, S, device="cpu", BLOCK_SIZE=16)
+    want, lse = theirs.flex_attention(*tensors, score, blocks, return_lse=True)
+    ours = reference.create_block_mask(mask, B, H, L, S, device="cpu", BLOCK_SIZE=16)
+    assert isinstance(ours, reference.BlockMask)
+    np.testing.assert_array_equal(ours.to_dense(), blocks.to_dense().numpy())
+    for given in (ours, blocks):
+        out, aux = reference.flex_attention(
+            *tensors, score, given, return_aux=reference.AuxRequest(lse=True), kernel_options={"BLOCK_M": 64}
+        )
+        assert isinstance(aux, reference.AuxOutput) and aux.max_scores is None
+        torch.testing.assert_close(out, want, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(aux.lse, lse.float())
+
+
+def test_functions_of_arrays_with_tensors() -> None:
+    q, k, v = arrays()
+    for score, mask in ((SCORES["bias"][0], MASKS["some rows"][0]), (lambda *at: 0.5, lambda *at: True)):
+        blocks = reference.create_block_mask(mask, B, H, L, S)
+        want = reference.flex_attention(q, k, v, score, blocks)
+        got = reference.flex_attention(*[torch.from_numpy(x) for x in (q, k, v)], score, blocks)
+        np.testing.assert_array_equal(got.numpy(), want)
+
+
+def test_functions_that_cannot_run_here() -> None:
+    q, k, v = (torch.from_numpy(x) for x in arrays())
+    blocks = reference.create_block_mask(lambda *at: True, None, None, L, S)
+    for function in (reference.CudaMod("q_idx >= kv_idx"), "q_idx >= kv_idx"):
+        text = f"expected a Python function, as CUDA text runs on a GPU alone, got {type(function).__name__}"
+        with pytest.raises(TypeError, match=f"^score_mod: {text}"):
+            reference.flex_attention(q, k, v, function)
+        with pytest.raises(TypeError, match=f"^mask_mod: {text}"):
+            reference.create_block_mask(function, None, None, L, S)
+        blocks.mask_mod = function
+        with pytest.raises(TypeError, match=f"^mask_mod: {text}"):
+            reference.flex_attention(q, k, v, None, blocks)
+    with pytest.raises(ValueError, match=r"^score_mod: expected a function .*\(RuntimeError.*\(ValueError"):
+        reference.flex_attention(q, k, v, lambda s, b, h, q, k: s if q > k else -s)
+    with pytest.raises(ZeroDivisionError):  # the caller's own
+        reference.flex_attention(*arrays(), lambda *at: 1 / 0)
+
+
 @pytest.mark.parametrize(("b", "l", "s"), ((0, 5, 7), (2, 0, 7), (2, 5, 0)))
 def test_empty(b: int, l: int, s: int) -> None:  # noqa: E741
     q, k, v = np.zeros((b, 3, l, 8)), np.zeros((b, 3, s, 8)), np.zeros((b, 3, s, 4))
@@ -232,6 +296,11 @@ def test_empty(b: int, l: int, s: int) -> None:  # noqa: E741
         ({"scale": math.inf}, ValueError, "scale: expected a finite float32"),
         ({"return_lse": True, "return_aux": both()}, ValueError, "return_lse: expected False"),
         ({"return_lse": 1}, TypeError, "return_lse: "),
+        ({"return_aux": 1}, TypeError, "return_aux: expected an AuxRequest"),
+        ({"return_aux": both(lse=1)}, TypeError, "return_aux.lse: expected a bool"),
+        ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
+        ({"kernel_options": {"BLOCKM": 64}}, ValueError, "kernel_options: expected names among"),
+        ({"score_mod": 3}, TypeError, "score_mod: expected a function, got int 3"),
         ({"block_mask": 3}, TypeError, "block_mask: expected a BlockMask"),
         (
             {"block_mask": reference.create_block_mask(lambda *at: True, None, None, L, S + 1)},

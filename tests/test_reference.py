@@ -257,6 +257,9 @@ def test_every_public_function_has_a_counterpart() -> None:
     public = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))}
     compute_nothing = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla"}
     assert set(FUNCTIONS) == public - compute_nothing
+    others = {name for name in rawmla.__all__ if not name.endswith("Error")}
+    others -= {"__version__", "compat", "reference", *compute_nothing, *FUNCTIONS}
+    assert others >= {"BlockMask", "FlashMLASchedMeta"} and others <= set(reference.__all__)
 
 
 @pytest.mark.parametrize(

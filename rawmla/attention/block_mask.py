@@ -344,9 +344,10 @@ class BlockMask:
     def to(self, device: Any) -> BlockMask:
         """The mask with its lists on another device; lists that are there already are shared.
 
-        ``device`` is what `torch.Tensor.to` takes, or for arrays of CuPy a CUDA device: an ordinal, "cuda:1"
-        or a torch.device. `mask_mod` and what it reads stay as they are. Copies are made by the framework of
-        the lists, on its current streams; ValueError for arrays of CuPy and another kind of device.
+        ``device`` is what `torch.Tensor.to` takes, or for arrays of CuPy and NumPy a CUDA device: an ordinal,
+        "cuda:1" or a torch.device. `mask_mod` and what it reads stay as they are. Copies are made by the
+        framework of the lists, on its current streams, those of NumPy by CuPy; ValueError for these arrays
+        and another kind of device, but for "cpu" where they are of NumPy.
         """
         lengths, *lists, sizes, mask_mod = self.as_tuple(flatten=False)
         moved = [None if array is None else _moved(array, device) for array in lists]
@@ -439,56 +440,63 @@ def _transposed(lists: _Lists, columns: int) -> _Lists:
 def _listed(dense: Any) -> _Lists:
     """Lists of the places of ones, ascending, with the others behind them."""
     counts = dense.sum(-1)
-    return _Lists(counts.astype("int32") if _is_cupy(dense) else counts.int(), _stable_order(1 - dense))
+    return _Lists(
+        counts.int() if _numpy_of(dense) is None else counts.astype("int32"), _stable_order(1 - dense)
+    )
 
 
-# The few operations whose names differ between torch and CuPy
+# The few operations whose names differ between torch and CuPy, which has those of NumPy
 
 
-def _is_cupy(array: Any) -> bool:
-    return hasattr(array, "__cuda_array_interface__") and not hasattr(array, "scatter_")
+def _numpy_of(array: Any) -> Any:
+    """CuPy for an array of CuPy, NumPy for one of NumPy, as `rawmla.reference` has them; None for torch."""
+    if isinstance(array, np.ndarray):
+        return np
+    if not hasattr(array, "__cuda_array_interface__") or hasattr(array, "scatter_"):
+        return None
+    import cupy
+
+    return cupy
 
 
 def _moved(array: Any, device: Any) -> Any:
-    if _is_cupy(array):
-        import cupy
+    if _numpy_of(array) is None:
+        return array.to(device)
+    if isinstance(array, np.ndarray) and str(device) == "cpu":
+        return array
+    ordinal = as_ordinal(device)
+    import cupy
 
-        with cupy.cuda.Device(as_ordinal(device)):
-            return cupy.asarray(array)
-    return array.to(device)
+    with cupy.cuda.Device(ordinal):
+        return cupy.asarray(array)
 
 
 def _zeros_like(array: Any, shape: Sequence[int]) -> Any:
-    if _is_cupy(array):
-        import cupy
-
-        return cupy.zeros(tuple(shape), "int32")
-    return array.new_zeros(tuple(shape))
+    numpy = _numpy_of(array)
+    return array.new_zeros(tuple(shape)) if numpy is None else numpy.zeros(tuple(shape), "int32")
 
 
 def _range_like(array: Any, count: int) -> Any:
-    if _is_cupy(array):
-        import cupy
-
-        return cupy.arange(count, dtype="int32")
+    numpy = _numpy_of(array)
+    if numpy is not None:
+        return numpy.arange(count, dtype="int32")
     import torch
 
     return torch.arange(count, dtype=torch.int32, device=array.device)
 
 
 def _put_ones(array: Any, places: Any) -> None:
-    if _is_cupy(array):
-        import cupy
-
-        cupy.put_along_axis(array, places.astype("int64"), 1, axis=-1)
-    else:
+    numpy = _numpy_of(array)
+    if numpy is None:
         array.scatter_(-1, places.long(), 1)
+    else:
+        numpy.put_along_axis(array, places.astype("int64"), 1, axis=-1)
 
 
 def _stable_order(array: Any) -> Any:
-    if _is_cupy(array):
-        return array.argsort(axis=-1, kind="stable").astype("int32")
-    return array.argsort(dim=-1, stable=True).int()
+    if _numpy_of(array) is None:
+        return array.argsort(dim=-1, stable=True).int()
+    return array.argsort(axis=-1, kind="stable").astype("int32")
 
 
 # ---- pictures

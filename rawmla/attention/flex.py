@@ -41,7 +41,7 @@ from .mods import reading_of
 from .traced import between_graphs
 
 __all__ = [
-    *("AuxOutput", "AuxRequest", "attend", "attend_alone"),
+    *("AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options"),
     *("flex_attention", "hides_nothing", "read_dense", "wanted"),
 ]
 
@@ -220,7 +220,7 @@ def attend_alone(
     if deterministic is not None:
         as_bool("deterministic", deterministic)
     wants_lse, wants_max = wanted(return_lse, return_aux)
-    _check_options(kernel_options)
+    check_options(kernel_options)
     scale = None if scale is None else as_scale(scale)
     q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
@@ -312,7 +312,8 @@ def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
     return as_bool("return_aux.lse", return_aux.lse), as_bool("return_aux.max_scores", wants_max)
 
 
-def _check_options(options: dict[str, Any] | None) -> None:
+def check_options(options: dict[str, Any] | None) -> None:
+    """Check the names in `kernel_options`, and its backend."""
     if options is None:
         return
     if not isinstance(options, dict):

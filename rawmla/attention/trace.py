@@ -32,7 +32,7 @@ from .mods import ELEMENTS, Backward, Capture, Mod, Number, Site
 from .names import names_of
 from .operators import OPERATORS, Refused, Value, View, Writer, elements
 
-__all__ = ["name_of", "trace"]
+__all__ = ["IndexByTensors", "name_of", "trace"]
 
 ARGUMENTS = {
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
@@ -140,7 +140,7 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
             for argument in arguments
         ]
         try:
-            with _RECORDING, _IndexByTensors():
+            with _RECORDING, IndexByTensors():
                 return make_fx(recorded, tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
             raise ValueError(
@@ -153,7 +153,7 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
             ) from error
 
 
-class _IndexByTensors(TorchFunctionMode):
+class IndexByTensors(TorchFunctionMode):
     """Inside, 0-d tensors, and numbers without slices, are indices like any other: torch would ask for the
     values of the first, which are unknown, and keep the second as steps of a view, which are no parameters.
     """
@@ -223,7 +223,7 @@ class _Joint:
             return result, by_score, leaves, by_leaves
 
 
-class _ReadsAreLeaves(_IndexByTensors):
+class _ReadsAreLeaves(IndexByTensors):
     """Inside, what is read of captured tensors that require grad is leaves, with gradients of their own."""
 
     def __init__(self, name: str) -> None:

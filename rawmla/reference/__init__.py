@@ -16,7 +16,8 @@ Results come in the kind of the first array:
 Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions; dense attention
 (`flash_attn_*`), prefix prefill (`context_attention_fwd`) and flex attention (`flex_attention`,
 `create_block_mask`) check what their definition needs and no more: they take float32 and any head dimension.
-Score and mask functions are functions of NumPy arrays; a score function with gradients is a `NumpyMod`.
+Score and mask functions are functions of NumPy arrays or, with tensors, those that the GPU functions take; a
+score function with gradients is a `NumpyMod`. CUDA text does not run here: a `CudaMod` is refused.
 """
 
 from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
@@ -42,6 +43,10 @@ from ._cache import (
     write_kv_cache,
 )
 from ._flex import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    CudaMod,
     NumpyMod,
     and_masks,
     create_block_mask,
@@ -81,10 +86,14 @@ from ._plan import (
 from ._prefix import context_attention_fwd
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BATCH_INVARIANT_MARK",
     "BATCH_INVARIANT_MAX_SPLITS",
     "BATCH_INVARIANT_MIN_BLOCKS",
     "BLOCK_TOKENS",
+    "BlockMask",
+    "CudaMod",
     "D_V",
     "E4M3_MAX",
     "FIXED_COST_DIVISOR",

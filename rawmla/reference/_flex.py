@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,12 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..attention.block_mask import BlockMask, and_masks, noop_mask, or_masks
+from ..attention.flex import AuxOutput, AuxRequest, check_options, wanted
+from ..attention.mods import CudaMod
 from ..call.checks import as_bool, as_int, as_scale, show
 from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, like, read, store
 from ._cache import decode_e4m3, decode_e5m2
 from ._mha import _sum
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
+    "BlockMask",
+    "CudaMod",
     "NumpyMod",
     "and_masks",
     "create_block_mask",
@@ -89,13 +96,15 @@ def flex_attention(
         query: `[B, Hq, L, E]`.
         key, value: `[Bkv, Hkv, S, E]`, `[Bkv, Hkv, S, Ev]`; Bkv is B or 1. float8_e4m3fn and float8_e5m2 too.
         score_mod: a function of NumPy arrays: of scores `[L, S]`, two integers, query tokens `[L, 1]` and
-            keys `[1, S]`.
-        block_mask: its mask_mod is such a function, without the scores. None: everything is attended.
+            keys `[1, S]`. Where query is a tensor, also one of 0-d tensors, as on the GPU; `torch.vmap` calls
+            it. No CUDA text.
+        block_mask: of rawmla, or torch's. Its mask_mod is such a function, without the scores. None:
+            everything is attended.
         scale: `E ** -0.5` when None.
         enable_gqa: Hq may be a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
         return_lse: give (out, lse).
         kernel_options, deterministic: do not change what is computed.
-        return_aux: what has the attributes lse and max_scores: give (out, AuxOutput of these).
+        return_aux: an AuxRequest, or torch's: give (out, AuxOutput of these).
         out: optional array `[B, Hq, L, Ev]` that receives the result. A tensor is also what is returned.
 
     Returns:
@@ -106,13 +115,16 @@ def flex_attention(
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit; `return_lse` together with `return_aux`; a mask of other lengths.
+        ValueError: shapes that do not fit; `return_lse` together with `return_aux`; a mask of other lengths;
+            a function that takes neither tensors nor arrays.
     """
     q, k, v = (read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
     _check_shapes(q, k, v, as_bool("enable_gqa", enable_gqa))
     return_lse = as_bool("return_lse", return_lse)
-    if return_lse and return_aux is not None:
-        raise ValueError("return_lse: expected False with return_aux, which has lse too, got True")
+    if deterministic is not None:
+        as_bool("deterministic", deterministic)
+    wants_lse, wants_max = wanted(return_lse, return_aux)
+    check_options(kernel_options)
     b, h_q, seqlen_q, d_qk = q.shape
     seqlen_k, d_v = v.shape[2:]
     if out is not None:
@@ -120,7 +132,8 @@ def flex_attention(
         if tuple(out.shape) != (b, h_q, seqlen_q, d_v):
             raise ValueError(f"out: expected [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out.shape)}")
     factor = d_qk**-0.5 if scale is None else as_scale(scale)
-    listed = _positions(block_mask, seqlen_q, seqlen_k)
+    score = None if score_mod is None else _Function("score_mod", score_mod, q.is_torch)
+    listed, mask = _positions(block_mask, q, k)
     group = h_q // k.shape[1]
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
     results = np.zeros((b, h_q, seqlen_q, d_v))
@@ -132,9 +145,9 @@ def flex_attention(
             at = (np.int64(request), np.int64(head), i, j)
             with np.errstate(all="ignore"):  # masked pairs may be anything
                 scores = factor * (queries[request, head] @ keys[pair].T)
-                if score_mod is not None:
-                    scores = np.broadcast_to(score_mod(scores, *at), scores.shape).astype(np.float64)
-            visible = _visible(listed, block_mask, at)
+                if score is not None:
+                    scores = score(scores, *at).astype(np.float64)
+            visible = _visible(listed, mask, at)
             place = (request, head)
             results[place], lse[place], top[place] = _attend(scores, visible, values[pair])
     if out is not None:
@@ -144,10 +157,8 @@ def flex_attention(
         return result, like(lse, "float32", q)
     if return_aux is None:
         return result
-    from ..attention.flex import AuxOutput
-
-    wanted = (return_aux.lse, lse), (getattr(return_aux, "max_scores", False), top)
-    return result, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in wanted])
+    further = (wants_lse, lse), (wants_max, top)
+    return result, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in further])
 
 
 def flex_attention_backward(
@@ -205,7 +216,7 @@ def flex_attention_backward(
     if grad_lse is not None:
         delta = delta - _of_shape("grad_lse", grad_lse, (b, h_q, seqlen_q))
     factor = d_qk**-0.5 if scale is None else as_scale(scale)
-    listed = _positions(block_mask, seqlen_q, seqlen_k)
+    listed, mask = _positions(block_mask, q, k)
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
     dq, dk, dv = (np.zeros(x.shape) for x in (queries, keys, values))
     captured = {
@@ -216,7 +227,7 @@ def flex_attention_backward(
     for request, head in np.ndindex(b, h_q):
         place, pair = (request, head), (request % batches, head // (h_q // h_kv))
         at = (np.int64(request), np.int64(head), i, j)
-        visible = _visible(listed, block_mask, at) & (logs[place] > -np.inf)[:, None]
+        visible = _visible(listed, mask, at) & (logs[place] > -np.inf)[:, None]
         with np.errstate(all="ignore"):  # masked pairs may be anything
             products = factor * (queries[place] @ keys[pair].T)
             scores = products if score_mod is None else score_mod(products, *at)
@@ -282,7 +293,8 @@ def create_block_mask(
 
     Args:
         mask_mod: a function of NumPy arrays: of two integers, query tokens `[Q_LEN, 1]` and keys
-            `[1, KV_LEN]`.
+            `[1, KV_LEN]`. Where torch is imported, also one of 0-d tensors, as on the GPU; `torch.vmap` calls
+            it. No CUDA text.
         B, H: requests and heads that have masks of their own; None is 1.
         Q_LEN, KV_LEN: query tokens and keys.
         BLOCK_SIZE: query tokens and keys of a block.
@@ -293,8 +305,10 @@ def create_block_mask(
         A BlockMask of NumPy arrays, int32; lists are ascending, with the other blocks behind their ends.
 
     Raises:
-        TypeError, ValueError: an argument is no integer, negative, or no block size.
+        TypeError, ValueError: an argument is no integer, negative, or no block size; mask_mod is no function
+            of tensors or arrays.
     """
+    mask = _Function("mask_mod", mask_mod, "torch" in sys.modules)
     b, h = (1 if x is None else as_int(name, x) for name, x in (("B", B), ("H", H)))
     lengths = as_int("Q_LEN", Q_LEN), as_int("KV_LEN", KV_LEN)
     for name, size, least in (("B", b, 1), ("H", h, 1), ("Q_LEN", lengths[0], 0), ("KV_LEN", lengths[1], 0)):
@@ -310,7 +324,7 @@ def create_block_mask(
         for head in range(h):
             # Positions past the lengths are not seen, so that no block with one of them is full.
             seen = np.zeros((rows * sizes[0], columns * sizes[1]), bool)
-            seen[: lengths[0], : lengths[1]] = _mask(mask_mod, (np.int64(request), np.int64(head), i, j))
+            seen[: lengths[0], : lengths[1]] = mask(np.int64(request), np.int64(head), i, j)
             blocks = seen.reshape(rows, sizes[0], columns, sizes[1])
             some[request, head], full[request, head] = blocks.any((1, 3)), blocks.all((1, 3))
     if separate_full_blocks:
@@ -330,21 +344,78 @@ def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     return is_listed.sum(-1).astype(np.int32), order.astype(np.int32)
 
 
-def _visible(listed: _Listed | None, block_mask: Any, at: tuple[Any, ...]) -> _Bools:
+class _Function:
+    """A score or mask function of a caller, evaluated at all positions of one head of one request.
+
+    With `may_be_torch` tensors are tried first: a function of torch may give wrong values for whole arrays,
+    and one of NumPy raises for tensors.
+    """
+
+    def __init__(self, name: str, function: Any, may_be_torch: bool) -> None:
+        if isinstance(function, (CudaMod, str)):
+            raise TypeError(
+                f"{name}: expected a Python function, as CUDA text runs on a GPU alone, got {show(function)}"
+            )
+        if not callable(function):
+            raise TypeError(f"{name}: expected a function, got {show(function)}")
+        self._name = name
+        self._function = function
+        self._ways = [self._by_numpy]
+        if may_be_torch and not isinstance(function, NumpyMod):
+            self._ways.insert(0, self._by_torch)
+
+    def __call__(self, *arguments: Any) -> NDArray[Any]:
+        """Results `[L, S]`, from scores, if any, request, head, query tokens `[L, 1]` and keys `[1, S]`."""
+        *_, i, j = arguments
+        shape = (i.size, j.size)
+        if 0 in shape:
+            return np.zeros(shape)
+        errors: list[Exception] = []
+        for way in self._ways:
+            try:
+                with np.errstate(all="ignore"):
+                    result = np.broadcast_to(way(*arguments), shape)
+            except Exception as error:
+                errors.append(error)
+            else:
+                self._ways = [way]
+                return result
+        if len(errors) == 1:
+            raise errors[0]
+        texts = [f"{type(error).__name__}: {error}" for error in errors]
+        raise ValueError(
+            f"{self._name}: expected a function of 0-d torch tensors or of NumPy arrays, got one that raises "
+            f"with the first ({texts[0]}) and with the second ({texts[1]})"
+        ) from errors[0]
+
+    def _by_numpy(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def _by_torch(self, *arguments: Any) -> Any:
+        import torch
+
+        from ..attention.trace import IndexByTensors
+
+        *score, b, h, i, j = arguments
+        places = [torch.tensor(np.ravel(x), dtype=torch.int32) for x in (b, h, i, j)]
+        given = [*map(torch.from_numpy, score), places[0][0], places[1][0], *places[2:]]
+        per_key = torch.vmap(
+            lambda *one: torch.as_tensor(self._function(*one)), (*[0] * len(score), None, None, None, 0)
+        )
+        per_query = torch.vmap(per_key, (*[0] * len(score), None, None, 0, None))
+        with torch.no_grad(), IndexByTensors():
+            result = per_query(*given)
+        return result.to(torch.bool if not score else torch.float64).numpy()
+
+
+def _visible(listed: _Listed | None, mask: _Function | None, at: tuple[Any, ...]) -> _Bools:
     """What is attended by one head of one request, `[L, S]`."""
     request, head, i, j = at
-    if listed is None:
+    if listed is None or mask is None:
         return np.ones((len(i), j.shape[1]), bool)
     batches, heads = listed.full.shape[:2]
     place = (request % batches, head % heads)
-    return listed.full[place] | listed.partial[place] & _mask(block_mask.mask_mod, at)
-
-
-def _mask(mask_mod: Callable[..., Any], at: tuple[Any, ...]) -> _Bools:
-    """What a mask function gives, `[L, S]`."""
-    *_, i, j = at
-    with np.errstate(all="ignore"):
-        return np.broadcast_to(mask_mod(*at), (len(i), j.shape[1])).astype(bool)
+    return listed.full[place] | listed.partial[place] & mask(*at).astype(bool)
 
 
 def _attend(
@@ -368,25 +439,26 @@ def _softmax(
         return weights / np.where(total == 0, 1, total)[:, None], lse, top
 
 
-def _positions(block_mask: Any, seqlen_q: int, seqlen_k: int) -> _Listed | None:
-    """What the lists of a mask say of each position; None: all are attended."""
+def _positions(block_mask: Any, q: Array, k: Array) -> tuple[_Listed | None, _Function | None]:
+    """What the lists of a mask say of each position, and its function; None: all are attended."""
     if block_mask is None:
-        return None
+        return None, None
     if not hasattr(block_mask, "kv_indices"):
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)}")
     lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if lengths == (1, 1) and min(sizes) >= _HUGE_BLOCK:  # torch's way to say that there is none
-        return None
+        return None, None
     if lengths != (seqlen_q, seqlen_k):
         raise ValueError(
             f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, those of query and key, "
             f"got {lengths}"
         )
     partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlen_q, seqlen_k)
-    if block_mask.full_kv_num_blocks is None:
-        return _Listed(partial, np.zeros_like(partial))
-    full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlen_q, seqlen_k)
-    return _Listed(partial, full)
+    full = np.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlen_q, seqlen_k)
+    return _Listed(partial, full), _Function("mask_mod", block_mask.mask_mod, q.is_torch)
 
 
 def _covered(
