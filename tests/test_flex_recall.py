@@ -165,6 +165,15 @@ def test_arrays_that_change_in_place(world: World, change: Callable[..., Any]) -
     assert not world.is_recalled(biased(table))
 
 
+def test_an_array_that_gets_the_negative_bit(world: World) -> None:
+    """It may also be another one, with the id of one that is gone, of the same memory."""
+    table = torch.randn(50)
+    world.bind(biased(table))
+    table.data = torch._neg_view(table.data)
+    with pytest.raises(ValueError, match=r"^score_mod: an array that it reads: .* negative bit"):
+        world.bind(biased(table))
+
+
 def test_values_that_change_in_place(world: World) -> None:
     """They are read by the kernel."""
     table = torch.randn(50)

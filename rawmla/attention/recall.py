@@ -38,6 +38,7 @@ class _State(NamedTuple):
     dtype: Any
     device: int
     requires_grad: bool
+    is_negative: bool
     has_attributes: bool
 
 
@@ -87,8 +88,9 @@ def states_of(objects: Sequence[Any]) -> list[tuple[int, _State]] | None:
 
 def _state_of(x: Any) -> _State:
     return _State(
-        type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, bool(x.__dict__)
-    )
+        type(x), x.data_ptr(), x.shape, x.stride(), x.dtype, x.get_device(), x.requires_grad, x.is_neg(),
+        bool(x.__dict__),
+    )  # fmt: skip
 
 
 def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Framework) -> Any:
