@@ -360,7 +360,7 @@ class _Function:
             raise TypeError(f"{name}: expected a function, got {show(function)}")
         self._name = name
         self._function = function
-        self._ways = [self._by_numpy]
+        self._ways: list[Callable[..., Any]] = [function]
         if may_be_torch and not isinstance(function, NumpyMod):
             self._ways.insert(0, self._by_torch)
 
@@ -387,9 +387,6 @@ class _Function:
             f"{self._name}: expected a function of 0-d torch tensors or of NumPy arrays, got one that raises "
             f"with the first ({texts[0]}) and with the second ({texts[1]})"
         ) from errors[0]
-
-    def _by_numpy(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
 
     def _by_torch(self, *arguments: Any) -> Any:
         import torch
