@@ -173,7 +173,8 @@ def flex_attention(
     torch.compile runs the call between two graphs, through which gradients go.
 
     Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
-    loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place.
+    loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place. Kernels
+    that were launched there stay loaded until the process ends.
 
     The operation is the function of this name in torch (torch.nn.attention.flex_attention).
 

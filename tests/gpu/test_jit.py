@@ -26,7 +26,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     monkeypatch.setattr(builder, "find_source_root", lambda: made.sources)
     monkeypatch.setenv("RAWMLA_CACHE_DIR", str(made.cache_dir))
     monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
+    monkeypatch.setattr(launch, "_kernels", {})
     monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(launch, "_captured", [])
     monkeypatch.setattr(launch, "_warned", BoundedTable(2))
     builder._default_builder.cache_clear()
     yield made
@@ -61,6 +63,21 @@ def test_kernels_are_let_go_of_and_loaded_again(project: Project) -> None:
         want = factor * want + 1
     held.launch(stream, out.data_ptr())
     assert int(out.item()) == 7 * want + 1
+
+
+def test_a_graph_replays_what_others_have_displaced(project: Project) -> None:
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    get_kernel(times(3), 0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stream = torch.cuda.current_stream().cuda_stream
+        get_kernel(times(3), 0).launch((1, 1, 1), POINTER.pack(out.data_ptr()), stream)
+    for factor in range(10, 20):
+        run(get_kernel(times(factor), 0), 1)
+    assert [kernel.spec for kernel in launch._captured] == [times(3)]
+    for _ in range(2):
+        graph.replay()
+    assert int(out.item()) == 4
 
 
 def test_local_memory_is_one_warning(project: Project) -> None:
