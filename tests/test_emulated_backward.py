@@ -55,3 +55,27 @@ def test_other_schedules_of_flex(emulator: Emulator, deterministic: bool, score:
     case = FlexCase(b=1, h_q=2, h_kv=1, s_q=200, s_k=300, mask="documents", score=score)
     for emulator.seed in SEEDS:
         check("flex_backward", case, "both", deterministic)
+
+
+@pytest.mark.parametrize("form", ("both lists", "by columns"))
+def test_a_block_named_twice_ends(emulator: Emulator, form: str) -> None:
+    """In a fixed order a tile waits until others have added: a list of the user's may count them wrong."""
+    import torch
+
+    import rawmla
+
+    n = 384
+    q, k, v, dout = torch.randn(4, 1, 1, n, 32).half()
+    counts = torch.tensor([[[1, 1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]], dtype=torch.int32)
+    if form == "both lists":
+        lists = {"full_kv_num_blocks": counts, "full_kv_indices": indices}
+        mask = rawmla.BlockMask.from_kv_blocks(counts, indices, **lists, seq_lengths=(n, n))
+    else:
+        q_counts = torch.tensor([[[3, 1, 1]]], dtype=torch.int32)
+        q_indices = torch.tensor([[[[0, 0, 1], [1, 0, 2], [2, 0, 1]]]], dtype=torch.int32)
+        mask = rawmla.BlockMask((n, n), counts, indices, q_num_blocks=q_counts, q_indices=q_indices)
+    with emulator.installed():
+        out, lse = rawmla.flex_attention(q, k, v, None, mask, return_lse=True)
+        gradients = rawmla.flex_attention_backward(dout, q, k, v, out, lse, None, mask, deterministic=True)
+    assert all(x.isfinite().all() for x in gradients[:3])
