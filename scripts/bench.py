@@ -252,9 +252,8 @@ def run_timed(options: argparse.Namespace, result: dict[str, Any]) -> None:
     for text in result["errors"]:
         print(f"FAILED: {text}")
     if options.plot:
-        plot.roofline(
-            result, f"rawmla on {result['device']}, under the ceilings of the same run", options.plot
-        )
+        title = f"rawmla on {result['device']}, under the ceilings of the same run"
+        plot.roofline(rows, result["ceilings"], title, options.plot)
 
 
 def run(arguments: list[str] | None) -> int:

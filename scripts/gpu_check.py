@@ -4,14 +4,16 @@
 Stages, in this order: `bench` (scripts/bench.py; first, since minutes of tests heat the GPU and slow it),
 `tests` (every test file by several processes, long tests first, then those that measure time by themselves),
 `sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
-side; keep their shapes tiny). Each result is merged into the record as soon as it exists, of the benchmark
-each case, so the stages, and even the files or cases of one stage, can run in separate commands. A record
-made from other sources, on another GPU model or with another driver is started afresh. Tests that need two
-GPUs run where there are two, and are counted as skipped elsewhere.
+side; keep their shapes tiny). A run of a stage is one part of the record, with its machine; what ran before
+stays beside what runs again. So the stages, and even the files or cases of one stage, can run in separate
+commands, on several machines of one kind: `--record FILE` writes elsewhere, `--merge FILE ...` makes one
+record of several, and says what failed or is missing. Tests that need two GPUs run where there are two, and
+are counted as skipped elsewhere.
 """
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -23,14 +25,15 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import bench
 import benchlib
-from benchlib import families, files, source
+from benchlib import families, record, source
 
 ROOT = benchlib.REPO_ROOT
 RECORD = ROOT / "docs" / "gpu-record.json"
@@ -38,8 +41,6 @@ STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MEASURING_TESTS = r"host_time"
 """Names of the test files that measure time: they run with no other test beside them."""
-SAME_MACHINE = ("device", "driver")
-"""What the machines that add to one record have in common."""
 SECONDS_BETWEEN_LOOKS = 1.0
 """At the results of the benchmark while it runs."""
 SANITIZER_ERROR = 86
@@ -59,6 +60,8 @@ operation on the CPU wait for the others, and torch.compile would start as many 
 """
 LONG_SECONDS = 3.0
 """Tests of so many seconds are in the record by name, for the next run to begin with."""
+OF_A_BENCHMARK = ("replays", "sustain_seconds", "ceilings", "host", "errors", "rows")
+"""What a part of the record has of a file of scripts/bench.py."""
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -73,9 +76,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
     parser.add_argument(
         "--test-args",
-        default=f"-n {PROCESSES} --dist load --maxschedchunk 4",
+        default=f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else "",
         metavar="TEXT",
-        help="how pytest-xdist runs the tests (default: %(default)r, so many processes share the GPU)",
+        help="how pytest-xdist runs the tests (default: %(default)r, so many processes share the GPU; none"
+        " where it is not installed)",
     )
     parser.add_argument(
         "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
@@ -102,7 +106,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
     parser.add_argument(
-        "--record", type=Path, default=RECORD, help="the record to merge into (default docs/gpu-record.json)"
+        "--record", type=Path, default=RECORD, help="the record to add to (default docs/gpu-record.json)"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="run nothing; write these records as one"
     )
     options = parser.parse_args(arguments)
     if options.sanitizer_parts < 1:
@@ -118,25 +125,26 @@ def stages_of(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def load_record(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """The record at path when it has this `source_sha256`, `device` and `driver`; else a new one."""
-    if path.exists():
-        record = json.loads(path.read_text())
-        others = [f"{key} {record.get(key)}" for key in identity if record.get(key) != identity[key]]
-        if not others:
-            return dict(record)
-        print(f"{path.name}: made with other {', '.join(others)}; a new record is started")
-    return {**identity, "tests": {}, "sanitizer": {}, "bench": {}}
+@dataclass
+class Run:
+    """A part of the record while it is made, and the parts before it."""
 
+    options: argparse.Namespace
+    part: record.Part
+    earlier: list[record.Part]
 
-def save_record(record: dict[str, Any], path: Path) -> None:
-    """Write the record beside its place and rename it, so an interrupted run leaves a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, json.dumps(record, indent=1, sort_keys=True) + "\n")
+    def parts(self) -> list[record.Part]:
+        """The earlier ones, and this one if it has a row."""
+        return [*self.earlier, record.sealed(self.part)] if self.part["rows"] else self.earlier
+
+    def save(self) -> None:
+        """Write the record with the rows that are known by now."""
+        if self.part["rows"]:
+            record.write(self.parts(), self.options.record)
 
 
 def describe_machine() -> dict[str, Any]:
-    """Device, number of GPUs, driver and package versions. Raises SystemExit without a Hopper GPU."""
+    """Device, number of GPUs, driver, cores and versions. Raises SystemExit without a Hopper GPU."""
     reason = bench.why_no_timing()
     if reason is not None:
         raise SystemExit(f"gpu_check.py needs a Hopper GPU: {reason}")
@@ -145,19 +153,25 @@ def describe_machine() -> dict[str, Any]:
     import torch
     from cuda import bindings
 
-    versions = {
+    from rawmla.jit import nvrtc
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "gpus": torch.cuda.device_count(),
+        "driver": bench.driver_version(),
+        "cores": CORES,
+        "nvrtc": nvrtc.version(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "cupy": cupy.__version__,
         "torch": str(torch.__version__),
         "cuda_bindings": bindings.__version__,
     }
-    return {
-        "device": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
-        "driver": bench.driver_version(),
-        "versions": versions,
-    }
+
+
+def now() -> str:
+    """Date and time, of UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def empty_counts() -> dict[str, Any]:
@@ -226,10 +240,11 @@ def run_pytest(
             f"--junitxml={junit}",
         ]
         print("$", shlex.join([*command, *arguments]), flush=True)
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(
             [*command, *arguments],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -245,49 +260,45 @@ def run_pytest(
     return results, status, "".join(lines)
 
 
-def known_seconds(*records: dict[str, Any]) -> dict[str, float]:
-    """What a test took, by its name where it was long, and in the mean of a file by the file's name; of
-    several records the first one that has a file counts.
-    """
+def known_seconds(rows: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """What a test took, by its name where it was long, and in the mean of a file by the file's name."""
     known: dict[str, float] = {}
-    for record in records:
-        for name, counts in record["tests"].items():
-            number = counts["passed"] + counts["failed"]
-            if name not in known and number:
-                known |= counts.get("long", {})
-                known[name] = counts["seconds"] / number
+    for row in rows:
+        number = row["passed"] + row["failed"]
+        if number:
+            known |= row["long"]
+            known[row["file"]] = row["seconds"] / number
     return known
 
 
-def side_by_side(record: dict[str, Any], folder: Path) -> dict[str, str]:
+def side_by_side(run: Run, folder: Path) -> dict[str, str]:
     """The environment of processes beside others: ONE_THREAD_EACH, and the order of tests/conftest.py."""
-    records = [record] + ([json.loads(RECORD.read_text())] if RECORD.exists() else [])
+    known = (record.read(RECORD) if RECORD.exists() else []) + run.earlier
     path = folder / "seconds.json"
-    path.write_text(json.dumps(known_seconds(*records)))
+    path.write_text(json.dumps(known_seconds(record.latest(known, "tests"))))
     return {**ONE_THREAD_EACH, "TEST_SECONDS": str(path)}
 
 
-def run_tests(record: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Run the test files and merge their counts; True when all passed."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    names = [path.relative_to(ROOT).as_posix() for path in paths]
-    names = [name for name in names if not options.tests or re.search(options.tests, name)]
+def test_files() -> list[str]:
+    """The test files of the tree."""
+    return [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+
+
+def run_tests(run: Run) -> bool:
+    """Run the test files and note their counts; True when all passed."""
+    names = [name for name in test_files() if not run.options.tests or re.search(run.options.tests, name)]
     alone = [name for name in names if re.search(MEASURING_TESTS, name)]
     together = [name for name in names if name not in alone]
     good = True
-    for chosen, arguments in ((together, shlex.split(options.test_args)), (alone, [])):
+    for chosen, arguments in ((together, shlex.split(run.options.test_args)), (alone, [])):
         if not chosen:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            environment = side_by_side(record, Path(folder)) if chosen is together else {}
-            results, status, _ = run_pytest([*arguments, *chosen], [], environment)
-        for name, counts in results.items():
-            record["tests"][name] = {**counts, "gpus": record["gpus"]}
+            environment = side_by_side(run, Path(folder)) if chosen is together else {}
+            results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
+        run.part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
         good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
-        save_record(record, options.record)
-    for name in set(record["tests"]) - {path.relative_to(ROOT).as_posix() for path in paths}:
-        print(f"{name}: in the record, not in the tree")
-        good = False
+        run.save()
     return good
 
 
@@ -322,8 +333,8 @@ def sanitizer_verdict(parts: list[tuple[dict[str, dict[str, Any]], int, str]]) -
     }
 
 
-def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Run the marked cases under each tool and merge the verdicts; True when all are clean.
+def run_sanitizer(run: Run) -> bool:
+    """Run the marked cases under each tool and note the verdicts; True when all are clean.
 
     Each tool watches several parts of the cases, in processes of their own, and all run side by side.
     torch's allocator hands out memory without caching, so that an access outside one array is outside an
@@ -333,6 +344,7 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
     if program is None:
         print("compute-sanitizer is not on the PATH: stage skipped")
         return False
+    options = run.options
     extra = shlex.split(options.sanitizer_args)
     chosen = ["-m", "sanitizer", *files_with_marker("sanitizer")]
     start = time.monotonic()
@@ -341,9 +353,9 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(options.sanitizer_parts * len(options.tools)) as pool,
     ):
-        environment = {**side_by_side(record, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        environment = {**side_by_side(run, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-        def run(tool: str, part: int) -> tuple[tuple[dict[str, dict[str, Any]], int, str], float]:
+        def watch(tool: str, part: int) -> tuple[tuple[dict[str, dict[str, Any]], int, str], float]:
             prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
             number = options.tools.index(tool) * options.sanitizer_parts + part
             prefix += ["--port", str(SANITIZER_PORT + SANITIZER_PORTS * number), *SANITIZER_PATIENCE, *extra]
@@ -351,16 +363,15 @@ def run_sanitizer(record: dict[str, Any], options: argparse.Namespace) -> bool:
             return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
 
         parts = range(1, options.sanitizer_parts + 1)
-        running = {tool: [pool.submit(run, tool, part) for part in parts] for tool in options.tools}
+        running = {tool: [pool.submit(watch, tool, part) for part in parts] for tool in options.tools}
         for tool, futures in running.items():
             results, seconds = zip(*[future.result() for future in futures], strict=True)
             for part, (_, _, output), ended in zip(parts, results, seconds, strict=True):
                 print(f"{tool}, part {part} of {len(parts)}, {ended:.0f} s:\n{output}", flush=True)
             verdict = sanitizer_verdict(list(results))
-            settings = {"seconds": max(seconds), "options": options.sanitizer_args}
-            record["sanitizer"][tool] = {**verdict, **settings}
+            run.part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
             good &= verdict["clean"]
-            save_record(record, options.record)
+            run.save()
     return good
 
 
@@ -374,78 +385,42 @@ def cubin_compiler(folder: Path) -> str:
     return versions.pop()
 
 
-def errors_of_rows(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """As scripts/bench.py notes them."""
-    return [f"{row['case']}: {row['error']}" for row in rows if "error" in row]
-
-
-def merge_runs(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
-    """Two benchmarks of the same sources, compiler and device as one; none of the old figures is lost.
-
-    Of a case in both, the newer figures count, beside those that only the older row has; one that failed now
-    and did not before keeps the older row. Errors are those of the rows, and what else went wrong in the new
-    run. The rest, such as the ceilings, is of the run with more cases.
-    """
-    if old is None:
-        return new
-    rows = {row["case"]: row for row in old["rows"]}
-    for row in new["rows"]:
-        known = rows.get(row["case"], row)
-        if "error" in known:
-            rows[row["case"]] = row
-        elif "error" not in row:
-            rows[row["case"]] = {**known, **row}
-    of_new_rows = errors_of_rows(new["rows"])
-    others = [error for error in new["errors"] if error not in of_new_rows]
-    cases = [case for case in families.all_cases() if case.id in rows]
-    lesser, greater = (new, old) if len(old["rows"]) > len(new["rows"]) else (old, new)
-    return {
-        **lesser,
-        **greater,
-        "method": families.methods(cases),
-        "sustain_seconds": max(old["sustain_seconds"], new["sustain_seconds"]),
-        "rows": [rows[case.id] for case in cases],
-        "errors": [*others, *errors_of_rows(rows.values())],
-    }
-
-
-def run_bench(record: dict[str, Any], options: argparse.Namespace) -> bool:
-    """Run scripts/bench.py in its own process and merge its results under its kernels' NVRTC version, each
-    time it has written them; True when every case was measured.
+def run_bench(run: Run) -> bool:
+    """Run scripts/bench.py in its own process and note its results each time it has written them; True when
+    every case was measured.
     """
     environment = dict(os.environ)
     expected = None
-    if options.cubins is not None:
-        environment["RAWMLA_CUBIN_DIR"] = str(options.cubins.resolve())
+    if run.options.cubins is not None:
+        environment["RAWMLA_CUBIN_DIR"] = str(run.options.cubins.resolve())
         try:
-            expected = cubin_compiler(options.cubins)
+            expected = cubin_compiler(run.options.cubins)
         except (OSError, KeyError, ValueError) as error:
             print(f"--cubins: {error}")
             return False
-    before = dict(record["bench"])
     version = None
 
-    def merge(results: Path) -> str:
-        run = json.loads(results.read_text())
-        found = str(run["versions"]["nvrtc"])
-        if expected in (None, found):
-            run["git_commit"] = record["git_commit"]
-            record["bench"][found] = merge_runs(before.get(found), run)
-            save_record(record, options.record)
-        return found
+    def note(results: Path) -> str:
+        found: dict[str, Any] = json.loads(results.read_text())
+        nvrtc = str(found["versions"]["nvrtc"])
+        if expected in (None, nvrtc):
+            run.part |= {key: found[key] for key in OF_A_BENCHMARK if key in found}
+            run.part["machine"] = {**run.part["machine"], "nvrtc": nvrtc}
+            run.save()
+        return nvrtc
 
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "bench.json"
-        extra = shlex.split(options.bench_args)
+        extra = shlex.split(run.options.bench_args)
         command = [sys.executable, str(ROOT / "scripts" / "bench.py"), "--json", str(results), *extra]
         process = subprocess.Popen(command, cwd=ROOT, env=environment)
         try:
             written, ended = 0, False
             while not ended:
-                ended = process.poll() is not None  # asked first, so that the last results are seen
+                ended = process.poll() is not None  # before the look at the file, which is then the last one
                 if results.exists() and results.stat().st_mtime_ns != written:
                     written = results.stat().st_mtime_ns
-                    version = merge(results)
+                    version = note(results)
                 if not ended:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
         finally:
@@ -462,28 +437,102 @@ def run_bench(record: dict[str, Any], options: argparse.Namespace) -> bool:
     return True
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is 0 when everything that ran is good."""
-    options = parse_arguments(arguments)
-    machine = describe_machine()
-    identity = {"source_sha256": source.source_hash(ROOT)} | {key: machine[key] for key in SAME_MACHINE}
-    record = load_record(options.record, identity)
-    record |= machine
-    record |= {
-        "git_commit": options.commit or source.git_commit(ROOT),
-        "date": datetime.date.today().isoformat(),
+OPTIONS = {
+    "bench": ("bench_args",),
+    "tests": ("tests", "test_args"),
+    "sanitizer": ("tools", "sanitizer_parts", "sanitizer_args"),
+}
+"""What a part keeps of the command line."""
+RUNS = {"bench": run_bench, "tests": run_tests, "sanitizer": run_sanitizer}
+
+
+def run_stage(
+    stage: str, options: argparse.Namespace, same: dict[str, Any], earlier: list[record.Part]
+) -> Run:
+    """Run a stage; its part of the record says whether it is good. `same`: what parts of a call have in
+    common.
+    """
+    begin = time.monotonic()
+    given = {name: getattr(options, name) for name in OPTIONS[stage]}
+    part = {"stage": stage, "begin": now(), **same, "options": given, "ended": False, "rows": []}
+    run = Run(options, part, earlier)
+    good = RUNS[stage](run)
+    run.part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
+    run.save()
+    return run
+
+
+def earlier_parts(path: Path, identity: dict[str, Any]) -> list[record.Part]:
+    """The parts of the record at path when they have this identity; else none, a new record is started."""
+    parts = record.read(path) if path.exists() else []
+    others = {
+        f"{key} {value}"
+        for part in parts
+        for key, value in record.identity(part).items()
+        if value != identity[key]
     }
-    run = {"tests": run_tests, "sanitizer": run_sanitizer, "bench": run_bench}
+    if others:
+        print(f"{path.name}: made with other {', '.join(sorted(others))}; a new record is started")
+    return [] if others else parts
+
+
+def shortcomings(parts: Sequence[record.Part]) -> list[str]:
+    """What failed, in the results that count, and what a whole record has beside."""
+    found = record.errors(parts)
+    for row in record.latest(parts, "tests"):
+        found += [f"failed: {name}" for name in row["failures"]]
+    found += [f"{row['tool']}: not clean" for row in record.latest(parts, "sanitizer") if not row["clean"]]
+    whole = {
+        "bench": [case.id for case in families.all_cases()],
+        "tests": test_files(),
+        "sanitizer": SANITIZER_TOOLS,
+    }
+    for stage, names in whole.items():
+        there = record.results(parts, stage)
+        found += [f"{stage}: without {name}" for name in names if name not in there]
+    return found
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Make one record of several; the exit status is 0 when nothing failed and nothing is missing."""
+    parts = record.merged([record.read(path) for path in options.merge])
+    record.write(parts, options.record)
+    lacks = shortcomings(parts)
+    print("\n".join([*lacks, f"{len(parts)} parts: {'NOT WHOLE' if lacks else 'whole and good'}"]))
+    return 1 if lacks else 0
+
+
+def run_stages(options: argparse.Namespace) -> int:
+    """Run the chosen stages; the exit status is 0 when everything that ran is good."""
+    machine = describe_machine()
+    same = {
+        "source_sha256": source.source_hash(ROOT),
+        "git_commit": options.commit or source.git_commit(ROOT),
+        "machine": machine,
+    }
+    parts = earlier_parts(options.record, record.identity(same))
     good = True
     for stage in stages_of(options):
-        good &= run[stage](record, options)
-    save_record(record, options.record)
-    for name, counts in record["tests"].items():
-        print(f"{name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped")
-    for tool, verdict in record["sanitizer"].items():
-        print(f"{tool}: {'clean' if verdict['clean'] else 'NOT CLEAN'}")
+        run = run_stage(stage, options, same, parts)
+        parts, good = run.parts(), good and bool(run.part["good"])
+    for row in record.latest(parts, "tests"):
+        print(f"{row['file']}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped")
+    for row in record.latest(parts, "sanitizer"):
+        print(f"{row['tool']}: {'clean' if row['clean'] else 'NOT CLEAN'}")
     print("good" if good else "NOT GOOD")
     return 0 if good else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; the exit status is that of `merge` or `run_stages`, and 2 where a record is not as it was
+    written.
+    """
+    options = parse_arguments(arguments)
+    try:
+        return merge(options) if options.merge else run_stages(options)
+    except record.RecordError as error:
+        print(f"gpu_check.py: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -1,47 +1,31 @@
 #!/usr/bin/env python3
-"""Write README's measured section, docs/performance.md and docs/roofline.png from docs/gpu-record.json.
+"""Write README's measured section, docs/performance.md and the pictures from docs/gpu-record.json.
 
-README gets a table of a few cases between its two markers, docs/performance.md every case of every compiler.
-Times of other libraries come from docs/peers-h200.json. With --page only the page of every case is written,
-from another record. Without a record both say that nothing has been measured yet.
+README gets a table by operation between its two markers, docs/performance.md every case of every compiler.
+Times of other libraries come from docs/peers-h200.json. Without a record both say that nothing has been
+measured yet. A record that was changed after its runs is refused.
 """
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import benchlib
-from benchlib import against, columns, families, files, plot, report, source
-from benchlib.columns import EMPTY, Column, Row
+from benchlib import against, families, files, plot, record, report, source, speed
+from benchlib.columns import EMPTY, Row
 
 ROOT = benchlib.REPO_ROOT
 README = ROOT / "README.md"
 RECORD = ROOT / "docs" / "gpu-record.json"
 PEERS = ROOT / "docs" / "peers-h200.json"
 PAGE = ROOT / "docs" / "performance.md"
-PLOT = ROOT / "docs" / "roofline.png"
+ROOFLINE = ROOT / "docs" / "roofline.png"
+SPEED = ROOT / "docs" / "speed.png"
 BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
 END = "<!-- figures: end -->"
 NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/gpu-record.json`."
-
-README_CASES = (
-    "decode-b128-q1-k8192-h128-bf16-fixed",
-    "decode-b128-q1-k8192-h64-bf16-fixed",
-    "decode-b1-q1-k8192-h128-bf16-fixed",
-    "sparse-v32-b2-q2-k32768-h128-top2048",
-    "sparse-v32-b128-q1-k32768-h16-top2048",
-    "sparse-model1-b128-q2-k16384-h64-top128-extra512page64",
-    "prefill-bf16d576-q4096-kv131072-h128-top2048",
-    "mha-b2-s8192-h16-d128-causal-bf16-fixed",
-    "mha-b32-s512-h16-d128-causal-bf16-fixed",
-    "prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16",
-    "flex-b2-s8192-h16-d128-causal",
-)
-"""Large and small batches, many and few heads of each operation, and where rawmla gains least or loses."""
 
 WAYS = (
     "Rested: the GPU idles before it is timed. No rests: it does not, as in most published figures. "
@@ -58,7 +42,13 @@ STORED = (
 )
 NOT_STORED = (
     "Fastest other library: of those that ran beside. A dash: none did. Stored times of FlashMLA and vLLM "
-    "are of an H200: docs/performance-h200.md."
+    "are of an H200."
+)
+EVERY_CASE = "[every case](docs/performance.md), [how it is measured](docs/benchmark.md)."
+FOOTNOTE = (
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Stored "
+    "times of the other library on the same GPU model; both are timed without rests, and it is not timed "
+    "under load."
 )
 
 
@@ -75,187 +65,182 @@ def group_of_tests(name: str) -> str:
     return "README's examples" if path.stem == "test_readme" else "no GPU needed"
 
 
-def test_groups(record: dict[str, Any]) -> dict[str, dict[str, int]]:
+COUNTS = ("passed", "failed", "skipped")
+
+
+def count(rows: Iterable[Row]) -> dict[str, int]:
+    """Passed, failed and skipped of some files or tools together."""
+    rows = list(rows)
+    return {key: sum(row[key] for row in rows) for key in COUNTS}
+
+
+def test_groups(parts: Sequence[record.Part]) -> dict[str, dict[str, int]]:
     """Group -> files, passed, failed and skipped."""
-    groups: dict[str, dict[str, int]] = {}
-    for name, counts in sorted(record["tests"].items()):
-        total = groups.setdefault(group_of_tests(name), {"files": 0, "passed": 0, "failed": 0, "skipped": 0})
-        total["files"] += 1
-        for key in ("passed", "failed", "skipped"):
-            total[key] += counts[key]
-    return groups
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(record.latest(parts, "tests"), key=lambda row: str(row["file"])):
+        groups.setdefault(group_of_tests(row["file"]), []).append(row)
+    return {name: {"files": len(rows), **count(rows)} for name, rows in groups.items()}
 
 
-def summary_of_tests(record: dict[str, Any]) -> str:
-    """One sentence on tests and sanitizer."""
-    counts = record["tests"].values()
-    totals = ", ".join(
-        f"{sum(one[key] for one in counts):,} {key}" for key in ("passed", "failed", "skipped")
-    )
-    parts = [totals if counts else "not run"]
+def describe_tests(parts: Sequence[record.Part]) -> str:
+    """What tests and sanitizer found, in the results that count, and how many results do not."""
+    rows = record.latest(parts, "tests")
+    counts = ", ".join(f"{number:,} {key}" for key, number in count(rows).items())
+    sentences = [f"Tests there: {counts if rows else 'not run'}"]
     for verdict, clean in (("clean", True), ("not clean", False)):
-        tools = sorted(tool for tool, run in record["sanitizer"].items() if run["clean"] is clean)
+        tools = sorted(row["tool"] for row in record.latest(parts, "sanitizer") if row["clean"] is clean)
         if tools:
-            parts.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
-    return f"Tests there: {'; '.join(parts)}."
+            sentences.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
+    again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
+    if again:
+        sentences.append(f"{again} of the record's results are of a second run")
+    return "; ".join(sentences) + "."
 
 
-def describe_tests(record: dict[str, Any]) -> str:
-    """A sentence each on tests and sanitizer."""
-    groups = test_groups(record)
-    if not groups:
-        sentences = ["Tests on that machine: not run."]
-    else:
-        sums = {key: sum(group[key] for group in groups.values()) for key in ("passed", "failed", "skipped")}
-        totals = ", ".join(f"{count:,} {key}" for key, count in sums.items())
-        parts = []
-        for name, group in groups.items():
-            lost = [f"{group[key]} {key}" for key in ("failed", "skipped") if group[key]]
-            parts.append(" and ".join([f"{name} {group['passed']:,}", *lost]))
-        sentences = [f"Tests on that machine: {totals} ({', '.join(parts)})."]
-        several = [counts for counts in record["tests"].values() if counts.get("gpus", 1) > 1]
-        if several:
-            gpus = min(counts["gpus"] for counts in several)
-            passed = sum(counts["passed"] for counts in several)
-            sentences.append(
-                f"{passed:,} of those that passed are in files that ran on a machine with {gpus} GPUs; "
-                "only a few tests use more than one."
-            )
-    if record["sanitizer"]:
-        verdicts = (
-            f"{tool} {'clean' if run['clean'] else 'not clean'} ({run['passed']} tests)"
-            for tool, run in sorted(record["sanitizer"].items())
+def in_words(stage: str, row: Row) -> str:
+    """The result of a row that ran more than once."""
+    if stage == "tests":
+        return ", ".join(f"{row[key]} {key}" for key in COUNTS)
+    if stage == "sanitizer":
+        return "clean" if row["clean"] else "not clean"
+    return row.get("error") or f"{row['us']:.1f} µs"
+
+
+def runs_again(parts: Sequence[record.Part]) -> list[str]:
+    """A line for each file, tool and case that ran more than once, with all its results."""
+    groups = [[part for part in parts if part["stage"] != "bench"], *record.compilers(parts).values()]
+    return [
+        f"- `{name}`: first {', then '.join(in_words(stage, row) for row in rows)}"
+        for group in groups
+        for stage in record.NAMES
+        for name, rows in record.repeated(group, stage).items()
+    ]
+
+
+def parts_cells(parts: Sequence[record.Part]) -> report.Cells:
+    """A row for each run."""
+    machine = ("gpus", "cores", "nvrtc", "torch", "cupy")
+    cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
+    for part in parts:
+        options = (f"{name} {value}" for name, value in part["options"].items() if value)
+        cells.append(
+            [
+                part["stage"],
+                part["begin"],
+                str(len(part["rows"])),
+                str(part["seconds"]) if part["ended"] else "did not end",
+                *(str(part["machine"][name]) for name in machine),
+                "; ".join(options) or EMPTY,
+            ]
         )
-        sentences.append("compute-sanitizer: " + ", ".join(verdicts) + ".")
-    return " ".join(sentences)
+    return cells
 
 
-def describe_machine(record: dict[str, Any]) -> str:
-    """Device, driver, date and sources."""
+def describe_machine(parts: Sequence[record.Part]) -> str:
+    """Device, driver, dates, commit and sources."""
+    part = parts[-1]
+    days = sorted({one["begin"][:10] for one in parts})
+    commits = sorted({str(one["git_commit"])[:7] for one in parts})
     return (
-        f"{record['device']}, driver {record['driver']}, {record['date']}, "
-        f"sources `{record['source_sha256'][:12]}`."
+        f"{part['machine']['device']}, driver {part['machine']['driver']}, {' and '.join(days)}, "
+        f"commit `{'`, `'.join(commits)}`, sources `{part['source_sha256'][:12]}`."
     )
 
 
-def compilers(record: dict[str, Any]) -> list[str]:
-    """NVRTC versions of the record's benchmarks, newest first: by the numbers in their names."""
-    return sorted(
-        record["bench"], key=lambda version: [int(part) for part in re.findall(r"\d+", version)], reverse=True
-    )
-
-
-def stored_peers(record: dict[str, Any], path: Path) -> list[against.Stored]:
+def stored_peers(parts: Sequence[record.Part], path: Path) -> list[against.Stored]:
     """Times of other libraries on the record's device; none of another device's."""
     peers = json.loads(path.read_text())
-    return against.load(path) if str(peers["device"]).startswith(record["device"]) else []
+    return against.load(path) if str(peers["device"]).startswith(parts[0]["machine"]["device"]) else []
 
 
-def readme_cells(rows: Sequence[Row], stored: Sequence[against.Stored]) -> report.Cells:
-    """The few cases of README, each beside the fastest other library."""
-
-    way = against.LIST_WAY
-
-    def peer(row: Row) -> str:
-        known = [(o.times[way], o.label) for o in stored if o.case == row["case"] and way in o.times]
-        known += [(p.theirs, p.label) for p in against.pairs(row, []) if p.way == way]
-        return "{:.1f} {}".format(*min(known)) if known else EMPTY
-
-    def ratio(row: Row) -> str:
-        pair = against.better(against.pairs(row, stored), way)
-        return f"{pair.ratio:.2f}" if pair else EMPTY
-
-    shown = (
-        columns.NAME,
-        columns.RESTED,
-        columns.WITHOUT_RESTS,
-        columns.SUSTAINED,
-        Column("fastest other library, no rests µs", peer),
-        Column("its time / rawmla's", ratio),
-    )
-    by_case = {row["case"]: row for row in rows}
-    return columns.texts(shown, [by_case[name] for name in README_CASES if name in by_case])
-
-
-def readme_section(record: dict[str, Any] | None, peers: Path) -> str:
+def readme_section(parts: Sequence[record.Part], peers: Path) -> str:
     """The Markdown between README's markers."""
-    if record is None:
+    if not parts:
         return NOTHING_YET
-    parts = [f"{describe_machine(record)} {summary_of_tests(record)}"]
-    if record["bench"]:
-        version = compilers(record)[0]
-        rows = families.named(record["bench"][version]["rows"])
-        stored = stored_peers(record, peers)
-        parts += [
-            f"A few cases, kernels compiled by NVRTC {version}; every case is in "
-            "[docs/performance.md](docs/performance.md). In their names b counts requests, q query tokens of "
-            "each, s, k, kv or ctx tokens of context, h heads, top selected tokens:",
-            report.markdown(readme_cells(rows, stored)),
-            legend(stored),
-            "![Roofline of the benchmark](docs/roofline.png)",
+    texts = []
+    for version, benchmarks in list(record.compilers(parts).items())[:1]:
+        rows = families.named(record.latest(benchmarks, "bench"))
+        texts += [
+            f"The other library's time over rawmla's, so above 1 rawmla is faster; {EVERY_CASE}",
+            report.markdown(speed.cells(speed.summary(rows, stored_peers(parts, peers))), code=False),
+            FOOTNOTE,
+            "![Time of the fastest other library over rawmla's, by operation](docs/speed.png)",
+            f"Kernels compiled by NVRTC {version}.",
         ]
-    return "\n\n".join(parts)
+    texts[-1:] = [" ".join([*texts[-1:], describe_machine(parts), describe_tests(parts)])]
+    return "\n\n".join(texts)
 
 
-def performance_page(record: dict[str, Any] | None, peers: Path, name: str = RECORD.name) -> str:
-    """docs/performance.md, or such a page of the record with another name."""
-    parts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{name}`."]
-    if record is None:
-        return "\n\n".join([parts[0], NOTHING_YET]) + "\n"
-    parts.append(describe_machine(record))
-    if record["bench"]:
-        stored = stored_peers(record, peers)
-        parts += [
+def performance_page(parts: Sequence[record.Part], peers: Path) -> str:
+    """docs/performance.md."""
+    texts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{RECORD.name}`."]
+    if not parts:
+        return "\n\n".join([texts[0], NOTHING_YET]) + "\n"
+    texts += [describe_machine(parts), "[benchmark.md](benchmark.md) says how the figures are made."]
+    by_compiler = record.compilers(parts)
+    if by_compiler:
+        stored = stored_peers(parts, peers)
+        texts += [
             f"`{peers.relative_to(ROOT).as_posix()}` has other libraries' times and how they were taken. "
             f"{legend(stored)}",
-            "[benchmark.md](benchmark.md) says more on how the figures are made.",
+            "![Roofline of the benchmark](roofline.png)",
         ]
-        if name == RECORD.name:
-            parts.append("![Roofline of the benchmark](roofline.png)")
-        for version in compilers(record):
-            parts += compiler_parts(version, record["bench"][version], stored)
-        methods = dict.fromkeys(run["method"] for run in record["bench"].values())
-        parts += ["## How it was measured", *methods]
-    parts += ["## Tests", describe_tests(record)]
-    groups = test_groups(record)
+        for version, benchmarks in by_compiler.items():
+            texts += compiler_parts(version, benchmarks, stored)
+        cases = [families.case_named(row["case"]) for row in families.named(record.latest(parts, "bench"))]
+        texts += ["## How it was measured", families.methods(cases)]
+    texts += ["## Tests", describe_tests(parts)]
+    groups = test_groups(parts)
     if groups:
-        headings = ["tests", "files", "passed", "failed", "skipped"]
+        headings = ["tests", "files", *COUNTS]
         cells = [[name, *(f"{group[key]:,}" for key in headings[1:])] for name, group in groups.items()]
-        parts.append(report.markdown([headings, *cells], code=False))
-    reasons = sorted(
-        {reason for counts in record["tests"].values() for reason in counts.get("skip_reasons", {})}
-    )
+        texts.append(report.markdown([headings, *cells], code=False))
+    reasons = {reason for row in record.latest(parts, "tests") for reason in row["skip_reasons"]}
     if reasons:
-        parts.append("Skipped because: " + "; ".join(reasons) + ".")
-    return "\n\n".join(parts) + "\n"
+        texts.append("Skipped because: " + "; ".join(sorted(reasons)) + ".")
+    texts += ["## Runs", report.markdown(parts_cells(parts), code=False)]
+    again = runs_again(parts)
+    if again:
+        texts += ["Ran more than once; the last result counts:", "\n".join(again)]
+    return "\n\n".join(texts) + "\n"
 
 
-def compiler_parts(version: str, run: dict[str, Any], stored: Sequence[against.Stored]) -> list[str]:
-    """Every table of one compiler's benchmark, the summary first."""
-    ceilings = report.describe_ceilings(run["ceilings"])
-    host = [report.describe_host(run["host"])] if "host" in run else []
-    load = [describe_load(run)] if "sustain_seconds" in run else []
-    parts = [
-        f"## Kernels compiled by NVRTC {version}",
-        "; ".join([f"{ceilings[0].upper()}{ceilings[1:]}", *host, *load]) + ".",
-    ]
-    rows = families.named(run["rows"])
-    failed = [f"`{row['case']}` ({row['error']})" for row in rows if "error" in row]
+def compiler_parts(
+    version: str, benchmarks: Sequence[record.Part], stored: Sequence[against.Stored]
+) -> list[str]:
+    """Every table of one compiler's benchmarks, the summary first."""
+    texts = [f"## Kernels compiled by NVRTC {version}"]
+    for part in benchmarks:
+        ceilings = report.describe_ceilings(part["ceilings"])
+        host = [report.describe_host(part["host"])] if "host" in part else []
+        load = f"sustained figures: {part['sustain_seconds']:g} s of load each"
+        texts.append(f"Run of {part['begin']}: " + "; ".join([ceilings, *host, load]) + ".")
+    failed = record.errors(benchmarks)
     if failed:
-        parts.append(f"Failed: {'; '.join(failed)}.")
+        texts.append(f"Failed: {'; '.join(failed)}.")
+    rows = families.named(record.latest(benchmarks, "bench"))
     summary = report.summary_cells(rows, stored)
     if len(summary) > 1:
-        parts += ["The faster other library's time over rawmla's:", report.markdown(summary, code=False)]
+        texts += ["The faster other library's time over rawmla's:", report.markdown(summary, code=False)]
     for family in families.FAMILIES:
         cells = report.family_cells(family, rows, stored)
         if len(cells) > 1:
-            parts += [f"### {family.name.capitalize()}", report.markdown(cells)]
-    return parts
+            texts += [f"### {family.title}", report.markdown(cells)]
+    return texts
 
 
-def describe_load(run: dict[str, Any]) -> str:
-    """How long the load of a sustained figure was."""
-    return f"sustained figures: {run['sustain_seconds']:g} s of load each"
+def draw(parts: Sequence[record.Part], peers: Path) -> None:
+    """The pictures of the newest compiler's benchmarks."""
+    for version, benchmarks in list(record.compilers(parts).items())[:1]:
+        rows = families.named(record.latest(benchmarks, "bench"))
+        device = parts[0]["machine"]["device"]
+        ceilings = [ceiling for part in benchmarks for ceiling in part["ceilings"]]
+        plot.roofline(rows, ceilings, f"rawmla on {device}, kernels compiled by NVRTC {version}", ROOFLINE)
+        plot.bars(
+            speed.summary(rows, stored_peers(parts, peers)),
+            f"rawmla beside the fastest other library, {device}",
+            SPEED,
+        )
 
 
 def replace_section(readme: str, section: str) -> str:
@@ -268,37 +253,31 @@ def replace_section(readme: str, section: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point."""
+    """Entry point; the exit status is 1 when --check finds a page out of date, and 2 where the record is not
+    as its runs wrote it.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--record", type=Path, default=RECORD, help="the record to read (default docs/gpu-record.json)"
-    )
-    parser.add_argument(
-        "--page", type=Path, help="write the page of every case there, and nothing else: for another record"
     )
     parser.add_argument(
         "--check", action="store_true", help="change nothing; status 1 when a page is out of date"
     )
     options = parser.parse_args(arguments)
-    record = json.loads(options.record.read_text()) if options.record.exists() else None
-    if options.page is not None:
-        pages = {options.page: performance_page(record, PEERS, options.record.name)}
-    else:
-        pages = {
-            README: replace_section(README.read_text(), readme_section(record, PEERS)),
-            PAGE: performance_page(record, PEERS),
-        }
+    try:
+        parts = record.merged([record.read(RECORD)]) if RECORD.exists() else []
+    except record.RecordError as error:
+        print(f"update_figures.py: {error}", file=sys.stderr)
+        return 2
+    pages = {
+        README: replace_section(README.read_text(), readme_section(parts, PEERS)),
+        PAGE: performance_page(parts, PEERS),
+    }
     if options.check:
         return 0 if all(path.exists() and path.read_text() == text for path, text in pages.items()) else 1
     for path, text in pages.items():
         files.write_whole(path, text)
-    if record is not None and record["bench"] and options.page is None:
-        version = compilers(record)[0]
-        title = f"rawmla on {record['device']}, kernels compiled by NVRTC {version}"
-        plot.roofline(record["bench"][version], title, PLOT)
-    if record is not None and options.page is None and record["source_sha256"] != source.source_hash(ROOT):
+    draw(parts, PEERS)
+    if parts and parts[0]["source_sha256"] != source.source_hash(ROOT):
         print("note: the record was made from other sources than these")
     return 0
 

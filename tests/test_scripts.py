@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,10 @@ from benchlib import (  # noqa: E402
     plot,
     power,
     prefix_cases,
+    record,
     report,
     source,
+    speed,
 )
 
 PEERS = ROOT / "docs" / "peers-h200.json"
@@ -56,7 +57,7 @@ def made_up_row(case: Any, us: float, family: families.Family | None = None) -> 
     """
     family = family or families.family_of(case.id)
     row = {"case": case.id, **case.fields(), "us": us}
-    if family.name == "metadata":
+    if family.name == "plan of a decoding step":
         return {**row, "unrested_us": us}
     if family.name == "block masks":
         return {**row, "us_min": us, "us_max": us, "call_us": us + 50}
@@ -84,32 +85,39 @@ def made_up_run() -> dict[str, Any]:
     host = {"decode_call_us": 15.0, "decode_call_p90_us": 17.0, "decode_call_quiet_us": 14.0}
     host |= {"flex_call_us": 55.0, "flex_call_p90_us": 61.0, "flex_call_quiet_us": 52.0}
     host["flex_first_call_s"] = 4.3
-    method = "a method"
-    return {"rows": rows, "ceilings": CEILINGS, "host": host, "method": method, "versions": {"nvrtc": "0.0"}}
+    return {"rows": rows, "ceilings": CEILINGS, "host": host, "errors": [], "sustain_seconds": 2.0}
 
 
-def made_up_record() -> dict[str, Any]:
-    return {
-        "source_sha256": "0" * 64,
-        "device": "NVIDIA H200",
-        "driver": "0",
-        "date": "2000-01-01",
-        "tests": {
-            "tests/gpu/test_dense_bits.py": {"passed": 3, "failed": 0, "skipped": 0, "gpus": 2},
-            "tests/gpu/test_dense_frameworks.py": {
-                "passed": 1000,
-                "failed": 0,
-                "skipped": 2,
-                "gpus": 1,
-                "skip_reasons": {"needs two GPUs": 2},
-            },
-            "tests/gpu/test_programs.py": {"passed": 4, "failed": 1, "skipped": 0},
-            "tests/test_readme.py": {"passed": 1, "failed": 0, "skipped": 1},
-            "tests/test_cli.py": {"passed": 5, "failed": 0, "skipped": 0},
-        },
-        "sanitizer": {"memcheck": {"clean": True, "passed": 9}, "initcheck": {"clean": False, "passed": 8}},
-        "bench": {"0.0": made_up_run()},
-    }
+def made_up_part(stage: str, more: dict[str, Any], **machine: Any) -> record.Part:
+    """A part of a record; keywords change its machine."""
+    there = {"device": "NVIDIA H200", "driver": "0", "gpus": 1, "cores": 16, "nvrtc": "0.0"}
+    there |= {"torch": "2", "cupy": "14"} | machine
+    part = {"stage": stage, "begin": "2000-01-01T00:00:00+00:00", "source_sha256": "0" * 64, "ended": True}
+    part |= {"git_commit": "c" * 40, "machine": there, "options": {"bench_args": "--replays 7"}, "seconds": 5}
+    return record.sealed({**part, **more})
+
+
+def file_row(name: str, passed: int, failed: int = 0, skipped: int = 0, **reasons: int) -> dict[str, Any]:
+    """The row of a test file."""
+    counts = {"passed": passed, "failed": failed, "skipped": skipped, "seconds": 1.0, "long": {}}
+    failures = [f"{name}::{number}" for number in range(failed)]
+    return {"file": name, **counts, "failures": failures, "skip_reasons": reasons}
+
+
+def made_up_parts() -> list[record.Part]:
+    tests = [
+        file_row("tests/gpu/test_dense_bits.py", 3),
+        {**file_row("tests/gpu/test_dense_frameworks.py", 1000, 0, 2), "skip_reasons": {"needs two GPUs": 2}},
+        file_row("tests/gpu/test_programs.py", 4, 1),
+        file_row("tests/test_readme.py", 1, 0, 1),
+        file_row("tests/test_cli.py", 5),
+    ]
+    tools = [{"tool": "memcheck", "clean": True}, {"tool": "initcheck", "clean": False}]
+    return [
+        made_up_part("bench", made_up_run()),
+        made_up_part("tests", {"rows": tests}),
+        made_up_part("sanitizer", {"rows": tools}),
+    ]
 
 
 def test_every_case_is_of_one_family_and_has_one_name() -> None:
@@ -192,7 +200,12 @@ def stored_of(found: list[against.Stored], *names: str) -> list[against.Stored]:
 
 
 def test_stored_sparse_rows_match_one_case_each() -> None:
-    stored = stored_of(against.load(PEERS), "sparse V3.2", "sparse MODEL1", "sparse bf16")
+    stored = stored_of(
+        against.load(PEERS),
+        "sparse decoding, V3.2 cache",
+        "sparse decoding, V4 cache",
+        "sparse decoding, bf16 cache",
+    )
     assert len(stored) == len({other.case for other in stored}) == len(stored_sparse_rows()) + 3
     assert {other.label for other in stored} == {"FlashMLA"}
     assert not any("invariant" in other.case or "bf16" in other.case for other in stored)
@@ -224,7 +237,7 @@ def test_prefill_bytes() -> None:
 
 
 def test_stored_prefill_rows_match_one_case_each() -> None:
-    stored = stored_of(against.load(PEERS), "sparse prefill")
+    stored = stored_of(against.load(PEERS), "sparse prefill, MLA")
     assert len(stored) == len(stored_prefill_rows()) + 2
     assert {other.case for other in stored} == {
         case.id for case in cases.prefill_cases() if case.layout == "bf16" and not case.batch_invariant
@@ -312,7 +325,7 @@ def test_runs_are_compared_figure_by_figure(tmp_path: Path) -> None:
     only_without_rests = {key: value for key, value in run["rows"][0].items() if key != "us"}
     assert ratios(only_without_rests, stored) == {("run", "no rests"): pytest.approx(1.0)}
     assert ratios(only_without_rests, against.load(path)) == {}
-    path.write_text(json.dumps(made_up_record()))
+    record.write(made_up_parts(), path)
     assert set(ratios(run["rows"][0], against.load(path))) == {("run NVRTC 0.0", "rested")}
 
 
@@ -365,14 +378,14 @@ def test_means_by_family() -> None:
     groups = {family: [m for m in found if m.family == family and m.group != "all"] for family in whole}
     for family, parts in groups.items():
         assert len(parts) != 1 and sum(part.rows for part in parts) in (0, whole[family].rows)
-    assert {part.group for part in groups["dense decode"]} == {
+    assert {part.group for part in groups["dense decoding, MLA"]} == {
         "b >= 64, h_q 128",
         "b >= 64, h_q 8 to 64",
         "b 16 to 32",
         "b <= 4",
         "batch-invariant",
     }
-    dense = whole.pop("dense decode")
+    dense = whole.pop("dense decoding, MLA")
     assert dense.least == pytest.approx(1.0) and dense.least_case == rows[3]["case"]
     assert dense.mean == pytest.approx(2 ** (1 - 1 / dense.rows))
     for mean in whole.values():
@@ -439,7 +452,7 @@ def test_roofline_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[Any] = []
     monkeypatch.setattr(pyplot, "close", closed.append)
     path = tmp_path / "roofline.png"
-    plot.roofline(made_up_run(), "a device", path)
+    plot.roofline(made_up_run()["rows"], CEILINGS, "a device", path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["roofline.png"]
     (figure,) = closed
@@ -757,11 +770,11 @@ def test_a_case_that_fails_is_a_row(
         assert f"FAILED: {text}" in printed.out and f"FAILED  {text}" in printed.err
     assert picture.exists() and len(run["ceilings"]) == 2
     assert {other.case for other in against.load(path)} == set(chosen) - set(broken)
-    record = {**made_up_record(), "bench": {"0.0": {key: run[key] for key in run if key != "host"}}}
-    page = update_figures.performance_page(record, PEERS)
-    assert f"Failed: `{chosen[0]}` (AssertionError: wrong by 1); `{chosen[-1]}` (RuntimeError)." in page
+    parts = [made_up_part("bench", {key: run[key] for key in gpu_check.OF_A_BENCHMARK if key != "host"})]
+    page = update_figures.performance_page(parts, PEERS)
+    assert f"Failed: {chosen[0]}: AssertionError: wrong by 1; {chosen[-1]}: RuntimeError." in page
     assert "host time" not in page and f"| `{chosen[0]}` | - |" in page
-    assert f"`{chosen[1]}`" in page and update_figures.readme_section(record, PEERS)
+    assert f"`{chosen[1]}`" in page and update_figures.readme_section(parts, PEERS)
 
 
 def test_what_fails_after_the_cases_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -825,8 +838,10 @@ def test_flex_cases_are_compiled_ahead(
 def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A case's own call and those beside it; one that fails does not keep the others."""
     pytest.importorskip("torch")
-    from benchlib import flex_measure, peers
+    from benchlib import backward_peers, flex_measure, peers
 
+    names = [peer.name for peer in peers.FLEX]
+    assert [peer.name for peer in backward_peers.FLEX] == names, "made of those before the change below"
     called: list[tuple[str, str]] = []
 
     def prepare(case: Any) -> Any:
@@ -2068,11 +2083,10 @@ def test_junit_counts() -> None:
 
 
 def test_known_seconds() -> None:
-    """The mean of a file's tests, and its long ones; of the first record that has the file."""
+    """The mean of a file's tests, and its long ones."""
     counts = {"passed": 2, "failed": 1, "skipped": 5, "seconds": 12.0}
-    old = {"tests": {"a.py": {**counts, "seconds": 90.0, "long": {"a::old": 9.0}}, "b.py": counts}}
-    new = {"tests": {"a.py": {**counts, "long": {"a::x": 8.0}}, "c.py": {**counts, "passed": 0, "failed": 0}}}
-    assert gpu_check.known_seconds(new, old) == {"a.py": 4.0, "a::x": 8.0, "b.py": 4.0}
+    rows = [{"file": "a.py", **counts, "long": {"a::x": 8.0}}, {**file_row("c.py", 0), "seconds": 9.0}]
+    assert gpu_check.known_seconds(rows) == {"a.py": 4.0, "a::x": 8.0}
 
 
 def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -2112,7 +2126,10 @@ def test_order_and_parts_of_the_tests(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(name for part in parts for name in part) == sorted(nodes)
 
 
-SAME = {"source_sha256": "a", "device": "D", "driver": "1"}
+def begun(stage: str, *arguments: str) -> gpu_check.Run:
+    """A run of a stage that has no row yet."""
+    options = gpu_check.parse_arguments(list(arguments))
+    return gpu_check.Run(options, {**made_up_part(stage, {"rows": []}), "ended": False}, [])
 
 
 def small_suite(root: Path) -> None:
@@ -2124,7 +2141,10 @@ def small_suite(root: Path) -> None:
     (root / "tests" / "gpu" / "test_host_time.py").write_text(
         "import os\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
     )
-    (root / "tests" / "test_b.py").write_text("def test_three(): pass\n")
+    (root / "tests" / "test_b.py").write_text("def test_three(request): assert request.config.option.full\n")
+    (root / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--full', action='store_true')\n"
+    )
 
 
 @pytest.mark.parametrize("arguments", ([], ["--test-args", ""]), ids=("several", "one"))
@@ -2139,32 +2159,32 @@ def test_the_tests_of_a_tree(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     path = tmp_path / "record.json"
-    options = gpu_check.parse_arguments(["--record", str(path), *arguments])
-    record = {**gpu_check.load_record(path, SAME), "gpus": 2}
-    assert gpu_check.run_tests(record, options)
-    assert json.loads(path.read_text()) == record
-    counts = {
-        name: (found["passed"], found["failed"], found["skipped"], found["gpus"])
-        for name, found in record["tests"].items()
-    }
+    monkeypatch.setattr(gpu_check, "RECORD", path)
+    run = begun("tests", "--record", str(path), *arguments)
+    assert gpu_check.run_tests(run)
+    assert record.read(path) == [record.sealed(run.part)]
+    counts = {row["file"]: (row["passed"], row["failed"], row["skipped"]) for row in run.part["rows"]}
     assert counts == {
-        "tests/gpu/test_a.py": (1, 0, 1, 2),
-        "tests/gpu/test_host_time.py": (1, 0, 0, 2),
-        "tests/test_b.py": (1, 0, 0, 2),
+        "tests/gpu/test_a.py": (1, 0, 1),
+        "tests/gpu/test_host_time.py": (1, 0, 0),
+        "tests/test_b.py": (1, 0, 0),
     }
-    skipped = 'import pytest\npytest.skip("no such GPU", allow_module_level=True)\n'
-    (tmp_path / "tests" / "test_b.py").write_text(skipped)
-    options = gpu_check.parse_arguments(["--record", str(path), "--tests", "test_b", *arguments])
-    assert gpu_check.run_tests(record, options)
-    assert record["tests"]["tests/test_b.py"]["skipped"] == 1
+
+    def again() -> tuple[bool, dict[str, Any]]:
+        run = begun("tests", "--record", str(path), "--tests", "test_b", *arguments)
+        good = gpu_check.run_tests(run)
+        return good, run.part["rows"][-1] if run.part["rows"] else {}
+
+    (tmp_path / "tests" / "test_b.py").write_text(
+        'import pytest\npytest.skip("no such GPU", allow_module_level=True)\n'
+    )
+    good, row = again()
+    assert good and row["skipped"] == 1
     (tmp_path / "tests" / "test_b.py").write_text("\n")
-    assert not gpu_check.run_tests(record, options), "a file without a test"
+    assert again() == (False, {}), "a file without a test"
     (tmp_path / "tests" / "test_b.py").write_text("import no_such_module\n")
-    (tmp_path / "tests" / "gpu" / "test_a.py").rename(tmp_path / "tests" / "gpu" / "test_c.py")
-    options = gpu_check.parse_arguments(["--record", str(path), "--tests", "test_b", *arguments])
-    assert not gpu_check.run_tests(record, options)
-    assert record["tests"]["tests/test_b.py"]["failed"] == 1
-    assert "tests/gpu/test_a.py: in the record, not in the tree" in capfd.readouterr().out
+    good, row = again()
+    assert not good and row["failed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -2212,14 +2232,14 @@ def test_the_sanitizer_in_parts(
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     assert gpu_check.files_with_marker("sanitizer") == ["tests/gpu/test_c.py"]
     path = tmp_path / "record.json"
+    monkeypatch.setattr(gpu_check, "RECORD", path)
     arguments = ["--record", str(path), "--sanitizer-args=--more", "--sanitizer-parts", "3"]
-    options = gpu_check.parse_arguments(arguments)
-    record = gpu_check.load_record(path, SAME)
-    assert not gpu_check.run_sanitizer(record, options)
-    assert json.loads(path.read_text()) == record
+    run = begun("sanitizer", *arguments)
+    assert not gpu_check.run_sanitizer(run)
+    assert record.read(path) == [record.sealed(run.part)]
     found = {
-        tool: tuple(verdict[key] for key in ("passed", "failed", "errors", "exit_status", "clean"))
-        for tool, verdict in record["sanitizer"].items()
+        row["tool"]: tuple(row[key] for key in ("passed", "failed", "errors", "exit_status", "clean"))
+        for row in run.part["rows"]
     }
     assert found == {
         "memcheck": (6, 0, 0, 0, True),
@@ -2230,10 +2250,9 @@ def test_the_sanitizer_in_parts(
     out = capfd.readouterr().out
     assert out.count("2 passed") == 12
     assert len(set(re.findall(r"^port (\d+)$", out, re.MULTILINE))) == 12
-    options = gpu_check.parse_arguments([*arguments, "--tools", "memcheck"])
-    assert gpu_check.run_sanitizer(record, options)
+    assert gpu_check.run_sanitizer(begun("sanitizer", *arguments, "--tools", "memcheck"))
     monkeypatch.setattr(gpu_check.shutil, "which", lambda name: None)
-    assert not gpu_check.run_sanitizer(record, options)
+    assert not gpu_check.run_sanitizer(begun("sanitizer", *arguments))
     with pytest.raises(SystemExit):
         gpu_check.parse_arguments(["--sanitizer-parts", "0"])
 
@@ -2274,56 +2293,182 @@ def test_a_part_without_a_case_is_not_clean() -> None:
         assert not verdict["clean"] and verdict["exit_status"] == bad[1]
 
 
-def test_record_merges_only_with_the_same_sources_and_machine(
+def test_a_record_with_a_changed_row_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure, a line that is gone, a machine: by every script that reads the record."""
+    path = tmp_path / "record.json"
+    record.write(made_up_parts(), path)
+    assert record.read(path) == made_up_parts()
+    text = path.read_text()
+    first = made_up_run()["rows"][0]
+    assert sum(line.startswith("{") and '"case"' in line for line in text.splitlines()) == len(
+        families.all_cases()
+    ), "a row a line"
+    lines = text.splitlines(keepends=True)
+    at = next(number for number, line in enumerate(lines) if first["case"] in line)
+    for changed in (
+        text.replace('"passed": 3,', '"passed": 4,'),
+        "".join(lines[:at] + lines[at + 1 :]),
+        text.replace('"gpus": 1', '"gpus": 2', 1),
+    ):
+        assert changed != text
+        path.write_text(changed)
+        with pytest.raises(record.RecordError, match="it was changed after its run"):
+            record.read(path)
+        with pytest.raises(ValueError, match="it was changed after its run"):
+            against.load(path)
+        monkeypatch.setattr(update_figures, "RECORD", path)
+        assert update_figures.main(["--check"]) == 2
+        merged = tmp_path / "merged.json"
+        assert gpu_check.main(["--merge", str(path), "--record", str(merged)]) == 2 and not merged.exists()
+        assert capsys.readouterr().err.count("it was changed after its run") == 2
+    for text in ("{}", "[]", "no JSON", '{"parts": [{}]}'):
+        path.write_text(text)
+        with pytest.raises(record.RecordError, match="expected a record"):
+            record.read(path)
+
+
+def test_parts_of_one_record_have_sources_and_machine_in_common(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "docs" / "record.json"
-    record = gpu_check.load_record(path, SAME)
-    record["tests"]["tests/test_a.py"] = {"passed": 1}
-    gpu_check.save_record(record, path)
-    assert gpu_check.load_record(path, SAME) == record
+    part = made_up_part("tests", {"rows": [file_row("tests/test_a.py", 1)]})
+    same = record.identity(part)
+    assert gpu_check.earlier_parts(path, same) == []
+    record.write([part], path)
+    assert gpu_check.earlier_parts(path, same) == [part]
     assert capsys.readouterr().out == ""
-    for key in SAME:
-        other = {**SAME, key: "another"}
-        assert gpu_check.load_record(path, other) == {**other, "tests": {}, "sanitizer": {}, "bench": {}}
-        text = f"record.json: made with other {key} {SAME[key]}; a new record is started\n"
-        assert capsys.readouterr().out == text
+    for key, value in same.items():
+        assert gpu_check.earlier_parts(path, {**same, key: "another"}) == []
+        assert capsys.readouterr().out == (
+            f"record.json: made with other {key} {value}; a new record is started\n"
+        )
+    for other in (
+        made_up_part("tests", {"rows": [], "source_sha256": "1" * 64}),
+        made_up_part("tests", {"rows": []}, device="NVIDIA H100"),
+        made_up_part("tests", {"rows": []}, driver="1"),
+    ):
+        with pytest.raises(record.RecordError, match="expected .*, got "):
+            record.merged([[part], [other]])
+    assert record.merged([[part], [made_up_part("tests", {"rows": []}, gpus=2)]])
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
-def test_a_benchmark_of_some_cases_keeps_the_others() -> None:
-    whole = {**made_up_run(), "sustain_seconds": 2.0, "errors": []}
-    case = families.case_named(SLOWER)
-    again = {**made_up_row(case, 100.0), "cold_us": 1.0}
-    again = {key: value for key, value in again.items() if not key.startswith("sustained")}
+def test_what_runs_again_is_kept_beside_the_first_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The later row counts, whole: no field of the earlier one is in it. The pages show both."""
+    name = "tests/test_a.py"
+    row = {**made_up_row(families.case_named(SLOWER), 100.0), "cold_us": 1.0}
     failed = {"case": "metadata-b1", "error": "RuntimeError"}
-    part = {**whole, "rows": [failed, again], "sustain_seconds": 0.0, "ceilings": [CEILINGS[1]], "x": 1}
-    del part["host"]
-    for merged in (
-        gpu_check.merge_runs(whole, part),
-        gpu_check.merge_runs(gpu_check.merge_runs(None, part), whole),
+    fast = {"case": SLOWER, "us": 90.0}
+    first = [
+        made_up_part(
+            "bench", {**made_up_run(), "rows": [row, failed], "errors": ["metadata-b1: RuntimeError"]}
+        ),
+        made_up_part("tests", {"rows": [file_row(name, 91, 1), file_row("tests/test_b.py", 1)]}),
+        made_up_part("sanitizer", {"rows": [{"tool": "memcheck", "clean": False}]}),
+    ]
+    later = {"begin": "2000-01-02T00:00:00+00:00"}
+    second = [
+        made_up_part("bench", {**made_up_run(), "rows": [fast, {**failed, "us": 2.0}], **later}),
+        made_up_part("tests", {"rows": [file_row(name, 92)], **later}),
+        made_up_part("sanitizer", {"rows": [{"tool": "memcheck", "clean": True}], **later}),
+    ]
+    del second[0]["rows"][1]["error"]
+    second[0] = record.sealed(second[0])
+    paths = [tmp_path / "second.json", tmp_path / "first.json"]
+    record.write(second, paths[0])
+    record.write(first, paths[1])
+    monkeypatch.setattr(gpu_check, "test_files", lambda: [name, "tests/test_b.py", "tests/test_c.py"])
+    merged = tmp_path / "merged.json"
+    assert gpu_check.main(["--merge", *map(str, paths), "--record", str(merged)]) == 1
+    lacks = capsys.readouterr().out.splitlines()
+    assert lacks[-1] == "6 parts: NOT WHOLE" and "tests: without tests/test_c.py" in lacks
+    assert not any("RuntimeError" in line or "memcheck" in line for line in lacks)
+    assert len(lacks) == 1 + len(families.all_cases()) - 2 + 1 + 3
+    parts = record.read(merged)
+    assert parts == [*first, *second]
+    assert record.merged([parts, first]) == parts, "a part counts once"
+    assert record.latest(parts, "bench")[0] == fast and record.errors(parts) == []
+    assert record.errors(first) == ["metadata-b1: RuntimeError"]
+    page = update_figures.performance_page(parts, PEERS)
+    assert "Tests there: 93 passed, 0 failed, 0 skipped; clean under" in page
+    assert "4 of the record's results are of a second run" in update_figures.readme_section(parts, PEERS)
+    for line in (
+        f"- `{name}`: first 91 passed, 1 failed, 0 skipped, then 92 passed, 0 failed, 0 skipped",
+        "- `memcheck`: first not clean, then clean",
+        f"- `{SLOWER}`: first 100.0 µs, then 90.0 µs",
+        "- `metadata-b1`: first RuntimeError, then 2.0 µs",
     ):
-        assert [row["case"] for row in merged["rows"]] == [case.id for case in families.all_cases()]
-        assert merged["ceilings"] == CEILINGS and "host" in merged and merged["errors"] == []
-        assert merged["sustain_seconds"] == 2.0 and merged["x"] == 1
-        assert merged["method"] == families.methods(families.all_cases())
-    rows = {row["case"]: row for row in gpu_check.merge_runs(whole, part)["rows"]}
-    before = {row["case"]: row for row in whole["rows"]}
-    assert rows.pop(SLOWER) == {**before.pop(SLOWER), **again}
-    assert rows == before
-    of_no_row = "does not compile: a kernel"
-    erring = {**part, "errors": [of_no_row, "metadata-b1: RuntimeError"]}
-    assert gpu_check.merge_runs(whole, erring)["errors"] == [of_no_row]
-    assert gpu_check.merge_runs(gpu_check.merge_runs(None, part), erring)["errors"] == erring["errors"]
-    broken = gpu_check.merge_runs(None, {**part, "errors": ["metadata-b1: RuntimeError"]})
-    assert gpu_check.merge_runs(broken, broken)["errors"] == ["metadata-b1: RuntimeError"]
-    assert [row["case"] for row in gpu_check.merge_runs(broken, broken)["rows"]] == [SLOWER, "metadata-b1"]
+        assert line in page.splitlines()
+    other = made_up_part("bench", {**made_up_run(), "rows": [fast]}, nvrtc="9.9")
+    assert not record.repeated(record.compilers([first[0], other])["9.9"], "bench"), "another compiler's"
+
+
+def test_a_whole_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From several machines' files; every part says its machine, and an interrupted one that it is."""
+    monkeypatch.setattr(gpu_check, "test_files", lambda: ["tests/test_a.py"])
+    tools = [{"tool": tool, "clean": True} for tool in gpu_check.SANITIZER_TOOLS]
+    parts = [
+        made_up_part("bench", {**made_up_run(), "ended": False}),
+        made_up_part("tests", {"rows": [file_row("tests/test_a.py", 1)]}, gpus=2),
+        made_up_part("sanitizer", {"rows": tools}),
+    ]
+    for number, part in enumerate(parts):
+        record.write([part], tmp_path / f"{number}.json")
+    names = [str(path) for path in sorted(tmp_path.iterdir())]
+    merged = tmp_path / "merged.json"
+    assert gpu_check.main(["--merge", *names, "--record", str(merged)]) == 0
+    assert capsys.readouterr().out == "3 parts: whole and good\n"
+    headings, *rows = update_figures.parts_cells(record.read(merged))
+    shown = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert [one["seconds"] for one in shown] == ["did not end", "5", "5"]
+    assert [one["gpus"] for one in shown] == ["1", "2", "1"]
+    assert shown[0]["options"] == "bench_args --replays 7"
+
+
+def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part for each stage that had a row, with options and verdict; a later call adds to them."""
+    machine = made_up_part("tests", {})["machine"]
+    monkeypatch.setattr(gpu_check, "describe_machine", lambda: machine)
+
+    def stage(good: bool, rows: list[Any]) -> Any:
+        def run(run: gpu_check.Run) -> bool:
+            run.part["rows"] += rows
+            return good
+
+        return run
+
+    clean = {"tool": "memcheck", "clean": False}
+    monkeypatch.setattr(
+        gpu_check,
+        "RUNS",
+        {
+            "bench": stage(False, []),
+            "tests": stage(True, [file_row("tests/test_a.py", 1)]),
+            "sanitizer": stage(False, [clean]),
+        },
+    )
+    path = tmp_path / "record.json"
+    assert gpu_check.main(["--record", str(path), "--tests", "a", "--commit", "c"]) == 1
+    found = [(part["stage"], part["good"], part["ended"]) for part in record.read(path)]
+    assert found == [("tests", True, True), ("sanitizer", False, True)]
+    part = record.read(path)[0]
+    assert part["options"]["tests"] == "a" and part["git_commit"] == "c" and part["machine"] == machine
+    assert gpu_check.main(["--record", str(path), "--stage", "tests"]) == 0
+    assert [part["stage"] for part in record.read(path)] == ["tests", "sanitizer", "tests"]
+    path.write_text(path.read_text().replace('"passed": 1', '"passed": 2', 1))
+    assert gpu_check.main(["--record", str(path), "--stage", "tests"]) == 2
 
 
 FAKE_BENCH = """
 import json, pathlib, sys, time
 path = pathlib.Path(sys.argv[sys.argv.index("--json") + 1])
-run = {"versions": {"nvrtc": "1.0"}, "rows": [], "errors": [], "sustain_seconds": 2.0}
+run = {"versions": {"nvrtc": "1.0"}, "rows": [], "errors": [], "sustain_seconds": 2.0, "more": 1}
 for name, us in json.loads(sys.argv[-1]).items():
     if us is None:
         sys.exit(1)
@@ -2339,28 +2484,27 @@ for name, us in json.loads(sys.argv[-1]).items():
 def test_the_record_has_what_a_benchmark_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One that ends early or is interrupted too; and a later one of some cases adds to it."""
+    """One that ends early or is interrupted too."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "bench.py").write_text(FAKE_BENCH)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     monkeypatch.setattr(gpu_check, "SECONDS_BETWEEN_LOOKS", 0.01)
     path = tmp_path / "record.json"
-    record = {**gpu_check.load_record(path, SAME), "git_commit": "c"}
 
     def run(cases: dict[str, Any], *arguments: str) -> bool:
         extra = ["--bench-args", f"'{json.dumps(cases)}'", "--record", str(path), *arguments]
-        return gpu_check.run_bench(record, gpu_check.parse_arguments(extra))
+        return gpu_check.run_bench(begun("bench", *extra))
 
     def stored() -> dict[str, Any]:
-        found = json.loads(path.read_text())["bench"]["1.0"]
-        assert found["git_commit"] == "c"
-        return {row["case"]: row["us"] for row in found["rows"]}
+        (part,) = record.read(path)
+        assert part["machine"]["nvrtc"] == "1.0" and "more" not in part and not part["ended"]
+        return {row["case"]: row["us"] for row in part["rows"]}
 
     assert not run({"metadata-b1": 1.0, "metadata-b32": None})
     assert stored() == {"metadata-b1": 1.0}
     assert "ended with status 1" in capfd.readouterr().out
-    assert run({SLOWER: 2.0}) and stored() == {SLOWER: 2.0, "metadata-b1": 1.0}
-    assert not run({"metadata-b1": None}) and len(stored()) == 2
+    assert run({SLOWER: 2.0}) and stored() == {SLOWER: 2.0}
+    assert not run({"metadata-b1": None}) and stored() == {SLOWER: 2.0}
 
     def interrupt(_: float) -> None:
         if "metadata-b32" in stored():
@@ -2370,7 +2514,7 @@ def test_the_record_has_what_a_benchmark_measured(
         patched.setattr(gpu_check.time, "sleep", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run({"metadata-b1": 5.0, "metadata-b32": "wait"})
-    assert stored() == {SLOWER: 2.0, "metadata-b1": 5.0, "metadata-b32": "wait"}
+    assert stored() == {"metadata-b1": 5.0, "metadata-b32": "wait"}
 
     cubins = tmp_path / "cubins"
     assert not run({"metadata-b1": 1.0}, "--cubins", str(cubins))
@@ -2379,7 +2523,7 @@ def test_the_record_has_what_a_benchmark_measured(
     (cubins / "a-1" / "meta.json").write_text(json.dumps({"nvrtc": "2.0"}))
     before = path.read_text()
     assert not run({"metadata-b1": 9.0}, "--cubins", str(cubins))
-    assert path.read_text() == before and set(record["bench"]) == {"1.0"}
+    assert path.read_text() == before
     assert "not recorded" in capfd.readouterr().out
     (cubins / "a-1" / "meta.json").write_text(json.dumps({"nvrtc": "1.0"}))
     assert run({"metadata-b1": 9.0}, "--cubins", str(cubins)) and stored()["metadata-b1"] == 9.0
@@ -2407,100 +2551,131 @@ def test_prebuilt_folder_is_labelled_by_its_compiler(tmp_path: Path) -> None:
 
 
 def test_the_tests_are_named_by_group() -> None:
-    text = update_figures.describe_tests(made_up_record())
-    assert "1,013 passed, 1 failed, 3 skipped" in text
-    assert "(dense 1,003 and 2 skipped, programs 4 and 1 failed, no GPU needed 5, " in text
-    assert "README's examples 1 and 1 skipped)" in text
-    assert "3 of those that passed are in files that ran on a machine with 2 GPUs" in text
-    assert "memcheck clean (9 tests)" in text and "initcheck not clean (8 tests)" in text
-    assert "not run" in update_figures.describe_tests({"tests": {}, "sanitizer": {}})
+    text = update_figures.performance_page(made_up_parts(), PEERS)
+    for line in (
+        "| dense | 2 | 1,003 | 0 | 2 |",
+        "| programs | 1 | 4 | 1 | 0 |",
+        "| no GPU needed | 1 | 5 | 0 | 0 |",
+        "| README's examples | 1 | 1 | 0 | 1 |",
+    ):
+        assert line in text.splitlines()
+    assert "Skipped because: needs two GPUs." in text
 
 
 def test_the_tests_in_one_sentence() -> None:
-    text = update_figures.summary_of_tests(made_up_record())
-    assert text.startswith(
-        "Tests there: 1,013 passed, 1 failed, 3 skipped; clean under compute-sanitizer's memcheck"
+    assert update_figures.describe_tests(made_up_parts()) == (
+        "Tests there: 1,013 passed, 1 failed, 3 skipped; clean under compute-sanitizer's memcheck; "
+        "not clean under compute-sanitizer's initcheck."
     )
-    assert text.endswith("; not clean under compute-sanitizer's initcheck.")
-    assert update_figures.summary_of_tests({"tests": {}, "sanitizer": {}}) == "Tests there: not run."
+    assert update_figures.describe_tests([]) == "Tests there: not run."
 
 
-def test_readme_cases_are_a_fair_choice() -> None:
-    """Eleven, beside a stored time or a library in the same process; where another library is faster by
-    its stored time among them.
-    """
-    beside = {"dense attention", "flex attention"}
-    names = update_figures.README_CASES
-    assert len(set(names)) == 11
-    stored = {other.case for other in against.load(PEERS)}
-    chosen = {name: families.family_of(name).name for name in names}
-    assert all(name in stored or family in beside for name, family in chosen.items())
-    assert Counter(chosen.values()) == {
-        "dense decode": 3,
-        "sparse V3.2": 2,
-        "sparse MODEL1": 1,
-        "sparse prefill": 1,
-        "dense attention": 2,
-        "prefix prefill": 1,
-        "flex attention": 1,
-    }
-    assert SLOWER in names
+def slower_parts() -> list[record.Part]:
+    """A record of three cases: one in which another library is faster, one that cuDNN ran beside, a plan."""
+    run = made_up_run()
+    wanted = (SLOWER, "mha-b2-s8192-h16-d128-causal-bf16-fixed", "metadata-b1")
+    run["rows"] = [row for row in run["rows"] if row["case"] in wanted]
+    slower, beside, _ = run["rows"]
+    slower |= {"us": 280.0, "unrested_us": 292.2, "sustained_us": 300.0}
+    ours = {"us": 100.0, "unrested_us": 110.0, "sustained_us": 120.0}
+    theirs = {"us": 300.0, "unrested_us": 440.0, "sustained_us": 108.0}
+    beside["beside"] = {columns.OURS: ours, columns.CUDNN: theirs}
+    return [made_up_part("bench", run)]
+
+
+def test_the_speed_of_families() -> None:
+    """Ratios of what ran beside, rested and sustained; else those to stored times, which are marked."""
+    (part,) = slower_parts()
+    _, *rows = speed.cells(speed.summary(part["rows"], against.load(PEERS)))
+    dash = columns.EMPTY
+    assert rows[:2] == [
+        ["Dense decoding, MLA", "FlashAttention-3", "1", "0.97¹", "0.97¹", dash, dash],
+        ["Dense attention", "cuDNN", "1", "3.00", "3.00", "0.90", "0.90"],
+    ]
+    assert [row[:3] for row in rows[2:]] == [["Plan of a decoding step", "FlashMLA", "1"]]
+    whole = speed.summary(made_up_run()["rows"], against.load(PEERS))
+    assert {one.family for one in whole} == {families.family_of(other.case) for other in against.load(PEERS)}
+    (prefill,) = (one for one in whole if one.family.name == "sparse prefill, MLA")
+    assert prefill.peers == "FlashMLA", "with padded heads too"
 
 
 def test_readme_section() -> None:
-    assert update_figures.readme_section(None, PEERS) == update_figures.NOTHING_YET
-    record = made_up_record()
-    row = next(row for row in record["bench"]["0.0"]["rows"] if row["case"] == SLOWER)
-    row |= {"us": 280.0, "unrested_us": 292.2, "sustained_us": 300.0}
-    text = update_figures.readme_section(record, PEERS)
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert [line.split("`")[1] for line in rows] == list(update_figures.README_CASES)
-    (line,) = (line for line in rows if SLOWER in line)
-    assert line == f"| `{SLOWER}` | 280.0 | 292.2 | 300.0 | 282.2 FlashAttention-3 | 0.97 |"
-    assert "NVRTC 0.0" in text and "docs/performance.md" in text and "programmatic" in text
+    assert update_figures.readme_section([], PEERS) == update_figures.NOTHING_YET
+    text = update_figures.readme_section(slower_parts(), PEERS)
+    assert len(text.splitlines()) < 25
+    (line,) = (line for line in text.splitlines() if line.startswith("| Dense decoding"))
+    assert "0.97¹" in line
+    assert "NVRTC 0.0" in text and "docs/performance.md" in text and "docs/speed.png" in text
+    assert "commit `ccccccc`" in text and "Tests there: not run." in text
+    tests_alone = [part for part in made_up_parts() if part["stage"] == "tests"]
+    assert update_figures.readme_section(tests_alone, PEERS).startswith("NVIDIA H200, driver 0, 2000-01-01")
     page = f"before\n{update_figures.BEGIN}\nold\n{update_figures.END}\nafter\n"
     assert update_figures.replace_section(page, "new") == page.replace("old", "new")
     with pytest.raises(ValueError, match="once each"):
         update_figures.replace_section("no markers", "new")
 
 
+def test_the_picture_of_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar for each mean, to its figure, which is written beside it; a mark at each least."""
+    pytest.importorskip("matplotlib")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    closed: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", closed.append)
+    (part,) = slower_parts()
+    found = speed.summary(part["rows"], against.load(PEERS))
+    path = tmp_path / "speed.png"
+    plot.bars(found, "a title", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    (figure,) = closed
+    (axes,) = figure.axes
+    shown = [one for one in found if one.family.attention]
+    assert len(shown) < len(found), "a plan is no attention"
+    means = [mean for one in shown for mean in one.means]
+    assert [bar.get_x() + bar.get_width() for bar in axes.patches] == pytest.approx([m.mean for m in means])
+    assert [text.get_text() for text in axes.texts] == [f"{mean.mean:.2f}" for mean in means]
+    marks = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"]
+    assert marks == pytest.approx([mean.least for mean in means])
+    low, high = axes.get_xlim()
+    assert low < min(marks) and max(mean.mean for mean in means) < high
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [f"{one.family.title}\nbeside {one.peers}" for one in shown]
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["rested", "sustained", "without rests, stored times", plot.LEAST]
+    figure.draw_without_rendering()
+    whole = figure.bbox
+    for text in (*axes.texts, *axes.get_yticklabels(), legend):
+        box = text.get_window_extent()
+        assert whole.x0 <= box.x0 and box.x1 <= whole.x1 and whole.y0 <= box.y0 and box.y1 <= whole.y1
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    plot.bars([], "nothing was compared", path)
+
+
 def test_other_devices_show_no_ratio() -> None:
-    record = {**made_up_record(), "device": "NVIDIA H100"}
-    text = update_figures.readme_section(record, PEERS)
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(update_figures.README_CASES)
-    assert all(line.endswith("| - | - |") for line in rows)
+    """Stored times are of an H200."""
+    parts = [made_up_part("bench", made_up_run(), device="NVIDIA H100")]
+    text = update_figures.readme_section(parts, PEERS)
+    assert not any(line.startswith("| Dense") for line in text.splitlines())
+    assert "Stored times of other libraries were" not in update_figures.performance_page(parts, PEERS)
 
 
 def test_performance_page_has_every_figure() -> None:
-    record = made_up_record()
-    record["bench"]["0.10"] = made_up_run()
     versions = ["13.10.1", "13.9.2", "13.0.48rc1", "12.9.86, 13.0.88", "12.9.86", "unknown"]
-    assert update_figures.compilers({"bench": dict.fromkeys(sorted(versions))}) == versions
-    text = update_figures.performance_page(record, PEERS)
-    assert text.index("NVRTC 0.10") < text.index("NVRTC 0.0") and text.count("a method") == 1
+    mixed = [made_up_part("bench", {}, nvrtc=version) for version in sorted(versions)]
+    assert list(record.compilers(mixed)) == versions
+    parts = [*made_up_parts(), made_up_part("bench", made_up_run(), nvrtc="0.10")]
+    text = update_figures.performance_page(parts, PEERS)
+    assert text.index("NVRTC 0.10") < text.index("NVRTC 0.0")
+    assert text.count(families.ATTENTION_METHOD) == 1
     for case in families.all_cases():
         assert text.count(f"| `{case.id}` |") == 2
     for family in families.FAMILIES:
-        assert text.count(f"### {family.name.capitalize()}\n") == 2
-    assert text.count("geometric mean") == 2 and "Skipped because: needs two GPUs." in text
+        assert text.count(f"### {family.title}\n") == 2
+    assert text.count("geometric mean") == 2 and "roofline.png" in text
     tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("|")]
     assert all(len({line.count("|") for line in lines}) == 1 for lines in tables)
-    assert update_figures.NOTHING_YET in update_figures.performance_page(None, PEERS)
+    assert update_figures.NOTHING_YET in update_figures.performance_page([], PEERS)
 
 
-def test_the_pages_come_from_the_records() -> None:
+def test_the_pages_come_from_the_record() -> None:
     assert update_figures.main(["--check"]) == 0
-    other, page = update_figures.RECORD.with_stem("gpu-record-h200"), update_figures.PAGE
-    page = page.with_stem("performance-h200")
-    assert update_figures.main(["--record", str(other), "--page", str(page), "--check"]) == 0
-
-
-def test_a_page_of_another_record(tmp_path: Path) -> None:
-    record, page = tmp_path / "other.json", tmp_path / "page.md"
-    record.write_text((update_figures.RECORD).read_text())
-    arguments = ["--record", str(record), "--page", str(page)]
-    assert update_figures.main([*arguments, "--check"]) == 1
-    assert update_figures.main(arguments) == 0
-    assert "`docs/other.json`" in page.read_text() and "roofline.png" not in page.read_text()
-    assert update_figures.main([*arguments, "--check"]) == 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import record
 from .columns import OURS, Row
 from .families import Case, all_cases, case_named, family_of, named
 
@@ -152,9 +153,9 @@ def _from_run(rows: list[Row], label: str) -> list[Stored]:
 def load(path: Path) -> list[Stored]:
     """Stored times of this benchmark's cases.
 
-    Reads a file written by --json (its `rows`), a gpu_check record (each entry of its `bench`), or an object
-    whose list-valued keys hold rows of other libraries, the key being the library and perhaps its commit
-    after an @. Raises ValueError when the file cannot be read or holds no such time.
+    Reads a file written by --json (its `rows`), a gpu_check record (the benchmarks of its `parts`), or an
+    object whose list-valued keys hold rows of other libraries, the key being the library and perhaps its
+    commit after an @. Raises ValueError when the file cannot be read or holds no such time.
     """
     try:
         data = json.loads(path.read_text())
@@ -163,9 +164,9 @@ def load(path: Path) -> list[Stored]:
     found: list[Stored] = []
     if isinstance(data, dict) and isinstance(data.get("rows"), list):
         found = _from_run(data["rows"], path.stem)
-    elif isinstance(data, dict) and isinstance(data.get("bench"), dict):
-        for version, run in data["bench"].items():
-            found += _from_run(run.get("rows", []), f"{path.stem} NVRTC {version}")
+    elif isinstance(data, dict) and "parts" in data:
+        for version, parts in record.compilers(record.read(path)).items():
+            found += _from_run(record.latest(parts, "bench"), f"{path.stem} NVRTC {version}")
     elif isinstance(data, dict):
         for key, value in data.items():
             if isinstance(value, list):
@@ -173,7 +174,7 @@ def load(path: Path) -> list[Stored]:
     if not found:
         raise ValueError(
             f"{path}: no times of this benchmark's cases "
-            "(expected `rows`, `bench`, or lists of objects with `b` and `us`)"
+            "(expected `rows`, `parts`, or lists of objects with `b` and `us`)"
         )
     return found
 

@@ -59,6 +59,11 @@ class Family:
     method: str = ""
     attention: bool = False
 
+    @property
+    def title(self) -> str:
+        """The name as a heading."""
+        return self.name[0].upper() + self.name[1:]
+
 
 def _time_dense(case: cases.DecodeCase, settings: Settings) -> Row:
     from . import measure, peers
@@ -203,20 +208,22 @@ AROUND_METHOD = (
 )
 
 FAMILIES = (
-    Family("dense decode", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True),
+    Family(
+        "dense decoding, MLA", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True
+    ),
     *(
         Family(
-            f"sparse {name}",
+            f"sparse decoding, {name} cache",
             _sparse(layout),
             _time_sparse,
             columns.DECODE,
             SPARSE_METHOD,
             attention=True,
         )
-        for name, layout in (("V3.2", "v32"), ("MODEL1", "model1"), ("bf16", "bf16"))
+        for name, layout in (("V3.2", "v32"), ("V4", "model1"), ("bf16", "bf16"))
     ),
     Family(
-        "sparse prefill",
+        "sparse prefill, MLA",
         cases.prefill_cases,
         _time_prefill,
         columns.PREFILL,
@@ -257,7 +264,7 @@ FAMILIES = (
         BLOCK_MASK_METHOD,
     ),
     Family(
-        "metadata",
+        "plan of a decoding step",
         lambda: [cases.MetadataCase(b) for b in cases.METADATA_BATCHES],
         _time_metadata,
         columns.METADATA,
@@ -302,8 +309,9 @@ def select(pattern: str | None) -> list[Case]:
 
 
 def named(rows: Sequence[Row]) -> list[Row]:
-    """The rows of a run whose case this benchmark still has."""
-    return [row for row in rows if row.get("case") in _table()]
+    """The rows whose case this benchmark still has, in the order of the tables."""
+    by_case = {row.get("case"): row for row in rows}
+    return [by_case[name] for name in _table() if name in by_case]
 
 
 def methods(chosen: Sequence[Case]) -> str:
