@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -491,29 +492,100 @@ def test_source_hash(tmp_path: Path) -> None:
         assert source.source_hash(two) != before
 
 
-def test_reference_agrees_with_an_independent_computation() -> None:
-    assert nogpu.reference_error() < nogpu.TOLERANCE
-
-
-def test_bench_without_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch, emulator_folder: Path) -> None:
     monkeypatch.setattr(bench, "why_no_timing", lambda: "no GPU in this test")
+    monkeypatch.setattr(nogpu, "FOLDER", emulator_folder)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_bench_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The families of the cases chosen run, and their kernels are compiled; each line fits the screen."""
+    if (reason := nogpu.missing_reason()) is not None:
+        pytest.skip(reason)
     path = tmp_path / "bench.json"
-    assert bench.main(["--json", str(path)]) == 0
+    assert bench.main(["--cases", "^decode-b1-|^metadata|^flex-block-mask", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
-    assert result["timed"] is False
-    assert result["good"] is True
-    assert result["kernels"]
+    assert result["timed"] is False and result["good"] is True
+    errors = result["errors"]
+    assert list(errors) == ["Dense decoding, MLA", "Block masks"]
+    assert 1e-4 < errors["Dense decoding, MLA"] < 5e-3 and errors["Block masks"] == 0
+    names = [row["label"].partition("[")[0] for row in result["kernels"]]
+    assert names == [
+        *("mla_metadata", "mla_dense_decode", "mla_combine"),
+        *("block_mask_states", "block_mask_lists"),
+    ]
     assert all(
         row["spill_stores"] == row["spill_loads"] == row["local_bytes"] == 0 for row in result["kernels"]
     )
     printed = capsys.readouterr()
-    assert printed.out.startswith("no GPU in this test. Nothing is timed")
-    assert "Nothing was timed." in printed.out
-    for row in result["kernels"]:
-        assert row["label"] in printed.out and f"compiled {row['label']}" in printed.err
+    lines = printed.out.splitlines()
+    assert lines[0] == "no GPU in this test: nothing is timed." and lines[-1].endswith("Nothing was timed.")
+    assert all(len(line) <= nogpu.WIDTH for line in lines)
+    for row, name in zip(result["kernels"], names, strict=True):
+        assert any(name in line.split() and str(row["registers"]) in line.split() for line in lines)
+    assert f"{errors['Dense decoding, MLA']:.1e}" in printed.out
+    assert "[1/2]" in printed.err and "[2/2]" in printed.err
     assert os.listdir(tmp_path) == ["bench.json"]
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_fails_without_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong result, and a kernel that does not compile, are reported; the other families still run."""
+    if (reason := nogpu.missing_reason()) is not None:
+        pytest.skip(reason)
+    from tests.emulator import cases as emulated
+
+    def wrong(case: Any) -> None:
+        raise AssertionError("wrong by 1\nand more")
+
+    def build(spec: Any) -> Any:
+        if spec.name == "mla_cache_write":
+            raise nogpu.CompileError("write is broken", log="", options=(), source_path=None)
+        figures = dict.fromkeys(("registers", "spill_stores", "spill_loads"), 8)
+        return types.SimpleNamespace(meta={**figures, "static_shared_bytes": 1, "dynamic_shared_bytes": 2})
+
+    monkeypatch.setitem(emulated._CHECKS, "block_mask", wrong)
+    monkeypatch.setattr(nogpu.jit, "build", build)
+    chosen = [families.family_of(name) for name in ("flex-block-mask-causal-s8192", "convert-r128-k2048")]
+    result = nogpu.run("no GPU", chosen)
+    assert not result["good"] and result["errors"] == {"Block masks": None, "Around decoding": 0.0}
+    out = capsys.readouterr().out
+    assert f"FAILED: {chosen[0].small}: AssertionError: wrong by 1\n" in out
+    assert "FAILED: write is broken\n" in out
+    (line,) = (line for line in out.splitlines() if "mla_cache_gather" in line)
+    assert line.split() == ["mla_cache_gather", "8", "16", "3"]
+
+
+def test_bench_without_an_emulator(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says why no kernel runs; a variant of each is compiled."""
+    specs = [types.SimpleNamespace(name=label[0], label=label) for label in ("a[1]", "b[1]", "a[2]")]
+    meta = dict.fromkeys(("registers", "spill_stores", "spill_loads"), 0)
+    meta |= {"static_shared_bytes": 0, "dynamic_shared_bytes": 0}
+    monkeypatch.setattr(nogpu, "missing_reason", lambda: "the emulator needs g++")
+    monkeypatch.setattr(nogpu.kernels, "all_specs", lambda: specs)
+    monkeypatch.setattr(nogpu.jit, "build", lambda spec: types.SimpleNamespace(meta=meta))
+    result = nogpu.run("no GPU", families.FAMILIES)
+    assert result["good"] and sorted(row["label"] for row in result["kernels"]) == ["a[1]", "b[1]"]
+    out = capsys.readouterr().out
+    assert "the emulator needs g++: no kernel runs" in out and "Nothing was timed." in out
+
+
+def test_small_cases() -> None:
+    """Every family has one, but the plans that decoding makes; each is a command of the emulator."""
+    pytest.importorskip("torch")
+    from tests.emulator.__main__ import case_of
+
+    without = [family.name for family in families.FAMILIES if not family.small]
+    assert without == ["plan of a decoding step"]
+    for family in families.FAMILIES:
+        if family.small:
+            name, *fields = shlex.split(family.small)
+            assert case_of(name, fields)
 
 
 def test_bench_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,9 +613,8 @@ def test_kernels_are_compiled_on_all_cores(
 
     specs = [types.SimpleNamespace(label=label) for label in "abc"]
     monkeypatch.setattr(nogpu.os, "cpu_count", lambda: 3)
-    monkeypatch.setattr(nogpu.kernels, "all_specs", lambda: specs)
     monkeypatch.setattr(nogpu.jit, "build", build)
-    rows = nogpu.compile_all()
+    rows = nogpu.compile_specs(specs)
     assert [row["label"] for row in rows] == ["a", "b", "c"]
     assert "b is broken" in rows[1]["problem"] and "problem" not in rows[2]
     assert "[3/3]" in capsys.readouterr().err
@@ -674,7 +745,7 @@ def without_measuring(
     monkeypatch.setattr(bench, "why_no_timing", lambda: None)
     monkeypatch.setenv(ahead.COMPILE_THREADS, "1")
     monkeypatch.setattr(ahead, "begin", lambda names: subprocess.Popen([sys.executable, "-c", ""]))
-    monkeypatch.setattr(nogpu, "compile_all", did("compile", kernels))
+    monkeypatch.setattr(nogpu, "compile_specs", did("compile", kernels))
     environment = {"device": "D", "driver": "1", "versions": {"nvrtc": "0.0"}}
     monkeypatch.setattr(bench, "environment", did("environment", environment))
     monkeypatch.setattr(measure, "measure_ceilings", did("ceilings", CEILINGS[0]))
@@ -826,10 +897,10 @@ def test_flex_cases_are_compiled_ahead(
     begun.clear()
     assert bench.main(["--cases", "^flex-b2-.*-full$|metadata-b1$"]) == 0 and begun == []
 
-    def interrupted() -> None:
+    def interrupted(specs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(nogpu, "compile_all", interrupted)
+    monkeypatch.setattr(nogpu, "compile_specs", interrupted)
     done.clear()
     assert bench.main(["--cases", "^flex-b"]) == bench.INTERRUPTED
     assert done == ["begun"] * 3 + after
@@ -903,7 +974,7 @@ def test_a_kernel_that_does_not_compile_is_an_error(tmp_path: Path, monkeypatch:
     path = tmp_path / "bench.json"
     without_measuring(monkeypatch, lambda case, settings: good_row(case))
     kernels = [{"label": "a", "nvrtc": "0.0"}, {"label": "b", "problem": "b is broken"}]
-    monkeypatch.setattr(nogpu, "compile_all", lambda: kernels)
+    monkeypatch.setattr(nogpu, "compile_specs", lambda specs: kernels)
     assert bench.main(["--cases", "metadata-b1$", "--json", str(path)]) == 1
     assert json.loads(path.read_text())["errors"] == ["does not compile: b"]
 
@@ -913,9 +984,9 @@ def test_prebuilt_kernels_that_cannot_be_used(
     writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line with the remedy, before anything is timed; and no kernel of another compiler is timed."""
-    compile_all = nogpu.compile_all
+    compile_specs = nogpu.compile_specs
     done = without_measuring(monkeypatch, lambda case, settings: good_row(case))
-    monkeypatch.setattr(nogpu, "compile_all", compile_all)
+    monkeypatch.setattr(nogpu, "compile_specs", compile_specs)
     folder = tmp_path / "cubins"
     folder.mkdir()
     folder.chmod(0o775 if writable else 0o755)

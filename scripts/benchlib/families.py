@@ -50,13 +50,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of cases. Those of attention are also put under load, and appear in the roofline."""
+    """A family of cases. Those of attention are also put under load, and appear in the roofline. `small` is a
+    case for machines without a GPU: the words after `python -m tests.emulator`. Plans have none of their own:
+    decoding makes them.
+    """
 
     name: str
     cases: Callable[[], Sequence[Case]]
     measure: Callable[[Any, Settings], Row]
     columns: tuple[Column, ...]
     method: str = ""
+    small: str = ""
     attention: bool = False
 
     @property
@@ -207,9 +211,17 @@ AROUND_METHOD = (
     "Around decoding: bytes = every token or row read and written once; what fits in L2 comes from there."
 )
 
+SMALL_ATTENTION = "b=1 s_q=200 s_k=300 h_q=2 h_kv=1"
+
 FAMILIES = (
     Family(
-        "dense decoding, MLA", cases.decode_cases, _time_dense, columns.DECODE, DENSE_METHOD, attention=True
+        "dense decoding, MLA",
+        cases.decode_cases,
+        _time_dense,
+        columns.DECODE,
+        DENSE_METHOD,
+        small="dense_decode b=2 s_q=2 s_k=300 h_q=16 causal=True",
+        attention=True,
     ),
     *(
         Family(
@@ -218,6 +230,7 @@ FAMILIES = (
             _time_sparse,
             columns.DECODE,
             SPARSE_METHOD,
+            small=f"sparse_decode b=2 s_k=200 h_q=64 topk=140 layout={layout}",
             attention=True,
         )
         for name, layout in (("V3.2", "v32"), ("V4", "model1"), ("bf16", "bf16"))
@@ -228,24 +241,43 @@ FAMILIES = (
         _time_prefill,
         columns.PREFILL,
         PREFILL_METHOD,
+        small="sparse_prefill b=5 s_k=200 h_q=64 topk=140 layout=bf16 page_block_size=1 shared=True",
         attention=True,
     ),
-    Family("dense attention", mha_cases.mha_cases, _time_mha, columns.MHA, MHA_METHOD, attention=True),
+    Family(
+        "dense attention",
+        mha_cases.mha_cases,
+        _time_mha,
+        columns.MHA,
+        MHA_METHOD,
+        small=f"mha {SMALL_ATTENTION} d_qk=128 d_v=128 causal=True",
+        attention=True,
+    ),
     Family(
         "prefix prefill",
         prefix_cases.prefix_cases,
         _time_prefix,
         columns.PREFIX,
         PREFIX_METHOD,
+        small="prefix query_lengths=(5,100) contexts=(30,200)",
         attention=True,
     ),
-    Family("flex attention", flex_cases.flex_cases, _time_flex, columns.FLEX, FLEX_METHOD, attention=True),
+    Family(
+        "flex attention",
+        flex_cases.flex_cases,
+        _time_flex,
+        columns.FLEX,
+        FLEX_METHOD,
+        small=f"flex {SMALL_ATTENTION} mask=causal score=softcap",
+        attention=True,
+    ),
     Family(
         "dense attention backward",
         mha_backward_cases.mha_backward_cases,
         _time_mha_backward,
         columns.MHA_BACKWARD,
         BACKWARD_METHOD,
+        small=f"mha_backward {SMALL_ATTENTION} d_qk=128 d_v=128 causal=True",
         attention=True,
     ),
     Family(
@@ -254,6 +286,7 @@ FAMILIES = (
         _time_flex_backward,
         columns.FLEX_BACKWARD,
         BACKWARD_METHOD,
+        small=f"flex_backward {SMALL_ATTENTION} mask=causal 'score=head scale'",
         attention=True,
     ),
     Family(
@@ -262,6 +295,7 @@ FAMILIES = (
         _time_block_mask,
         columns.BLOCK_MASKS,
         BLOCK_MASK_METHOD,
+        small="block_mask b=1 s_q=300 s_k=300 h_q=1 h_kv=1 mask=causal",
     ),
     Family(
         "plan of a decoding step",
@@ -269,7 +303,14 @@ FAMILIES = (
         _time_metadata,
         columns.METADATA,
     ),
-    Family("around decoding", cache_cases.all_cases, _time_around, columns.AROUND, AROUND_METHOD),
+    Family(
+        "around decoding",
+        cache_cases.all_cases,
+        _time_around,
+        columns.AROUND,
+        AROUND_METHOD,
+        small="cache b=3 s_k=64 layout=v32",
+    ),
 )
 
 

@@ -1,21 +1,33 @@
-"""Compiling every kernel, and what else the benchmark does without a Hopper GPU: check the reference."""
+"""Compiling kernels, and what the benchmark does without a Hopper GPU: a small case of each family on an
+emulated device.
+"""
 
-import math
+import importlib.util
 import os
-import random
+import shlex
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from rawmla import jit, kernels, reference
+from rawmla import jit, kernels
 from rawmla.errors import CompileError
 
-from .cases import D_V
-from .report import Cells, Progress, aligned
+from . import REPO_ROOT
+from .columns import EMPTY
+from .families import Family
+from .report import Progress, one_line
 
-TOLERANCE = 1e-10
+FOLDER = REPO_ROOT / "build" / "emulator"
+"""Of the kernels that g++ compiles."""
+
+WIDTH = 100
+"""Of the printed table, in columns."""
+
 KEPT = (
     "label",
     "threads",
@@ -31,22 +43,22 @@ KEPT = (
 )
 """Fields of a kernel's build metadata that --json stores."""
 
+Build = Callable[[jit.KernelSpec], Any]
 
-def compile_all() -> list[dict[str, Any]]:
-    """Build every kernel variant on all cores, or take it from the cache, and return label, resources and
-    compile time of each; of one that does not compile, label and `problem`.
-    """
-    specs = kernels.all_specs()
 
-    def build(spec: jit.KernelSpec) -> dict[str, Any]:
-        try:
-            return {"label": spec.label, **jit.build(spec).meta}
-        except CompileError as error:
-            return {"label": spec.label, "problem": str(error)}
+def built(spec: jit.KernelSpec, build: Build) -> dict[str, Any]:
+    """Label, resources and compile time of a variant; of one that does not compile, label and `problem`."""
+    try:
+        return {"label": spec.label, **build(spec).meta}
+    except CompileError as error:
+        return {"label": spec.label, "problem": str(error)}
 
+
+def compile_specs(specs: Sequence[jit.KernelSpec]) -> list[dict[str, Any]]:
+    """Build variants on all cores, or take them from the cache; see `built`."""
     progress = Progress(len(specs), sys.stderr)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without the interpreter lock
-        jobs = {pool.submit(build, spec): spec for spec in specs}
+        jobs = {pool.submit(built, spec, jit.build): spec for spec in specs}
         try:
             for job in as_completed(jobs):
                 job.result()  # raises what makes the rest useless, such as a prebuilt folder that is refused
@@ -56,90 +68,105 @@ def compile_all() -> list[dict[str, Any]]:
     return [job.result() for job in jobs]
 
 
-def compile_cells(rows: list[dict[str, Any]]) -> Cells:
-    """compile_all as a table."""
-    cells = [
-        ["kernel", "threads", "registers", "spill B", "local B", "shared B", "compile s", "NVRTC", "from"]
-    ]
+@dataclass
+class Row:
+    """What came of a family's small case, and the kernels that it ran: see `built`."""
+
+    title: str
+    error: float | None = None
+    problem: str = ""
+    kernels: Sequence[dict[str, Any]] = ()
+
+
+def run_small(families: Sequence[Family]) -> list[Row]:
+    """Run the small case of each family on an emulated device, while NVRTC compiles the kernels."""
+    from tests.emulator import Emulator
+    from tests.emulator.__main__ import case_of
+    from tests.emulator.cases import check, running_on
+
+    build = jit.build  # of the library itself: the emulated device has another
+    progress = Progress(len(families), sys.stderr)
+    rows, jobs = [], []
+    with ThreadPoolExecutor(1) as pool:
+        for family in families:
+            row, emulator = Row(family.title), Emulator(FOLDER)
+            name, *fields = shlex.split(family.small)
+            try:
+                with running_on(emulator):
+                    row.error = check(name, case_of(name, fields))()
+            except Exception as problem:  # whatever went wrong, the other families are still worth their time
+                row.problem = f"{family.small}: {one_line(problem)}"
+            progress.step(f"{'FAILED' if row.problem else 'ran'} {family.title}: {family.small}")
+            rows.append(row)
+            ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
+            jobs.append([pool.submit(built, spec, build) for spec in ran])
+        for row, own in zip(rows, jobs, strict=True):
+            row.kernels = [job.result() for job in own]
+    return rows
+
+
+def missing_reason() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    for module in ("torch", "pytest"):
+        if importlib.util.find_spec(module) is None:
+            return f"the emulator needs {module}"
+    from tests import emulator
+
+    return emulator.missing_reason()
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """A line for each kernel of each row."""
+    table = Table("family", "error", "kernel", "registers", "spill B", "shared B", box=None, pad_edge=False)
+    for number in (1, 3, 4, 5):
+        table.columns[number].justify = "right"
     for row in rows:
-        if "problem" in row:
-            continue
-        cells.append(
-            [
-                row["label"],
-                str(row["threads"]),
-                str(row["registers"]),
-                str(row["spill_stores"] + row["spill_loads"]),
-                str(row["local_bytes"]),
-                str(row["static_shared_bytes"] + row["dynamic_shared_bytes"]),
-                f"{row['compile_seconds']:.2f}",
-                str(row["nvrtc"]),
-                str(row["origin"]),
-            ]
-        )
-    return cells
+        first = [row.title, EMPTY if row.error is None else f"{row.error:.1e}"]
+        for kernel in row.kernels:
+            figures = [EMPTY] * 3
+            if "problem" not in kernel:
+                spills = kernel["spill_stores"] + kernel["spill_loads"]
+                shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+                figures = [str(kernel["registers"]), str(spills), str(shared)]
+            table.add_row(*first, kernel["label"].partition("[")[0], *figures)
+            first = ["", ""]
+    Console(width=WIDTH, highlight=False).print(table)
 
 
-def reference_error() -> float:
-    """Largest difference of rawmla.reference from a computation that shares nothing with it.
-
-    Scalar Python with exactly rounded sums, on a small causal case with permuted pages and three lengths,
-    one of them zero. Infinities must agree; else the answer is infinite.
+def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
+    """Run the small cases of families, or only compile kernels where nothing can be emulated; the result says
+    that nothing was timed, and why.
     """
-    rng = random.Random(1)
-    d_qk, page, s_q, h_q, lengths = 576, 16, 2, 2, [37, 0, 5]
-    table = [[5, 0, 3], [0, 0, 0], [1, 0, 0]]
-    cache = [[[rng.gauss(0, 1) for _ in range(d_qk)] for _ in range(page)] for _ in range(6)]
-    q = [[[[rng.gauss(0, 1) for _ in range(d_qk)] for _ in range(h_q)] for _ in range(s_q)] for _ in lengths]
-    out, lse = reference.flash_mla_with_kvcache(
-        np.array(q),
-        np.array(cache)[:, :, None, :],
-        np.array(table, dtype=np.int32),
-        np.array(lengths, dtype=np.int32),
-        D_V,
-        None,
-        causal=True,
-    )
-    worst = 0.0
-    for i, length in enumerate(lengths):
-        tokens = [cache[table[i][t // page]][t % page] for t in range(length)]
-        for j in range(s_q):
-            keys = tokens[: max(0, length - s_q + j + 1)]
-            for h in range(h_q):
-                scores = [
-                    math.fsum(x * y for x, y in zip(q[i][j][h], key, strict=True)) / math.sqrt(d_qk)
-                    for key in keys
-                ]
-                total = math.fsum(math.exp(score) for score in scores)
-                want_lse = math.log(total) if keys else math.inf
-                got = float(lse[i, h, j])
-                worst = max(worst, 0.0 if got == want_lse else abs(got - want_lse))
-                for column in range(D_V):
-                    weighted = math.fsum(
-                        math.exp(s) * key[column] for s, key in zip(scores, keys, strict=True)
-                    )
-                    want = weighted / total if keys else 0.0
-                    worst = max(worst, abs(float(out[i, j, h, column]) - want))
-    return worst
-
-
-def run(reason: str) -> dict[str, Any]:
-    """Compile report and reference check; the result says that nothing was timed, and why."""
-    print(f"{reason}. Nothing is timed: the kernels are compiled and the reference is checked.", flush=True)
-    rows = compile_all()
-    print(aligned(compile_cells(rows)))
-    problems = [row for row in rows if "problem" in row]
-    for row in problems:
-        print(f"DOES NOT COMPILE: {row['problem']}")
-    error = reference_error()
-    agrees = error < TOLERANCE
-    verdict = "agrees with" if agrees else "DIFFERS from"
-    print(f"rawmla.reference {verdict} an independent computation: largest difference {error:.1e}.")
-    print("Nothing was timed.")
+    families = [family for family in families if family.small]
+    missing = missing_reason()
+    if missing is None:
+        print(
+            f"{reason}: nothing is timed.\nA small case of each family runs on an emulated device, and NVRTC "
+            "compiles its kernels for a GPU.\nThe first time this takes some two minutes on two cores.",
+            flush=True,
+        )
+        rows = run_small(families)
+    else:
+        print(f"{reason}: nothing is timed.\n{missing}: no kernel runs, one variant of each is compiled.")
+        specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
+        rows = [Row("compiled alone", kernels=compile_specs(list(specs.values())))]
+    print_table(rows)
+    found = {kernel["label"]: kernel for row in rows for kernel in row.kernels}
+    problems = [row.problem for row in rows if row.problem]
+    problems += [kernel["problem"] for kernel in found.values() if "problem" in kernel]
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    if missing is None:
+        print(
+            "error: L2 norm of the difference from the float64 reference, over the norm of the reference.\n"
+            "One case again, or with other numbers:\n"
+            + "\n".join(f"  python -m tests.emulator {family.small}" for family in families[:1])
+        )
+    print(f"{len(found)} kernels compiled. Nothing was timed.")
     return {
         "timed": False,
         "reason": reason,
-        "kernels": [{key: row[key] for key in KEPT if key in row} for row in rows],
-        "reference_error": error,
-        "good": agrees and not problems,
+        "errors": {row.title: row.error for row in rows},
+        "kernels": [{key: kernel[key] for key in KEPT if key in kernel} for kernel in found.values()],
+        "good": not problems,
     }

@@ -3,6 +3,7 @@
     python -m tests.emulator mha b=1 s_q=300 s_k=500 d_qk=64 d_v=64 causal=True dtype=float16 --seeds 5
 
 The words are a family of calls and fields of its case in `rawmla.testing`, as the names of tests show them.
+The error is the L2 norm of a result's difference from the float64 reference, over the norm of the reference.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import ast
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,12 @@ from . import BuildError, EmulationError, Emulator, missing_reason
 
 CASES = {
     "mha": MhaCase,
+    "mha_backward": MhaCase,
     "prefix": PrefixCase,
     "flex": FlexCase,
+    "flex_backward": FlexCase,
+    "block_mask": FlexCase,
+    "cache": SparseCase,
     "dense_decode": DenseCase,
     "sparse_decode": SparseCase,
     "sparse_prefill": SparseCase,
@@ -49,20 +55,25 @@ def main() -> int:
         parser.error(reason)
     from .cases import check, running_on  # torch is imported
 
-    case = CASES[given.family](**dict(_field(word) for word in given.field))
+    case = case_of(given.family, given.field)
     emulator = Emulator(given.folder, sm_count=given.sms)
     with running_on(emulator):
         for emulator.seed in range(given.seed, given.seed + given.seeds):
             begin, first = time.perf_counter(), len(emulator.launched)
             try:
-                check(given.family, case)
-            except (AssertionError, BuildError, EmulationError) as error:
-                print(f"seed {emulator.seed}: {type(error).__name__}: {error}")
+                error = check(given.family, case)()
+            except (AssertionError, BuildError, EmulationError) as problem:
+                print(f"seed {emulator.seed}: {type(problem).__name__}: {problem}")
                 return 1
             seconds = time.perf_counter() - begin
             kernels = ", ".join(emulator.launched[first:])
-            print(f"seed {emulator.seed}: good, {seconds:.1f} s, {kernels}", flush=True)
+            print(f"seed {emulator.seed}: good, error {error:.1e}, {seconds:.1f} s, {kernels}", flush=True)
     return 0
+
+
+def case_of(family: str, fields: Iterable[str]) -> Any:
+    """The case of a family with these fields, each "NAME=VALUE"."""
+    return CASES[family](**dict(_field(word) for word in fields))
 
 
 def _field(word: str) -> tuple[str, Any]:

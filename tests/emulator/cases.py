@@ -8,15 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 import rawmla
-from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from rawmla import reference
+from rawmla.testing import (
+    DenseCase,
+    SparseCase,
+    flex,
+    flex_backward,
+    make_dense_inputs,
+    make_sparse_inputs,
+    measure,
+    mha,
+    mha_backward,
+    out_tolerance,
+    prefix,
+)
 from rawmla.testing.flex import FlexCase, check_flex, make_flex_inputs
 from rawmla.testing.flex_backward import make_flex_backward_inputs
 from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
@@ -28,6 +42,7 @@ GPU_TESTS = str(Path(__file__).parents[1] / "gpu")
 if GPU_TESTS not in sys.path:  # pytest has it already
     sys.path.append(GPU_TESTS)
 
+import caches  # noqa: E402
 import flex_backward_calls  # noqa: E402
 import flex_calls  # noqa: E402
 import gpu_support  # noqa: E402
@@ -48,40 +63,58 @@ def running_on(emulator: Emulator) -> Iterator[Emulator]:
         yield stack.enter_context(emulator.installed())
 
 
-def check(family: str, case: Any, **options: Any) -> None:
-    """Make the call of a case and raise AssertionError unless its results are right."""
-    _CHECKS[family](case, **options)
+Pairs = Callable[[], Sequence[tuple[Any, Any]]]
+"""Computes results, each with its float64 reference."""
 
 
-def check_mha_inputs(inputs: MhaInputs) -> None:
+def check(family: str, case: Any, **options: Any) -> Callable[[], float]:
+    """Make the call of a case and raise AssertionError unless its results are right. The function returned
+    gives the largest L2 error of a result, relative to the norm of its float64 reference.
+    """
+    pairs = _CHECKS[family](case, **options)
+    return lambda: max(measure(got, want, out_tolerance("bfloat16")).rel_l2 for got, want in pairs())
+
+
+def check_mha_inputs(inputs: MhaInputs) -> Pairs:
     """The same of inputs that were changed."""
+    want = mha.reference(inputs)
     buffer, given = mha_calls.out_buffer(inputs)
     out, lse = mha_calls.attend(inputs, out=given)
     assert out is given
     written = torch.full(lse.shape, float("nan"))  # rows of no request are not
     rows = covered_rows(inputs)
     written[rows] = lse[rows]
-    check_mha(inputs, (out, written))
+    check_mha(inputs, (out, written), want)
+    attended = out[rows].clone()  # the next line spoils it
     mha_calls.assert_untouched_around(buffer, given)
+    return lambda: [(attended, want[0][rows])]
 
 
-def _check_mha(case: MhaCase) -> None:
-    check_mha_inputs(make_mha_inputs(case, "cpu"))
+def _check_mha(case: MhaCase) -> Pairs:
+    return check_mha_inputs(make_mha_inputs(case, "cpu"))
 
 
-def _check_prefix(case: PrefixCase) -> None:
-    prefix_calls.checked(make_prefix_inputs(case, "cpu"))
+def _check_prefix(case: PrefixCase) -> Pairs:
+    inputs = make_prefix_inputs(case, "cpu")
+    want = prefix.reference(inputs)
+    written = prefix_calls.checked(inputs, want=want).clone()
+    if case.out_scale is not None:
+        written = prefix.decode_out(written) * float(inputs.out_scale)
+    return lambda: [(written, want[prefix.written_rows(inputs)])]
 
 
-def _check_flex(case: FlexCase, form: str = "python") -> None:
+def _check_flex(case: FlexCase, form: str = "python") -> Pairs:
     """`form`: functions of Python, which are traced, or "cuda": their text."""
     inputs = make_flex_inputs(case, "cpu")
+    want = flex.reference(inputs)
     buffer, given = flex_calls.out_buffer(inputs)
-    check_flex(inputs, flex_calls.attend(inputs, form, max_scores=True, out=given))
+    check_flex(inputs, flex_calls.attend(inputs, form, max_scores=True, out=given), want)
+    out = given.clone()  # the next line spoils it
     flex_calls.assert_untouched_around(buffer, given)
+    return lambda: [(out, want[0])]
 
 
-def check_block_mask(case: FlexCase, form: str = "python") -> None:
+def check_block_mask(case: FlexCase, form: str = "python") -> Pairs:
     """The lists that the kernels make of the case's mask, against those made by torch."""
     inputs = make_flex_inputs(case, "cpu")
     known, made = inputs.block_mask, flex_calls.created_mask(inputs, form)
@@ -89,39 +122,64 @@ def check_block_mask(case: FlexCase, form: str = "python") -> None:
         one, wanted = getattr(made, name), getattr(known, name)
         assert (one is None) == (wanted is None), name
         assert one is None or torch.equal(one, wanted), name
+    return lambda: [(made.kv_num_blocks, known.kv_num_blocks)]
 
 
-def _check_mha_backward(case: MhaCase, of: str = "out", deterministic: bool = False) -> None:
+def _check_mha_backward(case: MhaCase, of: str = "out", deterministic: bool = False) -> Pairs:
     """`of`: what gradients begin with: "out", "lse" or "both"."""
     call = mha_backward_calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
-    mha_backward_calls.check_backward(call, mha_backward_calls.backward_of(call, deterministic=deterministic))
+    got = mha_backward_calls.backward_of(call, deterministic=deterministic)
+    mha_backward_calls.check_backward(call, got)
+    given = (call.inputs, call.gradients, call.results)
+    return lambda: [*zip(got, mha_backward.reference_backward(*given).values, strict=True)]
 
 
 def _check_flex_backward(
     case: FlexCase, of: str = "out", deterministic: bool = False, form: str = "python"
-) -> None:
+) -> Pairs:
     call = flex_backward_calls.backward_inputs(case, of, make_flex_backward_inputs(case, "cpu"))
     got = flex_backward_calls.backward_of(call, form, deterministic=deterministic)
     flex_backward_calls.check_backward(call, got)
+    given = (call.inputs, call.gradients, call.results)
+    return lambda: [*zip(got[:3], flex_backward.reference_backward(*given).rows.values, strict=True)]
 
 
-def _check_dense_decode(case: DenseCase) -> None:
+def _check_dense_decode(case: DenseCase) -> Pairs:
     inputs = make_dense_inputs(case, "torch", "cpu")
-    gpu_support.check(inputs, gpu_support.decode(inputs, "object"))
+    got, want = gpu_support.decode(inputs, "object"), gpu_support.reference(inputs)
+    gpu_support.check(inputs, got, want)
+    return lambda: [(got[0], want[0])]
 
 
-def _check_sparse_decode(case: SparseCase) -> None:
+def _check_sparse_decode(case: SparseCase) -> Pairs:
     inputs = make_sparse_inputs(case, "torch", "cpu")
-    sparse_calls.check_on_host(inputs, gpu_support.sparse_decode(inputs))
+    pair = sparse_calls.check_on_host(inputs, gpu_support.sparse_decode(inputs))
+    return lambda: [pair]
 
 
-def _check_sparse_prefill(case: SparseCase) -> None:
+def _check_sparse_prefill(case: SparseCase) -> Pairs:
     inputs = make_sparse_inputs(case, "torch", "cpu")
     got = rawmla.flash_mla_sparse_fwd(*prefill_calls.arguments(inputs), **prefill_calls.keywords(inputs))
-    prefill_calls.check_prefill_on_host(inputs, got)
+    pair = prefill_calls.check_prefill_on_host(inputs, got)
+    return lambda: [pair]
+
+
+def _check_cache(case: SparseCase) -> Pairs:
+    """Quantise tokens to the case's layout, and dequantise them, both to the bit."""
+    tokens = caches.values((case.b, case.s_k, 1, case.width))
+    want = reference.quantize_k_cache(tokens, case.layout)
+    given = torch.from_numpy(tokens.view(np.int16)).view(torch.bfloat16)
+    cache = rawmla.quantize_k_cache(given, case.layout)
+    np.testing.assert_array_equal(cache.view(torch.uint8).numpy(), want)
+    rows = reference.dequantize_k_cache(want, case.layout).astype(tokens.dtype).astype(np.float64)
+    got = rawmla.dequantize_k_cache(cache, case.layout).double().numpy()
+    np.testing.assert_array_equal(got, rows)
+    return lambda: [(got, rows)]
 
 
 _CHECKS: dict[str, Any] = {
+    "block_mask": check_block_mask,
+    "cache": _check_cache,
     "mha": _check_mha,
     "prefix": _check_prefix,
     "flex": _check_flex,

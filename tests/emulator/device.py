@@ -41,6 +41,8 @@ class Emulator:
         CTAs that run together, and what the host side sees as the multiprocessors.
     launched : list of str
         Labels of the kernels that ran, in order.
+    kernels : dict
+        By its specification, every variant that was loaded.
     """
 
     def __init__(self, folder: Path, seed: int = 1, sm_count: int = 4) -> None:
@@ -49,15 +51,15 @@ class Emulator:
         self.sm_count = sm_count
         self.launched: list[str] = []
         self._launch = launcher(folder).emulator_launch
-        self._kernels: dict[jit.KernelSpec, EmulatedKernel] = {}
+        self.kernels: dict[jit.KernelSpec, EmulatedKernel] = {}
 
     def get_kernel(
         self, spec: jit.KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None
     ) -> EmulatedKernel:
         """In place of `rawmla.jit.get_kernel`."""
-        if spec not in self._kernels:
-            self._kernels[spec] = EmulatedKernel(self, spec, build_kernel(spec, self.folder))
-        return self._kernels[spec]
+        if spec not in self.kernels:
+            self.kernels[spec] = EmulatedKernel(self, spec, build_kernel(spec, self.folder))
+        return self.kernels[spec]
 
     def run(
         self,

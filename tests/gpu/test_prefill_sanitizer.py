@@ -40,8 +40,8 @@ CASES = (
 )
 
 
-def check_prefill_on_host(host: SparseInputs, got: tuple[Any, Any, Any]) -> None:
-    """Compare with the NumPy reference."""
+def check_prefill_on_host(host: SparseInputs, got: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+    """Compare with the NumPy reference; returns out and what it should be."""
 
     def as_numpy(tensor: Any) -> Any:
         if tensor is None:
@@ -54,6 +54,7 @@ def check_prefill_on_host(host: SparseInputs, got: tuple[Any, Any, Any]) -> None
     tolerances = (prefill_out_tolerance(), prefill_lse_tolerance(), prefill_lse_tolerance())
     for name, one, wanted, tolerance in zip(("out", "max_logits", "lse"), got, want, tolerances, strict=True):
         check_close(f"{host.case.id} {name}", one.cpu().double().numpy(), wanted, tolerance)
+    return got[0].cpu().double().numpy(), want[0]
 
 
 def arguments(inputs: SparseInputs) -> tuple[Any, ...]:

@@ -66,8 +66,8 @@ def on_gpu(case: SparseCase) -> tuple[SparseInputs, SparseInputs]:
     return host, replace(host, **{name: move(getattr(host, name)) for name in (*NAMES, "attn_sink")})
 
 
-def check_on_host(host: SparseInputs, got: tuple["torch.Tensor", "torch.Tensor"]) -> None:
-    """Compare with the NumPy reference."""
+def check_on_host(host: SparseInputs, got: tuple["torch.Tensor", "torch.Tensor"]) -> tuple[Any, Any]:
+    """Compare with the NumPy reference; returns out and what it should be."""
 
     def as_numpy(tensor: Any) -> Any:
         if tensor is None:
@@ -79,6 +79,7 @@ def check_on_host(host: SparseInputs, got: tuple["torch.Tensor", "torch.Tensor"]
     out, lse = (x.cpu().double().numpy() for x in got)
     check_close(f"{host.case.id} out", out, want_out, out_tolerance("bfloat16"))
     check_close(f"{host.case.id} lse", lse, want_lse, sparse_lse_tolerance(host))
+    return out, want_out
 
 
 @pytest.mark.parametrize("form", ("object", "tensors", "batch_invariant"))
