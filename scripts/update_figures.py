@@ -14,7 +14,7 @@ from pathlib import Path
 
 import benchlib
 from benchlib import against, families, files, plot, record, report, source, speed
-from benchlib.columns import EMPTY, Row
+from benchlib.columns import EMPTY, Cells, Row
 
 ROOT = benchlib.REPO_ROOT
 README = ROOT / "README.md"
@@ -117,7 +117,7 @@ def runs_again(parts: Sequence[record.Part]) -> list[str]:
     ]
 
 
-def parts_cells(parts: Sequence[record.Part]) -> report.Cells:
+def parts_cells(parts: Sequence[record.Part]) -> Cells:
     """A row for each run."""
     machine = ("gpus", "cores", "nvrtc", "torch", "cupy")
     cells = [["run of", "begun", "results", "seconds", *machine, "options"]]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
+Cells = list[list[str]]
+"""A table: the headings, then the rows."""
 EMPTY = "-"
 OURS = "rawmla"
 CUDNN, FLASH_ATTENTION_4 = "cuDNN", "FlashAttention-4"
@@ -62,11 +64,10 @@ NAME = Column("case", lambda row: str(row["case"]))
 RESTED = _number("rested µs", "us", 1)
 WITHOUT_RESTS = _number("no rests µs", "unrested_us", 1)
 SUSTAINED = _number("sustained µs", "sustained_us", 1)
-RATES = (
-    _number("TFLOP/s", "tflops"),
-    _number("GB/s", "gbps"),
-    Column("share of roof", _share),
-)
+SHARE = Column("share of roof", _share)
+RATES = (_number("TFLOP/s", "tflops"), _number("GB/s", "gbps"), SHARE)
+SHORT = (RESTED, WITHOUT_RESTS, SUSTAINED, SHARE)
+"""Of attention, on a terminal."""
 EVERY_WAY = (
     RESTED,
     WITHOUT_RESTS,
@@ -93,7 +94,7 @@ METADATA = (_number("µs", "us", 2),)
 AROUND = (_number("µs", "us", 1), _number("GB/s", "gbps"), Column("share of copy", _share))
 
 
-def texts(columns: Iterable[Column], rows: Iterable[Row]) -> list[list[str]]:
+def texts(columns: Iterable[Column], rows: Iterable[Row]) -> Cells:
     """The headings, then the cells of every row."""
     columns = list(columns)
     return [[column.heading for column in columns]] + [

@@ -11,22 +11,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from rawmla import jit, kernels
 from rawmla.errors import CompileError
 
 from . import REPO_ROOT
-from .columns import EMPTY
+from .columns import EMPTY, Cells
 from .families import Family
-from .report import Progress, one_line
+from .report import Progress, fitted, one_line
 
 FOLDER = REPO_ROOT / "build" / "emulator"
 """Of the kernels that g++ compiles."""
-
-WIDTH = 100
-"""Of the printed table, in columns."""
 
 KEPT = (
     "label",
@@ -115,11 +109,9 @@ def missing_reason() -> str | None:
     return emulator.missing_reason()
 
 
-def print_table(rows: Sequence[Row]) -> None:
+def cells_of(rows: Sequence[Row]) -> Cells:
     """A line for each kernel of each row."""
-    table = Table("family", "error", "kernel", "registers", "spill B", "shared B", box=None, pad_edge=False)
-    for number in (1, 3, 4, 5):
-        table.columns[number].justify = "right"
+    cells = [["family", "error", "kernel", "registers", "spill B", "shared B"]]
     for row in rows:
         first = [row.title, EMPTY if row.error is None else f"{row.error:.1e}"]
         for kernel in row.kernels:
@@ -128,9 +120,9 @@ def print_table(rows: Sequence[Row]) -> None:
                 spills = kernel["spill_stores"] + kernel["spill_loads"]
                 shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
                 figures = [str(kernel["registers"]), str(spills), str(shared)]
-            table.add_row(*first, kernel["label"].partition("[")[0], *figures)
+            cells.append([*first, kernel["label"].partition("[")[0], *figures])
             first = ["", ""]
-    Console(width=WIDTH, highlight=False).print(table)
+    return cells
 
 
 def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
@@ -150,7 +142,7 @@ def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
         print(f"{reason}: nothing is timed.\n{missing}: no kernel runs, one variant of each is compiled.")
         specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
         rows = [Row("compiled alone", kernels=compile_specs(list(specs.values())))]
-    print_table(rows)
+    print(fitted(cells_of(rows), (0, 2)))
     found = {kernel["label"]: kernel for row in rows for kernel in row.kernels}
     problems = [row.problem for row in rows if row.problem]
     problems += [kernel["problem"] for kernel in found.values() if "problem" in kernel]

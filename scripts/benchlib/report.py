@@ -1,23 +1,23 @@
-"""Results as text: aligned tables for the terminal, Markdown for the pages. Nothing is cut or left out,
-however narrow the terminal is.
-"""
+"""Results as text: tables for the terminal, Markdown with every column for the pages."""
 
+import io
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from . import speed
 from .against import NOTE, WAYS, Stored, better, means, pairs
-from .columns import EMPTY, NAME, OURS, Column, Row, texts
+from .columns import EMPTY, NAME, OURS, SHORT, Cells, Column, Row, texts
 from .families import FAMILIES, Family, family_of
 
 
 def one_line(error: Exception) -> str:
     """The kind of an error and the first line of its text."""
     return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}".rstrip(": ")
-
-
-Cells = list[list[str]]
-"""A table: the headings, then the rows."""
 
 
 class Progress:
@@ -65,14 +65,26 @@ def add_shares(rows: list[Row], ceilings: dict[str, float]) -> None:
             row["share"], row["roof"] = row["gbps"] / ceilings["copy_gbps"], "copy"
 
 
-def aligned(cells: Cells) -> str:
-    """A table as lines of text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        first, *others = zip(row, widths, strict=True)
-        lines.append("  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]))
-    return "\n".join(lines)
+WIDTH = 100
+"""Of tables for the terminal, in columns."""
+
+
+def fitted(cells: Cells, left: Sequence[int] = (0,)) -> str:
+    """A table as lines of at most WIDTH columns. The columns in `left` hold texts, which are folded where
+    they are too long; the others hold figures.
+    """
+    table = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(cells[0]):
+        if number in left:
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
+    for row in cells[1:]:
+        table.add_row(*row)
+    console = Console(width=WIDTH, file=io.StringIO(), highlight=False, markup=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def markdown(cells: Cells, *, code: bool = True) -> str:
@@ -82,6 +94,16 @@ def markdown(cells: Cells, *, code: bool = True) -> str:
     for first, *others in rows:
         lines.append("| " + " | ".join([f"`{first}`" if code else first, *others]) + " |")
     return "\n".join(lines)
+
+
+def ratio_column(way: str, stored: Sequence[Stored]) -> Column:
+    """The time of the better of the other libraries and runs over ours."""
+
+    def cell(row: Row) -> str:
+        pair = better(pairs(row, stored), way)
+        return f"{pair.ratio:.3f}" if pair else EMPTY
+
+    return Column(f"better / ours, {way}", cell)
 
 
 def comparison_columns(rows: Sequence[Row], stored: Sequence[Stored]) -> list[Column]:
@@ -105,20 +127,21 @@ def comparison_columns(rows: Sequence[Row], stored: Sequence[Stored]) -> list[Co
 
         return Column(f"{OURS} beside {way} µs", cell)
 
-    def ratio(way: str) -> Column:
-        def cell(row: Row) -> str:
-            pair = better(found[row["case"]], way)
-            return f"{pair.ratio:.3f}" if pair else EMPTY
-
-        return Column(f"better / ours, {way}", cell)
-
     columns = []
     for way in WAYS:
         labels = [label for label, of in kinds if of == way]
         columns += [time_of(label, way) for label in labels]
         columns += [ours_beside(way)] if any(label.endswith(" beside") for label in labels) else []
-        columns += [ratio(way)] if labels else []
+        columns += [ratio_column(way, stored)] if labels else []
     return columns
+
+
+def short_cells(family: Family, rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
+    """As `family_cells`, for the terminal: of attention the times, the share of the roof and the ratios."""
+    own = [row for row in rows if family_of(row["case"]) is family]
+    ways = [way for way in WAYS if any(better(pairs(row, stored), way) for row in own)]
+    ratios = [ratio_column(way, stored) for way in ways]
+    return texts([NAME, *(SHORT if family.attention else family.columns), *ratios], own)
 
 
 def family_cells(family: Family, rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
@@ -137,15 +160,17 @@ def summary_cells(rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
 
 
 def text_report(rows: Sequence[Row], stored: Sequence[Stored]) -> str:
-    """All tables of a run for the terminal, the summary last."""
+    """The tables of a run for the terminal, the summary last."""
     parts = []
     for family in FAMILIES:
-        cells = family_cells(family, rows, stored)
+        cells = short_cells(family, rows, stored)
         if len(cells) > 1:
-            parts.append(f"{family.name}\n{aligned(cells)}")
-    summary = summary_cells(rows, stored)
-    if len(summary) > 1:
-        parts.append(f"the better of the other libraries / ours\n{aligned(summary)}\n{NOTE}")
+            parts.append(f"{family.title}\n{fitted(cells)}")
+    speeds = speed.summary(rows, stored)
+    if speeds:
+        notes = f"{speed.MARK_NOTE}\n{textwrap.fill(NOTE, WIDTH)}"
+        parts.append(f"{fitted(speed.cells(speeds), (0, 1))}\n{notes}")
+    parts.append("Every column, such as power, clocks and rates, is in the file of --json.")
     return "\n\n".join(parts)
 
 

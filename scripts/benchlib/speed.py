@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .against import LIST_WAY, Mean, Stored, better, means, pairs
-from .columns import EMPTY, Row
+from .columns import EMPTY, Cells, Row
 from .families import FAMILIES, Family, family_of
-from .report import Cells
 
 STORED_MARK = "¹"
+MARK_NOTE = "¹ Beside stored times of the other library; both were taken without rests."
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,10 @@ def main() -> int:
                 return 1
             seconds = time.perf_counter() - begin
             kernels = ", ".join(emulator.launched[first:])
-            print(f"seed {emulator.seed}: good, error {error:.1e}, {seconds:.1f} s, {kernels}", flush=True)
+            print(
+                f"seed {emulator.seed}: good, relative error {error:.2g}, {seconds:.1f} s, {kernels}",
+                flush=True,
+            )
     return 0
 
 
