@@ -27,7 +27,7 @@ BARS = {
 BAR = 0.4
 """Of the space of a family."""
 
-LEAST = "least case"
+LEAST = "least of its cases"
 
 RATIOS = (0.8, 0.9, 1, 1.25, 1.5, 2, 3, 4, 6, 8)
 DPI = 150
