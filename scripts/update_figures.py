@@ -44,7 +44,11 @@ NOT_STORED = (
     "Fastest other library: of those that ran beside. A dash: none did. Stored times of FlashMLA and vLLM "
     "are of an H200."
 )
-EVERY_CASE = "[every case](docs/performance.md), [how it is measured](docs/benchmark.md)."
+WHAT_IS_SHOWN = (
+    "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
+    "and as the least of them. Above 1 rawmla is faster. [Every case](docs/performance.md), "
+    "[how it is measured](docs/benchmark.md)."
+)
 FOOTNOTE = (
     "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Stored "
     "times of the other library on the same GPU model; both are timed without rests, and it is not timed "
@@ -161,7 +165,7 @@ def readme_section(parts: Sequence[record.Part], peers: Path) -> str:
     for version, benchmarks in list(record.compilers(parts).items())[:1]:
         rows = families.named(record.latest(benchmarks, "bench"))
         texts += [
-            f"The other library's time over rawmla's, so above 1 rawmla is faster; {EVERY_CASE}",
+            WHAT_IS_SHOWN,
             report.markdown(speed.cells(speed.summary(rows, stored_peers(parts, peers))), code=False),
             FOOTNOTE,
             "![Time of the fastest other library over rawmla's, by operation](docs/speed.png)",

@@ -134,7 +134,7 @@ def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
     if missing is None:
         print(
             f"{reason}: nothing is timed.\nA small case of each family runs on an emulated device, and NVRTC "
-            "compiles its kernels for a GPU.\nThe first time this takes some two minutes on two cores.",
+            "compiles its kernels for a GPU.\nThe first time this takes about a minute on two cores.",
             flush=True,
         )
         rows = run_small(families)
