@@ -23,7 +23,7 @@ from rawmla.jit import default_builder, device_info, nvrtc, require_supported
 from rawmla.jit.driver import get_driver
 from rawmla.jit.entry import untrusted_reason
 
-__all__ = ["collect"]
+__all__ = ["collect", "torch_build"]
 
 Rows = list[tuple[str, str]]
 
@@ -49,6 +49,18 @@ def collect() -> dict[str, Rows]:
         "kernels": _cache(),
         "what works": _verdicts(),
     }
+
+
+def torch_build() -> tuple[str, str | None] | None:
+    """Version of torch and of the CUDA that it was built for, which a CPU build has not; None without torch.
+
+    Read without importing torch, which takes seconds. The package's metadata do not always say it.
+    """
+    found = util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    build = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+    return build["__version__"], build["cuda"]
 
 
 def _guard(text: Callable[[], str]) -> str:
@@ -155,19 +167,18 @@ def _verdicts() -> Rows:
         return f"yes, {where}"
 
     def torch_tensors() -> str:
-        found = util.find_spec("torch")
-        if found is None or found.origin is None:
+        build = torch_build()
+        if build is None:
             return f"no: torch is not installed ({install_command('torch')})"
-        # Read without importing torch, which takes seconds. A package version does not always say it.
-        build = runpy.run_path(str(Path(found.origin).with_name("version.py")))
-        if build["cuda"] is None:
-            return f"no: torch {build['__version__']} was built without CUDA"
-        made_for = f"torch {build['__version__']} for CUDA {build['cuda']}"
+        version, cuda = build
+        if cuda is None:
+            return f"no: torch {version} was built without CUDA"
+        made_for = f"torch {version} for CUDA {cuda}"
         try:
             major, minor = get_driver().version()
         except RawMLAError:  # said in the rows of the GPU
             return f"yes, {made_for}"
-        if int(build["cuda"].split(".")[0]) > major:
+        if int(cuda.split(".")[0]) > major:
             return f"no: {made_for} needs a newer driver than this one for CUDA {major}.{minor}"
         return f"yes, {made_for}"
 

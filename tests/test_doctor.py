@@ -26,6 +26,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     """Diagnoses an environment with these distributions, variables, and rawmla's entry points or not."""
     works = dict(WORKING)
     monkeypatch.setattr(report, "collect", lambda: works)
+    monkeypatch.setattr(report, "torch_build", lambda: None)
     names = [vllm.VARIABLE, sglang.VARIABLE, "VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT"]
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -135,6 +136,64 @@ def test_problems(
     assert len(found.problems) == 1 and problem in found.problems[0]
     replaced = [text for label, text in found.sections["plug-ins"] if label.endswith("would replace")]
     assert any("see below" in text for text in replaced) == bool(variables)
+
+
+def require(name: str, version: str, *requirements: str) -> dict[str, str]:
+    """The metadata of a distribution that requires others."""
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requirements)]
+    return {f"{name}-{version}.dist-info/METADATA": "\n".join(["Metadata-Version: 2.1", *lines, ""])}
+
+
+@pytest.mark.parametrize(
+    ("requirement", "torch", "pinned"),
+    [
+        ("torch==2.14.0", "2.10.0+cu128", True),
+        ("torch (==2.14.0)", "2.10.0", True),
+        ("torch==2.14.0 ; platform_system == 'Linux'", "2.10.0", True),
+        ("torch==2.14.0", "2.14.0+cu130", False),
+        ("torch>=2.4", "2.10.0", False),
+        ("torchvision==0.29.0", "2.10.0", False),
+        ("torch==2.11.0; extra == 'old'", "2.14.0", False),
+    ],
+)
+def test_a_torch_that_an_engine_does_not_take(
+    environment: Environment, requirement: str, torch: str, pinned: bool
+) -> None:
+    """What `[cu12,torch]` leaves in the environment of an engine."""
+    found = environment(files=require("vllm", "0.33.0", "numpy", requirement), torch=torch)
+    assert len(found.problems) == pinned
+    if pinned:
+        text = found.problems[0]
+        assert text.startswith(f"vLLM 0.33.0 requires torch 2.14.0, and torch {torch} is installed")
+        assert "`pip install torch==2.14.0`" in text and '"PATH_OF_RAWMLA[cu13]"' in text
+
+
+@pytest.mark.parametrize(
+    ("cupy", "cuda", "problem"),
+    [
+        ("cupy_cuda12x", "13.0", True),
+        ("cupy_cuda13x", "13.0", False),
+        ("cupy_cuda12x", "12.8", False),
+        ("cupy_cuda12x", None, False),
+    ],
+)
+def test_a_torch_for_another_cuda(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch, cupy: str, cuda: str | None, problem: bool
+) -> None:
+    monkeypatch.setattr(report, "torch_build", lambda: ("2.14.0", cuda))
+    found = environment(**{cupy: "14.2.0"})
+    assert len(found.problems) == problem
+    if problem:
+        assert found.problems[0].startswith("torch 2.14.0 is for CUDA 13.0, but rawmla was installed with")
+
+
+def test_libraries_of_two_cuda_versions_are_one_problem(
+    environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = {**WORKING, "packages": [*WORKING["packages"], ("conflict", "two of them")]}
+    monkeypatch.setattr(report, "collect", lambda: works)
+    monkeypatch.setattr(report, "torch_build", lambda: ("2.14.0", "13.0"))
+    assert environment(cupy_cuda12x="14.2.0").problems == ["two of them"]
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -6,6 +6,7 @@ Engines are looked at through their metadata and never imported; nothing is comp
 from __future__ import annotations
 
 import os
+import re
 from importlib import metadata, util
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,7 @@ PLUG_IN = "rawmla"
 _EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")  # both own the files of flash_mla
 _OTHER_VARIABLES = ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT", "SGLANG_PLUGINS", "PYTHONPATH")
 _PATH = "PYTHONPATH=$(python -m rawmla flash-mla --path)"
+_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "lmdeploy": "LMDeploy"}
 
 
 class Diagnosis(NamedTuple):
@@ -69,7 +71,7 @@ _ENGINES = (
 def examine() -> Diagnosis:
     """Look at this environment. Raises nothing for what it finds missing."""
     found = Diagnosis({}, [], [])
-    versions = {name: _version(name) for name in ("vllm", "sglang", "lmdeploy")}
+    versions = {name: _version(name) for name in _TITLES}
     found.sections["engines"] = [
         *((engine.title, _recognised(engine, versions[engine.distribution])) for engine in _ENGINES),
         ("LMDeploy", _recognised(None, versions["lmdeploy"])),
@@ -83,6 +85,9 @@ def examine() -> Diagnosis:
     _examine_flash_mla(versions, found)
     works = report.collect()
     found.sections.update({title: works[title] for title in ("packages", "GPU", "what works")})
+    conflicts = [text for label, text in works["packages"] if label == "conflict"]
+    found.problems.extend(conflicts)
+    _examine_torch(versions, bool(conflicts), found)
     verdicts = dict(works["what works"])
     needed = [("run kernels", "Kernels cannot run")]
     if any(versions.values()):  # engines work on torch's tensors
@@ -155,6 +160,38 @@ def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> 
         if version is not None:
             found.hints.append(f"To use rawmla in {engine.title}: {engine.line}")
     rows.append((f"{engine.title} would replace", replaced))
+
+
+def _examine_torch(versions: dict[str, str | None], mixed: bool, found: Diagnosis) -> None:
+    """Is torch the version that the engines require, and for the CUDA that rawmla was installed for?
+
+    `mixed`: libraries of two CUDA versions were found already.
+    """
+    torch = _version("torch")
+    for name, version in versions.items():
+        pin = None if version is None else _pinned_torch(name)
+        if pin is not None and torch is not None and torch.partition("+")[0] != pin:
+            found.problems.append(
+                f"{_TITLES[name]} {version} requires torch {pin}, and torch {torch} is installed: run "
+                f"`pip install torch=={pin}`, and install rawmla without its extra `torch`, as in "
+                '`pip install -e "PATH_OF_RAWMLA[cu13]"`'
+            )
+    build, cuda = report.torch_build() or ("", None)
+    if cuda is not None and cuda.startswith("13.") and not mixed and _version("cupy-cuda12x"):
+        found.problems.append(
+            f"torch {build} is for CUDA {cuda}, but rawmla was installed with `cu12`: run `pip uninstall "
+            'cupy-cuda12x nvidia-cuda-nvrtc-cu12`, then `pip install -e "PATH_OF_RAWMLA[cu13]"`'
+        )
+
+
+def _pinned_torch(distribution: str) -> str | None:
+    """The one version of torch that a distribution requires, None if it leaves a choice."""
+    for requirement in metadata.requires(distribution) or ():
+        what, _, marker = requirement.partition(";")
+        pin = re.fullmatch(r"torch\s*\(?==\s*([\w.]+)\)?\s*", what)
+        if pin and "extra" not in marker:
+            return pin.group(1)
+    return None
 
 
 def _examine_flash_mla(versions: dict[str, str | None], found: Diagnosis) -> None:
