@@ -2,11 +2,9 @@
 
 import inspect
 import math
-import re
 import subprocess
 import sys
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -724,31 +722,6 @@ def test_torch_is_not_imported_for_others() -> None:
         "print({'torch', 'cupy', 'ml_dtypes'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-# ---- the README's examples
-
-
-def test_readme_examples_run_on_the_reference() -> None:
-    """As they stand, with `rawmla.reference` in place of rawmla, on the CPU; `warmup` has no counterpart."""
-    torch = pytest.importorskip("torch")
-    readme = (Path(__file__).resolve().parents[1] / "README.md").read_text()
-    names: dict[str, Any] = {}
-    for marker in ("example", "sparse example"):
-        found = re.search(rf"<!-- {marker} -->\n```python\n(.*?)```", readme, re.DOTALL)
-        assert found, marker
-        code = re.sub(r"^rawmla\.warmup\(.*\n", "", found.group(1), flags=re.MULTILINE)
-        code = code.replace("import rawmla\n", "from rawmla import reference as rawmla\n").replace(
-            '"cuda"', '"cpu"'
-        )
-        exec(compile(code, "README.md", "exec"), names)
-    assert names["rawmla"] is reference
-    for prefix in ("", "sparse_"):
-        out, lse = names[f"{prefix}out"], names[f"{prefix}lse"]
-        assert tuple(out.shape) == (4, 1, 128, 512) and out.dtype == torch.bfloat16
-        assert tuple(lse.shape) == (4, 128, 1) and lse.dtype == torch.float32
-        assert bool(torch.isfinite(out).all()) and out.any()
-    assert bool((names["out"][3] == 0).all()) and bool(torch.isposinf(names["lse"][3]).all())
 
 
 # ---- blocks of sparse requests

@@ -39,15 +39,20 @@ def test_example(example: str) -> None:
     run(*example.split())
 
 
-def test_readme() -> None:
-    """Its Python blocks one after the other, as a reader would paste them; results are finite."""
-    text = (ROOT / "README.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert blocks
+def test_readme_and_longer_examples() -> None:
+    """Python blocks one after the other, as a reader would paste them; results are finite. Those of
+    docs/examples.md continue README's first.
+    """
+    readme, longer = (
+        re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+        for name in ("README.md", "docs/examples.md")
+    )
+    assert readme and longer
     check = (
         "import torch\n"
         "torch.cuda.synchronize()\n"
         "found = {n: x for n, x in list(globals().items()) if n.rpartition('_')[2] == 'out'}\n"
         "assert found and all(bool(torch.from_dlpack(x).isfinite().all()) for x in found.values()), found\n"
     )
-    run("-c", "\n".join([*blocks, check]))
+    for blocks in (readme, [readme[0], *longer]):
+        run("-c", "\n".join([*blocks, check]))
