@@ -33,6 +33,8 @@ CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mha", "mla", "kernels")
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 200
 MAX_KERNEL_PAGE_WORDS = 1000
+MAX_MERGED_PAGE_WORDS = 1300
+MERGED_PAGES = {"mla_dense_decode.md", "mla_sparse_fp8.md", "flex_forward.md"}  # of several kernels
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.name)
@@ -44,15 +46,18 @@ def test_readme_is_short() -> None:
 
 @kernel_pages
 def test_kernel_pages_are_short(page: Path) -> None:
-    assert len(page.read_text().split()) <= MAX_KERNEL_PAGE_WORDS
+    most = MAX_MERGED_PAGE_WORDS if page.name in MERGED_PAGES else MAX_KERNEL_PAGE_WORDS
+    assert len(page.read_text().split()) <= most
 
 
 @kernel_pages
 def test_kernel_pages_are_of_kernels(page: Path) -> None:
-    """A page is named after a kernel, the first part of the names of several, or a host twin."""
+    """A page is named after a kernel, the first part of the names of several, or a host twin; the map of
+    docs/architecture.md links to it.
+    """
     of_module = (ROOT / "rawmla" / "kernels" / f"{page.stem}.py").exists()
     assert of_module or list((ROOT / "cuda_src" / "kernels").glob(f"{page.stem}*.cu"))
-    assert f"docs/kernels/{page.name}" in (ROOT / "README.md").read_text()
+    assert f"(kernels/{page.name})" in (ROOT / "docs" / "architecture.md").read_text()
 
 
 def code_spans(text: str) -> list[str]:

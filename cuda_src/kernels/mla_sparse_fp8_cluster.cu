@@ -53,7 +53,7 @@
 //                             that warpgroup: last Q K^T complete   the same: copy the next Q
 //
 // An arrival in the other CTA can overtake earlier loads from shared memory
-// (docs/kernels/mla_sparse_fp8_cluster.md). "Read" in this table therefore means that a product has used the
+// (docs/kernels/mla_sparse_fp8.md). "Read" in this table therefore means that a product has used the
 // values.
 #include "attention/masks.cuh"
 #include "attention/rescale.cuh"
