@@ -17,7 +17,7 @@ MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps"}
 ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend", "--dsa-decode-backend"}
 NEED_TORCH = {"--sources"}  # of scripts/record_contracts.py, which does not start without torch
-FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/architecture.md
+FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
 FILES_OF_READERS = {"script.py"}
 PYTHON_FOLDERS = {
     "attention": {"mha", "call", "kernels", "jit", "errors", "torch_ops"},
@@ -58,6 +58,21 @@ def test_kernel_pages_are_of_kernels(page: Path) -> None:
     of_module = (ROOT / "rawmla" / "kernels" / f"{page.stem}.py").exists()
     assert of_module or list((ROOT / "cuda_src" / "kernels").glob(f"{page.stem}*.cu"))
     assert f"(kernels/{page.name})" in (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_map_of_calls_has_every_kernel() -> None:
+    """Of each row, the host twins name its kernels."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("## Which call runs which kernel")[2].partition("## ")[0]
+    rows = [row.split("|") for row in table.splitlines() if ".cu`" in row]
+    named = set()
+    for _, _, twins, kernels, _ in rows:
+        modules = [ROOT / "rawmla" / "kernels" / name for name in re.findall(r"\w+\.py", twins)]
+        text = "".join(module.read_text() for module in modules)
+        for kernel in re.findall(r"(\w+)\.cu", kernels):
+            assert kernel in text, f"{twins} launches {kernel}.cu?"
+            named.add(kernel)
+    assert named == {path.stem for path in (ROOT / "cuda_src" / "kernels").glob("*.cu")}
 
 
 def code_spans(text: str) -> list[str]:
