@@ -32,6 +32,7 @@ PYTHON_FOLDERS = {
 CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mha", "mla", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 200
+MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md": 900}
 MAX_KERNEL_PAGE_WORDS = 1000
 MAX_MERGED_PAGE_WORDS = 1300
 MERGED_PAGES = {"mla_dense_decode.md", "mla_sparse_fp8.md", "flex_forward.md"}  # of several kernels
@@ -42,6 +43,11 @@ kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: pa
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("name", MAX_WORDS)
+def test_pages_are_short(name: str) -> None:
+    assert len((ROOT / "docs" / name).read_text().split()) <= MAX_WORDS[name]
 
 
 @kernel_pages

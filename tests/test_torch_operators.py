@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -88,11 +89,11 @@ def test_every_operator_has_a_case_and_returns_no_argument() -> None:
         assert all(result.alias_info is None for result in schema.returns), str(schema)
 
 
-def test_the_page_has_every_schema() -> None:
+def test_the_page_has_every_operator() -> None:
     page = (Path(__file__).parents[1] / "docs" / "torch_operators.md").read_text()
-    for name, _ in CASES.values():
-        schema = str(getattr(OPS, name).default._schema).removeprefix("rawmla::")
-        assert f"| `{schema}` |" in page
+    _, _, table = page.partition("## The operators")
+    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))))
+    assert named == {name for name, _ in CASES.values()}
 
 
 class TestNumbers:
