@@ -31,7 +31,9 @@ PYTHON_FOLDERS = {
 """What docs/architecture.md says that a folder of rawmla may import, besides itself."""
 CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mha", "mla", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
-MAX_README_LINES = 200
+MAX_README_LINES = 180
+MAX_COLUMNS = {"README.md": 120, "CHANGELOG.md": 160}
+MAX_SENTENCE_WORDS = 25
 MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md": 900}
 MAX_KERNEL_PAGE_WORDS = 1000
 MAX_MERGED_PAGE_WORDS = 1300
@@ -43,6 +45,28 @@ kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: pa
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def prose(text: str) -> list[str]:
+    """Lines that are no table, code, comment or heading, and not what scripts/update_figures.py writes."""
+    text = re.sub(r"<!-- figures: begin.*?figures: end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return [line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--", "#"))]
+
+
+@pages
+def test_lines_are_short(page: Path) -> None:
+    if page.name.startswith("performance"):  # generated
+        return
+    limit = MAX_COLUMNS.get(page.name, 100)
+    assert [line for line in prose(page.read_text()) if len(line) > limit] == []
+
+
+def test_sentences_of_the_readme_are_short() -> None:
+    text = "\n".join(prose((ROOT / "README.md").read_text()))
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for sentence in re.split(r"[.?!](?:\s|$)|\n\n|\n- ", text):
+        assert len(sentence.split()) <= MAX_SENTENCE_WORDS, sentence
 
 
 @pytest.mark.parametrize("name", MAX_WORDS)
