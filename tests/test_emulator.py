@@ -491,7 +491,7 @@ def test_command(tmp_path: Path, emulator_folder: Path, emulator: Emulator) -> N
     done = subprocess.run([sys.executable, *command], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
-    assert first.startswith("seed 1: good, relative error 0.00") and second.startswith("seed 2: good, ")
+    assert first.startswith("seed 1: good, ") and second.startswith("seed 2: good, ")
     assert "mha_forward[" in first
     error = float(first.split("error ")[1].split(",")[0])
     assert 1e-4 < error < 5e-3, "of bfloat16, beside float64"
