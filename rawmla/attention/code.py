@@ -2,37 +2,74 @@
 
 from __future__ import annotations
 
+import dis
 from functools import lru_cache
 from types import CodeType
 
-__all__ = ["CodeNames", "names_in"]
+__all__ = ["Chain", "CodeNames", "names_in"]
 
-_LAYOUT = frozenset(("data_ptr", "is_contiguous", "layout", "storage_offset", "stride"))
+Chain = tuple[str, ...]
+"""The attributes that follow a variable where it is read: ``("nn", "functional", "silu")``."""
+
+_VARIABLES = frozenset(("LOAD_GLOBAL", "LOAD_DEREF"))
+_ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 
 
 class CodeNames:
-    """One for all code that is equal: known by identity, which costs less than to hash code.
+    """What code names, with the functions in it. One for all code that is equal: known by identity, which
+    costs less than to hash code.
 
     Attributes
     ----------
-    names : tuple of str
-        Those that the code, or that of a function in it, may look up among the globals.
-    of_layout : bool
-        Whether an attribute that says how a tensor lies in memory may be among them.
+    free : tuple
+        For each closed-over variable, in the order of ``co_freevars``, the chains that it is read with.
+    globals : tuple
+        Names that are looked up among the globals and then among the builtins, with their chains.
+    attributes : frozenset of str
+        All attributes that are read.
+    complete : bool
+        Whether names lead to all that the code reads. An import, a class and a pattern of a class lead to
+        more, and so does code that sets a global or an attribute.
     """
 
-    __slots__ = ("names", "of_layout")
-
-    names: tuple[str, ...]
-    of_layout: bool
+    __slots__ = ("attributes", "complete", "free", "globals")
 
     def __init__(self, code: CodeType) -> None:
-        names = list(code.co_names)
+        self.complete = True
+        attributes: set[str] = set()
+        chains: dict[str, dict[str, set[Chain]]] = {name: {} for name in _VARIABLES}
+        of_globals, of_free = chains["LOAD_GLOBAL"], chains["LOAD_DEREF"]
+        variable: set[Chain] | None = None  # read by the instruction before, or by a chain that ends there
+        chain: Chain = ()
+        for instruction in dis.get_instructions(code):
+            kind, name = instruction.opname, instruction.argval
+            if kind == "EXTENDED_ARG":
+                continue
+            if kind in _ATTRIBUTES:
+                attributes.add(name)
+                chain = (*chain, name)
+                continue
+            if variable is not None:
+                variable.add(chain)
+            variable, chain = None, ()
+            if kind in _VARIABLES:
+                variable = chains[kind].setdefault(name, set())
+            elif instruction.opcode in dis.hasname or kind == "MATCH_CLASS":
+                self.complete = False
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
-                names += names_in(constant).names
-        self.names = tuple(names)
-        self.of_layout = not _LAYOUT.isdisjoint(names)
+                inner = names_in(constant)
+                self.complete = self.complete and inner.complete
+                attributes |= inner.attributes
+                for known, names in (
+                    (of_globals, inner.globals),
+                    (of_free, zip(constant.co_freevars, inner.free, strict=True)),
+                ):
+                    for name, more in names:
+                        known.setdefault(name, set()).update(more)
+        self.attributes = frozenset(attributes)
+        self.globals = tuple((name, tuple(found)) for name, found in of_globals.items())
+        self.free = tuple(tuple(of_free.get(name, ())) for name in code.co_freevars)
 
 
 names_in = lru_cache(maxsize=1024)(CodeNames)

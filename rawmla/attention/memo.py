@@ -2,31 +2,34 @@
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
 functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
-value. A function that reads what is not known here, such as an object, a module or a class of a user's, or
-how a tensor lies in memory, is traced at every call.
+value. The functions of a few modules are trusted to give the same for the same arguments. A function that
+reads anything else, such as an object, a module or a class of a user's, the time, or how a tensor lies in
+memory, is traced at every call.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import math
 import operator
-import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import count
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from .code import names_in
+from .code import Chain, CodeNames, names_in
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["read", "stands_alone"]
+__all__ = ["read", "reads_of", "stands_alone"]
 
 MAX_TRACES = 256
-_STEADY = {"torch", "numpy", *sys.stdlib_module_names}
-"""Modules whose attributes, and those of their classes, stay as they are."""
+MAX_COMPARED = 10_000
+"""Objects that a function reads: to compare more takes as long as to trace it."""
 
 
 class _Unknown(Exception):
@@ -64,11 +67,12 @@ def read(
     backward: bool = False,
 ) -> Reading:
     """What stays of a function, and what it reads now; arguments and errors as of `trace`."""
-    tensors: list[torch.Tensor] = []
+    look = _Look()
+    tensors = look.tensors
     try:
-        key = (kind, device, backward, _BY_CLASS[function.__class__](function, tensors, ()))
+        key = (kind, device, backward, _described(function, look))
         found = _kept.get(key)
-    except (_Unknown, TypeError, ValueError):  # TypeError: what cannot be hashed; ValueError: an empty cell
+    except _NOT_KNOWN:
         return reading_of(trace(function, kind, device, backward))
     if found is None:
         reading = reading_of(trace(function, kind, device, backward))
@@ -102,106 +106,166 @@ def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
         _kept.pop(oldest, None)
 
 
-_contents = operator.attrgetter("cell_contents")
-Around = tuple[Any, ...]
-"""The functions that are being described, one inside of the other."""
+class _Look:
+    """One look at what a function reads.
+
+    Attributes
+    ----------
+    tensors : list
+        Those that it found.
+    values : list
+        Those that it found in modules: the module, the name, and the value.
+    around : list
+        The functions that are being described, one inside of the other.
+    left : int
+        Objects that it may still compare.
+    """
+
+    __slots__ = ("around", "left", "tensors", "values")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.values: list[tuple[types.ModuleType, str, Any]] = []
+        self.around: list[types.FunctionType] = []
+        self.left = MAX_COMPARED
 
 
-def _described_function(function: types.FunctionType, tensors: list[torch.Tensor], around: Around) -> Any:
-    if function in around:  # it calls itself
+def _described(x: Any, look: _Look) -> Any:
+    return _BY_CLASS[type(x)](x, look)  # a proxy has the `__class__` of what it stands for, and may change
+
+
+def _described_function(function: types.FunctionType, look: _Look) -> Any:
+    if function in _TRUSTED:
+        return function
+    if function in look.around:  # it calls itself
         return function.__code__
-    if function.__dict__:
+    code = _readable_names(function.__code__)
+    if function.__dict__ or code is None:
         raise _Unknown
-    around = (*around, function)
-    code, scope = names_in(function.__code__), function.__globals__
-    if code.of_layout:
-        raise _Unknown
+    look.around.append(function)
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
-    return (
+    described = (
         code,
-        cells and _described_all(map(_contents, cells), tensors, around),
-        defaults and _described_all(defaults, tensors, around),
-        keywords and _described_names(keywords, tensors, around),
-        code.names and _described_names({x: scope[x] for x in code.names if x in scope}, tensors, around),
+        cells and _described_variables(zip(map(_contents, cells), code.free, strict=True), look),
+        defaults and _described_all(defaults, look),
+        keywords and _described_names(keywords, look),
+        code.globals and _described_variables(_globals_of(function, code), look),
     )
-
-
-def _described_all(several: Iterable[Any], tensors: list[torch.Tensor], around: Around) -> tuple[Any, ...]:
-    return tuple([_BY_CLASS[x.__class__](x, tensors, around) for x in several])
-
-
-def _described_tensor(x: torch.Tensor, tensors: list[torch.Tensor], around: Around) -> Any:
-    for place, tensor in enumerate(tensors):
-        if tensor is x:
-            return ("again", place)
-    tensors.append(x)
-    # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
-    described = ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
-    if x.__dict__:  # torch.compile leaves something there too
-        return (described, _described_names(x.__dict__, tensors, around))
+    look.around.pop()
     return described
 
 
-def _described_value(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+_contents = operator.attrgetter("cell_contents")
+
+
+def _globals_of(function: types.FunctionType, code: CodeNames) -> list[tuple[Any, tuple[Chain, ...]]]:
+    scope, outside = function.__globals__, function.__builtins__
+    return [(scope[name] if name in scope else outside[name], chains) for name, chains in code.globals]
+
+
+def _described_variables(several: Iterable[tuple[Any, tuple[Chain, ...]]], look: _Look) -> Any:
+    """Variables with the chains that they are read with. Of a module that is what is read of it."""
+    return tuple(
+        [
+            _described_module(x, chains, look) if type(x) is types.ModuleType else _BY_CLASS[type(x)](x, look)
+            for x, chains in several
+        ]
+    )
+
+
+def _described_module(x: types.ModuleType, chains: tuple[Chain, ...], look: _Look) -> Any:
+    described = []
+    for module, name in _values_of(x, chains):
+        value = getattr(module, name)
+        look.values.append((module, name, value))
+        described.append(_described(value, look))
+    return (x, *described)
+
+
+@functools.lru_cache(maxsize=1024)
+def _values_of(x: Any, chains: tuple[Chain, ...]) -> list[tuple[types.ModuleType, str]]:
+    """What is read of a module besides functions that are trusted: modules and names."""
+    found = []
+    for chain in chains:
+        inner = x
+        for name in chain:
+            if isinstance(inner, types.ModuleType):
+                if inner not in _MODULES:
+                    raise _Unknown
+                module, last, inner = inner, name, getattr(inner, name)
+        if isinstance(inner, types.ModuleType):
+            raise _Unknown
+        if inner not in _TRUSTED:
+            found.append((module, last))
+    return found
+
+
+def _described_all(several: Collection[Any], look: _Look) -> tuple[Any, ...]:
+    look.left -= len(several)
+    if look.left < 0:
+        raise _Unknown
+    return tuple([_BY_CLASS[type(x)](x, look) for x in several])
+
+
+def _described_tensor(x: torch.Tensor, look: _Look) -> Any:
+    for place, tensor in enumerate(look.tensors):
+        if tensor is x:
+            return ("again", place)
+    look.tensors.append(x)
+    # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
+    described = ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
+    if x.__dict__:  # torch.compile leaves something there too
+        return (described, _described_names(x.__dict__, look))
+    return described
+
+
+def _described_value(x: Any, look: _Look) -> Any:
     return (x.__class__, x)
 
 
-def _described_float(x: float, tensors: list[torch.Tensor], around: Around) -> Any:
+def _described_float(x: float, look: _Look) -> Any:
     return (x.__class__, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
 
 
-def _described_sequence(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
-    return (x.__class__, _described_all(x, tensors, around))
+def _described_sequence(x: Any, look: _Look) -> Any:
+    return (x.__class__, _described_all(x, look))
 
 
-def _described_names(x: dict[str, Any], tensors: list[torch.Tensor], around: Around) -> Any:
-    return (tuple(x), _described_all(x.values(), tensors, around))
+def _described_names(x: dict[str, Any], look: _Look) -> Any:
+    return (tuple(x), _described_all(x.values(), look))
 
 
-def _described_dict(x: dict[Any, Any], tensors: list[torch.Tensor], around: Around) -> Any:
-    return ("dict", _described_all(x, tensors, around), _described_all(x.values(), tensors, around))
+def _described_dict(x: dict[Any, Any], look: _Look) -> Any:
+    return ("dict", _described_all(x, look), _described_all(x.values(), look))
 
 
-def _described_partial(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+def _described_partial(x: Any, look: _Look) -> Any:
     if x.__dict__:
         raise _Unknown
-    parts = _described_all((x.func, *x.args), tensors, around)
-    return ("partial", parts, _described_names(x.keywords, tensors, around))
+    return ("partial", _described_all((x.func, *x.args), look), _described_names(x.keywords, look))
 
 
-def _described_module(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
-    if x.__name__.partition(".")[0] in _STEADY:
+def _described_trusted(x: Any, look: _Look) -> Any:
+    if x in _TRUSTED:
         return x
     raise _Unknown
 
 
-def _described_class(x: type, tensors: list[torch.Tensor], around: Around) -> Any:
-    if x.__module__.partition(".")[0] in _STEADY:
+def _described_operator(x: torch._ops.OpOverloadPacket, look: _Look) -> Any:
+    if x is getattr(torch.ops.aten, x.__name__, None) and _gives_tensors(x.__name__):
         return x
     raise _Unknown
 
 
-def _described_builtin(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
-    if isinstance(x.__self__, (types.ModuleType, type)):
-        return x
-    raise _Unknown  # a method of an object, which may change
-
-
-def _described_itself(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
-    return x
-
-
-def _refused(x: Any, tensors: list[torch.Tensor], around: Around) -> Any:
+def _refused(x: Any, look: _Look) -> Any:
     raise _Unknown
 
 
-_Describer = Callable[[Any, list[torch.Tensor], Around], Any]
+_Describer = Callable[[Any, _Look], Any]
 
 
 class _Describers(dict[type, _Describer]):
-    """Class -> the function that gives what a trace depends on of an object, to be compared; the object's
-    tensors are added to a list.
-    """
+    """Class -> the function that gives what a trace depends on of an object, to be compared."""
 
     def __missing__(self, cls: type) -> _Describer:
         if cls.__bases__ == (tuple,) and vars(cls).keys() - getattr(cls, "_fields", ()) <= _OF_NAMED_TUPLES:
@@ -226,27 +290,103 @@ _BY_CLASS = _Describers(
         **dict.fromkeys((tuple, list), _described_sequence),
         dict: _described_dict,
         functools.partial: _described_partial,
-        types.ModuleType: _described_module,
-        type: _described_class,
-        types.BuiltinFunctionType: _described_builtin,
-        torch._ops.OpOverloadPacket: _described_itself,
+        **dict.fromkeys((type, types.BuiltinFunctionType, np.ufunc), _described_trusted),
+        torch._ops.OpOverloadPacket: _described_operator,
     }
 )
 
 
-_ALONE = {
-    *(_described_value, _described_float, _described_module, _described_class, _described_builtin),
-    _described_itself,
+_OF_THE_KEY = frozenset(
+    "shape size dim ndim ndimension numel nelement dtype device get_device requires_grad itemsize element_size "
+    "nbytes is_tensor is_floating_point is_complex is_signed is_cpu is_cuda is_meta type float double half "
+    "bfloat16 int long short char byte bool T H new_tensor Tensor Size finfo iinfo".split()
+)
+"""Names of torch, and of its tensors, for what follows from what is compared of a tensor."""
+
+_OUTWARDS = frozenset((*dir(torch.Tensor), "format", "format_map", "gi_frame"))
+"""Attributes by which what is compared, or made of it, may give what is not, beside those with underscores."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _gives_tensors(name: str) -> bool:
+    """Whether torch has an operator of this name, and all that take a tensor first give tensors alone: those
+    are recorded, and give no value while a function is traced.
+    """
+    gives = [
+        (
+            bool(schema.arguments) and str(schema.arguments[0].type) == "Tensor",
+            bool(schema.returns) and {str(x.type) for x in schema.returns} <= {"Tensor", "List[Tensor]"},
+        )
+        for schema in torch._C._jit_get_schemas_for_operator("aten::" + name)
+    ]
+    return any(tensors for _, tensors in gives) and all(tensors for takes, tensors in gives if takes)
+
+
+@functools.lru_cache(maxsize=1024)
+def _readable_names(code: types.CodeType) -> CodeNames | None:
+    """The names in code that lead to all that it reads; None for other code."""
+    names = names_in(code)
+    for name in names.attributes:
+        outwards = name in _OUTWARDS and name not in _OF_THE_KEY and not _gives_tensors(name)
+        if outwards or name.startswith("_"):
+            return None
+    return names if names.complete else None
+
+
+_MODULES = {
+    *(math, operator, functools, np, torch, torch.nn, torch.nn.functional, torch.special),
+    *(torch.ops, torch.ops.aten),
 }
+"""Modules that a function may read from, if it reads what can be compared or is trusted."""
+
+_BUILTINS = (
+    "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance issubclass "
+    "len list map max min pow range reversed round set slice sorted str sum tuple type zip"
+)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+_TRUSTED = {
+    *(getattr(builtins, name) for name in _BUILTINS.split()),
+    *(x for x in vars(builtins).values() if isinstance(x, type) and issubclass(x, BaseException)),
+    *(functools.partial, functools.reduce, torch.nn.Parameter),
+    *(
+        x
+        for module in (math, operator, torch.nn.functional, torch.special)
+        for x in vars(module).values()
+        if isinstance(x, _FUNCTIONS)
+    ),
+    *(
+        x
+        for name, x in vars(torch).items()
+        if isinstance(x, (*_FUNCTIONS, type)) and (name in _OF_THE_KEY or _gives_tensors(name))
+    ),
+    *(x for x in vars(np).values() if isinstance(x, np.ufunc) or (isinstance(x, type) and issubclass(x, np.generic))),
+}
+"""Functions and classes that give the same whenever they get the same."""
+
+
+_NOT_KNOWN = (_Unknown, AttributeError, KeyError, RecursionError, TypeError, ValueError)
+"""What `_described` raises where a function reads what cannot be compared: a name that there is not, a
+container that holds itself, what cannot be hashed, a variable without a value yet.
+"""
+
+_ALONE = {_described_value, _described_float, _described_trusted, _described_operator}
 
 
 def stands_alone(x: Any) -> bool:
-    """Whether the trace of a function that reads an object is the same for as long as it reads this one."""
-    describe = _BY_CLASS[type(x)]  # a proxy has the `__class__` of what it stands for, and may change
-    if describe not in _ALONE:
-        return False
+    """Whether an object that a function reads cannot change and stay the same object. What a function reads
+    of a module is among `reads_of`.
+    """
+    return type(x) is types.ModuleType or _BY_CLASS[type(x)] in _ALONE
+
+
+def reads_of(function: types.FunctionType) -> list[tuple[types.ModuleType, str, Any]] | None:
+    """What a function reads of modules: the module, the name, and what is there. None for a function that
+    reads what cannot be compared.
+    """
+    look = _Look()
     try:
-        describe(x, [], ())
-    except _Unknown:
-        return False
-    return True
+        _described(function, look)
+    except _NOT_KNOWN:
+        return None
+    return look.values

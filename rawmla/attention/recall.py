@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from ..call.arrays import Framework
@@ -25,7 +25,7 @@ _CHANGING = {list, tuple, dict, set, functools.partial, FunctionType, MethodType
 """Common kinds that may change in place, or hold what may: found early. `keep_bound` refuses all others."""
 
 _ABSENT = object()
-"""In the place of a global that there is not."""
+"""In the place of a variable that there is not."""
 
 
 class _State(NamedTuple):
@@ -45,6 +45,7 @@ class _State(NamedTuple):
 class _Known(NamedTuple):
     objects: list[Any]  # kept, so that no others get their ids; None in the places of tensors
     states: list[tuple[int, _State]]  # places of tensors, where other objects may have these ids by now
+    modules: list[tuple[ModuleType, str, Any]]  # what was read of them
     bound: Any
 
 
@@ -57,16 +58,17 @@ def objects_of(function: FunctionType) -> list[Any] | None:
     nothing may be kept of it.
     """
     code = function.__code__
-    names = names_in(code)
-    if function.__kwdefaults__ or names.of_layout:
+    if function.__kwdefaults__:
         return None
     objects = [code, *(function.__defaults__ or ())]
     try:
         objects += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value yet
         return None
-    scope = function.__globals__
-    objects += [scope.get(name, _ABSENT) for name in names.names]
+    scope, outside = function.__globals__, function.__builtins__
+    objects += [
+        scope[name] if name in scope else outside.get(name, _ABSENT) for name, _ in names_in(code).globals
+    ]
     return objects if _CHANGING.isdisjoint(map(type, objects)) else None
 
 
@@ -110,6 +112,9 @@ def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Fram
             return None
         if state.requires_grad and sys.modules["torch"].is_grad_enabled():
             return None
+    for module, name, value in known.modules:
+        if getattr(module, name, _ABSENT) is not value:
+            return None
     return known.bound
 
 
@@ -137,9 +142,10 @@ def keep_bound(
     if of_tensors != {id(array) for array in reading.arrays} or any(x.has_attributes for _, x in states):
         return  # it reads a number of the CPU, an array that its trace makes, or what its tensors hold
     kept = [None if id(x) in of_tensors else x for x in objects]
-    if not all(x is None or x is _ABSENT or memo.stands_alone(x) for x in kept[1:]):
+    modules = memo.reads_of(function)
+    if modules is None or not all(memo.stands_alone(x) for x in kept[1:]):
         return
     ids = _ids(objects)
     now = objects_of(function)
     if now is not None and _ids(now) == ids and states_of(now) == states:
-        _known.keep((kind, device, framework, *ids), _Known(kept, states, bound))
+        _known.keep((kind, device, framework, *ids), _Known(kept, states, modules, bound))
