@@ -886,6 +886,20 @@ class TestKnownLists:
         with pytest.raises(ValueError, match="a batch and heads that divide"):
             call(arguments)
 
+    def test_queries_of_another_framework(self, world: World) -> None:
+        """Its stream is compared with that of the lists in every call."""
+        mask, other = mask_of(), FakeFramework("other")
+        self.reads(world, mask)
+        arguments = plain() | {"block_mask": mask}
+        for name in self.QKV:
+            change(name, framework=other)(arguments)
+        for _ in range(2):
+            other.stream = 0x51
+            call(arguments)
+            other.stream = 0x99
+            with pytest.raises(ValueError, match="expected a other array, as query is, .* got a fake array"):
+                call(arguments)
+
     def test_copied_lists_are_copied_at_every_call(self, world: World) -> None:
         mask = mask_of()
         mask.kv_indices = mask.kv_indices.but(dtype="int64")
