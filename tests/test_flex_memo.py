@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
+import contextvars
+import datetime
 import functools
+import importlib
+import math
+import operator
+import os
+import random
+import sys
+import threading
+import time
 import types
+import weakref
 from collections.abc import Callable
+from time import time as now
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+import torch.nn.functional as F  # noqa: E402
+from torch.nn.attention.flex_attention import and_masks  # noqa: E402
+from torch.nn.functional import silu  # noqa: E402
+
+import rawmla  # noqa: E402
 from rawmla.attention import memo  # noqa: E402
 from rawmla.attention.trace import trace  # noqa: E402
 
@@ -343,6 +361,205 @@ def test_unknown_objects_are_traced_again(traces: list[Any]) -> None:
         mod.width = width
         assert traced(mod, "mask_mod", "cpu").numbers[0].source == width
     assert len(traces) == 2
+
+
+class Proxy:
+    """Passes for the number that it holds, and may hold another."""
+
+    value = 2.0
+    __class__ = float  # type: ignore[assignment]
+
+    def __rmul__(self, other: Any) -> Any:
+        return other * self.value
+
+
+PROXY: Any = Proxy()
+WEAK: Any = weakref.proxy(PROXY)
+LOCAL = threading.local()
+LOCAL.scale = 2.0
+CONTEXT = contextvars.ContextVar("CONTEXT", default=2.0)
+NUMBERS = iter(range(100))
+MODULES = {"math": math}
+VERSION = "{0._version}"
+TABLE = torch.randn(50)
+TABLE.grad = torch.randn(50)
+
+
+@functools.lru_cache
+def cached_scale() -> float:
+    return SCALE
+
+
+def pi_of(module: Any) -> Any:
+    return module.pi
+
+
+def imports(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    import decode_fakes
+
+    return s * len(decode_fakes.__name__)
+
+
+def imports_from(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    from test_flex_memo import SCALE
+
+    return s * SCALE
+
+
+def makes_a_class(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    class Here:
+        scale = SCALE
+
+    return s * Here.scale
+
+
+def sets_a_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    global SEEN
+    SEEN = True
+    return s * 2.0
+
+
+def sets_an_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    TABLE.seen = True  # type: ignore[attr-defined]
+    return s + TABLE[q]
+
+
+def matches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    match TABLE:
+        case torch.Tensor(_version=version):
+            return s * version
+
+
+def of_a_default(s: Any, b: Any, h: Any, q: Any, k: Any, module: Any = math) -> Any:
+    return s * module.pi
+
+
+@pytest.mark.parametrize(
+    "function",
+    (
+        *(imports, imports_from, makes_a_class, sets_a_global, sets_an_attribute, matches, of_a_default),
+        lambda s, b, h, q, k: s * importlib.import_module("test_flex_memo").SCALE,
+        lambda s, b, h, q, k: s * sys.modules[__name__].SCALE,
+        lambda s, b, h, q, k: s * len(os.environ),
+        lambda s, b, h, q, k: s * globals()["SCALE"],
+        lambda s, b, h, q, k: s * eval("SCALE"),
+        lambda s, b, h, q, k: s * pi_of.__globals__["SCALE"],
+        lambda s, b, h, q, k: s * len([x for x in (s,)] and (x for x in (s,)).gi_frame.f_globals),
+        lambda s, b, h, q, k: s * random.random(),
+        lambda s, b, h, q, k: s * time.time(),
+        lambda s, b, h, q, k: s * now(),
+        lambda s, b, h, q, k: s * datetime.datetime.now().microsecond,
+        lambda s, b, h, q, k: s * float(np.random.rand()),
+        lambda s, b, h, q, k: s * torch.initial_seed(),
+        lambda s, b, h, q, k: s * torch.get_num_threads(),
+        lambda s, b, h, q, k: s * torch.backends.cuda.matmul.allow_tf32,
+        lambda s, b, h, q, k: s * torch.random.initial_seed(),
+        lambda s, b, h, q, k: s * next(NUMBERS),
+        lambda s, b, h, q, k: s * cached_scale(),
+        lambda s, b, h, q, k: s * LOCAL.scale,
+        lambda s, b, h, q, k: s * CONTEXT.get(),
+        lambda s, b, h, q, k: PROXY.__rmul__(s),
+        lambda s, b, h, q, k: s * PROXY.value,
+        lambda s, b, h, q, k: s * WEAK.value,
+        lambda s, b, h, q, k: s * pi_of(math),
+        lambda s, b, h, q, k: s * (math or h).pi,
+        lambda s, b, h, q, k: s * MODULES["math"].pi,
+        lambda s, b, h, q, k: s + TABLE[q] * getattr(TABLE, "str" + "ide")(0),
+        lambda s, b, h, q, k: s + TABLE[q] * len(VERSION.format(TABLE)),
+        lambda s, b, h, q, k: s + TABLE[q] * operator.attrgetter("_version")(TABLE),
+        lambda s, b, h, q, k: s + TABLE[q] * TABLE._version,
+        lambda s, b, h, q, k: s + TABLE[q] * TABLE.dim_order()[0],
+        lambda s, b, h, q, k: s + TABLE[q] * TABLE.grad.shape[0],
+        lambda s, b, h, q, k: s + TABLE[q] * torch.ops.aten.stride(TABLE)[0],
+    ),
+)
+def test_what_is_not_compared_is_traced_again(traces: list[Any], function: Any) -> None:
+    for _ in range(2):
+        traced(function, "score_mod", "cpu")
+    assert len(traces) == 2 and not memo._kept
+
+
+def plain(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Calls what is kept: builtins, code of its own, and operators of torch by names of every sort."""
+    if SCALE < 0:
+        raise ValueError("SCALE")
+    limits = [min(len(TABLE), TABLE.size(0)), *(int(x) for x in range(TABLE.shape[0], 60))]
+    s = torch.where(q < limits[0], s, torch.finfo(torch.float32).min)
+    return functools.reduce(
+        operator.add, (s.float(), abs(TABLE[q].to(torch.float32)), isinstance(s, torch.Tensor))
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    (
+        (plain, "score_mod"),
+        (lambda s, b, h, q, k: silu(s) + F.softsign(s) + torch.nn.functional.gelu(s), "score_mod"),
+        (lambda s, b, h, q, k: torch.special.expit(s) + torch.ops.aten.elu(s), "score_mod"),
+        (lambda s, b, h, q, k: s * math.sqrt(2) * np.sqrt(2.0) * np.float32(2) * torch.pi, "score_mod"),
+        (lambda s, b, h, q, k: s.masked_fill(q < k, -math.inf).clamp(max=2.0).exp().mul(2), "score_mod"),
+        (and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: q - k < len(TABLE)), "mask_mod"),
+        (rawmla.and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: q - k < len(TABLE)), "mask_mod"),
+        (rawmla.or_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: TABLE[q] > 0), "mask_mod"),
+    ),
+)
+def test_what_is_compared_or_trusted_is_kept(traces: list[Any], function: Any, kind: Any) -> None:
+    for _ in range(2):
+        traced(function, kind, "cpu")
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "function"),
+    (
+        (math, "pi", lambda s, b, h, q, k: s * math.pi),
+        (torch, "pi", lambda s, b, h, q, k: s * torch.pi),
+        (builtins, "a_scale", lambda s, b, h, q, k: s * a_scale),  # type: ignore[name-defined]  # noqa: F821
+    ),
+)
+def test_values_of_modules(holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the very call hold."""
+    for scale in (2.0, 3.0):
+        monkeypatch.setattr(holder, name, scale, raising=False)
+        (number,) = traced(function, "score_mod", "cpu").numbers
+        assert number.source == scale
+
+
+def test_devices_apart(traces: list[Any]) -> None:
+    """A function may ask for that of its arguments."""
+    for device, scale in (("cpu", 2.0), ("meta", 3.0), ("cpu", 2.0)):
+        (number,) = traced(lambda s, b, h, q, k: s * (3.0 if q.is_meta else 2.0), "score_mod", device).numbers
+        assert number.source == scale
+    assert len(traces) == 2
+
+
+def test_long_lists(traces: list[Any]) -> None:
+    """They are not compared from a length on, at which a trace takes no longer."""
+    for length, count in ((memo.MAX_COMPARED, 2), (memo.MAX_COMPARED + 1, 3)):
+        traces.clear()
+        widths = [2] * length
+        for widths[-1] in (2, 2, 3):
+            (number,) = traced(lambda b, h, q, k: q - k < widths[-1], "mask_mod", "cpu").numbers  # noqa: B023
+            assert number.source == widths[-1]
+        assert len(traces) == count
+
+
+def test_containers_that_are_long_by_others(traces: list[Any]) -> None:
+    """One that holds another twice, forty times over, and one that holds itself."""
+    doubled: Any = [2]
+    for _ in range(40):
+        doubled = [doubled, doubled]
+    itself: Any = {"width": 2}
+    itself["itself"] = itself
+    for function in (
+        lambda b, h, q, k: q - k < len(doubled),
+        lambda b, h, q, k: q - k < itself["width"],
+    ):
+        traces.clear()
+        for _ in range(2):
+            (number,) = traced(function, "mask_mod", "cpu").numbers
+            assert number.source == 2
+        assert len(traces) == 2
 
 
 def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,11 @@ long as nothing that they read has changed.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import gc
+import math
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -262,6 +265,24 @@ def test_a_builtin_that_is_hidden(world: World, monkeypatch: pytest.MonkeyPatch)
     assert not world.is_recalled(with_builtin)
 
 
+@pytest.mark.parametrize(
+    ("holder", "name", "function"),
+    (
+        (math, "pi", lambda s, b, h, q, k: s * math.pi),
+        (builtins, "a_factor", lambda s, b, h, q, k: s * a_factor),  # type: ignore[name-defined]  # noqa: F821
+    ),
+)
+def test_a_value_of_a_module_that_changes(
+    world: World, holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, name, 3.0, raising=False)
+    world.bind(function)
+    assert world.is_recalled(function)
+    monkeypatch.setattr(holder, name, 5.0)
+    assert not world.is_recalled(function)
+    assert world.bind(function).numbers == [5.0]
+
+
 def test_defaults(world: World) -> None:
     def scaled(s: Any, b: Any, h: Any, q: Any, k: Any, factor: Any = 2.0) -> Any:
         return s * factor
@@ -328,6 +349,9 @@ _zero.factor = 2.0  # type: ignore[attr-defined]
         lambda s, b, h, q, k: s * Scale.value,
         lambda s, b, h, q, k: PROXY.__rmul__(s),
         functools.partial(lambda f, s, b, h, q, k: s * f, 2.0),
+        lambda s, b, h, q, k: s * len(globals()),
+        lambda s, b, h, q, k: s * (time.time() > 0),
+        lambda s, b, h, q, k: s + TABLE[q] * TABLE.dim_order()[0],
         lambda s, b, h, q, k: s * LIST[0],
         lambda s, b, h, q, k: s * DICT["a"],
         lambda s, b, h, q, k: s * TUPLE[0][0],

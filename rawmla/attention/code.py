@@ -34,6 +34,11 @@ class CodeNames:
 
     __slots__ = ("attributes", "complete", "free", "globals")
 
+    free: tuple[tuple[Chain, ...], ...]
+    globals: tuple[tuple[str, tuple[Chain, ...]], ...]
+    attributes: frozenset[str]
+    complete: bool
+
     def __init__(self, code: CodeType) -> None:
         self.complete = True
         attributes: set[str] = set()

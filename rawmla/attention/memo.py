@@ -159,7 +159,7 @@ _contents = operator.attrgetter("cell_contents")
 
 
 def _globals_of(function: types.FunctionType, code: CodeNames) -> list[tuple[Any, tuple[Chain, ...]]]:
-    scope, outside = function.__globals__, function.__builtins__
+    scope, outside = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
     return [(scope[name] if name in scope else outside[name], chains) for name, chains in code.globals]
 
 
@@ -251,8 +251,9 @@ def _described_trusted(x: Any, look: _Look) -> Any:
     raise _Unknown
 
 
-def _described_operator(x: torch._ops.OpOverloadPacket, look: _Look) -> Any:
-    if x is getattr(torch.ops.aten, x.__name__, None) and _gives_tensors(x.__name__):
+def _described_operator(x: Any, look: _Look) -> Any:
+    name = x.__name__
+    if x is getattr(torch.ops.aten, name, None) and _gives_tensors(name):
         return x
     raise _Unknown
 
@@ -297,14 +298,14 @@ _BY_CLASS = _Describers(
 
 
 _OF_THE_KEY = frozenset(
-    "shape size dim ndim ndimension numel nelement dtype device get_device requires_grad itemsize element_size "
-    "nbytes is_tensor is_floating_point is_complex is_signed is_cpu is_cuda is_meta type float double half "
-    "bfloat16 int long short char byte bool T H new_tensor Tensor Size finfo iinfo".split()
+    "shape size dim ndim ndimension numel nelement dtype device get_device requires_grad itemsize nbytes "
+    "element_size is_tensor is_floating_point is_complex is_signed is_cpu is_cuda is_meta type float double "
+    "half bfloat16 int long short char byte bool T H new_tensor Tensor Size finfo iinfo".split()
 )
 """Names of torch, and of its tensors, for what follows from what is compared of a tensor."""
 
 _OUTWARDS = frozenset((*dir(torch.Tensor), "format", "format_map", "gi_frame"))
-"""Attributes by which what is compared, or made of it, may give what is not, beside those with underscores."""
+"""Attributes by which an object that is compared may give what is not; others begin with an underscore."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -340,8 +341,8 @@ _MODULES = {
 """Modules that a function may read from, if it reads what can be compared or is trusted."""
 
 _BUILTINS = (
-    "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance issubclass "
-    "len list map max min pow range reversed round set slice sorted str sum tuple type zip"
+    "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance len "
+    "issubclass list map max min pow range reversed round set slice sorted str sum tuple type zip"
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
@@ -360,7 +361,11 @@ _TRUSTED = {
         for name, x in vars(torch).items()
         if isinstance(x, (*_FUNCTIONS, type)) and (name in _OF_THE_KEY or _gives_tensors(name))
     ),
-    *(x for x in vars(np).values() if isinstance(x, np.ufunc) or (isinstance(x, type) and issubclass(x, np.generic))),
+    *(
+        x
+        for x in vars(np).values()
+        if isinstance(x, np.ufunc) or (isinstance(x, type) and issubclass(x, np.generic))
+    ),
 }
 """Functions and classes that give the same whenever they get the same."""
 

@@ -65,7 +65,7 @@ def objects_of(function: FunctionType) -> list[Any] | None:
         objects += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value yet
         return None
-    scope, outside = function.__globals__, function.__builtins__
+    scope, outside = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
     objects += [
         scope[name] if name in scope else outside.get(name, _ABSENT) for name, _ in names_in(code).globals
     ]
