@@ -514,10 +514,13 @@ def test_what_is_compared_or_trusted_is_kept(traces: list[Any], function: Any, k
     (
         (math, "pi", lambda s, b, h, q, k: s * math.pi),
         (torch, "pi", lambda s, b, h, q, k: s * torch.pi),
+        (torch.Tensor, "a_scale", lambda s, b, h, q, k: s * TABLE.a_scale),  # type: ignore[attr-defined]
         (builtins, "a_scale", lambda s, b, h, q, k: s * a_scale),  # type: ignore[name-defined]  # noqa: F821
     ),
 )
-def test_values_of_modules(holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_modules_and_classes(
+    holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the very call hold."""
     for scale in (2.0, 3.0):
         monkeypatch.setattr(holder, name, scale, raising=False)
@@ -535,7 +538,7 @@ def test_devices_apart(traces: list[Any]) -> None:
 
 def test_long_lists(traces: list[Any]) -> None:
     """They are not compared from a length on, at which a trace takes no longer."""
-    for length, count in ((memo.MAX_COMPARED, 2), (memo.MAX_COMPARED + 1, 3)):
+    for length, count in ((memo.MAX_COMPARED - 1, 2), (memo.MAX_COMPARED, 3)):  # the function counts too
         traces.clear()
         widths = [2] * length
         for widths[-1] in (2, 2, 3):

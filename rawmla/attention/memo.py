@@ -140,7 +140,8 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
     if function in look.around:  # it calls itself
         return function.__code__
     code = _readable_names(function.__code__)
-    if function.__dict__ or code is None:
+    look.left -= 1
+    if function.__dict__ or code is None or look.left < 0:
         raise _Unknown
     look.around.append(function)
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
@@ -304,8 +305,8 @@ _OF_THE_KEY = frozenset(
 )
 """Names of torch, and of its tensors, for what follows from what is compared of a tensor."""
 
-_OUTWARDS = frozenset((*dir(torch.Tensor), "format", "format_map", "gi_frame"))
-"""Attributes by which an object that is compared may give what is not; others begin with an underscore."""
+_OUTWARDS = {"format", "format_map", "gi_frame"}
+"""Attributes by which a string or a generator gives what is not compared."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -325,11 +326,15 @@ def _gives_tensors(name: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _readable_names(code: types.CodeType) -> CodeNames | None:
-    """The names in code that lead to all that it reads; None for other code."""
+    """The names in code, if they lead to all that it reads, and no attribute gives more of an object than is
+    compared; else None.
+    """
     names = names_in(code)
     for name in names.attributes:
-        outwards = name in _OUTWARDS and name not in _OF_THE_KEY and not _gives_tensors(name)
-        if outwards or name.startswith("_"):
+        of_tensors = (
+            hasattr(torch.nn.Parameter, name) and name not in _OF_THE_KEY and not _gives_tensors(name)
+        )
+        if of_tensors or name in _OUTWARDS or name.startswith("_"):
             return None
     return names if names.complete else None
 

@@ -54,8 +54,8 @@ _known: Memo[_Known] = Memo(shared=True)
 
 
 def objects_of(function: FunctionType) -> list[Any] | None:
-    """A function's code, its defaults, and the values of its closed-over variables and of globals; None if
-    nothing may be kept of it.
+    """A function's code, its defaults, and the values of its closed-over variables, globals and builtins;
+    None if nothing may be kept of it.
     """
     code = function.__code__
     if function.__kwdefaults__:
