@@ -430,6 +430,12 @@ def matches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
             return s * version
 
 
+with_own_builtins = types.FunctionType(
+    (lambda s, b, h, q, k: s * a_scale).__code__,  # type: ignore[name-defined]  # noqa: F821
+    {"__builtins__": {"a_scale": 2.0}},
+)
+
+
 def of_a_default(s: Any, b: Any, h: Any, q: Any, k: Any, module: Any = math) -> Any:
     return s * module.pi
 
@@ -437,7 +443,16 @@ def of_a_default(s: Any, b: Any, h: Any, q: Any, k: Any, module: Any = math) -> 
 @pytest.mark.parametrize(
     "function",
     (
-        *(imports, imports_from, makes_a_class, sets_a_global, sets_an_attribute, matches, of_a_default),
+        *(
+            imports,
+            imports_from,
+            makes_a_class,
+            sets_a_global,
+            sets_an_attribute,
+            matches,
+            of_a_default,
+            with_own_builtins,
+        ),
         lambda s, b, h, q, k: s * importlib.import_module("test_flex_memo").SCALE,
         lambda s, b, h, q, k: s * sys.modules[__name__].SCALE,
         lambda s, b, h, q, k: s * len(os.environ),

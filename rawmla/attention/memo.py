@@ -141,27 +141,33 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
         return function.__code__
     code = _readable_names(function.__code__)
     look.left -= 1
-    if function.__dict__ or code is None or look.left < 0:
+    if code is None or look.left < 0 or function.__dict__:
+        raise _Unknown
+    if function.__builtins__ is not _OF_BUILTINS:  # type: ignore[attr-defined]
         raise _Unknown
     look.around.append(function)
+    scope = function.__globals__
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     described = (
         code,
         cells and _described_variables(zip(map(_contents, cells), code.free, strict=True), look),
         defaults and _described_all(defaults, look),
         keywords and _described_names(keywords, look),
-        code.globals and _described_variables(_globals_of(function, code), look),
+        code.globals
+        and _described_variables(
+            [
+                (scope[name], chains) if name in scope else (builtins, ((name,),))
+                for name, chains in code.globals
+            ],
+            look,
+        ),
     )
     look.around.pop()
     return described
 
 
 _contents = operator.attrgetter("cell_contents")
-
-
-def _globals_of(function: types.FunctionType, code: CodeNames) -> list[tuple[Any, tuple[Chain, ...]]]:
-    scope, outside = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
-    return [(scope[name] if name in scope else outside[name], chains) for name, chains in code.globals]
+_OF_BUILTINS = vars(builtins)
 
 
 def _described_variables(several: Iterable[tuple[Any, tuple[Chain, ...]]], look: _Look) -> Any:
@@ -340,7 +346,7 @@ def _readable_names(code: types.CodeType) -> CodeNames | None:
 
 
 _MODULES = {
-    *(math, operator, functools, np, torch, torch.nn, torch.nn.functional, torch.special),
+    *(builtins, math, operator, functools, np, torch, torch.nn, torch.nn.functional, torch.special),
     *(torch.ops, torch.ops.aten),
 }
 """Modules that a function may read from, if it reads what can be compared or is trusted."""

@@ -25,7 +25,7 @@ _CHANGING = {list, tuple, dict, set, functools.partial, FunctionType, MethodType
 """Common kinds that may change in place, or hold what may: found early. `keep_bound` refuses all others."""
 
 _ABSENT = object()
-"""In the place of a variable that there is not."""
+"""In the place of a global that there is not."""
 
 
 class _State(NamedTuple):
@@ -54,8 +54,8 @@ _known: Memo[_Known] = Memo(shared=True)
 
 
 def objects_of(function: FunctionType) -> list[Any] | None:
-    """A function's code, its defaults, and the values of its closed-over variables, globals and builtins;
-    None if nothing may be kept of it.
+    """A function's code, its defaults, and the values of its closed-over variables and of globals; None if
+    nothing may be kept of it.
     """
     code = function.__code__
     if function.__kwdefaults__:
@@ -65,10 +65,8 @@ def objects_of(function: FunctionType) -> list[Any] | None:
         objects += [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a variable without a value yet
         return None
-    scope, outside = function.__globals__, function.__builtins__  # type: ignore[attr-defined]
-    objects += [
-        scope[name] if name in scope else outside.get(name, _ABSENT) for name, _ in names_in(code).globals
-    ]
+    scope = function.__globals__
+    objects += [scope.get(name, _ABSENT) for name, _ in names_in(code).globals]
     return objects if _CHANGING.isdisjoint(map(type, objects)) else None
 
 
@@ -143,7 +141,7 @@ def keep_bound(
         return  # it reads a number of the CPU, an array that its trace makes, or what its tensors hold
     kept = [None if id(x) in of_tensors else x for x in objects]
     modules = memo.reads_of(function)
-    if modules is None or not all(memo.stands_alone(x) for x in kept[1:]):
+    if modules is None or not all(x is _ABSENT or memo.stands_alone(x) for x in kept[1:]):
         return
     ids = _ids(objects)
     now = objects_of(function)
