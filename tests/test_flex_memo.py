@@ -552,7 +552,7 @@ def test_devices_apart(traces: list[Any]) -> None:
 
 
 def test_long_lists(traces: list[Any]) -> None:
-    """They are not compared from a length on, at which a trace takes no longer."""
+    """They are not compared from a length on."""
     for length, count in ((memo.MAX_COMPARED - 1, 2), (memo.MAX_COMPARED, 3)):  # the function counts too
         traces.clear()
         widths = [2] * length

@@ -29,7 +29,7 @@ __all__ = ["read", "reads_of", "stands_alone"]
 
 MAX_TRACES = 256
 MAX_COMPARED = 10_000
-"""Objects that a function reads: to compare more takes as long as to trace it."""
+"""Objects that a function reads: to compare more takes milliseconds, as a trace does."""
 
 
 class _Unknown(Exception):
@@ -353,7 +353,7 @@ _MODULES = {
 
 _BUILTINS = (
     "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance len "
-    "issubclass list map max min pow range reversed round set slice sorted str sum tuple type zip"
+    "issubclass list map max min pow range reversed round set slice sorted sum tuple type zip"
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
