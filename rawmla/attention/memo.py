@@ -397,8 +397,8 @@ def stands_alone(x: Any) -> bool:
 
 
 def reads_of(function: types.FunctionType) -> list[tuple[types.ModuleType, str, Any]] | None:
-    """What a function reads of modules: the module, the name, and what is there. None for a function that
-    reads what cannot be compared.
+    """What a function reads of modules besides functions that are trusted: the module, the name, and what is
+    there. None for a function that reads what cannot be compared.
     """
     look = _Look()
     try:

@@ -45,7 +45,7 @@ class _State(NamedTuple):
 class _Known(NamedTuple):
     objects: list[Any]  # kept, so that no others get their ids; None in the places of tensors
     states: list[tuple[int, _State]]  # places of tensors, where other objects may have these ids by now
-    modules: list[tuple[ModuleType, str, Any]]  # what was read of them
+    values: list[tuple[ModuleType, str, Any]]  # what was read of modules
     bound: Any
 
 
@@ -110,7 +110,7 @@ def recall_bound(objects: Sequence[Any], kind: str, device: int, framework: Fram
             return None
         if state.requires_grad and sys.modules["torch"].is_grad_enabled():
             return None
-    for module, name, value in known.modules:
+    for module, name, value in known.values:
         if getattr(module, name, _ABSENT) is not value:
             return None
     return known.bound
@@ -140,10 +140,10 @@ def keep_bound(
     if of_tensors != {id(array) for array in reading.arrays} or any(x.has_attributes for _, x in states):
         return  # it reads a number of the CPU, an array that its trace makes, or what its tensors hold
     kept = [None if id(x) in of_tensors else x for x in objects]
-    modules = memo.reads_of(function)
-    if modules is None or not all(x is _ABSENT or memo.stands_alone(x) for x in kept[1:]):
+    values = memo.reads_of(function)
+    if values is None or not all(x is _ABSENT or memo.stands_alone(x) for x in kept[1:]):
         return
     ids = _ids(objects)
     now = objects_of(function)
     if now is not None and _ids(now) == ids and states_of(now) == states:
-        _known.keep((kind, device, framework, *ids), _Known(kept, states, modules, bound))
+        _known.keep((kind, device, framework, *ids), _Known(kept, states, values, bound))
