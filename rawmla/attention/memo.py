@@ -14,8 +14,8 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable
-from itertools import count
+from collections.abc import Callable, Collection
+from itertools import count, repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -150,16 +150,17 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
     cells, defaults, keywords = function.__closure__, function.__defaults__, function.__kwdefaults__
     described = (
         code,
-        cells and _described_variables(zip(map(_contents, cells), code.free, strict=True), look),
+        cells and tuple(map(_described_variable, map(_contents, cells), code.free, repeat(look))),
         defaults and _described_all(defaults, look),
         keywords and _described_names(keywords, look),
         code.globals
-        and _described_variables(
+        and tuple(
             [
-                (scope[name], chains) if name in scope else (builtins, ((name,),))
+                _described_variable(scope[name], chains, look)
+                if name in scope
+                else _described_module(builtins, ((name,),), look)
                 for name, chains in code.globals
-            ],
-            look,
+            ]
         ),
     )
     look.around.pop()
@@ -170,14 +171,9 @@ _contents = operator.attrgetter("cell_contents")
 _OF_BUILTINS = vars(builtins)
 
 
-def _described_variables(several: Iterable[tuple[Any, tuple[Chain, ...]]], look: _Look) -> Any:
-    """Variables with the chains that they are read with. Of a module that is what is read of it."""
-    return tuple(
-        [
-            _described_module(x, chains, look) if type(x) is types.ModuleType else _BY_CLASS[type(x)](x, look)
-            for x, chains in several
-        ]
-    )
+def _described_variable(x: Any, chains: tuple[Chain, ...], look: _Look) -> Any:
+    """A variable with the chains that it is read with. Of a module that is what is read of it."""
+    return _described_module(x, chains, look) if type(x) is types.ModuleType else _BY_CLASS[type(x)](x, look)
 
 
 def _described_module(x: types.ModuleType, chains: tuple[Chain, ...], look: _Look) -> Any:
