@@ -279,7 +279,7 @@ def test_every_function_meets_every_pair_of_head_dimensions() -> None:
     made = pairs.pairs()
     cases = [pair.case for pair in made]
     of_all = {(case.score, case.d_qk, case.d_v) for case in cases if case.score in SCORES}
-    assert len(of_all) == len(SCORES) * len(pairs.DIMS) == 370
+    assert len(of_all) == len(SCORES) * len(pairs.DIMS) == 380
     assert len({(case.mask, case.d_qk, case.d_v) for case in cases}) == len(MASKS) * len(pairs.DIMS)
     assert len({(case.mask, case.block) for case in cases}) == len(MASKS) * len(matrix.BLOCKS)
     assert len({(pair.case.mask, pair.of) for pair in made}) == len(MASKS) * len(pairs.GRADIENTS)
