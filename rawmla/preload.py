@@ -14,6 +14,7 @@ import rawmla
 
 from . import jit
 from .attention import create, flex, flex_backward
+from .attention.block_mask import lacks_columns
 from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
 from .attention.functions import as_reading
 from .call.arrays import READERS, Fields, Framework, is_array
@@ -278,8 +279,19 @@ def _stand_in(value: Any) -> Any:
         return copied
     if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
         parts = {name: getattr(value, name) for name in _MASK if hasattr(value, name)}
-        return SimpleNamespace(**{name: _stand_in(part) for name, part in parts.items()})
+        stand_ins = {name: _stand_in(part) for name, part in parts.items()}
+        return SimpleNamespace(**{**stand_ins, **(_columns_of(value) if lacks_columns(value) else {})})
     return StandIn(value) if is_array(value) else value
+
+
+def _columns_of(mask: Any) -> dict[str, Any]:
+    """What stands for the lists by columns that a backward makes."""
+    *_, device, framework, _ = READERS[type(mask.kv_indices)](mask.kv_indices, "block_mask.kv_indices")
+    *leading, rows, _ = mask.kv_indices.shape
+    counts = (*leading, -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))
+    shapes = [counts, (*counts, rows)] * (1 if mask.full_kv_num_blocks is None else 2)
+    arrays = _framework_of(framework).allocator([(shape, "int32") for shape in shapes], 0, device)()
+    return dict(zip(Q_LISTS, arrays[:-1], strict=False))
 
 
 _frameworks: dict[Framework, NoFramework] = {}

@@ -16,6 +16,10 @@ import pytest
 from flex_on_cpu import Launches
 
 import rawmla
+from rawmla import preload
+from rawmla.attention.block_mask import with_columns
+from rawmla.attention.flex_arrays import Q_LISTS
+from rawmla.call.arrays import READERS
 from rawmla.reference._flex import NumpyMod, create_block_mask
 
 torch = pytest.importorskip("torch")
@@ -65,6 +69,18 @@ def table_of(name: str, table: Any) -> NumpyMod:
     )
 
 
+BIAS_ALONE = Score(
+    {},
+    lambda s, b, h, q, k, table: table[h, q - k + S] * 1.0,
+    lambda table: NumpyMod(
+        lambda s, b, h, q, k: table[h, q - k + S] + 0 * s,
+        lambda grad, s, b, h, q, k: 0 * grad,
+        {"table": (table, lambda grad, s, b, h, q, k: ((h, q - k + S), grad))},
+    ),
+    "",
+    "",
+    {},
+)
 SCORES: dict[str, Score | None] = {
     "none": None,
     "softcap": Score(
@@ -332,6 +348,70 @@ def test_a_capture_that_the_result_does_not_depend_on(launches: Launches) -> Non
     assert unused.grad is None and table.grad is not None
 
 
+def test_a_result_that_does_not_depend_on_the_score(launches: Launches) -> None:
+    """dq and dk are 0, as plain attention has them; dv and the gradient of the table are as ever."""
+    case = Case(launches, "table", "documents")
+    case.score = BIAS_ALONE
+    launches.score = BIAS_ALONE.numpy
+    ours = case.all_leaves()
+    loss_of(*case.call(ours, return_lse=True), "both").backward()
+    exact = {name: x.detach().double().requires_grad_() for name, x in ours.items()}
+    loss_of(*case.plain(exact), "both").backward()
+    for name in ("query", "key"):
+        assert exact[name].grad is None and not ours[name].grad.any()
+    for name in ("value", "table"):
+        assert_near(f"gradient of {name}", ours[name].grad, exact[name].grad)
+
+
+@pytest.mark.parametrize("lacking", (("q", "full_q"), ("full_q",)))
+@pytest.mark.parametrize("mask", ("documents", "windows"))
+def test_lists_by_columns_are_made_in_the_backward(
+    launches: Launches, mask: str, lacking: tuple[str, ...]
+) -> None:
+    """Gradients have the bits of a mask that came with them."""
+    case = Case(launches, "table", mask)
+
+    def gradients() -> tuple[dict[str, Any], list[Any]]:
+        leaves = case.all_leaves()
+        out, lse = case.call(leaves, return_lse=True, deterministic=True)
+        loss_of(out, lse, "both").backward()
+        call, addresses = launches.backward[-1][1:]
+        return leaves, [call.lists, addresses.q_num_blocks]
+
+    want, (walked, there) = gradients()
+    assert there == case.block_mask.q_num_blocks.data_ptr()
+    for name in lacking:
+        setattr(case.block_mask, f"{name}_num_blocks", None)
+        setattr(case.block_mask, f"{name}_indices", None)
+    for _ in range(2):
+        got, (made, place) = gradients()
+        assert made == walked and place not in (0, there)
+        for name, x in got.items():
+            assert torch.equal(x.grad, want[name].grad)
+    assert case.block_mask.full_q_indices is None, "the user's mask was changed"
+    dense = case.block_mask.to_dense()
+    columns = with_columns(case.block_mask)
+    assert torch.equal(columns.q_num_blocks + columns.full_q_num_blocks, dense.sum(-2).int())
+
+
+def test_what_stands_for_lists_by_columns_in_a_warmup(launches: Launches) -> None:
+    case = Case(launches, "none", "documents")
+    whole = case.block_mask
+    lengths, *lists, sizes, mask_mod = whole.as_tuple(flatten=False)
+    for full in (True, False):
+        by_rows = rawmla.BlockMask(lengths, *lists[: 4 if full else 2], BLOCK_SIZE=sizes, mask_mod=mask_mod)
+        made = preload._stand_in(by_rows)
+        for name in Q_LISTS[: 4 if full else 2]:
+            _, shape, _, dtype, *_ = READERS[type(getattr(made, name))](getattr(made, name), name)
+            assert shape == tuple(getattr(whole, name).shape) and dtype == "int32"
+        assert full or made.full_q_indices is None
+
+
+def test_in_anomaly_mode(launches: Launches) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        check(Case(launches, "several", "documents"))
+
+
 def test_what_a_function_detaches_has_no_graph(launches: Launches) -> None:
     case = Case(launches, "table")
     table = case.captures["table"].clone().requires_grad_()
@@ -565,10 +645,6 @@ def mask(mask_mod: Any) -> Callable[[Case], dict[str, Any]]:
     return lambda case: {"block_mask": masked(case, mask_mod)}
 
 
-def rows_only(case: Case) -> dict[str, Any]:
-    return {"block_mask": rawmla.BlockMask((L, S), *case.block_mask.as_tuple(flatten=False)[1:5])}
-
-
 REFUSED: dict[str, tuple[Callable[[Case], dict[str, Any]], type[Exception], str]] = {
     "out": (
         lambda case: {"out": torch.zeros(B, H, L, EV).half()},
@@ -601,11 +677,6 @@ REFUSED: dict[str, tuple[Callable[[Case], dict[str, Any]], type[Exception], str]
         ValueError,
         "score_mod: expected a CudaMod with capture_grads for bias, which requires grad",
     ),
-    "no dependence on score": (
-        score(lambda s, b, h, q, k: (q - k) * 0.5),
-        ValueError,
-        ".*what depends on score, since gradients are needed",
-    ),
     "a number of the CPU": (
         score(lambda s, b, h, q, k: s * NUMBER),
         ValueError,
@@ -622,11 +693,6 @@ REFUSED: dict[str, tuple[Callable[[Case], dict[str, Any]], type[Exception], str]
         f"mask_mod: {NO_GRAD_HERE}",
     ),
     "a number in a mask": (mask(lambda b, h, q, k: q > NUMBER), ValueError, f"mask_mod: {NO_GRAD_HERE}"),
-    "a mask without lists of queries": (
-        rows_only,
-        ValueError,
-        "block_mask: expected q_num_blocks and q_indices, got None; .* compute_q_blocks",
-    ),
     "an option": (
         lambda case: {"kernel_options": {"BACKEND": "FLASH"}},
         ValueError,

@@ -165,7 +165,7 @@ BAD_CALLS: list[Case] = [
         "a mask without lists by columns",
         "block_mask",
         ValueError,
-        ("q_num_blocks and q_indices", "create_block_mask"),
+        ("q_num_blocks and q_indices", "of torch and CuPy only"),
         without(*Q_LISTS),
     ),
     (

@@ -372,6 +372,19 @@ def test_an_array_that_the_trace_makes(world: World) -> None:
     assert not recall._known
 
 
+def test_nothing_is_kept_of_a_refused_function(world: World) -> None:
+    """Whoever mends what it reads gets a new trace."""
+    limit = torch.tensor(3)
+    function = lambda s, b, h, q, k: s * int(limit)  # noqa: E731
+    kept = len(memo._kept)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="takes the value of limit into Python"):
+            world.bind(function)
+    assert len(memo._kept) == kept and not recall._known
+    limit = 3
+    assert list(world.bind(function).numbers) == [3]
+
+
 def test_a_call_with_arrays_of_cupy(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams of both frameworks are compared in every call."""
     monkeypatch.setattr(world.framework, "name", "cupy")

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from host_mods import evaluate, needs_host_compiler, wanted
 
@@ -128,6 +129,29 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
         s + (PLACES[q] * s)[3:].sum() + PLACES[k][0:0].sum() + PLACES[k].int()[3:].sum()
     ),
     "means of nothing": lambda s, b, h, q, k: torch.where(q > k, s, (PLACES[q] * s)[0:0].mean()),
+    "orders of small integers": lambda s, b, h, q, k: sum(
+        2**place * compared
+        for place, compared in enumerate(
+            compare(x[q], -1)
+            for x in (UINT8, INT8, INT16)
+            for compare in (torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne)
+        )
+    ),
+    "small integers of two kinds": lambda s, b, h, q, k: (
+        s + (UINT8[q] < INT8[k]) + 2 * torch.maximum(UINT8[q], INT8[k]) + 1024 * (UINT8[q] % INT8[q].sign())
+    ),
+    "parts of small integers": lambda s, b, h, q, k: (
+        (UINT8[q] % -3) + 256.0 * (UINT8[k] // -3) + 512.0 * torch.fmod(INT8[q], -3) + s + INT16[q] % -300
+    ),
+    "bounds of small integers": lambda s, b, h, q, k: (
+        torch.clamp(UINT8[q], -2, 3) + 256.0 * UINT8[k].clamp(min=-9) + 1e5 * INT8[q].clamp(-9, 5) + s
+    ),
+    "sums of small integers": lambda s, b, h, q, k: (
+        (UINT8[q] + -1) + 256.0 * torch.sub(UINT8[k], 3, alpha=-100) + 1e5 * (UINT8[q] & -4) + (-1 - UINT8[q])
+    ),
+    "vectors in place": lambda s, b, h, q, k: _vectors_in_place(s, b, h, q, k),
+    "what was read in place": lambda s, b, h, q, k: TABLE[q].mul_(s).add_(BIAS[h, q][k].neg_()),
+    "one tensor by two names": lambda s, b, h, q, k: _by_two_names(s, b, h, q, k),
     "index captured": lambda s, b, h, q, k: s + RANK4[b, h][WHICH[0], q] - RANK4[b, h][WHICH[k % 2], q],
 }
 MASK_MODS: dict[str, Callable[..., Any]] = {
@@ -270,6 +294,28 @@ def _side_effect(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return s
 
 
+def _vectors_in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    vector = PLACES[q] * s
+    before = vector.square()  # no view
+    vector.add_(PLACES[k]).masked_fill_(vector > 1, 2.0)
+    vector.index_put_((h % 3,), s)
+    return (vector - before).sum() + vector[b]
+
+
+def _by_two_names(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    first = s.clone()
+    second = first.contiguous().to(torch.float32).add_(1)
+    first *= 3
+    seen = (q > k).clone()
+    seen |= k > 3
+    counted = s.clone()
+    counted.gt_(0.5)  # stays a float
+    last = s.view(()).mul(2)
+    last.view(()).detach()  # used by nothing afterwards
+    last += 1
+    return first + second + seen + counted / 2 + last
+
+
 def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     far = q - k > 5
     far.logical_and_(k > 2)
@@ -311,10 +357,22 @@ def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         ),
         (_side_effect, "score_mod", ValueError, ("_side_effect", "side effects", "aten::add_")),
         (
+            lambda s, b, h, q, k: torch.mul(s, 3, out=s * 2),
+            "score_mod",
+            NotImplementedError,
+            ("<lambda>: calls aten::mul with out=", "use the tensor that it returns"),
+        ),
+        (
+            lambda s, b, h, q, k: torch._foreach_add_([s], 1),
+            "score_mod",
+            NotImplementedError,
+            ("calls aten::_foreach_add_", "which kernels do not have"),
+        ),
+        (
             lambda s, b, h, q, k: torch.cond(q > k, lambda x: x * 2, lambda x: x + 1, (s,)),
             "score_mod",
             NotImplementedError,
-            ("score_mod", "operator with functions"),
+            ("score_mod", "cond", "operator with functions"),
         ),
     ),
 )
@@ -323,6 +381,162 @@ def test_refused(mod: Any, kind: Any, error: type[Exception], texts: tuple[str, 
         trace(mod, kind)
     for text in texts:
         assert text in str(caught.value)
+
+
+def _of(make: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function that changes a view of a vector, or what a view was made of, and uses both."""
+
+    def function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        whole = s * PLACES[q]
+        part = make(whole)
+        change(part)
+        return whole.sum() + sum(x.sum() for x in (part if isinstance(part, tuple) else (part,)))
+
+    return function
+
+
+def _changed_below_a_view(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    view = s.view(())
+    s += 1
+    return view
+
+
+VIEWS = {
+    "view": _of(lambda x: x.view(3), lambda x: x.add_(1)),
+    "view of one": _of(lambda x: x.sum().view(()), lambda x: x.add_(1)),
+    "detach": _of(lambda x: x.detach(), lambda x: x.mul_(2)),
+    "data": _of(lambda x: x.data, lambda x: x.mul_(2)),
+    "unsqueeze": _of(lambda x: x.unsqueeze(0), lambda x: x.neg_()),
+    "squeeze": _of(lambda x: x.squeeze(), lambda x: x.fill_(2)),
+    "expand": _of(lambda x: x.expand(3), lambda x: x.clamp_(0, 1)),
+    "reshape": _of(lambda x: x.reshape(1, 3), lambda x: x.masked_fill_(x > 0, 1.0)),
+    "everything": _of(lambda x: x[...], lambda x: x.add_(1)),
+    "new dimension": _of(lambda x: x[None], lambda x: x.add_(1)),
+    "slice": _of(lambda x: x[1:], lambda x: x.add_(1)),
+    "element": _of(lambda x: x[1], lambda x: x.add_(1)),
+    "select": _of(lambda x: x.select(0, 1), lambda x: x.add_(1)),
+    "unbind": _of(lambda x: x.unbind(0), lambda x: x[1].add_(1)),
+    "a view of a view": _of(lambda x: x.view(1, 3)[0].detach()[1:], lambda x: x.add_(1)),
+    "an assignment": _of(lambda x: x[1:], lambda x: x.__setitem__(0, 1.0)),
+    "what a view was made of": _changed_below_a_view,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "view of one"])
+def test_changes_of_what_has_a_view_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="^score_mod .*: expected changes in place of .* got one by aten::"):
+        trace(VIEWS[name], "score_mod")
+
+
+@needs_host_compiler
+def test_changes_of_a_view_alone() -> None:
+    """What the view was made of is used by nothing afterwards."""
+    points = _points()
+    got = evaluate(trace(VIEWS["view of one"], "score_mod"), "score_mod", *points)
+    want = wanted(VIEWS["view of one"], "score_mod", *points)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+LOG = torch.zeros(LENGTH, LENGTH)
+NEW = torch.zeros(LENGTH)
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize(
+    ("changed", "change"),
+    (
+        ("LOG", lambda s, q, k: LOG.__setitem__((q, k), s)),
+        ("LOG", lambda s, q, k: LOG.__setitem__((3, k), s)),
+        ("LOG", lambda s, q, k: LOG.__setitem__((3, 4), 1.0)),
+        ("LOG", lambda s, q, k: LOG[3].__setitem__(k, s)),
+        ("LOG", lambda s, q, k: LOG.add_(1)),
+        ("LOG", lambda s, q, k: LOG.index_put_((q, k), s)),
+        ("LOG", lambda s, q, k: LOG.data.add_(1)),
+        ("LOG", lambda s, q, k: LOG.detach()[3:5].add_(1)),
+        ("LOG", lambda s, q, k: LOG[3][4].mul_(2)),
+        ("NEW", lambda s, q, k: NEW.copy_(s)),
+        ("NEW", lambda s, q, k: NEW.fill_(1)),
+        ("NEW", lambda s, q, k: torch.mul(NEW, 2, out=NEW)),
+        ("NEW", lambda s, q, k: NEW.resize_(3)),
+        ("THREE", lambda s, q, k: THREE.add_(1)),
+        ("THREE", lambda s, q, k: THREE.view(()).add_(1)),
+    ),
+)
+def test_side_effects(changed: str, change: Callable[..., Any], backward: bool) -> None:
+    """Refused by the name of the tensor, which stays as it was."""
+
+    def function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        change(s, q, k)
+        return s
+
+    before = [(x, x.clone(), x._version) for x in (LOG, NEW, THREE)]
+    text = (
+        f"^score_mod .*function: expected a function without side effects, got one that changes {changed} by "
+    )
+    with pytest.raises(ValueError, match=text):
+        trace(function, "score_mod", backward=backward)
+    for tensor, values, version in before:
+        assert tensor._version == version and torch.equal(tensor, values)
+
+
+SIZES, FLAG = torch.tensor([64, 3]), torch.tensor(True)
+
+
+@pytest.mark.parametrize("backward", (False, True))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    (
+        ("THREE", lambda: int(THREE)),
+        ("ALPHA", lambda: float(ALPHA)),
+        ("FLAG", lambda: 1 if FLAG else 2),
+        ("THREE", lambda: THREE.item()),
+        ("THREE", lambda: len(range(THREE))),
+        ("THREE", lambda: float(f"{THREE}")),
+        ("THREE", lambda: 1 if THREE > 2 else 2),
+        ("THREE", lambda: TABLE[:THREE].sum()),
+        ("THREE", lambda: int(torch.tensor(3) + THREE)),
+        ("THREE", lambda: torch.tensor(THREE)),
+        ("THREE", lambda: torch.tensor([THREE, 1])[0]),
+        ("SIZES", lambda: SIZES[0].item()),
+        ("SIZES", lambda: SIZES.tolist()[0]),
+        ("SIZES", lambda: (SIZES * 2).tolist()[0]),
+        ("SIZES", lambda: int(SIZES.numpy()[0])),
+        ("SIZES", lambda: int(np.asarray(SIZES)[0])),
+        ("SIZES", lambda: int(np.from_dlpack(SIZES)[0])),
+        ("SIZES", lambda: SIZES.untyped_storage()[0]),
+        ("SIZES", lambda: 1 if torch.equal(SIZES, SIZES) else 2),
+        ("SIZES", lambda: 1 if 64 in SIZES else 2),
+    ),
+)
+def test_values_in_python_are_refused(name: str, value: Callable[[], Any], backward: bool) -> None:
+    """They would stay as they are now. The text names the tensor, and the way out."""
+    text = f"score_mod .*<lambda>: expected captured tensors to be read by index .*the value of {name} into"
+    with pytest.raises(ValueError, match=f"{text}.*index it .*or pass a number"):
+        trace(lambda s, b, h, q, k: s * value(), "score_mod", backward=backward)
+
+
+def test_values_of_numbers_in_the_text() -> None:
+    """They cannot change."""
+    traced = trace(lambda s, b, h, q, k: s * int(torch.tensor(3) + 1), "score_mod")
+    assert [number.source for number in traced.numbers][-1] == 4
+
+
+def test_a_view_whose_data_was_replaced() -> None:
+    """torch itself fails by an assertion. Those of a function are the user's own."""
+    view = torch.zeros(10)[2:]
+    view.data = view.data.half()
+    with pytest.raises(
+        ValueError, match=r"got view, a view whose data was replaced \(.*float16\); read a clone"
+    ):
+        trace(lambda s, b, h, q, k: s + view[q], "score_mod")
+    clone = view.clone()
+    assert trace(lambda s, b, h, q, k: s + clone[q], "score_mod").captures[0].dtype == "float16"
+
+    def asserts(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        raise AssertionError("mine")
+
+    with pytest.raises(AssertionError, match="^mine$"):
+        trace(asserts, "score_mod")
 
 
 class Scaled:

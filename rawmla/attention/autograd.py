@@ -14,6 +14,7 @@ import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
 from ..kernels.mha_backward import Needs
+from .block_mask import lacks_columns
 from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
 from .flex_arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
 from .flex_backward import gradients
@@ -49,7 +50,7 @@ class _Functions(NamedTuple):
             return read_by_score
         function = self.mask.mask_mod
         read_by_mask = function.arrays if isinstance(function, Reading) else ()
-        return [*read_by_score, *read_by_mask, *[getattr(self.mask, name) for name in Q_LISTS]]
+        return [*read_by_score, *read_by_mask, *[getattr(self.mask, name) for name in (*LISTS, *Q_LISTS)]]
 
     def with_arrays(self, inputs: Sequence[Any], others: Iterator[Any]) -> _Functions:
         """The same with other arrays: those of the inputs, and of the rest in the order of `arrays`."""
@@ -62,7 +63,7 @@ class _Functions(NamedTuple):
             function = mask.mask_mod
             if isinstance(function, Reading):
                 function = function._replace(arrays=[next(others) for _ in function.arrays])
-            lists = {name: next(others) for name in Q_LISTS}
+            lists = {name: next(others) for name in (*LISTS, *Q_LISTS)}
             mask = SimpleNamespace(**{**vars(mask), **lists, "mask_mod": function})
         return _Functions(score, mask, self.inputs)
 
@@ -144,8 +145,10 @@ def _functions(score_mod: Any, block_mask: Any, device: int) -> _Functions:
         places = score.frame.mod.backward.gradients
         inputs = tuple([i for i in places if isinstance(score.arrays[i], torch.Tensor)])
     mask = None
-    if lists_of(block_mask, Q_LISTS) is not None:
-        mask = SimpleNamespace(**{name: getattr(block_mask, name, None) for name in (*Q_LISTS, *MASK_PARTS)})
+    saved, others = (LISTS, Q_LISTS) if lacks_columns(block_mask) else (Q_LISTS, LISTS)
+    if lists_of(block_mask, saved) is not None:
+        parts = {name: getattr(block_mask, name, None) for name in (*saved, *MASK_PARTS)}
+        mask = SimpleNamespace(**parts, **dict.fromkeys(others))
         if not hides_nothing(mask.mask_mod):
             mask.mask_mod = _frozen(as_reading(mask.mask_mod, "mask_mod", device, backward=True))
     return _Functions(score, mask, inputs)

@@ -11,7 +11,10 @@ import numpy as np
 from .. import jit
 from ..call.checks import as_int, show
 
-__all__ = ["BlockMask", "and_masks", "as_block_size", "as_ordinal", "noop_mask", "or_masks"]
+__all__ = [
+    *("BlockMask", "and_masks", "as_block_size", "as_ordinal", "lacks_columns", "noop_mask", "or_masks"),
+    "with_columns",
+]
 
 Mask = Callable[..., Any]
 DEFAULT_BLOCK_SIZE = 128
@@ -130,7 +133,8 @@ class BlockMask:
         int32 `[B, H, rows]` and `[B, H, rows, columns]`: of each row of query blocks, how many key blocks are
         partial or full, and which. Entries past the count mean nothing. Full ones may be None.
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices : array
-        The same by columns: of each key block, its query blocks. None unless a backward needs them.
+        The same by columns: of each key block, its query blocks. Where they are None, each backward makes
+        them of those by rows.
     BLOCK_SIZE : (int, int)
         Query tokens and keys of a block.
     mask_mod : callable or CudaMod
@@ -355,6 +359,25 @@ class BlockMask:
         return BlockMask(*parts)
 
 
+def lacks_columns(mask: Any) -> bool:
+    """Whether a mask has lists by rows only, of torch or CuPy: `with_columns` adds those by columns."""
+    rows = getattr(mask, "kv_indices", None)
+    if type(rows).__module__.partition(".")[0] not in ("torch", "cupy"):
+        return False
+    by_columns = [getattr(mask, name, None) for name in ("q_num_blocks", "q_indices")]
+    if getattr(mask, "full_kv_num_blocks", None) is not None:
+        by_columns += [getattr(mask, name, None) for name in ("full_q_num_blocks", "full_q_indices")]
+    return any(array is None for array in by_columns)
+
+
+def with_columns(mask: Any) -> BlockMask:
+    """A mask that lacks lists by columns, with them."""
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, mask.BLOCK_SIZE,
+        mask.mask_mod, mask.seq_lengths,
+    )  # fmt: skip
+
+
 def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """BLOCK_SIZE as (query tokens, keys)."""
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
@@ -495,7 +518,7 @@ def _put_ones(array: Any, places: Any) -> None:
 
 def _stable_order(array: Any) -> Any:
     if _numpy_of(array) is None:
-        return array.argsort(dim=-1, stable=True).int()
+        return array.contiguous().argsort(dim=-1, stable=True).int()  # with the strides of what it sorts
     return array.argsort(axis=-1, kind="stable").astype("int32")
 
 

@@ -74,8 +74,7 @@ def lists_of(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Given
         absent = names[2:] if counts is not None and indices is not None else names[:2]
         remedy = ""
         if names == Q_LISTS:
-            remedy = "; gradients need lists by columns, which create_block_mask makes, and from_kv_blocks "
-            remedy += "with compute_q_blocks"
+            remedy = "; gradients need lists by columns, which are made of lists of torch and CuPy only"
         raise ValueError(f"block_mask: expected {absent[0]} and {absent[1]}, got None{remedy}")
     if (full_counts is None) != (full_indices is None):
         raise ValueError(f"block_mask: expected {names[2]} and {names[3]} or none of them, got one")

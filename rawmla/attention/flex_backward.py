@@ -18,6 +18,7 @@ from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, Fle
 from ..kernels.flex_forward import BlockLists
 from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
+from .block_mask import lacks_columns, with_columns
 from .flex import hides_nothing, read_dense
 from .flex_arrays import (
     FP8,
@@ -77,7 +78,8 @@ def flex_attention_backward(
     query, key, value, score_mod, block_mask, scale, enable_gqa
         As given to `flex_attention`; key and value in query's dtype. `CudaMod` has `grad`, and
         `capture_grads` for arrays that have gradients. The lists by columns of block_mask (`q_num_blocks`,
-        `q_indices`, `full_q_num_blocks`, `full_q_indices`) say what is attended.
+        `q_indices`, `full_q_num_blocks`, `full_q_indices`) say what is attended; where torch tensors or CuPy
+        arrays have none, they are made of those by rows.
     out, lse : array
         Its results, lse float32 `[B, Hq, L]` with any strides. out and grad_out are read where they lie under
         the rules for query, or copied once.
@@ -100,8 +102,9 @@ def flex_attention_backward(
     Raises
     ------
     TypeError, ValueError, NotImplementedError, RawMLAError
-        As `flex_attention`; ValueError too where block_mask has no lists by columns, score_mod no derivative,
-        or a tensor that mask_mod reads requires grad. Raised before anything is allocated or launched.
+        As `flex_attention`; ValueError too where other arrays than these have no lists by columns, a CudaMod
+        no derivative, or a tensor that mask_mod reads requires grad. Raised before anything is allocated or
+        launched, but for lists by columns.
 
     Notes
     -----
@@ -213,6 +216,8 @@ def backpropagate(
     inputs = _Inputs(q, k, v, dout_view, out_view, lse_view, read_given(grad_lse, "grad_lse"))
     device, framework = q[4], q[5]
     recalled = None if block_mask is None else recall_lists(block_mask, framework, Q_LISTS)
+    if lacks_columns(block_mask) and lists_of(block_mask) is not None:
+        block_mask = with_columns(block_mask)
     lists = recalled or lists_of(block_mask, Q_LISTS)
     kind = (*[kind_of(view) for view in inputs], None if lists is None else lists.kind, enable_gqa)
     latest_kind, checked = _checked.latest

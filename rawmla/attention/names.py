@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["names_of"]
+__all__ = ["UNNAMED", "names_of"]
 
+UNNAMED = "capture"
+"""The name of a tensor that no variable is found to hold."""
 
 MAX_LOOKED_AT = 10_000
 """Objects: a function may hold a whole program, and names are worth so much."""
@@ -18,12 +20,12 @@ MAX_LOOKED_AT = 10_000
 
 def names_of(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[str]:
     """A name for each tensor, all different: that of the variable, attribute or parameter that holds it, with
-    a number behind it where several have it; ``capture`` where none is found.
+    a number behind it where several have it; `UNNAMED` where none is found.
     """
     found = _found(function, {id(tensor) for tensor in tensors})
     names: list[str] = []
     for tensor in tensors:
-        name = base = found.get(id(tensor), "capture")
+        name = base = found.get(id(tensor), UNNAMED)
         number = 1
         while name in names:
             number += 1

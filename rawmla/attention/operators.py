@@ -180,12 +180,22 @@ class Writer:
         result: torch.dtype | None = None,
     ) -> Value:
         """Apply ``text`` to the elements of arguments in a dtype; ``result``: the dtype it leaves."""
-        values = [self.cast(self.value(x), dtype) for x in arguments]
+        values = self.cast_all(arguments, dtype)
         shape = torch.broadcast_shapes(*(value.shape for value in values))
         columns = zip(*(self.broadcast(value, tuple(shape)).items for value in values), strict=True)
         left = result or dtype
         items = tuple(self.let(_C_TYPES[left], text(*column)) for column in columns)
         return Value(left, tuple(shape), items)
+
+    def arithmetic(self, dtype: torch.dtype, arguments: Sequence[Any], text: Callable[..., str]) -> Value:
+        """`elementwise` as torch computes in a dtype: arguments become small integers, of which -1 is 255 as
+        a uint8; they are computed as int, and results are cut down again.
+        """
+        return self.cast(self.elementwise(_computed(dtype), self.cast_all(arguments, dtype), text), dtype)
+
+    def cast_all(self, arguments: Sequence[Any], dtype: torch.dtype) -> list[Value]:
+        """Arguments as values of a dtype."""
+        return [self.cast(self.value(x), dtype) for x in arguments]
 
 
 Operator = Callable[..., Any]
@@ -215,8 +225,7 @@ def _call(name: str) -> Callable[..., str]:
 
 def _in_result_dtype(name: str) -> Operator:
     def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        computed = writer.elementwise(_computed(meta.dtype), arguments, _call(name))
-        return writer.cast(computed, meta.dtype)
+        return writer.arithmetic(meta.dtype, arguments, _call(name))
 
     return operator
 
@@ -234,22 +243,22 @@ def _promoted(writer: Writer, arguments: Sequence[Any]) -> torch.dtype:
         torch.empty((), dtype=x.dtype, device="meta") if isinstance(x, (Value, View)) else x
         for x in arguments
     ]
-    found = dtypes[0].dtype if len(dtypes) == 1 else torch.result_type(*dtypes)
-    return _computed(found)
+    return dtypes[0].dtype if len(dtypes) == 1 else torch.result_type(*dtypes)
 
 
 def _comparison(sign: str) -> Operator:
     def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
         dtype = _promoted(writer, arguments)
-        return writer.elementwise(dtype, arguments, lambda a, b: f"{a} {sign} {b}", torch.bool)
+        values = writer.cast_all(arguments, dtype)
+        return writer.elementwise(_computed(dtype), values, lambda a, b: f"{a} {sign} {b}", torch.bool)
 
     return operator
 
 
 def _bitwise(sign: str) -> Operator:
     def operator(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
-        dtype = meta.dtype if meta.dtype == torch.bool else _computed(meta.dtype)
-        return writer.cast(writer.elementwise(dtype, (a, b), lambda x, y: f"{x} {sign} {y}"), meta.dtype)
+        apply = writer.elementwise if meta.dtype == torch.bool else writer.arithmetic
+        return apply(meta.dtype, (a, b), lambda x, y: f"{x} {sign} {y}")
 
     return operator
 
@@ -331,10 +340,9 @@ def _round(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
 
 
 def _sum_of(writer: Writer, meta: Any, a: Any, b: Any, alpha: Any, name: str) -> Value:
-    dtype = _computed(meta.dtype)
     if alpha != 1:
-        b = writer.elementwise(dtype, (b, alpha), _call("torch_mul"))
-    return writer.cast(writer.elementwise(dtype, (a, b), _call(name)), meta.dtype)
+        b = writer.arithmetic(meta.dtype, (b, alpha), _call("torch_mul"))
+    return writer.arithmetic(meta.dtype, (a, b), _call(name))
 
 
 OPERATORS["add"] = lambda writer, meta, a, b, alpha=1: _sum_of(writer, meta, a, b, alpha, "torch_add")
@@ -347,7 +355,7 @@ def _div(writer: Writer, meta: Any, a: Any, b: Any, *, rounding_mode: str | None
     if rounding_mode is None:
         return writer.elementwise(torch.float32, (a, b), _call("torch_div"))
     name = {"floor": "torch_floor_divide", "trunc": "torch_trunc_divide"}[rounding_mode]
-    return writer.cast(writer.elementwise(_computed(meta.dtype), (a, b), _call(name)), meta.dtype)
+    return writer.arithmetic(meta.dtype, (a, b), _call(name))
 
 
 @_operator("pow")
@@ -371,14 +379,14 @@ def _pow(writer: Writer, meta: Any, a: Any, b: Any) -> Value:
         if b in (0.5, -0.5, -1):
             name = {0.5: "torch_sqrt", -0.5: "rsqrtf", -1: "torch_reciprocal"}[b]
             return writer.elementwise(torch.float32, (a,), _call(name))
-    return writer.cast(writer.elementwise(dtype, (a, b), _call("torch_pow")), meta.dtype)
+    return writer.arithmetic(meta.dtype, (a, b), _call("torch_pow"))
 
 
 @_operator("bitwise_not")
 def _bitwise_not(writer: Writer, meta: Any, x: Any) -> Value:
-    sign = "!" if meta.dtype == torch.bool else "~"
-    dtype = meta.dtype if meta.dtype == torch.bool else _computed(meta.dtype)
-    return writer.cast(writer.elementwise(dtype, (x,), lambda item: sign + item), meta.dtype)
+    if meta.dtype == torch.bool:
+        return writer.elementwise(torch.bool, (x,), lambda item: f"!{item}")
+    return writer.arithmetic(meta.dtype, (x,), lambda item: f"~{item}")
 
 
 for _name, _function in (
@@ -392,13 +400,12 @@ for _name, _function in (
 
 @_operator("clamp", "clip", "clamp_min")
 def _clamp(writer: Writer, meta: Any, x: Any, min: Any = None, max: Any = None) -> Value:
-    value: Any = x
-    dtype = _computed(meta.dtype)
+    value = writer.cast(writer.value(x), meta.dtype)
     if min is not None:
-        value = writer.elementwise(dtype, (value, min), _call("torch_maximum"))
+        value = writer.arithmetic(meta.dtype, (value, min), _call("torch_maximum"))
     if max is not None:
-        value = writer.elementwise(dtype, (value, max), _call("torch_minimum"))
-    return writer.cast(writer.value(value), meta.dtype)
+        value = writer.arithmetic(meta.dtype, (value, max), _call("torch_minimum"))
+    return value
 
 
 OPERATORS["clamp_max"] = lambda writer, meta, x, max: _clamp(writer, meta, x, None, max)
@@ -409,11 +416,8 @@ OPERATORS["hardtanh"] = lambda writer, meta, x, min_val=-1, max_val=1: _clamp(
 
 @_operator("relu")
 def _relu(writer: Writer, meta: Any, x: Any) -> Value:
-    dtype = _computed(meta.dtype)
-    zero = Value(dtype, (), ("0",))
-    return writer.cast(
-        writer.elementwise(dtype, (x, writer.cast(zero, dtype)), _call("torch_maximum")), meta.dtype
-    )
+    zero = Value(_computed(meta.dtype), (), ("0",))
+    return writer.arithmetic(meta.dtype, (x, zero), _call("torch_maximum"))
 
 
 @_operator("gelu")

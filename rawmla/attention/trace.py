@@ -15,9 +15,10 @@ import operator
 import threading
 from collections.abc import Callable
 from types import EllipsisType, NoneType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,10 +27,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .mods import ELEMENTS, Backward, Capture, Mod, Number, Site
-from .names import names_of
+from .names import UNNAMED, names_of
 from .operators import OPERATORS, Refused, Value, View, Writer, elements
 
 __all__ = ["IndexByTensors", "name_of", "trace"]
@@ -47,6 +49,7 @@ _PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "
 _DTYPE_OF = {"score": torch.float32, "grad": torch.float32}
 """Of the arguments that are no int32."""
 _DTYPES = {getattr(torch, name): name for name in ELEMENTS}
+_NOT_THERE = "which kernels do not have"
 _RECORDING = threading.RLock()
 """make_fx patches torch.nn.Module for the whole process."""
 
@@ -59,7 +62,10 @@ def name_of(mod: Callable[..., Any]) -> str:
     return getattr(inner, "__qualname__", type(inner).__name__)
 
 
-_READS = {"IndexBackward0", "SelectBackward0", "SliceBackward0", "UnbindBackward0", "AliasBackward0"}
+_READS = {
+    *("IndexBackward0", "SelectBackward0", "SliceBackward0", "UnbindBackward0", "AliasBackward0"),
+    "CloneBackward0",
+}
 """What autograd calls operators of which a `View` is left."""
 
 
@@ -89,9 +95,9 @@ def trace(
     NotImplementedError
         It calls an operator that kernels do not have, or holds more than a short vector in between.
     ValueError
-        It branches on its arguments, has a side effect, or returns what is no 0-d tensor or number. With
-        `backward`: no gradient of the score follows from what it returns, or a number on the CPU requires
-        grad. All name the function.
+        It branches on its arguments, takes the value of a captured tensor into Python, changes a captured
+        tensor or one of which a view is used afterwards, or returns something else than a 0-d tensor or a
+        number. With `backward`: a number on the CPU requires grad. All name the function.
     """
     name = f"{kind} {name_of(mod)}"
     graph = _record(mod, kind, device, name, backward)
@@ -101,6 +107,7 @@ def trace(
     arguments = iter((*ARGUMENTS[kind], "grad"))
     nodes = list(graph.graph.nodes)
     results = nodes[-1].args[0]
+    owners = _owners(nodes)
     for node in nodes:
         if node.op == "placeholder":
             argument = next(arguments)
@@ -108,6 +115,7 @@ def trace(
         elif node.op == "get_attr":
             values[node] = _captured(writer, captures, getattr(graph, node.target), name)
         elif node.op == "call_function":
+            _check_changes(node, owners, name)
             values[node] = _written(writer, node, values, name)
         if backward and node is results[0]:
             writer.of_gradients = True
@@ -121,7 +129,7 @@ def trace(
         "\n".join([*writer.needed(item), f"return {item};"]),
         tuple(captures),
         tuple(Number(source, _is_integer(source)) for source in writer.numbers),
-        _backward(writer, item, gradients, name) if backward else None,
+        _backward(writer, item, gradients) if backward else None,
     )
 
 
@@ -129,8 +137,8 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
     """The graph of the operators that a function calls; with `backward`, of `_Joint`."""
     _check_arguments(mod, kind, name)
     arguments = (*ARGUMENTS[kind], "grad") if backward else ARGUMENTS[kind]
-    # Not `mod` itself, whose parameters make_fx counts, those with defaults too.
-    recorded = _Joint(mod, name) if backward else lambda *given: mod(*given)
+    watch = _Watch(mod, name)
+    recorded = _Joint(watch, name) if backward else watch.call
     if backward and not torch.cuda.is_available():
         device = "cpu"  # without its driver autograd cannot ask a device for streams; no capture lies there
     # inference_mode(False) enables gradients, of which only `_Joint` has use.
@@ -140,17 +148,173 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
             for argument in arguments
         ]
         try:
-            with _RECORDING, IndexByTensors():
+            with _RECORDING, _Watched(watch):
                 return make_fx(recorded, tracing_mode="real")(*fakes)
         except DataDependentOutputException as error:
-            raise ValueError(
-                f"{name}: expected a function that does not branch on its arguments or on tensors' values "
-                "(use torch.where), got one that reads a value while it is traced"
-            ) from error
+            raise ValueError(_NO_BRANCHES.format(name)) from error
         except DynamicOutputShapeException as error:
             raise NotImplementedError(
                 f"{name}: calls {error.func}, whose result has a shape that depends on values"
             ) from error
+
+
+_NO_BRANCHES = (
+    "{}: expected a function that does not branch on its arguments or on tensors' values (use torch.where), "
+    "got one that reads a value while it is traced"
+)
+_ARGUMENT = object()
+"""Stands for the arguments of a function where a tensor is made of them."""
+_LITERALS = {torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default}
+"""Make the tensors of torch.tensor, of numbers in a function."""
+
+
+class _Made(NamedTuple):
+    """A tensor that a function made."""
+
+    tensor: Any  # kept, as its id is another one's afterwards
+    source: Any  # what decides its values, as of `_Watch._source`
+    owner: torch.Tensor | None  # the captured tensor whose memory it lies in
+
+
+_UNKNOWN = _Made(None, None, None)
+
+
+class _Watch(TorchDispatchMode):
+    """Calls a function, and refuses before it happens what a trace cannot have: values of captured tensors in
+    Python, which would stay as they are now, and changes of captured tensors.
+    """
+
+    def __init__(self, mod: Callable[..., Any], name: str) -> None:
+        super().__init__()
+        self._mod = mod
+        self._name = name
+        self._made: dict[int, _Made] = {}  # by id
+
+    @classmethod
+    def supports_higher_order_operators(cls) -> bool:
+        return True
+
+    def call(self, *given: torch.Tensor) -> Any:
+        """Call the function."""
+        self._made = {id(x): _Made(x, _ARGUMENT, None) for x in given}
+        with self:
+            return self._mod(*given)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            raise NotImplementedError(f"{self._name}: calls {func}, an operator with functions, {_NOT_THERE}")
+        source = None if func in _LITERALS else self._source((args, kwargs))
+        if torch.Tag.data_dependent_output in func.tags:
+            self.refuse_value(source)
+        for x in tree_leaves(_changed(func, args, kwargs)):
+            self._refuse_change(self._owner(x), func._schema.name)
+        try:
+            result = func(*args, **kwargs)
+        except AssertionError as error:  # of torch, which looks at the tensor that a view was made of
+            views = [x for x in tree_leaves((args, kwargs)) if _is_captured(x) and x._is_view()]
+            if not views:
+                raise
+            raise ValueError(
+                f"{self._name}: expected captured tensors that torch can trace, got "
+                f"{_named(self._mod, views[0])}, a view whose data was replaced ({error}); read a clone of it"
+            ) from error
+        owner = self._owner(_viewed(func, args, kwargs, lambda index: self._source(index) is None))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._made[id(x)] = _Made(x, source, owner)
+        return result
+
+    def _owner(self, x: Any) -> torch.Tensor | None:
+        """The captured tensor whose memory a tensor lies in."""
+        return x if _is_captured(x) else self._made.get(id(x), _UNKNOWN).owner
+
+    def _source(self, given: Any) -> Any:
+        """What decides the values of the tensors among these: `_ARGUMENT`, or else a captured tensor, or else
+        None, as in numbers of the function's text.
+        """
+        sources = [
+            x if _is_captured(x) else self._made.get(id(x), _UNKNOWN).source
+            for x in tree_leaves(given)
+            if isinstance(x, torch.Tensor)
+        ]
+        known = [x for x in sources if x is not None]
+        return next((x for x in known if x is _ARGUMENT), known[0] if known else None)
+
+    def check(self, func: Any, given: Any) -> None:
+        """Refuse functions that go to a tensor's memory past all operators."""
+        if func is torch.Tensor.__setitem__:
+            self._refuse_change(self._owner(given[0][0]), "an assignment")
+        elif func in _COPIES:
+            source = self._source(given)
+            if source is not _ARGUMENT:
+                self.refuse_value(source)
+        elif func in _READS_MEMORY:
+            self.refuse_value(self._source(given))
+
+    def refuse_value(self, source: Any) -> None:
+        """Refuse to read a value that this decides, unless it is None."""
+        if source is _ARGUMENT:
+            raise ValueError(_NO_BRANCHES.format(self._name))
+        if source is not None:
+            raise ValueError(
+                f"{self._name}: expected captured tensors to be read by index or as operands, got a function "
+                f"that takes the value of {_named(self._mod, source)} into Python while it is traced, where "
+                "later changes of the tensor are not seen; index it in the function (a 0-d tensor is an "
+                "operand as it is, torch.where branches), or pass a number instead"
+            )
+
+    def _refuse_change(self, owner: torch.Tensor | None, by: str) -> None:
+        """Refuse a change of a captured tensor's memory."""
+        if owner is not None:
+            raise ValueError(
+                f"{self._name}: expected a function without side effects, got one that changes "
+                f"{_named(self._mod, owner)} by {by}"
+            )
+
+
+_READS_MEMORY = {
+    getattr(torch.Tensor, name)
+    for name in ("numpy", "tolist", "storage", "untyped_storage", "__array__", "__dlpack__")
+} | {torch.Tensor.__cuda_array_interface__.__get__}
+_COPIES = {torch.tensor, torch.Tensor.new_tensor}
+"""Copy the values of tensors that they are given."""
+
+
+def _is_captured(x: Any) -> bool:
+    """Whether an object is a tensor that was there before the trace."""
+    return isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+
+
+def _named(mod: Callable[..., Any], tensor: torch.Tensor) -> str:
+    """A captured tensor as an error names it."""
+    (name,) = names_of(mod, [tensor])
+    return "a captured tensor" if name == UNNAMED else name
+
+
+def _shared(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, bool]]:
+    """The arguments of an operator whose memory it writes to or gives back, and whether it writes."""
+    return [
+        (args[place] if place < len(args) else kwargs.get(argument.name), argument.alias_info.is_write)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None
+    ]
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    return [x for x, is_written in _shared(func, args, kwargs) if is_written]
+
+
+def _viewed(func: Any, args: Any, kwargs: Any, is_literal: Callable[[Any], bool]) -> Any:
+    """The argument of an operator whose memory its result lies in; None if that is new."""
+    if func is torch.ops.aten.index.Tensor:  # `IndexByTensors` writes views of torch so, by numbers alone
+        return args[0] if all(index is None or is_literal(index) for index in args[1]) else None
+    if any(one.alias_info is not None for one in func._schema.returns):
+        return _shared(func, args, kwargs)[0][0]
+    return None
 
 
 class IndexByTensors(TorchFunctionMode):
@@ -195,22 +359,43 @@ def _place_of(index: Any) -> Any:
     return index if isinstance(index, torch.Tensor) else torch.tensor(index, device="cpu")
 
 
+class _Watched(IndexByTensors):
+    """Inside, functions that go past all operators are watched too."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self._watch.check(func, (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
 class _Joint:
     """A score function and its gradients, to be recorded."""
 
-    def __init__(self, mod: Callable[..., Any], name: str) -> None:
-        self._mod = mod
+    def __init__(self, watch: _Watch, name: str) -> None:
+        self._watch = watch
         self._name = name
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, grad: Any) -> tuple[Any, ...]:
         """The result, its gradient by the score, what is read of captured tensors, and the gradients by it;
         None where there is none.
         """
-        # In this thread, which make_fx records. In a backward pass torch has switched gradients off.
-        with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+        # In this thread, which make_fx records. In a backward pass torch has switched gradients off. Its
+        # anomaly mode looks for NaN among values, which fake tensors do not have.
+        with (
+            torch.enable_grad(),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.autograd.set_detect_anomaly(False),
+        ):
             source = score.detach().requires_grad_()
             with _ReadsAreLeaves(self._name) as reads:
-                result = self._mod(source.clone(), b, h, q_idx, kv_idx)  # no leaf, for what is in place
+                result = self._watch.call(
+                    source.clone(), b, h, q_idx, kv_idx
+                )  # no leaf, for what is in place
             if not isinstance(result, torch.Tensor) or result.ndim or not result.requires_grad:
                 return result, None, [], []
             leaves = reads.leaves
@@ -262,7 +447,8 @@ class _ReadsAreLeaves(IndexByTensors):
         while made_by is not None and made_by.name() in _READS:
             made_by = made_by.next_functions[0][0]
         source = getattr(made_by, "variable", None)
-        return self._leaf(result) if any(leaf is source for leaf in self.leaves) else result
+        # A clone, which may be changed in place as what was read may be.
+        return self._leaf(result).clone() if any(leaf is source for leaf in self.leaves) else result
 
     def _leaf(self, tensor: Any) -> Any:
         self.leaves.append(tensor.detach().requires_grad_())
@@ -287,7 +473,7 @@ def _check_arguments(mod: Any, kind: str, name: str) -> None:
 def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -> Any:
     """A tensor that the function closes over."""
     if isinstance(tensor, torch.nn.Module):  # a function that an operator such as torch.cond takes
-        raise NotImplementedError(f"{name}: calls an operator with functions, which kernels do not have")
+        raise NotImplementedError(f"{name}: calls an operator with functions, {_NOT_THERE}")
     if tensor.dtype not in _DTYPES:
         raise NotImplementedError(f"{name}: reads a captured tensor of dtype {tensor.dtype}")
     if tensor.ndim == 0 and tensor.device.type == "cpu":
@@ -311,18 +497,12 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
         return values[whole][place]
     schema = getattr(node.target, "_schema", None)
     if schema is None:  # an operator that takes functions, such as torch.cond
-        raise NotImplementedError(f"{name}: calls {node.target}, which kernels do not have")
+        raise NotImplementedError(f"{name}: calls {node.target}, {_NOT_THERE}")
     called = schema.name.split("::")[-1]
     changes = schema.is_mutable
     write = OPERATORS.get(called.removesuffix("_") if changes else called)
     if write is None:
-        raise NotImplementedError(f"{name}: calls {schema.name}, which kernels do not have")
-    changed = values[node.args[0]] if changes else None
-    if isinstance(changed, View) or (changed is not None and changed.shape and not writer.of_gradients):
-        raise ValueError(
-            f"{name}: expected a function without side effects, got one that changes a tensor by "
-            f"{schema.name}"
-        )
+        raise NotImplementedError(f"{name}: calls {schema.name}, {_NOT_THERE}")
     arguments, given = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: values[one])
     keywords = {key: x for key, x in given.items() if key not in _PLACE_KEYWORDS}
     try:
@@ -330,8 +510,47 @@ def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> An
     except Refused as refused:
         raise NotImplementedError(f"{name}: {schema.name} {refused}") from refused
     if changes:
-        values[node.args[0]] = written
+        changed = node.args[0]
+        values[changed] = written = writer.cast(written, values[changed].dtype)
     return written
+
+
+def _owners(nodes: list[Any]) -> dict[Any, Any]:
+    """For each node the one whose memory its tensor lies in: the node itself unless the tensor is a view."""
+    owners: dict[Any, Any] = {}
+    for node in nodes:
+        viewed = None
+        if node.target is operator.getitem:  # of the views that an operator such as unbind makes
+            viewed = node.args[0]
+        elif hasattr(node.target, "_schema"):
+            viewed = _viewed(node.target, node.args, node.kwargs, lambda index: index.target in _LITERALS)
+        owners[node] = owners.get(viewed, node)
+    return owners
+
+
+def _check_changes(node: Any, owners: dict[Any, Any], name: str) -> None:
+    """Check that an operator in place changes one tensor of the function's own, of which no view is used
+    afterwards: a view is a value of its own in a kernel.
+    """
+    changed = _changed(node.target, node.args, node.kwargs) if hasattr(node.target, "_schema") else []
+    if not changed:
+        return
+    target, by = node.args[0], node.target._schema.name
+    if changed != [target]:
+        raise NotImplementedError(
+            f"{name}: calls {by} with out=, {_NOT_THERE}; use the tensor that it returns without out="
+        )
+    if isinstance(target, list):
+        return  # no kernel has an operator that takes several
+    places = {one: place for place, one in enumerate(owners)}
+    for other, owner in owners.items():
+        if owner is owners[target] and other is not target and places[other] < places[node]:
+            if any(places[user] > places[node] for user in other.users):
+                raise ValueError(
+                    f"{name}: expected changes in place of tensors without a view that is used afterwards, "
+                    f"got one by {by}: what shares the memory would not be changed; change a clone, or use "
+                    "the tensor that an operation out of place returns"
+                )
 
 
 def _result(writer: Writer, returned: Any, kind: str, name: str) -> str:
@@ -345,15 +564,12 @@ def _result(writer: Writer, returned: Any, kind: str, name: str) -> str:
     return item
 
 
-def _backward(writer: Writer, result: str, returned: Any, name: str) -> Backward:
+def _backward(writer: Writer, result: str, returned: Any) -> Backward:
     """The texts of gradients, from those that `_Joint` returns."""
     by_score, leaves, by_leaves = returned
-    if by_score is None:
-        raise ValueError(
-            f"{name}: expected it to return what depends on score, since gradients are needed, got what "
-            "has no derivative by it"
-        )
-    (derivative,) = writer.cast(writer.value(by_score), torch.float32).items
+    derivative = "0.0f"  # of a result that does not depend on the score
+    if by_score is not None:
+        (derivative,) = writer.cast(writer.value(by_score), torch.float32).items
     added: dict[tuple[int, tuple[str, ...]], str] = {}  # by capture and indices
     for leaf, gradient in zip(leaves, by_leaves, strict=True):
         if gradient is None:

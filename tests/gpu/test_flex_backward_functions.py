@@ -246,7 +246,6 @@ def test_a_mod_that_is_not_finite_where_it_is_masked() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     (
-        ({"score_mod": lambda s, b, h, q, k: q * 1.0}, ValueError, "score_mod .*depends on score"),
         ({"score_mod": "2 * score"}, ValueError, "score_mod: expected a CudaMod with grad"),
         ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, NotImplementedError, "aten::lgamma"),
         ({"scale": float("nan")}, ValueError, "^scale: expected a finite float32"),
