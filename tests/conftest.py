@@ -1,6 +1,9 @@
 """Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU. For tests
 that run kernels without one there is an emulated device.
 
+Cases that are marked `full` run with the option --full alone: they are further variants of what other cases
+test, and docs/checks.md says which. A run without the option ends with a line that counts them.
+
 scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
 tests took, those of files that it does not know come first then, and those that took longest after them; with
 `TEST_PART` 2/5 only the second of five parts runs.
@@ -13,7 +16,7 @@ import os
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -42,6 +45,37 @@ def junit_name(nodeid: str) -> str:
     return f"{'.'.join([module, *classes])}::{name}{bracket}{parameters}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the cases marked `full` too")
+
+
+class LeftOut:
+    """Takes the cases out that only --full runs, after -m and -k, and says how many they were."""
+
+    count = 0
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        left_out = [item for item in items if item.get_closest_marker("full") is not None]
+        self.count = len(left_out)
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.get_closest_marker("full") is None]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, whose summary nobody sees
+            session.config.workeroutput["left_out"] = self.count
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Every process collects the same cases; one that crashed has no output."""
+        self.count = getattr(node, "workeroutput", {}).get("left_out", self.count)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.count:
+            terminalreporter.line(f"{self.count} cases left out: --full runs them too (docs/checks.md)")
+
+
 class Order:
     """Which tests run, and in what order, where the environment says so. After -m and -k."""
 
@@ -63,6 +97,8 @@ class Order:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("full"):
+        config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(Order())
 
 

@@ -34,6 +34,7 @@ def test_spec_sorts_defines_and_compares_by_value() -> None:
     assert one == other and hash(one) == hash(other)
     assert one.defines == (("A", 1), ("B", 2))
     assert one.label == "k[A=1,B=2]"
+    assert dict(one.macros) == {"A": 1, "B": 2, "THREADS": 128, "SMEM_BYTES": 64}
     assert KernelSpec("k", (), 128, 0).label == "k"
     assert one != KernelSpec("k", (("A", 1), ("B", 2)), 128, 65)
     assert pickle.loads(pickle.dumps(one)) == one
@@ -45,6 +46,8 @@ def test_spec_sorts_defines_and_compares_by_value() -> None:
         (("../k", (), 128, 0), "C identifier"),
         (("k", (("A B", 1),), 128, 0), "C identifier"),
         (("k", (("A", 1), ("A", 2)), 128, 0), "defines"),
+        (("k", (("THREADS", 128),), 128, 0), "defines: .* without those of the launch"),
+        (("k", (("SMEM_BYTES", 0),), 128, 0), "defines: .* without those of the launch"),
         (("k", (), 0, 0), "threads"),
         (("k", (), 1025, 0), "threads"),
         (("k", (), 128, 232_449), "smem_bytes"),

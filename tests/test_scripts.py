@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -2165,6 +2166,31 @@ def test_junit_counts() -> None:
     assert found["tests/test_c.py"]["failed"] == 1
     total = gpu_check.sum_counts(found)
     assert (total["passed"], total["failed"], total["skipped"], len(total["failures"])) == (1, 3, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "passed", "left_out"),
+    ((("-n", "1"), 1, 2), (("--full",), 3, 0), (("-k", "two"), 0, 1)),
+    ids=("several", "full", "some"),
+)
+def test_full_cases_are_left_out(
+    options: tuple[str, ...], passed: int, left_out: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless --full is given, and a line counts those that -k would have run."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: some\n")
+    (tmp_path / "test_a.py").write_text(
+        "import pytest\n"
+        "def test_one(): pass\n"
+        "@pytest.mark.full\ndef test_two(): pass\n"
+        "@pytest.mark.full\ndef test_three(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert f"{passed} passed" in printed or (not passed and "passed" not in printed), printed
+    wanted = [f"{left_out} cases left out: --full runs them too (docs/checks.md)"] * (left_out > 0)
+    assert [line for line in printed.splitlines() if "left out" in line] == wanted, printed
 
 
 def test_known_seconds() -> None:

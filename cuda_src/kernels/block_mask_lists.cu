@@ -10,6 +10,7 @@
 #include "common/types.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const unsigned char* states;  // [batches and heads, rows, columns]

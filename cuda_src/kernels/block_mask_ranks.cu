@@ -6,6 +6,7 @@
 #include "common/types.cuh"
 
 constexpr int kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const unsigned char* states;  // [batches and heads, columns, rows], attention/block_states.cuh

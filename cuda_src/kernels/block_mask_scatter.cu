@@ -5,6 +5,7 @@
 #include "common/types.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;  // the last two may be null

@@ -7,6 +7,7 @@
 #include "user/mods.cuh"
 
 constexpr int kThreads = 256;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     MaskMod mask_mod;

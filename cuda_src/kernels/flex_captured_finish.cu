@@ -5,6 +5,7 @@
 #include "ptx/sync.cuh"
 
 constexpr int kThreads = 256;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const void* sums;

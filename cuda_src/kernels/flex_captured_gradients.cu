@@ -26,6 +26,7 @@ constexpr int kDimQK = D_QK, kDimV = D_V, kStages = STAGES;
 constexpr int kConsumers = 2, kTileKeys = 64 * kConsumers;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kThreads = 128 * (kConsumers + 1);
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kRegisters = 232, kProducerRegisters = 40;
 
 using KeyRows = SwizzledTile<kTileKeys>;     // of K and V

@@ -51,6 +51,7 @@ constexpr int kTileKeys = kByProduct ? 64 : 64 * kConsumers;
 constexpr int kStages = 2, kDsStages = kByProduct || kDqByConsumers ? 1 : 2;
 constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 constexpr int kWarpgroups = kConsumers + (kDqByConsumers ? 1 : 2), kThreads = 128 * kWarpgroups;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 // Whether consumers share products, and factors of dS go from one to the other. For dV alone there is one.
 constexpr bool kHandsFactors = kByProduct && kNeedsDs;
 // Threads that read lse, delta and weights: consumers, and the warp that clears rows by lse.

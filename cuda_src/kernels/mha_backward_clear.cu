@@ -5,6 +5,7 @@
 #include "ptx/sync.cuh"
 
 constexpr int kThreads = 128, kRows = 64;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]

@@ -10,6 +10,7 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const float* dq_accum;

@@ -15,6 +15,7 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kUnit = 8;                                    // elements that a thread loads at once
 constexpr int kLanes = LANES, kGroups = kThreads / kLanes;  // of a row; rows that are read side by side
 constexpr int kRows = kBlockRows / kGroups;                 // of a thread

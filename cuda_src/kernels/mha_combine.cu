@@ -11,6 +11,7 @@ constexpr bool kOutIsFp8 = OUT_FP8;
 constexpr int kDimV = D_V;  // of the splits' rows, a multiple of 32
 constexpr int kRows = 4;    // of a CTA
 constexpr int kThreads = 32 * kRows;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
     const float* o_accum;    // [splits, rows, kDimV], each split by itself

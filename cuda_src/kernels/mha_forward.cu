@@ -38,6 +38,7 @@ using OwnKeys = ArrayKeys;
 #endif
 
 constexpr int kThreads = 128 * (kConsumers + 1 + kPagesGathered);
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kRegisters = kConsumers == 3 ? 160 : kConsumers == 2 && kPagesGathered ? 192 : 232;
 constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
 constexpr int kGathererRegisters = kConsumers == 1 ? 168 : 88;

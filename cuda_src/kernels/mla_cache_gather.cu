@@ -34,6 +34,7 @@ constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kPaged = PAGED;
 using Row = CacheRow<kFormat>;
 constexpr int kThreads = kPaged ? 64 : 32;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps * kUnitTokens;
 constexpr int kResidentCtas = kPaged ? 20 : 32;  // per SM, at least

@@ -28,6 +28,7 @@ constexpr CacheFormat kFormat = static_cast<CacheFormat>(FORMAT);
 constexpr bool kSlots = SLOTS;
 using Row = CacheRow<kFormat>;
 constexpr int kThreads = 64;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarps = kThreads / 32;
 constexpr int kPrefetchingCtas = 528;            // 4 per SM of a GPU with 132
 constexpr float kV32MinScale = 1.17549435e-38f;  // 2^-126

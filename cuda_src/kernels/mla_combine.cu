@@ -40,6 +40,7 @@ constexpr int kRowsAtOnce = ROWS_AT_ONCE;
 static_assert(kGroups == 1 || kRowsAtOnce == 1, "groups of splits share one row");
 constexpr int kRows = kGroups == 1 ? 4 * kRowsAtOnce : 1;  // per CTA
 constexpr int kThreads = 64 * kGroups * kRows / kRowsAtOnce;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kResidentThreads =
     SPLITS_AT_ONCE > 6 ? 512 : 1024;  // per SM; with more splits at once a thread needs more registers
 constexpr int kColumns = kDimV / 64;  // per thread
@@ -79,6 +80,7 @@ struct Partials {
     float2 sum[kPairs][kGroups][64];
     float max_log2[2][kGroups], weight_sum[2][kGroups];
 };
+static_assert((kGroups == 1 ? 0 : sizeof(Partials)) == SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
 // The candidate of the CTA, or -1.
 __device__ __forceinline__ int candidate_request(const Params& params) {

@@ -23,6 +23,7 @@
 constexpr int kRowWarps = ROW_WARPS;
 constexpr bool kCompact = COMPACT;
 constexpr int kThreads = 256;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarps = kThreads / 32;
 constexpr int kRows = kWarps / kRowWarps;  // per CTA
 static_assert(kRowWarps == 1 || kRowWarps == kWarps, "a row is of one warp or of the whole CTA");

@@ -90,6 +90,7 @@ static_assert(kLookahead + 1 < kWorkStages && kLookahead + 1 < kSourceStages,
               "rings must hold what is looked up ahead, and the blocks in hand");
 
 constexpr int kThreads = 384;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kRegistersQK = 176;
 constexpr int kRegistersPV0 = 168;
 constexpr int kRegistersPV1 = 160;

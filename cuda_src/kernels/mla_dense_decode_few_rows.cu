@@ -47,6 +47,7 @@ constexpr int kThreadRows = kTileRows / 4;  // of Q that a thread has in a produ
 constexpr int kAccumulators = kTileRows / 2;
 constexpr int kStages = 2;
 constexpr int kThreads = 160;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 using QTile = SwizzledTile<kTileRows>;  // 64 columns of Q or P
 constexpr int kStagedCols = kDimV + 4;  // so that heads lie in different banks
 

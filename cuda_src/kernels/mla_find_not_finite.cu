@@ -10,6 +10,7 @@
 #include "ptx/vector.cuh"
 
 constexpr int kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarpRows = 8;
 constexpr int kRowVectors = 2;  // 16-byte vectors per lane and row
 static_assert(kRowVectors * 32 * 16 == 2 * kDimV, "a warp reads the values of V in a row");

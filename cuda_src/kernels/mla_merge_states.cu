@@ -26,6 +26,7 @@ constexpr int kFloat32 = 2;
 constexpr int kDtype = DTYPE;
 constexpr int kOutDtype = OUT_DTYPE;
 constexpr int kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxParts = 32;  // one per lane
 constexpr int kPartsAtOnce = 8;

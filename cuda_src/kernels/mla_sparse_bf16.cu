@@ -104,6 +104,7 @@ constexpr int kQStepBytes = kQSingleStep < 0 ? 16 : 2 * kQUnitBytes;
 constexpr int kRopeBytes = kHasRope ? Chunk::kBytes : 16;
 
 constexpr int kThreads = 512;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kProducerWarps = 4;
 constexpr int kWarpRows = kBlockTokens / kProducerWarps;  // rows of a block per warp
 constexpr int kRegistersQK = 168;

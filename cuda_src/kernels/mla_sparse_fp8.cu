@@ -86,6 +86,7 @@ constexpr bool kPOverRope = D_QK > kDimV;
 constexpr int kPChunks = kPOverRope ? kChunks : 1;  // chunks of the group-major tile that P is stored in
 
 constexpr int kThreads = 640;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kRegistersQK = 64;
 constexpr int kRegistersPV = 160;
 constexpr int kRegistersProducer = 48;

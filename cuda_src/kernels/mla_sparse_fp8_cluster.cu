@@ -88,6 +88,7 @@ constexpr int kStageBytes = kChunks * Chunk::kBytes;
 constexpr int kRopeBytes = kV32 ? HalfChunk::kBytes : 16;
 
 constexpr int kThreads = 512;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kRegistersConsumer = 208;  // owner and helper
 constexpr int kRegistersProducer = 48;
 static_assert(2 * kRegistersConsumer + 2 * kRegistersProducer <= 65536 / kThreads / 8 * 8 * (kThreads / 128),

@@ -90,6 +90,7 @@ constexpr int kGroupCols = 128;
 using Fp8Row = CacheRow<CacheFormat::kV32>;
 
 constexpr int kThreads = 768;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kProducerWarps = 4;
 constexpr int kWarpRows = kBlockTokens / kProducerWarps;
 constexpr int kRegistersSoftmax = 88;

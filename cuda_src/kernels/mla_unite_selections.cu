@@ -29,6 +29,7 @@
 #include "ptx/sync.cuh"
 
 constexpr int kThreads = 256;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kWarps = kThreads / 32;
 constexpr int kTileRows = 64;
 constexpr int kListTokenShift = 24;

@@ -39,7 +39,7 @@ class NVRTCResult:
 
 def compiler_options(spec: KernelSpec) -> tuple[str, ...]:
     """All options a kernel is compiled with, in order."""
-    return (*_BASE_OPTIONS, *(f"-D{name}={value}" for name, value in spec.defines))
+    return (*_BASE_OPTIONS, *(f"-D{name}={value}" for name, value in spec.macros))
 
 
 def _bindings() -> Any:

@@ -26,9 +26,9 @@ class KernelSpec:
     defines : iterable of (str, int)
         ``-DNAME=VALUE`` compiler options. Stored sorted, so the order given does not matter.
     threads : int
-        Threads of one CTA.
+        Threads of one CTA. The kernel has them as ``THREADS``.
     smem_bytes : int
-        Dynamic shared memory of one CTA, in bytes.
+        Dynamic shared memory of one CTA, in bytes. The kernel has them as ``SMEM_BYTES``.
     headers : iterable of (str, str)
         Generated headers: the name as it stands in ``#include`` lines, and the text. They hold what a user
         wrote.
@@ -57,8 +57,8 @@ class KernelSpec:
         for word in (self.name, *(key for key, _ in normal)):
             if not _IDENTIFIER.fullmatch(word):
                 raise ValueError(f"KernelSpec: expected a C identifier, got {word!r}")
-        if len({key for key, _ in normal}) != len(normal):
-            raise ValueError(f"defines: each name may occur once, got {normal}")
+        if len({key for key, _ in normal} - {"SMEM_BYTES", "THREADS"}) != len(normal):
+            raise ValueError(f"defines: each name may occur once, without those of the launch, got {normal}")
         names = [name for name, _ in headers]
         if len(set(names)) != len(names):
             raise ValueError(f"headers: each name may occur once, got {names}")
@@ -81,6 +81,11 @@ class KernelSpec:
         return KernelSpec, (
             self.name, self.defines, self.threads, self.smem_bytes, self.headers, self.may_lose
         )  # fmt: skip
+
+    @property
+    def macros(self) -> tuple[tuple[str, int], ...]:
+        """What the compiler defines: ``defines``, and the launch, which a kernel compares with its own."""
+        return (*self.defines, ("SMEM_BYTES", self.smem_bytes), ("THREADS", self.threads))
 
     @property
     def user_text(self) -> bool:

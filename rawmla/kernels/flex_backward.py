@@ -187,7 +187,6 @@ def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str
             ("D_V", d_v),
             ("FLEX", True),
             ("PASS", pass_),
-            ("SMEM_BYTES", smem_bytes),
             ("STAGES", stages),
         ),
         threads=_CAPTURED_THREADS,

@@ -287,7 +287,6 @@ def variant(
             ("NEEDS_DK", needs.dk),
             ("NEEDS_DQ", needs.dq),
             ("NEEDS_DV", needs.dv),
-            ("SMEM_BYTES", smem_bytes),
             *(_FEATURES | features).items(),
         ),
         threads=form.threads,

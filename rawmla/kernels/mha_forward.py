@@ -244,7 +244,6 @@ def variant(
             ("OUT_BUFFER", out_buffer),
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
-            ("SMEM_BYTES", smem_bytes),
             ("TILE_KEYS", tile.keys),
             *(FEATURES | features).items(),
         ),

@@ -86,8 +86,7 @@ PARAMS = ParamStruct(
 
 def _variant(max_batch: int, threads: int) -> jit.KernelSpec:
     smem_bytes = 8 * max_batch + 512  # start [max_batch + 1], blocks [max_batch], 2 x up to 32 warp sums
-    defines = (("MAX_BATCH", max_batch), ("SMEM_BYTES", smem_bytes), ("THREADS", threads))
-    return jit.KernelSpec("mla_metadata", defines, threads=threads, smem_bytes=smem_bytes)
+    return jit.KernelSpec("mla_metadata", (("MAX_BATCH", max_batch),), threads, smem_bytes)
 
 
 _SMALL_BATCH = 512

@@ -159,7 +159,7 @@ def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
     """The variant for up to 16 heads over "v32" caches, for decoding or, with ``max_logits``, for prefill."""
     return jit.KernelSpec(
         "mla_sparse_fp8_few_heads",
-        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), ("SMEM_BYTES", MAX_SMEM_BYTES)),
+        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits)),
         threads=768,
         smem_bytes=MAX_SMEM_BYTES,
     )
@@ -183,7 +183,6 @@ def spec(
                 ("GROUP_TOKENS", group_tokens),
                 ("LOAD_BYTES", load_bytes),
                 ("MAX_LOGITS", max_logits),
-                ("SMEM_BYTES", MAX_SMEM_BYTES),
             ),
             threads=512,
             smem_bytes=MAX_SMEM_BYTES,
@@ -213,7 +212,6 @@ def _fp8_defines(format: str, load_bytes: int, max_logits: bool) -> tuple[tuple[
         ("FORMAT", QUANTIZED[format].code),
         ("LOAD_BYTES", load_bytes),
         ("MAX_LOGITS", max_logits),
-        ("SMEM_BYTES", MAX_SMEM_BYTES),
     )
 
 

@@ -66,7 +66,7 @@ void call(void (*kernel)(Params), const void* params) {{
 extern "C" int emulator_param_bytes() {{ return bytes_of({spec.name}); }}
 extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params); }}
 """
-    defines = [f"-D{name}={value}" for name, value in spec.defines]
+    defines = [f"-D{name}={value}" for name, value in spec.macros]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge.
     flags = ["-O1", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
     return ctypes.CDLL(str(_build(spec.name, files, ["entry.cpp"], flags, folder)))
