@@ -6,8 +6,13 @@ import functools
 import re
 from collections.abc import Iterable
 
+from rawmla import jit
 from rawmla.jit import KernelSpec, nvrtc
+from rawmla.jit.builder import CompiledKernel
 from rawmla.jit.sources import SourceSet, collect, find_source_root
+from rawmla.jit.spec import MAX_SMEM_BYTES
+
+REGISTERS_PER_SM = 65536
 
 
 @functools.cache
@@ -47,6 +52,30 @@ def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str], declarations: 
     main = sources.main + f"\n{declarations}\n{_asserts(conditions)}".encode()
     options = (*nvrtc.compiler_options(spec), "--fdevice-syntax-only")
     _compile(SourceSet(sources.main_name, main, sources.headers), options)
+
+
+def assert_no_losses(spec: KernelSpec) -> None:
+    """Compile a variant; raise AssertionError if ptxas says that something in it costs speed, or if an SM has
+    no room for a CTA of it.
+    """
+    built = jit.build(spec)
+    assert built.cubin[:4] == b"\x7fELF" and spec.name.encode() in built.cubin
+    assert built.losses == []
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", built.log
+    )
+    assert frames == [("0", "0", "0")] and "lmem" not in built.log, built.log
+    assert_products_are_not_serialised(built)
+    assert "warning" not in built.log.lower(), built.log
+    warp_registers = -(-built.meta["registers"] // 8) * 8 * 32
+    assert spec.threads % 32 == 0 and warp_registers * spec.threads // 32 <= REGISTERS_PER_SM
+    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+
+
+def assert_products_are_not_serialised(built: CompiledKernel) -> None:
+    """Raise AssertionError where ptxas says that wgmma or setmaxnreg does not do what it is there for."""
+    # C7504 to C7509: setmaxnreg without effect. C7510 to C7515 and C7518: wgmma serialised.
+    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
 
 
 def ptx(spec: KernelSpec) -> str:

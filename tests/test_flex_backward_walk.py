@@ -13,6 +13,8 @@ import pytest
 from cuda_probe import source
 from host_mods import _library, needs_host_compiler
 
+from rawmla.kernels.flex_backward import RANKS_SPEC
+
 pytestmark = needs_host_compiler
 ROWS = 64  # query tokens of a step
 
@@ -95,7 +97,8 @@ def _walking() -> ctypes.CDLL:
 
 def _ranking() -> ctypes.CDLL:
     _, _, text = source("kernels/block_mask_ranks.cu").partition('types.cuh"')
-    return _library(_BEFORE + "static Dim threadIdx{0}, blockIdx{0}, gridDim{1};" + text + _RANK)
+    before = f"#define THREADS {RANKS_SPEC.threads}\nstatic Dim threadIdx{{0}}, blockIdx{{0}}, gridDim{{1}};"
+    return _library(_BEFORE + before + text + _RANK)
 
 
 class Case(NamedTuple):

@@ -4,12 +4,14 @@ and their Python side have to agree on.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from cuda_probe import assert_in_kernel
+from cuda_probe import assert_in_kernel, assert_no_losses, assert_products_are_not_serialised
+from full_cases import full_unless
 from host_mods import pack
 from test_params import conditions_of, has_members
 
@@ -22,7 +24,6 @@ from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.sources import find_source_root
-from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import block_mask, flex_forward
 
 GRID = block_mask.Grid(2, 3, 300, 500, 32, 96)
@@ -90,40 +91,49 @@ IDS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=IDS)
-def test_compiles_without_spills(spec: KernelSpec) -> None:
+QUICK = {
+    "bfloat16 64x64 both",
+    "bfloat16 128x128 neither",
+    "float16 128x128 mask",
+    "bfloat16 128x128 score",
+    "float16 128x128 score max",
+    "bfloat16 128x128 both max",
+    "bfloat16 192x128 score",
+    "float16 192x128 mask",
+    "float16 256x256 neither max",
+    "bfloat16 256x256 both",
+    *IDS[len(VARIANTS) :],
+}
+
+
+@pytest.mark.parametrize("which", full_unless(lambda which: which in QUICK, IDS))
+def test_compiles_without_spills(which: str) -> None:
     """These functions leave the kernel as good as one without, at d 192/128 those of scores with half the
     tile: users' own may not.
     """
+    spec = SPECS[IDS.index(which)]
     defines = dict(spec.defines)
     if defines.get("D_QK") == 192 and jit.build(spec).losses:
         half = HALVES[spec]
         assert dict(half.defines)["TILE_KEYS"] == defines["TILE_KEYS"] // 2
         spec = half
-    built = jit.build(spec)
-    assert built.losses == []
-    assert re.findall(
-        r"(\d+) bytes stack frame, (\d+) bytes spill st\w+, (\d+) bytes spill l", built.log
-    ) == [("0", "0", "0")], built.log
-    # C7504 to C7509: setmaxnreg without effect. C7510 to C7515 and C7518: wgmma serialised.
-    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
-    assert "warning" not in built.log.lower(), built.log
-    assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
-    assert spec.threads % 32 == 0
+    assert_no_losses(spec)
 
 
-@pytest.mark.parametrize("functions", ("both read", "small blocks"))
-@pytest.mark.parametrize("dims", DIMS)
-def test_functions_that_read_along_keys(dims: tuple[int, int], functions: str) -> None:
+@pytest.mark.parametrize(
+    "which",
+    full_unless(
+        lambda which: (
+            which in (((64, 64), "small blocks"), ((128, 128), "both read"), ((256, 256), "both read"))
+        ),
+        itertools.product(DIMS, ("both read", "small blocks")),
+    ),
+    ids=str,
+)
+def test_functions_that_read_along_keys(which: tuple[tuple[int, int], str]) -> None:
     """They may cost registers, as users' own may, but products do not wait for each other."""
-    built = jit.build(Variant("bfloat16", dims, functions, False).spec)
-    assert built.cubin[:4] == b"\x7fELF"
-    assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
-
-
-@pytest.mark.parametrize("spec", SPECS[-4:], ids=IDS[-4:])
-def test_threads(spec: KernelSpec) -> None:
-    assert_in_kernel(spec, [f"{'kThreads' if 'states' in spec.name else '32 * kWarps'} == {spec.threads}"])
+    dims, functions = which
+    assert_products_are_not_serialised(jit.build(Variant("bfloat16", dims, functions, False).spec))
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -133,8 +143,6 @@ def test_tiles(dims: tuple[int, int]) -> None:
     assert_in_kernel(
         spec,
         [
-            f"kThreads == {spec.threads}",
-            f"sizeof(SharedMemoryPlan) <= {spec.smem_bytes}",
             f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0",
             f"64 * kConsumers == {128}",
         ],
@@ -231,16 +239,16 @@ def test_mistakes_of_score_functions(builder: Builder, code: str, captures: Any,
     assert "user/mods.cuh, line " in caught.value.user_lines and text in caught.value.user_lines
 
 
-def test_text_with_comments_and_names_of_the_kernel(builder: Builder) -> None:
+def test_text_with_comments_and_names_of_the_kernel() -> None:
     """What a user calls things does not meet the names of the kernel."""
     captures = {"params": 2.0, "tile": 3, "block": 1, "kTileKeys": 5.0, "stage": 1.0}
     mod = CudaMod("score * params + tile + block + kTileKeys * stage  // all of them", captures).mod()
-    assert builder.build(flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(mod, None))).losses == []
+    assert_in_kernel(flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(mod, None)), [])
 
 
-def test_two_functions_with_the_same_names(builder: Builder) -> None:
+def test_two_functions_with_the_same_names() -> None:
     score = CudaMod("const float x = score * n; return x;", {"n": 2.0}).mod()
     text = "const int x = q_idx + n, block_state = 3; return x > kv_idx + block_state;"
     mask = CudaMod(text, {"n": 2}).mod()
-    spec = flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(score, within_blocks(mask, GRID)))
-    assert builder.build(spec).cubin[:4] == b"\x7fELF"
+    header = header_of(score, within_blocks(mask, GRID))
+    assert_in_kernel(flex_forward.spec("bfloat16", 64, 64, 128, False, header), [])

@@ -47,7 +47,7 @@ struct SharedMemoryPlan {
     u64 bar_dout_full[kStages];                           // with delta
     u64 bar_free[kStages];                                // all of these
 };
-static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
 struct Consumer {
     const Params& params;

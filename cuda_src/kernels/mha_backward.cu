@@ -122,7 +122,7 @@ struct SharedMemoryPlan {
     u64 bar_turn[2], bar_added[2];
     u64 bar_factors_full, bar_factors_free;
 };
-static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     mbarrier_init(smem_address(&smem.bar_kv), 1);

@@ -76,7 +76,7 @@ struct SharedMemoryPlan {
     u64 bar_raw_k_full, bar_raw_k_free, bar_raw_v_full, bar_raw_v_free;
     Tile tiles[kTileStages];
 };
-static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
 // Named barriers: the turn of consumer i is NB_TURN + i, that of its own threads NB_OWN + i; place i for a
 // tile is free behind NB_TILE_FREE + i.
