@@ -14,6 +14,7 @@ import pytest
 from cuda_probe import assert_in_header, assert_in_kernel, assert_no_losses, ptx
 from full_cases import full_unless
 from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_params
+from test_flex_backward_kernels import BY_QUERY
 
 import rawmla
 from rawmla import jit, reference
@@ -302,7 +303,7 @@ def test_setmaxnreg_moves_what_the_launch_gives(spec: KernelSpec) -> None:
 
 WITH_USER_TEXT = (
     block_mask.states_spec(header_of(None, CudaMod("q_idx >= kv_idx").mod())),
-    flex_backward.captured_spec("bfloat16", 128, 128, flex_backward.IN_ANY_ORDER, header_of(None, None)),
+    flex_backward.captured_spec("bfloat16", 128, 128, flex_backward.IN_ANY_ORDER, header_of(BY_QUERY, None)),
 )
 A_VARIANT_OF_EACH = {spec.name: spec for spec in (*WITH_USER_TEXT, *reversed(SPECS))}
 

@@ -85,12 +85,15 @@ struct Target {
 
 template <bool kAligned>
 __device__ __forceinline__ uint4 load_vector(const u16* src) {
-    if constexpr (kAligned) return load_global_16(src);
-    u32 values[kVectorColumns];
+    if constexpr (kAligned) {
+        return load_global_16(src);
+    } else {
+        u32 values[kVectorColumns];
 #pragma unroll
-    for (int i = 0; i < kVectorColumns; ++i) values[i] = load_global_2(src + i);
-    return make_uint4(values[0] | values[1] << 16, values[2] | values[3] << 16, values[4] | values[5] << 16,
-                      values[6] | values[7] << 16);
+        for (int i = 0; i < kVectorColumns; ++i) values[i] = load_global_2(src + i);
+        return make_uint4(values[0] | values[1] << 16, values[2] | values[3] << 16,
+                          values[4] | values[5] << 16, values[6] | values[7] << 16);
+    }
 }
 
 // What a lane holds of the warp's four tokens. Past the last token it loads the last one again, and does not
