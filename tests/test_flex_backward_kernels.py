@@ -26,6 +26,7 @@ from rawmla.kernels.flex_backward import (
     LARGEST,
     captured_spec,
     forms_of,
+    references_spec,
     spec,
 )
 from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
@@ -113,7 +114,14 @@ CAPTURED = {
         ("factor", FACTOR, CAUSAL, IN_DIGITS),
     )
 }
-AROUND = (flex_backward.FINISH_SPEC, flex_backward.RANKS_SPEC)
+AROUND = (
+    flex_backward.FINISH_SPEC,
+    flex_backward.RANKS_SPEC,
+    *(
+        references_spec("bfloat16", d, keys, header_of(*FUNCTIONS["softcap, documents"]))
+        for d, keys in ((128, 128), (256, 64))
+    ),
+)
 
 
 QUICK = {
@@ -160,7 +168,7 @@ def test_captured_gradients_compile_without_spills(which: Any) -> None:
     assert_no_losses(CAPTURED[which])
 
 
-@pytest.mark.parametrize("spec", AROUND, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", AROUND, ids=lambda spec: spec.label)
 def test_others_compile(spec: KernelSpec) -> None:
     assert_no_losses(spec)
 

@@ -304,8 +304,12 @@ def test_setmaxnreg_moves_what_the_launch_gives(spec: KernelSpec) -> None:
 WITH_USER_TEXT = (
     block_mask.states_spec(header_of(None, CudaMod("q_idx >= kv_idx").mod())),
     flex_backward.captured_spec("bfloat16", 128, 128, flex_backward.IN_ANY_ORDER, header_of(BY_QUERY, None)),
+    flex_backward.references_spec("bfloat16", 128, 128, header_of(None, None)),
 )
-A_VARIANT_OF_EACH = {spec.name: spec for spec in (*WITH_USER_TEXT, *reversed(SPECS))}
+# Of each kernel the variant with the most shared memory: some of mla_combine have none.
+A_VARIANT_OF_EACH = {
+    spec.name: spec for spec in sorted((*WITH_USER_TEXT, *SPECS), key=lambda spec: spec.smem_bytes)
+}
 
 
 def test_a_variant_of_each_kernel() -> None:
@@ -316,7 +320,6 @@ def test_a_variant_of_each_kernel() -> None:
 @pytest.mark.parametrize("spec", A_VARIANT_OF_EACH.values(), ids=lambda spec: spec.name)
 def test_a_kernel_refuses_a_launch_that_does_not_fit(spec: KernelSpec) -> None:
     """Other threads than it is written for, or too little shared memory: nobody gets a cubin for them."""
-    assert_in_kernel(spec, [])
     if spec.name != "mla_metadata":  # is written for any number
         with pytest.raises(AssertionError, match="THREADS is what the launch gives"):
             assert_in_kernel(replace(spec, threads=spec.threads + 32), [])

@@ -24,6 +24,7 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kDimQK = D_QK, kTileKeys = TILE_KEYS, kThreads = 128;
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kChunks = ceil_div(kDimQK, 64);
 
 using KeyRows = SwizzledTile<kTileKeys>;
@@ -35,7 +36,7 @@ struct SharedMemoryPlan {
     unsigned char k[kChunks * KeyRows::kBytes];
     u64 bar_q, bar_k;
 };
-static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "the host gives less shared memory");
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
 // The block of a CTA, and the requests and heads that its lists, its keys and the functions go by.
 struct Block {

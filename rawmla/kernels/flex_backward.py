@@ -204,11 +204,10 @@ def references_spec(dtype: str, d_qk: int, tile_keys: int, header: tuple[str, st
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("FLEX", True),
-            ("SMEM_BYTES", smem_bytes := 2 * CHUNK * ceil_div(d_qk, CHUNK) * (BLOCK_ROWS + tile_keys) + 16),
             ("TILE_KEYS", tile_keys),
         ),
         threads=_REFERENCE_THREADS,
-        smem_bytes=smem_bytes,
+        smem_bytes=2 * CHUNK * ceil_div(d_qk, CHUNK) * (BLOCK_ROWS + tile_keys) + 16,
         headers=(header,),
     )
 
