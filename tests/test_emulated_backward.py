@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from full_cases import full_unless
 from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
@@ -18,7 +19,7 @@ pytest.importorskip("torch")
 
 BY_PRODUCT = MhaCase(b=1, s_q=150, s_k=200, h_q=2, h_kv=1, d_qk=192, d_v=128, causal=True)
 WIDE = MhaCase(b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, dtype="float16", window=(60, 10))
-SEEDS = range(2, 6)
+SEEDS = full_unless(lambda seeds: 2 in seeds, ((2, 3), (4, 5)))
 
 
 def check(family: str, case: MhaCase | FlexCase, of: str, deterministic: bool = False) -> None:
@@ -36,10 +37,13 @@ def test_small_calls(emulator: Emulator, case: MhaCase, of: str, deterministic: 
     assert any(label.startswith("mha_backward[") for label in emulator.launched)
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("case", (MHA_CASES[1][0], BY_PRODUCT), ids=lambda case: case.id)
-def test_other_schedules(emulator: Emulator, case: MhaCase, deterministic: bool) -> None:
-    for emulator.seed in SEEDS:
+def test_other_schedules(
+    emulator: Emulator, case: MhaCase, deterministic: bool, seeds: tuple[int, ...]
+) -> None:
+    for emulator.seed in seeds:
         check("mha_backward", case, "out", deterministic)
 
 
@@ -49,11 +53,14 @@ def test_small_flex_calls(emulator: Emulator, case: FlexCase, of: str, determini
     assert any(label.startswith("mha_backward[") for label in emulator.launched)
 
 
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("score", ("head scale", "query scale"))
 @pytest.mark.parametrize("deterministic", (False, True))
-def test_other_schedules_of_flex(emulator: Emulator, deterministic: bool, score: str) -> None:
+def test_other_schedules_of_flex(
+    emulator: Emulator, deterministic: bool, score: str, seeds: tuple[int, ...]
+) -> None:
     case = FlexCase(b=1, h_q=2, h_kv=1, s_q=200, s_k=300, mask="documents", score=score)
-    for emulator.seed in SEEDS:
+    for emulator.seed in seeds:
         check("flex_backward", case, "both", deterministic)
 
 
