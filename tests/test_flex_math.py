@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from full_cases import full_unless
 from host_mods import apply, needs_host_compiler
 
 from rawmla import jit
@@ -155,7 +156,7 @@ COMPILED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", full_unless(lambda name: name in ("sin", "pow"), COMPILED))
 def test_largest_tile_has_no_losses(name: str) -> None:
     """Else the kernel is compiled a second time, with another tile."""
     header = header_of(trace(COMPILED[name], "score_mod"), None)
