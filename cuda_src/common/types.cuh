@@ -29,3 +29,6 @@ __device__ __forceinline__ constexpr T ceil_div(T a, T b) {
 
 __device__ __forceinline__ constexpr int min_int(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ constexpr int max_int(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ constexpr int clamp_int(int x, int least, int most) {
+    return max_int(min_int(x, most), least);
+}

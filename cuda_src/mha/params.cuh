@@ -36,15 +36,16 @@ struct Params {
     i64 table_stride;
     i64 k_stride_block, k_stride_head, v_stride_block, v_stride_head;  // of the cache
     int b;
-    int heads;         // groups of query heads that share a tile
-    int log2_group;    // query heads in such a group: 1, or those of a KV head
-    int heads_per_kv;  // groups of a KV head
-    int d_v;           // columns of v; with pages of q and k too
-    int out_by_rows;   // TMA cannot write out
-    int seqlen_q, seqlen_k;
-    int total_k;                    // tokens of k; of one request, where all have the same number
+    int heads;                      // groups of query heads that share a tile
+    int log2_group;                 // query heads in such a group: 1, or those of a KV head
+    int heads_per_kv;               // groups of a KV head
+    int d_v;                        // columns of v; with pages of q and k too
+    int out_by_rows;                // TMA cannot write out
+    int seqlen_q, seqlen_k;         // with pages seqlen_k tokens have entries in the block table
+    int total_q, total_k;           // tokens of q and k; of one request, where all have the same number
     int window_left, window_right;  // 2^30: none
-    int tiles_per_head, tiles;      // without cu_seqlens_q
+    int tiles_per_head;             // without cu_seqlens_q
+    int tiles;                      // at most, whatever lengths are
     int splits;                     // parts of a row's keys, which other tiles attend
     int section;                    // heads that are processed together, so that their K and V stay in L2
     int sink_dtype;

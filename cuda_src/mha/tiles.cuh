@@ -6,6 +6,7 @@
 #pragma once
 #include "common/types.cuh"
 #include "mha/params.cuh"
+#include "mha/segments.cuh"
 #include "ptx/sync.cuh"
 
 struct KeyInterval {
@@ -118,9 +119,9 @@ struct TileScheduler {
     // Finds the next tile; lane 0 writes it.
     __device__ __forceinline__ bool next(const Params& params, Tile& tile) {
         int index = number / params.splits, tiles_per_head = params.tiles_per_head, request = 0;
-        if (params.cu_seqlens_q == nullptr) {
-            if (number >= params.tiles) request = -1;
-        } else {
+        if (number >= params.tiles) {
+            request = -1;
+        } else if (params.cu_seqlens_q != nullptr) {
             request = find_request(params, index, tiles_per_head);
         }
         if (lane_index() == 0) {
@@ -144,7 +145,7 @@ struct TileScheduler {
     __device__ __forceinline__ void count_tiles(const Params& params) {
         const int lane = threadIdx.x % 32, request = first_request + lane;
         int rows = 0;
-        if (request < params.b) rows = params.cu_seqlens_q[request + 1] - params.cu_seqlens_q[request];
+        if (request < params.b) rows = Segment(params.cu_seqlens_q, request, params.total_q, 0).count;
         if (params.skip_decode && rows == 1) rows = 0;
         tiles_upto = ceil_div(rows, tokens) * params.heads;
 #pragma unroll
@@ -198,26 +199,20 @@ struct TileScheduler {
     // Where the tile's request lies, and how many tokens it has.
     __device__ __forceinline__ static void find_tokens(const Params& params, Tile& tile) {
         const int request = tile.request;
-        tile.q_begin = tile.k_begin = 0;
-        tile.q_rows = params.seqlen_q;
-        tile.k_len = params.seqlen_k;
-        if (params.cu_seqlens_q != nullptr) {
-            tile.q_begin = params.cu_seqlens_q[request];
-            tile.q_rows = params.cu_seqlens_q[request + 1] - tile.q_begin;
-        }
-        if (params.cu_seqlens_k != nullptr) {
-            tile.k_begin = params.cu_seqlens_k[request];
-            tile.k_len = params.cu_seqlens_k[request + 1] - tile.k_begin;
-        }
-        tile.q_len = tile.q_rows;
-        if (params.seqused_q != nullptr) tile.q_len = min_int(tile.q_len, params.seqused_q[request]);
+        const Segment q(params.cu_seqlens_q, request, params.total_q, params.seqlen_q);
+        tile.q_begin = q.begin;
+        tile.q_rows = q.count;
+        tile.q_len = used_tokens(params.seqused_q, request, q.count);
         if constexpr (PAGED) {
-            tile.k_begin = tile.q_begin;
-            tile.k_len = params.seqused_k[request];
+            tile.k_begin = q.begin;
+            tile.k_len = used_tokens(params.seqused_k, request,
+                                     params.own_in_cache ? params.seqlen_k : params.seqlen_k + tile.q_len);
             tile.offset = max_int(tile.k_len - tile.q_len, 0);
             if (!params.own_in_cache) tile.k_len = tile.offset + tile.q_len;
         } else {
-            if (params.seqused_k != nullptr) tile.k_len = min_int(tile.k_len, params.seqused_k[request]);
+            const Segment k(params.cu_seqlens_k, request, params.total_k, params.seqlen_k);
+            tile.k_begin = k.begin;
+            tile.k_len = used_tokens(params.seqused_k, request, k.count);
             tile.offset = tile.k_len - tile.q_len;
         }
     }

@@ -167,6 +167,7 @@ class PreparedFlexForward:
             out_by_rows=call.d_v % 8 != 0,
             seqlen_q=call.seqlen_q,
             seqlen_k=call.seqlen_k,
+            total_q=call.seqlen_q,
             total_k=call.seqlen_k,
             window_left=NO_BOUND,
             window_right=NO_BOUND,

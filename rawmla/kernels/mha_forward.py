@@ -10,7 +10,7 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from . import mha_combine
-from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, stride_params
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
 from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
 
 __all__ = [
@@ -116,7 +116,7 @@ def params_of(more_changing: Sequence[Declaration] = (), more: Sequence[Declarat
         I64("table_stride"),
         I64("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head"),
         I32("b", "heads", "log2_group", "heads_per_kv", "d_v", "out_by_rows"),
-        I32("seqlen_q", "seqlen_k", "total_k"),
+        I32("seqlen_q", "seqlen_k", "total_q", "total_k"),
         I32("window_left", "window_right"),
         I32("tiles_per_head", "tiles", "splits", "section", "sink_dtype", "alibi_stride_b"),
         I32("num_blocks", "block_size"),
@@ -285,8 +285,10 @@ class PreparedMhaForward:
         heads = call.h_q // self._group
         tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile_rows)
         tiles = heads * tiles_per_head * call.b
-        if call.varlen:  # at most
-            tiles = min(tiles, heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b))
+        most_tiles = tiles  # whatever the lengths are
+        if call.varlen:
+            most_tiles = heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b)
+            tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
         seen = min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
         split_bytes = state_bytes(_rows(call), padded(call.d_v))
@@ -316,11 +318,12 @@ class PreparedMhaForward:
             out_by_rows=call.d_v % 8 != 0,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=call.max_seqlen_k,
+            total_q=call.total_q,
             total_k=call.total_k,
             window_left=call.window_left,
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
-            tiles=tiles,
+            tiles=min(most_tiles * splits, INT32_MAX),
             splits=splits,
             section=self._section(heads) if unequal else 1,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.has_sink else 0,

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, cast
 
 from .. import jit
 from . import mha_combine
-from .common import FLOAT_DTYPES, LOG2_E, ceil_div
+from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div
 from .division import divisor, exact_divisor
 from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
 from .mha_forward import (
@@ -144,12 +144,11 @@ class PreparedPrefixPrefill:
         if group & (group - 1) or group > WARPGROUP_ROWS:
             group = 1
         heads = call.h_q // group
-        tiles = heads * min(  # at most
-            ceil_div(call.tokens * group, tile_rows) + call.b,
-            call.b * ceil_div(call.max_query_len * group, tile_rows),
-        )
+        most_tiles = heads * (ceil_div(call.tokens * group, tile_rows) + call.b)  # whatever the lengths are
+        tiles = min(most_tiles, heads * call.b * ceil_div(call.max_query_len * group, tile_rows))
         sms = jit.device_info(call.device).sm_count
-        seen = call.table_columns * call.block_size + call.max_query_len
+        table_tokens = call.table_columns * call.block_size
+        seen = table_tokens + call.max_query_len
         if has_window:
             seen = min(seen, call.window + call.max_query_len)
         # The combine writes every row, also those that skip_decode leaves alone.
@@ -195,12 +194,13 @@ class PreparedPrefixPrefill:
             d_v=call.d,
             out_by_rows=self._out_by_rows,
             seqlen_q=0,
-            seqlen_k=0,
+            seqlen_k=min(table_tokens, NO_BOUND),
+            total_q=call.tokens,
             total_k=call.tokens_kv,
             window_left=call.window,
             window_right=0 if call.causal else NO_BOUND,
             tiles_per_head=0,
-            tiles=tiles,
+            tiles=min(most_tiles * splits, INT32_MAX),
             splits=splits,
             section=heads,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.has_sinks else 0,

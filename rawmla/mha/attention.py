@@ -77,8 +77,9 @@ def flash_attn_varlen_func(
         so that transposed arrays and slices are fine. Any other one is copied once, on the same stream.
     cu_seqlens_q, cu_seqlens_k : array
         int32 `[b + 1]`, contiguous, not decreasing: request r has tokens `cu_seqlens_q[r]` to
-        `cu_seqlens_q[r + 1]` of q, and those of `cu_seqlens_k` of k and v. Lengths may be 0. `cu_seqlens_qo`
-        and `cu_seqlens_kv` are other names of them.
+        `cu_seqlens_q[r + 1]` of q, and those of `cu_seqlens_k` of k and v. Lengths may be 0. Tokens before
+        the first of an array, or past its last, do not exist. `cu_seqlens_qo` and `cu_seqlens_kv` are other
+        names of them.
     max_seqlen_q, max_seqlen_k : int
         At least the length of every request in q, and in k. If one is longer, all results are undefined, but
         nothing outside of the arrays is read or written.
@@ -112,7 +113,8 @@ def flash_attn_varlen_func(
         0.
     seqused_q, seqused_k : array, optional
         int32 `[b]`, contiguous: only so many tokens of a request exist, and the diagonal ends in the last of
-        them. Query tokens behind them get `out` 0 and `lse` -inf.
+        them. Numbers below 0 and above the request's length count as these. Query tokens behind them get
+        `out` 0 and `lse` -inf.
     out : array, optional
         `[total_q, h_q, d_v]` in q's dtype, written and returned. Never copied: 16-byte aligned, last
         dimension contiguous, other strides positive multiples of 8 (a slice of a larger buffer is fine), no
