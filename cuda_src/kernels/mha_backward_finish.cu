@@ -20,7 +20,7 @@ struct Params {
     void* dsink;               // [heads]; null: none
     i64 dq_stride_b, dq_stride_s, dq_stride_h;
     i64 blocks;  // of a head
-    int b, seqlen_q, d_qk;
+    int b, seqlen_q, total_q, d_qk;
     int sink_dtype;  // common/float_dtypes.cuh
     float scale;
 };
@@ -58,8 +58,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int head = place / params.blocks, thread = threadIdx.x;
     if (params.dsink != nullptr && block == 0 && blockIdx.y == 0) store_dsink(params, head);
     if (params.dq == nullptr) return;
-    const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
-    const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
+    const int request =
+        request_of_block(params.cu_seqlens_q, params.b, params.total_q, params.seqlen_q, block);
+    const RequestRows rows(params.cu_seqlens_q, params.total_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
     if (first_token < 0 || first_token >= rows.count) return;
     u16* out = static_cast<u16*>(params.dq) + head * params.dq_stride_h;

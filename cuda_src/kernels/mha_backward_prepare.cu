@@ -36,7 +36,7 @@ struct Params {
     i64 lse_stride_b, lse_stride_s, lse_stride_h;
     i64 dlse_stride_b, dlse_stride_s, dlse_stride_h;
     i64 blocks;  // of a head
-    int b, heads, seqlen_q, d_v;
+    int b, heads, seqlen_q, total_q, d_v;
     int accum_columns;  // of the sums of dQ
     int sink_dtype;     // common/float_dtypes.cuh
 };
@@ -48,16 +48,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 place = blockIdx.x;
     const i64 block = place % params.blocks;
     const int head = place / params.blocks;
-    const int request = request_of_block(params.cu_seqlens_q, params.b, params.seqlen_q, block);
-    const RequestRows rows(params.cu_seqlens_q, params.seqlen_q, request);
+    const int request =
+        request_of_block(params.cu_seqlens_q, params.b, params.total_q, params.seqlen_q, block);
+    const RequestRows rows(params.cu_seqlens_q, params.total_q, params.seqlen_q, request);
     const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
+    // Of every block, since tiles wait for turns: those of lengths that decrease are not found here.
+    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
     if (first_token < 0 || first_token >= rows.count) {
         if (params.attn_sink != nullptr && threadIdx.x == 0) params.dsink_parts[place] = 0.0f;
         return;
     }
-    int q_len = rows.count;
-    if (params.seqused_q != nullptr) q_len = min_int(q_len, params.seqused_q[request]);
-
+    const int q_len = used_tokens(params.seqused_q, request, rows.count);
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const i64 first = rows.begin + first_token + group;
@@ -92,7 +93,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
             sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
-    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
 
     float dots[kRows] = {};
     for (int column = kUnit * lane;; load(column)) {

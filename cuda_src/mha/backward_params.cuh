@@ -34,6 +34,7 @@ struct Params {
     int group;        // query heads of a KV head
     int d_qk, d_v;
     int seqlen_q, seqlen_k;
+    int total_q, total_k;           // tokens of q and k, as in mha/params.cuh
     int window_left, window_right;  // 2^30: none
     int tiles_per_head;             // without cu_seqlens_k
     int section;                    // KV heads whose tiles go together; divides heads_kv with cu_seqlens_k

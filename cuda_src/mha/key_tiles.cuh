@@ -69,7 +69,7 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
             const int request = first + lane_index();
             int tiles = 0;
             if (request < params.b)
-                tiles = ceil_div(params.cu_seqlens_k[request + 1] - params.cu_seqlens_k[request], kTileKeys) *
+                tiles = ceil_div(Segment(params.cu_seqlens_k, request, params.total_k, 0).count, kTileKeys) *
                         params.heads_kv;
             int upto = tiles;
 #pragma unroll
@@ -94,19 +94,14 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
         if (tile.request < 0) return tile;
     }
     tile.first_key = index * kTileKeys;
-    const RequestRows q(params.cu_seqlens_q, params.seqlen_q, tile.request);
+    const RequestRows q(params.cu_seqlens_q, params.total_q, params.seqlen_q, tile.request);
+    const Segment k(params.cu_seqlens_k, tile.request, params.total_k, params.seqlen_k);
     tile.q_begin = q.begin;
-    tile.q_len = q.count;
+    tile.q_len = used_tokens(params.seqused_q, tile.request, q.count);
     tile.first_row_block = q.first_block;
-    tile.k_begin = 0;
-    tile.k_rows = params.seqlen_k;
-    if (params.cu_seqlens_k != nullptr) {
-        tile.k_begin = params.cu_seqlens_k[tile.request];
-        tile.k_rows = params.cu_seqlens_k[tile.request + 1] - tile.k_begin;
-    }
-    tile.k_len = tile.k_rows;
-    if (params.seqused_q != nullptr) tile.q_len = min_int(tile.q_len, params.seqused_q[tile.request]);
-    if (params.seqused_k != nullptr) tile.k_len = min_int(tile.k_len, params.seqused_k[tile.request]);
+    tile.k_begin = k.begin;
+    tile.k_rows = k.count;
+    tile.k_len = used_tokens(params.seqused_k, tile.request, k.count);
     tile.offset = tile.k_len - tile.q_len;
     tile.first_query = max_int(-(tile.offset + params.window_right), 0);
     tile.first_seen_key = max_int(tile.offset - params.window_left, 0);

@@ -327,7 +327,8 @@ class PreparedFlexBackward:
     def _prepare_around(self, kernels: list[jit.Kernel], places: int, q_blocks: int) -> None:
         """The kernel before the main one and, where dq is needed, that behind it."""
         call = self._call
-        sizes = {"b": call.b, "seqlen_q": call.seqlen_q, "blocks": call.b * q_blocks, "sink_dtype": 0}
+        sizes = {"b": call.b, "blocks": call.b * q_blocks, "sink_dtype": 0}
+        sizes |= {"seqlen_q": call.seqlen_q, "total_q": call.seqlen_q}
         prepare = PREPARE_PARAMS.pack(
             **stride_params("out", call.out_strides),
             **stride_params("dout", call.dout_strides),
@@ -387,6 +388,8 @@ class PreparedFlexBackward:
             d_v=call.d_v,
             seqlen_q=call.seqlen_q,
             seqlen_k=call.seqlen_k,
+            total_q=call.seqlen_q,
+            total_k=call.seqlen_k,
             window_left=NO_BOUND,
             window_right=NO_BOUND,
             tiles_per_head=ceil_div(call.seqlen_k, tile_keys),

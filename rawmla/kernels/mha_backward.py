@@ -119,7 +119,7 @@ PREPARE_PARAMS = ParamStruct(
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
     I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
     I64("blocks"),
-    I32("b", "heads", "seqlen_q", "d_v", "accum_columns", "sink_dtype"),
+    I32("b", "heads", "seqlen_q", "total_q", "d_v", "accum_columns", "sink_dtype"),
     changing=(
         "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
         "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
@@ -143,8 +143,8 @@ def params_of(more_changing: Sequence[Declaration] = (), more: Iterable[Declarat
         I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
         I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
         I64("blocks"),
-        I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "window_left", "window_right"),
-        I32("tiles_per_head", "section", "alibi_stride_b"),
+        I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "total_q", "total_k"),
+        I32("window_left", "window_right", "tiles_per_head", "section", "alibi_stride_b"),
         F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
         more,
         changing=(*CHANGING, *(one.name for one in more_changing)),
@@ -156,7 +156,7 @@ FINISH_PARAMS = ParamStruct(
     POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
-    I32("b", "seqlen_q", "d_qk", "sink_dtype"),
+    I32("b", "seqlen_q", "total_q", "d_qk", "sink_dtype"),
     F32("scale"),
     changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
@@ -354,7 +354,7 @@ class PreparedMhaBackward:
             4 * call.h_q * blocks if call.deterministic and needs.dq else 0,  # turns
         ))  # fmt: skip
         sink_dtype = FLOAT_DTYPES[call.sink_dtype or "float32"]
-        sizes = {"b": call.b, "seqlen_q": seqlen_q, "blocks": blocks}
+        sizes = {"b": call.b, "seqlen_q": seqlen_q, "total_q": call.total_q, "blocks": blocks}
         prepare = PREPARE_PARAMS.pack(
             **stride_params("out", call.out_strides),
             **stride_params("dout", call.dout_strides),
@@ -380,6 +380,7 @@ class PreparedMhaBackward:
             d_qk=call.d_qk,
             d_v=call.d_v,
             seqlen_k=seqlen_k,
+            total_k=call.total_k,
             window_left=call.window_left,
             window_right=call.window_right,
             tiles_per_head=tiles_per_head,
