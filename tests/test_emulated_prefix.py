@@ -36,6 +36,14 @@ def test_other_schedules(emulator: Emulator, source: dict[str, Any]) -> None:
         check(PrefixCase(**FEW, **source))
 
 
+def test_turns_without_own_keys(emulator: Emulator) -> None:
+    """Lanes of the loader that look for its turn late, when the gatherer has taken the next one: these seeds
+    delay them."""
+    for emulator.seed in (8, 21, 24):
+        emulator.launched.clear()  # their number decides the order, too
+        check(PrefixCase((6, 4, 40), (-2, -4, -1), x=16, own_cached=True, h_q=1, h_kv=1))
+
+
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_more_tiles_than_sms(emulator: Emulator, source: dict[str, Any]) -> None:
     """Tiles that a CTA takes one after the other, from the counter."""

@@ -50,8 +50,9 @@ struct Turns {
     __device__ __forceinline__ void wait_for_gatherer(u32 tile) {
         mbarrier_wait_parity(smem_address(&gatherer), tile & 1);
     }
-    // All lanes of the warp
+    // All lanes of the warp. None still waits for the loader's turn: the next one has the parity after it.
     __device__ __forceinline__ void pass_to_gatherer() {
+        __syncwarp();
         if (lane_index() == 0) mbarrier_arrive(smem_address(&gatherer));
     }
     // One thread

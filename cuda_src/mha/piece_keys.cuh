@@ -81,14 +81,15 @@ struct Pages {
         const i64 entry_bytes = params.table_entry == 0 ? 4 : 8;
         row = static_cast<const char*>(params.block_table) + tile.request * params.table_stride * entry_bytes;
     }
-    // The page of a token, and the token's place in it.
+    // The page of a token, and the token's place in it. -1: it is not in the cache.
     __device__ __forceinline__ int find(const Params& params, int token, int& offset) const {
         const int entry = divide(token, params.block_magic, params.block_shift);
         offset = token - entry * params.block_size;
-        const i64 value = params.table_entry == 0 ? static_cast<const int*>(row)[entry]
-                                                  : static_cast<const i64*>(row)[entry];
-        if (params.table_entry < 2 || value <= 0) return static_cast<int>(value);
-        return divide_exactly(value - reinterpret_cast<i64>(params.k_cache), params.block_bytes_inverse,
-                              params.block_bytes_shift);
+        i64 page = params.table_entry == 0 ? static_cast<const int*>(row)[entry]
+                                           : static_cast<const i64*>(row)[entry];
+        if (params.table_entry == 2 && page > 0)
+            page = divide_exactly(page - reinterpret_cast<i64>(params.k_cache), params.block_bytes_inverse,
+                                  params.block_bytes_shift);
+        return static_cast<u64>(page) < static_cast<u64>(params.num_blocks) ? static_cast<int>(page) : -1;
     }
 };
