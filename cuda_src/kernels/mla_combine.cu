@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidentThreads / kThrea
     const SplitRange range(params, req);
     const int splits = range.count, first_split_idx = range.first;
     const bool merges = splits > 1;
-    const bool fits = first_split_idx >= 0 && first_split_idx + splits <= params.max_splits;
+    const bool fits = first_split_idx >= 0 && splits <= params.max_splits - first_split_idx;
     const int count = fits ? splits : 0;
     const i64 accum_row = static_cast<i64>(first_split_idx) * rows + first_row;
     SplitPointers pointers(params, accum_row + static_cast<i64>(group) * rows, half, lane_idx);

@@ -169,12 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
-    // Blocks and units per request
-    const int blocks_of_first = max_int(params.tokens.blocks(0), 1);
+    // Blocks and units per request. Lengths may be anything: those with more than so many blocks, which no
+    // memory has, are cut, so that no sum overflows.
+    const int most_blocks = divide(kMostBlocks, params.b_magic, params.b_shift);
+    const int blocks_of_first = clamp_int(params.tokens.blocks(0), 1, most_blocks);
     int units_here = 0;
     bool equal = b > 1;
     for (int i = first; i < last; ++i) {
-        const int blocks = max_int(params.tokens.blocks(i), 1);
+        const int blocks = clamp_int(params.tokens.blocks(i), 1, most_blocks);
         smem.blocks[i] = blocks;
         equal &= blocks == blocks_of_first;
         units_here += ceil_div(blocks, unit_blocks(params, blocks));

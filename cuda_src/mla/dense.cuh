@@ -21,6 +21,13 @@ constexpr int kVChunks = kDimV / Chunk::kCols;
 constexpr bool kHasRope = D_QK > kDimV;
 constexpr int kBoxes = kBlockTokens / BOX_ROWS;  // boxes per chunk of a block
 
+// A request has no more tokens than its row of the block table has pages for.
+struct TokensInTable : TokenCounts {
+    int room;
+
+    __device__ __forceinline__ int main(int req) const { return min_int(TokenCounts::main(req), room); }
+};
+
 struct Params {
     TensorMap k_map_half;  // box 64 columns x 64 tokens x 4 chunks
     TensorMap k_map_one;   // box 64 columns x BOX_ROWS tokens x 1 chunk
@@ -50,7 +57,9 @@ struct Params {
     int causal;
     float sm_scale_log2;
 
-    __device__ __forceinline__ TokenCounts tokens() const { return all_tokens(cache_seqlens); }
+    __device__ __forceinline__ TokensInTable tokens() const {
+        return {all_tokens(cache_seqlens), max_seqlen};
+    }
 };
 
 __device__ __forceinline__ int token_of_row(const Params& params, int row) {

@@ -168,7 +168,7 @@ __device__ __forceinline__ void prefetch_first_block(const Params& params) {
     WorkTile work;
     work.req = plan.begin_req;
     work.seqlen = params.tokens().main(work.req);
-    work.first_block = max_int(plan.begin_block, 0);
+    work.first_block = min_int(plan.begin_block, 1 << 24);  // so that numbers of tokens do not overflow
     work.num_blocks = 1;
     RowSelection selection;
     selection.start(params, work);

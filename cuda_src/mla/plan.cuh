@@ -47,23 +47,30 @@ struct TokenCounts {
     __device__ __forceinline__ int blocks(int req) const {
         return ceil_div(main(req), kBlockTokens) + ceil_div(extra(req), kBlockTokens);
     }
-    // Blocks per split in a batch-invariant plan, for a request of `num_blocks` blocks. In sparse decoding it
-    // follows from the largest counts that the call allows: a plan may be made without the lengths of the
-    // requests.
+    // Blocks per split in a batch-invariant plan, for a request of `num_blocks` blocks, which has at most
+    // kMostSplits. In sparse decoding it follows from the largest counts that the call allows: a plan may be
+    // made without the lengths of the requests.
+    static constexpr int kMostSplits = 32;
     __device__ __forceinline__ int invariant_split(int num_blocks) const {
         if (most != kUnlimited)
             num_blocks = ceil_div(most, kBlockTokens) + ceil_div(extra_most, kBlockTokens);
-        return max_int(8, ceil_div(num_blocks, 32));
+        return max_int(8, ceil_div(num_blocks, kMostSplits));
     }
 
   private:
     __device__ __forceinline__ static int clamped(const int* lengths, int most, int req) {
-        return lengths == nullptr ? most : max_int(min_int(load_global(lengths + req), most), 0);
+        // What rounds up to more blocks than an int counts is cut.
+        most = min_int(most, kUnlimited - kBlockTokens + 1);
+        return lengths == nullptr ? most : clamp_int(load_global(lengths + req), 0, most);
     }
 };
 __device__ __forceinline__ TokenCounts all_tokens(const int* cache_seqlens) {
     return {cache_seqlens, nullptr, TokenCounts::kUnlimited, 0};
 }
+
+// The caller's arrays may hold anything. A row that is read has requests of the batch, and blocks of which
+// sums do not overflow.
+constexpr int kMostBlocks = 1 << 29;
 
 struct PlanRow {
     int begin_req, end_req, begin_block, end_block, begin_split, mark;
@@ -79,8 +86,8 @@ __device__ __forceinline__ PlanRow read_plan_row(const int* sched_meta, int part
     PlanRow plan;
     plan.begin_req = load_global(row);
     plan.end_req = object_layout ? c1 : c2;
-    plan.begin_block = object_layout ? c2 : c1;
-    plan.end_block = load_global(row + 3);
+    plan.begin_block = clamp_int(object_layout ? c2 : c1, 0, kMostBlocks);
+    plan.end_block = clamp_int(load_global(row + 3), 0, kMostBlocks);
     plan.begin_split = load_global(row + 4);
     plan.mark = load_global(row + 7);
     if (plan.begin_req < 0 || plan.begin_req >= b) {  // idle: begin > end
@@ -179,22 +186,25 @@ struct WorkTileWalk {
         block = 0;
     }
 
-    __device__ __forceinline__ bool next(const PlanRow& row, const TokenCounts& tokens, const int* num_splits,
+    template <class Tokens>
+    __device__ __forceinline__ bool next(const PlanRow& row, const Tokens& tokens, const int* num_splits,
                                          int max_splits, WorkTile& work, bool uniform = false) {
         while (req <= row.end_req) {
             const int seqlen = tokens.main(req);
             const int splits_before = uniform ? 0 : load_global(num_splits + req);
             const int splits = uniform ? 0 : load_global(num_splits + req + 1) - splits_before;
             const int blocks = ceil_div(seqlen, kBlockTokens) + ceil_div(tokens.extra(req), kBlockTokens);
-            const int begin = req == row.begin_req ? max_int(row.begin_block, 0) : 0;
+            const int begin = req == row.begin_req ? row.begin_block : 0;
             int end = req == row.end_req ? row.end_block : blocks;
             const int first = max_int(block, begin);
             int stop = end;
             int split = req == row.begin_req ? row.begin_split : 0;
             if (row.batch_invariant()) {
                 const int split_blocks = tokens.invariant_split(blocks);
+                const int most = TokenCounts::kMostSplits;
                 if (req != row.end_req)
-                    end = splits * split_blocks;  // as planned, which may be more blocks than there are
+                    end = min_int(splits, most) * split_blocks;  // as planned: perhaps more than there are
+                end = min_int(end, most * split_blocks);
                 split = first / split_blocks;
                 stop = min_int(end, (split + 1) * split_blocks);
             }

@@ -74,19 +74,21 @@ def flash_mla_with_kvcache(
         are loaded in larger pieces when both are multiples of 16.
     block_table : array
         Dense: int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request,
-        in order. Entries past a request's length are never read into the result. An entry outside `0 ..
-        num_blocks - 1` within the length is undefined, and so is a length above `max_blocks *
-        page_block_size`. That product may be refused above 2**40 / page_block_size. With `indices` it is not
-        looked at: None.
+        in order. Entries past a request's length are never read into the result. Results of a request with
+        an entry outside `0 .. num_blocks - 1` within its length are undefined, but nothing outside of the
+        arrays is read. A length above `max_blocks * page_block_size` counts as this product, which may be
+        refused above 2**40 / page_block_size. With `indices` it is not looked at: None.
     cache_seqlens : array
-        Dense: int32 `[b]`, contiguous: KV tokens per request, 0 and up. With `indices` it is not looked at:
-        None.
+        Dense: int32 `[b]`, contiguous: KV tokens per request; below 0 counts as 0. With `indices` it is not
+        looked at: None.
     head_dim_v : int
         512.
     tile_scheduler_metadata : FlashMLASchedMeta or array
         The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). An object is
         filled by the first call with it, and checked by later calls. A tensor is int32 `[n, 8]`, any n >= 1,
-        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors.
+        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors. With other contents
+        than those of a plan for these lengths, results are undefined, but nothing outside of the arrays is
+        read or written.
     num_splits : array, optional
         int32 `[>= b + 1]`, contiguous, with a tensor plan; None with an object.
     softmax_scale : float, optional
