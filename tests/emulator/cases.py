@@ -49,6 +49,7 @@ import gpu_support  # noqa: E402
 import mha_backward_calls  # noqa: E402
 import mha_calls  # noqa: E402
 import prefix_calls  # noqa: E402
+import test_lengths_sanitizer as lengths_calls  # noqa: E402
 import test_prefill_sanitizer as prefill_calls  # noqa: E402
 import test_sparse_sanitizer as sparse_calls  # noqa: E402
 
@@ -56,7 +57,10 @@ import test_sparse_sanitizer as sparse_calls  # noqa: E402
 @contextlib.contextmanager
 def running_on(emulator: Emulator) -> Iterator[Emulator]:
     """Inside, `check` can be called."""
-    with_torch = (gpu_support, mha_calls, prefix_calls, flex_calls, mha_backward_calls, flex_backward_calls)
+    with_torch = (
+        *(gpu_support, mha_calls, prefix_calls, flex_calls, mha_backward_calls, flex_backward_calls),
+        lengths_calls,
+    )
     with contextlib.ExitStack() as stack:
         for module in with_torch:  # without a GPU they have none
             stack.enter_context(mock.patch.object(module, "torch", torch))

@@ -1,0 +1,29 @@
+"""Lengths, tables and indices of any values, on the emulated device: nothing outside of the arrays is read or
+written, and all calls end. The arrays of a call lie beside pages without access.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from test_lengths_sanitizer import OPERATIONS, Calls, Place, split_calls
+
+if TYPE_CHECKING:
+    from emulator import Emulator
+
+pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_nothing_outside_is_touched(emulator: Emulator, operation: Callable[[Place], Calls]) -> None:
+    from emulator.guards import Guards, failure_in_child
+
+    if operation is split_calls:
+        emulator.sm_count = 16  # so many that keys are split
+    guards = Guards()
+    with guards.of_library():
+        calls = operation(guards.place)
+        failure = failure_in_child({**calls, "then": guards.check}, seconds=60)
+    assert not failure, failure
