@@ -61,7 +61,7 @@ def pairs() -> list[Pair]:
     for number, (score, mask, dims, turn) in enumerate(chosen):
 
         def around(values: Any, number: int = number) -> Any:
-            # Steps of 37 from one pair of head dimensions to the next: with 38, functions would meet half of these.
+            # Steps of 37 between pairs of head dimensions: with 38, functions would meet half of these.
             return values[(number - number // len(SCORES)) % len(values)]
 
         (h_q, h_kv), (b, b_kv), (s_q, s_k) = around(HEADS), around(BATCHES), around(LENGTHS)
