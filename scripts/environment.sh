@@ -1,26 +1,30 @@
-# Sourced by bench.sh and test.sh, which share .venv: both install what this machine's driver can use.
+# Sourced by bench.sh and test.sh, which share .venv: both install what this machine can use.
 #
+#   has_driver                    whether there is an NVIDIA driver
 #   install EXTRA [PACKAGE ...]   makes .venv in the repository if there is none, and installs rawmla with the
-#                                 extra named, CUDA libraries for the driver, and torch where there is a driver
+#                                 extra named, CUDA libraries for the driver, and torch
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-cuda_extras() {
-    local driver
-    if ! driver=$(nvidia-smi 2>/dev/null); then
-        echo cu12 # no driver: kernels are compiled and not run, by the CUDA with the smaller download
-    elif [[ $driver =~ CUDA[A-Za-z\ ]*Version:\ *1[3-9] ]]; then
-        echo cu13,torch
+has_driver() { nvidia-smi >/dev/null 2>&1; }
+
+cuda_extra() {
+    if has_driver && ! [[ $(nvidia-smi) =~ CUDA[A-Za-z\ ]*Version:\ *1[3-9] ]]; then
+        echo cu12
     else
-        echo cu12,torch
+        echo cu13 # also without a driver: kernels are compiled then, and torch of this release needs CUDA 13
     fi
 }
 
 install() {
-    local extras
-    extras=$(cuda_extras),$1
-    shift
-    local size="about 300 MB, a minute or two"
-    [[ $extras == *torch* ]] && size="with PyTorch about 4 GB, some minutes"
+    local cuda extras packages size="about 4 GB, some minutes"
+    cuda=$(cuda_extra)
+    extras=$cuda,torch,$1
+    packages=("${@:2}")
+    if ! has_driver; then
+        # A build for CPUs is enough. pip takes one where it finds it, and only of the release that is named.
+        packages+=(torch==2.13.0)
+        size="about 4 GB; 500 MB if pip finds PyTorch for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)"
+    fi
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         python3 -m venv --clear .venv || {
             echo "error: python3 cannot make a virtual environment (on Debian and Ubuntu: apt install python3-venv)" >&2
@@ -28,11 +32,11 @@ install() {
         }
     fi
     local other=cupy-cuda13x
-    [[ $extras == cu13* ]] && other=cupy-cuda12x
+    [[ $cuda == cu13 ]] && other=cupy-cuda12x
     if .venv/bin/python -m pip show --quiet "$other" 2>/dev/null; then
-        echo "error: .venv has $other, which is for another driver than this machine's: rm -rf .venv, then again" >&2
+        echo "error: .venv has $other, and this machine needs the extra $cuda: rm -rf .venv, then again" >&2
         return 1
     fi
-    echo "Installing rawmla[$extras] $* into .venv. The first time it downloads $size; later it takes seconds." >&2
-    .venv/bin/python -m pip install --disable-pip-version-check --editable ".[$extras]" "$@" >&2
+    echo "Installing rawmla[$extras] ${packages[*]} into .venv. The first time it downloads $size; later it takes seconds." >&2
+    .venv/bin/python -m pip install --disable-pip-version-check --editable ".[$extras]" "${packages[@]}" >&2
 }

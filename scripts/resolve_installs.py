@@ -27,14 +27,18 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CUDA_OF = {"cu12": 12, "cu13": 13}
 OPTIONS = ((), ("torch",))
 TOOLS = ("test", "plot")
+WITHOUT_A_DRIVER = ("cu13", "torch", "test", "torch==2.13.0")
+"""What scripts/environment.sh installs there."""
 NVRTC_OF = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 NVRTC_RANGE = ((12, 6), (13, 5))
 
 
 def combinations() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Python version and extras of every documented installation."""
+    """Python version and extras of every documented installation, maybe with a release of torch."""
     for python, cuda, option, tool in itertools.product(PYTHONS, CUDA_OF, OPTIONS, TOOLS):
         yield python, (cuda, *option, tool)
+    for python in PYTHONS:
+        yield python, WITHOUT_A_DRIVER
 
 
 def resolve(python: str, extras: tuple[str, ...]) -> dict[str, str]:
@@ -44,6 +48,7 @@ def resolve(python: str, extras: tuple[str, ...]) -> dict[str, str]:
         "pip",
         "compile",
         "pyproject.toml",
+        "-",
         "--quiet",
         "--no-config",
         "--no-header",
@@ -51,12 +56,15 @@ def resolve(python: str, extras: tuple[str, ...]) -> dict[str, str]:
     ]
     command += ["--python", sys.executable, "--no-python-downloads", "--only-binary", ":all:"]
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
-    command += [word for extra in extras for word in ("--extra", extra)]
+    releases = [word for word in extras if "==" in word]
+    command += [word for extra in extras if extra not in releases for word in ("--extra", extra)]
     # Wheels on a machine's own disk, such as CPU builds of torch, are not what users get.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_FIND"))
     }
-    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    answer = subprocess.run(
+        command, cwd=ROOT, env=environment, input="\n".join(releases), capture_output=True, text=True
+    )
     if answer.returncode:
         raise RuntimeError(answer.stderr.strip())
     pairs = (line.split(";")[0].strip().split("==") for line in answer.stdout.splitlines() if "==" in line)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path
@@ -100,6 +101,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("full"):
         config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(Order())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what was skipped, a line for each reason: a file without torch is else no more than a letter."""
+    counts = Counter(
+        ("file" if isinstance(report, pytest.CollectReport) else "test", str(report.longrepr[2]))
+        for report in terminalreporter.getreports("skipped")
+    )
+    for (kind, reason), count in counts.most_common():
+        several = f"{count} {kind}{'s' * (count > 1)}"
+        terminalreporter.write_line(f"skipped {several}: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")

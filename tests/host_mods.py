@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import shutil
+import os
 import struct
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +15,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from cuda_probe import source
+from emulator.build import build_library, missing_reason
 
 from rawmla.attention.mods import ELEMENTS, Mod, Place, header, reading_of
 
-needs_host_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on the PATH")
+needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
 _STAND_INS = r"""
 #include <cmath>
@@ -56,15 +55,11 @@ def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> by
 
 
 @functools.cache
-def _library(text: str) -> ctypes.CDLL:
-    folder = Path(tempfile.gettempdir()) / "rawmla-host-mods"
-    folder.mkdir(exist_ok=True)
-    name = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-    name.with_suffix(".cpp").write_text(text)
-    command = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC", "-o", f"{name}.so", f"{name}.cpp"]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert built.returncode == 0, f"{text}\n{built.stderr}"
-    return ctypes.CDLL(f"{name}.so")
+def compiled(text: str) -> ctypes.CDLL:
+    """The library of a C++ text, which is compiled once for all processes of a user."""
+    folder = Path(tempfile.gettempdir()) / f"rawmla-host-mods-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return ctypes.CDLL(str(build_library("mods", {"mods.cpp": text}, ["mods.cpp"], ["-O0", "-w"], folder)))
 
 
 def _called() -> str:
@@ -85,7 +80,7 @@ extern "C" void run(const float* x, const float* y, int n, float* out) {{
     held = [x.contiguous() for x in arguments]
     out = torch.empty_like(held[0])
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (held[0], held[-1], out)]
-    _library(text).run(pointers[0], pointers[1], out.numel(), pointers[2])
+    compiled(text).run(pointers[0], pointers[1], out.numel(), pointers[2])
     return out
 
 
@@ -124,7 +119,7 @@ extern "C" void run(void** arrays, const float* scores, const int* at, int n, fl
         *[capture.array.data_ptr() for capture in traced.captures]
     )
     at = indices.to(torch.int32).contiguous()
-    _library(text).run(
+    compiled(text).run(
         arrays,
         ctypes.c_void_p(scores.data_ptr()),
         ctypes.c_void_p(at.data_ptr()),
@@ -179,7 +174,7 @@ extern "C" void run(const void* bytes, const float* scores, const int* at, const
     places = [Place(x.data_ptr(), tuple(x.shape), x.stride()) for x in captured]
     gradients = {place: torch.zeros(captured[place].shape) for place in traced.backward.gradients}
     packed = pack(traced, places, [x.data_ptr() for x in gradients.values()])
-    library = _library(text)
+    library = compiled(text)
     assert library.size() == len(packed)
     values, derivatives = torch.empty(n), torch.empty(n)
     found = torch.full((n, sites), -1, dtype=torch.int64)

@@ -5,6 +5,7 @@ Faults are small kernels. Each has a twin without the fault, which ends well und
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from functools import partial
@@ -495,3 +496,23 @@ def test_command(tmp_path: Path, emulator_folder: Path, emulator: Emulator) -> N
     assert "mha_forward[" in first
     error = float(first.split("error ")[1].split(",")[0])
     assert 1e-4 < error < 5e-3, "of bfloat16, beside float64"
+
+
+def test_a_library_has_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may open it as soon as it is there."""
+    from emulator import build
+
+    if build.missing_reason() is not None:
+        pytest.skip(str(build.missing_reason()))
+    run, there = subprocess.run, []
+
+    def compile(*arguments: Any, **keywords: Any) -> Any:
+        done = run(*arguments, **keywords)
+        there.extend(tmp_path.glob("*.so"))
+        return done
+
+    monkeypatch.setattr(subprocess, "run", compile)
+    text = {"one.cpp": 'extern "C" int one() { return 1; }'}
+    made = [build.build_library("one", text, ["one.cpp"], ["-O0"], tmp_path) for _ in range(2)]
+    assert there == [] and made == [*tmp_path.glob("*.so")] * 2
+    assert ctypes.CDLL(str(made[0])).one() == 1

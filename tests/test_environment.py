@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,27 +59,58 @@ def test_the_first_call_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
         environment.warn_of_conflicts.cache_clear()
 
 
+def commands_of(script: str, folder: Path, answer: str, *arguments: str) -> tuple[list[str], str]:
+    """What a script has Python do where `nvidia-smi` gives the answer, as lines of OMP_NUM_THREADS and
+    arguments, and what it says.
+    """
+    log = folder / "log"
+    for name, text in {
+        "scripts/environment.sh": (ROOT / "scripts" / "environment.sh").read_text(),
+        f"scripts/{script}": (ROOT / "scripts" / script).read_text(),
+        "bin/nvidia-smi": f"#!/bin/sh\n{answer}\n",
+        ".venv/bin/python": f"""#!/bin/sh
+[ "$3" = show ] || echo "${{OMP_NUM_THREADS:-unset}} $*" >>{log}
+[ "$3" != show ]
+""",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    command = ["bash", f"scripts/{script}", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return log.read_text().splitlines(), done.stderr
+
+
 @pytest.mark.parametrize(
-    ("answer", "extras"),
+    ("answer", "installed"),
     [
-        ("exit 9", "cu12"),
-        ("echo '| Driver Version: 550.54   CUDA Version: 12.4  |'", "cu12,torch"),
-        ("echo '| Driver Version: 580.159  CUDA Version: 13.0  |'", "cu13,torch"),
-        ("echo '| KMD Version: 610.1  CUDA UMD Version: 13.4  |'", "cu13,torch"),
+        ("exit 9", ".[cu13,torch,test] torch==2.13.0"),
+        ("echo '| Driver Version: 550.54   CUDA Version: 12.4  |'", ".[cu12,torch,test]"),
+        ("echo '| Driver Version: 580.159  CUDA Version: 13.0  |'", ".[cu13,torch,test]"),
+        ("echo '| KMD Version: 610.1  CUDA UMD Version: 13.4  |'", ".[cu13,torch,test]"),
     ],
     ids=["no driver", "driver of CUDA 12", "driver of CUDA 13", "newer wording"],
 )
-def test_both_commands_choose_extras_by_the_driver(tmp_path: Path, answer: str, extras: str) -> None:
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    script = f'PATH="{tmp_path}:$PATH"; source scripts/environment.sh; cuda_extras'
-    found = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, capture_output=True, text=True
-    )
-    assert (found.returncode, found.stdout) == (0, extras + "\n"), found.stderr
-    for name in ("bench.sh", "test.sh"):
-        text = (ROOT / "scripts" / name).read_text()
-        assert "environment.sh" in text and "cu1" not in text
+def test_the_test_command(tmp_path: Path, answer: str, installed: str) -> None:
+    """It installs torch, also without a driver, and says what it does. Processes side by side would share a
+    GPU.
+    """
+    (_, install, test), said = commands_of("test.sh", tmp_path, answer, "-k", "one")
+    assert install.endswith(f"--editable {installed}")
+    assert f"Installing rawmla{installed[1:]} " in said
+    assert "it downloads about 4 GB" in said
+    if answer == "exit 9":
+        assert test == "1 -m pytest -q -n auto --dist worksteal -k one"
+        assert "minutes on two idle cores" in said
+    else:
+        assert test == "unset -m pytest -q -k one"
+
+
+def test_the_benchmark_installs_the_same(tmp_path: Path) -> None:
+    (_, install, _), _ = commands_of("bench.sh", tmp_path, "exit 9")
+    assert install.endswith("--editable .[cu13,torch,plot] nvidia-ml-py torch==2.13.0")
 
 
 @pytest.mark.parametrize(
@@ -105,3 +139,29 @@ def test_installations_that_would_not_do(
     found = {**CUDA12, "ml-dtypes": "0.6", "torch": "2.10.0", "nvidia-cudnn-cu12": "9.10", **change}
     found = {name: version for name, version in found.items() if version is not None}
     assert resolve_installs.fault(("cu12", "torch", "test"), found) == text
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_skipped_tests_are_counted_by_reason(tmp_path: Path, workers: str) -> None:
+    """Also whole files, of which pytest itself shows a letter each."""
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "test_a.py").write_text("import pytest\npytest.importorskip('missing_package')\n")
+    (tmp_path / "test_b.py").write_text(
+        "import pytest\n@pytest.mark.skip(reason='no tool')\n"
+        "@pytest.mark.parametrize('x', range(3))\ndef test_it(x): pass\ndef test_other(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\nskipped 3 tests: no tool\nskipped 1 file: could not import 'missing_package'" in done.stdout
+
+
+def test_what_is_installed_without_a_driver_is_resolved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import resolve_installs
+
+    *extras, torch = resolve_installs.WITHOUT_A_DRIVER
+    text = (ROOT / "scripts" / "environment.sh").read_text()
+    assert f"packages+=({torch})" in text
+    wanted = [extras for _, extras in resolve_installs.combinations()]
+    assert wanted.count(resolve_installs.WITHOUT_A_DRIVER) == 4 and extras == ["cu13", "torch", "test"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_probe import source
-from host_mods import _library, needs_host_compiler
+from host_mods import compiled, needs_host_compiler
 
 pytestmark = needs_host_compiler
 KEYS, QUERIES = 16, 64  # of a warp, and of a block
@@ -150,7 +150,7 @@ class _Params(ctypes.Structure):
 def library(pass_: int) -> ctypes.CDLL:
     parts = [source(f"mha/{name}.cuh") for name in ("captured_cells", "captured_sums")]
     text = re.sub(r"^#(include|pragma).*$", "", "\n".join(parts), flags=re.MULTILINE)
-    made = _library(f"{_BEFORE}\n#define PASS {pass_}\n{text}{_RUN}")
+    made = compiled(f"{_BEFORE}\n#define PASS {pass_}\n{text}{_RUN}")
     made.unit.restype = ctypes.c_double
     return made
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cuda_probe import source
-from host_mods import _library, needs_host_compiler
+from host_mods import compiled, needs_host_compiler
 
 from rawmla.kernels.flex_backward import RANKS_SPEC
 
@@ -92,13 +92,13 @@ class _RankParams(ctypes.Structure):
 def _walking() -> ctypes.CDLL:
     text = source("mha/query_lists.cuh")
     first, last = text.index("struct alignas(16) QueryStep"), text.index("// One thread: copies K and V once")
-    return _library(_BEFORE + _WALK + text[first:last] + _CALLS)
+    return compiled(_BEFORE + _WALK + text[first:last] + _CALLS)
 
 
 def _ranking() -> ctypes.CDLL:
     _, _, text = source("kernels/block_mask_ranks.cu").partition('types.cuh"')
     before = f"#define THREADS {RANKS_SPEC.threads}\nstatic Dim threadIdx{{0}}, blockIdx{{0}}, gridDim{{1}};"
-    return _library(_BEFORE + before + text + _RANK)
+    return compiled(_BEFORE + before + text + _RANK)
 
 
 class Case(NamedTuple):

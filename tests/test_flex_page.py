@@ -155,9 +155,9 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_text_of_causal() -> None:
     """The text that the page shows."""
+    names, _ = on_the_cpu("causal")
     from rawmla.attention.trace import trace
 
-    names, _ = on_the_cpu("causal")
     text = trace(names["causal"], "mask_mod").text
     assert "\n".join(f"    {line}" for line in text.splitlines()) in PAGE
 

@@ -958,6 +958,7 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 def test_a_process_that_compiles_ahead() -> None:
     """It finds its modules, and the cases that it is given."""
+    pytest.importorskip("torch")
     process = ahead.begin([])
     assert process.wait(timeout=60) == 0
 

@@ -35,7 +35,7 @@ def missing_reason() -> str | None:
     if platform.machine() != "x86_64":
         return f"the emulator needs an x86-64 CPU, not {platform.machine()}"
     if shutil.which("g++") is None:
-        return "the emulator needs g++"
+        return "g++ is not on the PATH"
     version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True).stdout.strip()
     if int(version.partition(".")[0]) < _LEAST_GCC:
         return f"the emulator needs g++ {_LEAST_GCC}, found {version}"
@@ -69,12 +69,12 @@ extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params);
     defines = [f"-D{name}={value}" for name, value in spec.macros]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge.
     flags = ["-O1", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
-    return ctypes.CDLL(str(_build(spec.name, files, ["entry.cpp"], flags, folder)))
+    return ctypes.CDLL(str(build_library(spec.name, files, ["entry.cpp"], flags, folder)))
 
 
 def _build_machine(folder: Path) -> Path:
     files = {name: (CUDA / name).read_text() for name in (*_MACHINE, *_HEADERS)}
-    return _build("machine", files, _MACHINE, ["-O3"], folder)
+    return build_library("machine", files, _MACHINE, ["-O3"], folder)
 
 
 def launcher(folder: Path) -> ctypes.CDLL:
@@ -82,7 +82,7 @@ def launcher(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(_build_machine(folder)))
 
 
-def _build(
+def build_library(
     name: str, files: dict[str, str], compiled: tuple[str, ...] | list[str], flags: list[str], folder: Path
 ) -> Path:
     """The library that g++ makes of some files; processes that want the same wait for the first."""
