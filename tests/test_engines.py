@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 
 from rawmla.engines import sglang, vllm
@@ -98,8 +99,10 @@ def set_version(root: Path, name: str, version: str) -> None:
     write(root, {f"{name}-{version}.dist-info/METADATA": text})
 
 
-def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> tuple[Any, str]:
-    """What a fresh interpreter prints as JSON, and its log."""
+def run(
+    root: Path, code: str, mode: str | None = "patch", start: bool = False, **variables: str
+) -> tuple[Any, str]:
+    """What a process of its own prints as JSON, and its log; `start`: one that has not imported torch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]), **variables}
     environment.pop(vllm.VARIABLE, None)
     if mode is not None:
@@ -108,9 +111,11 @@ def run(root: Path, code: str, mode: str | None = "patch", **variables: str) -> 
     script.write_text(
         PROBE + "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines())
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=root, env=environment, capture_output=True, text=True, timeout=120
-    )
+    if start:
+        command = [sys.executable, str(script)]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    else:
+        done = fresh.run((str(script),), root, environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
@@ -165,7 +170,7 @@ def test_register_is_cheap(tree: Path) -> None:
         "from rawmla.engines.vllm import register; register(); seconds = time.perf_counter() - start\n"
         "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))"
     )
-    (seconds, loaded), _ = run(tree, code)
+    (seconds, loaded), _ = run(tree, code, start=True)
     heavy = ("torch", "cupy", "cuda", "vllm", "numpy", "rawmla.mla", "rawmla.compat", "rawmla.jit")
     assert not [name for name in loaded if name.startswith(heavy)]
     assert seconds < 0.5

@@ -7,12 +7,12 @@ import ast
 import inspect
 import py_compile
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 
 import rawmla
@@ -115,9 +115,7 @@ def test_without_a_gpu(path: Path) -> None:
     needs(path)
     if missing_hopper_reason() is None:
         pytest.skip("there is a GPU")
-    answer = subprocess.run(
-        [sys.executable, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    answer = fresh.run((str(path),), ROOT)
     with pytest.raises(rawmla.RawMLAError) as error:
         rawmla.warmup()
     assert answer.returncode == 1
@@ -140,9 +138,7 @@ def test_without_a_package(name: str, package: str, requirement: str, tmp_path: 
         f"import runpy, sys; sys.path.insert(0, {str(tmp_path)!r}); "
         f"runpy.run_path('examples/{name}.py', run_name='__main__')"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
+    answer = fresh.run(("-c", code), ROOT)
     assert answer.returncode == 1
     assert answer.stderr == f"this example needs {package}: pip install {requirement}\n"
 

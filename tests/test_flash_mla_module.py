@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import fresh
 import pytest
 from decode_fakes import (
     FakeArray,
@@ -38,18 +39,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def run(
     code: str, cwd: Path, *path: Path, arguments: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that finds `path` and then rawmla; `arguments` instead of the code as a command."""
+    """A process that finds `path` and then rawmla; with `arguments`, instead of code, a fresh interpreter."""
     folders = os.pathsep.join(map(str, (*path, ROOT)))
     names = {"RAWMLA_LOG", "RAWMLA_FLASH_MLA_API"}
     kept = {name: value for name, value in os.environ.items() if name not in names}
-    return subprocess.run(
-        [sys.executable, *(arguments or ("-c", code))],
-        cwd=cwd,
-        env={**kept, "PYTHONPATH": folders, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = {**kept, "PYTHONPATH": folders, **environment}
+    if not arguments:
+        return fresh.run(("-c", code), cwd, environment)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
 
 
 def succeeds(code: str, cwd: Path, *path: Path, **environment: str) -> str:
@@ -104,7 +102,8 @@ assert rawmla.compat.status()["flash_mla"] is None
         code = (
             "import sys, rawmla.compat; rawmla.compat.status(); print({'torch', 'cupy'} & set(sys.modules))"
         )
-        assert succeeds(code, tmp_path) == "set()\n"
+        answer = run("", tmp_path, arguments=("-c", code))
+        assert answer.stdout == "set()\n", answer.stderr
 
     @pytest.mark.parametrize("imported", (False, True))
     def test_foreign_module(self, tmp_path: Path, foreign: Path, imported: bool) -> None:

@@ -1,0 +1,76 @@
+"""Python programs in processes of their own, without the seconds that importing torch takes.
+
+A process that has imported torch, and nothing of rawmla, forks for each program. A test of what is imported,
+or of how Python starts, needs a process that is started from the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+_SERVER = """
+import importlib, json, os, runpy, signal, sys, types
+try:
+    import torch
+except ImportError:
+    pass
+outside = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+rest = [folder for folder in sys.path[1:] if folder not in outside]
+for line in sys.stdin:
+    given = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+signal.alarm(given["timeout"])
+for file, name in ((0, os.devnull), (1, given["stdout"]), (2, given["stderr"])):
+    os.dup2(os.open(name, os.O_RDWR), file)
+os.chdir(given["cwd"])
+os.environ.clear()
+os.environ.update(given["env"])
+program, *arguments = given["arguments"]
+first, arguments = ("", arguments[1:]) if program == "-c" else (os.path.dirname(program), arguments)
+sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *rest]
+sys.argv[:] = [program, *arguments]
+importlib.invalidate_caches()
+if program == "-c":
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(given["arguments"][1], "<string>", "exec"), vars(main))
+else:
+    runpy.run_path(program, run_name="__main__")
+"""
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks; it ends with this one, which holds the other end of its input."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def run(
+    arguments: Sequence[str], cwd: Path, env: Mapping[str, str] = os.environ, timeout: int = 120
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -c text` or `python script.py` with arguments, as `subprocess.run` does, output captured.
+
+    After `timeout` seconds the program is ended, and its status is that of SIGALRM.
+    """
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as error:
+        files = {"stdout": out.name, "stderr": error.name}
+        given = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env), "timeout": timeout, **files}
+        server.stdin.write(json.dumps(given) + "\n")
+        server.stdin.flush()
+        status = int(server.stdout.readline())
+        return subprocess.CompletedProcess(arguments, status, out.read(), error.read())
