@@ -1,4 +1,4 @@
-"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all] [--out DIR]`` and
+"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all | --only REGEX] [--out DIR]`` and
 ``flash-mla -- script.py``.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import sysconfig
 import tempfile
@@ -49,11 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="compile the kernels ahead; needs no GPU",
         description="Compile the kernels into the cache, so that no program waits for it. Needs no GPU.",
     )
-    compiling.add_argument(
+    chosen = compiling.add_mutually_exclusive_group()
+    chosen.add_argument(
         "--all",
         action="store_true",
         help="all of MLA, and dense attention and prefix prefill with the usual head dimensions; not those "
         "with softcap, ALiBi, FP8 output, or functions of yours, which are compiled at their first call",
+    )
+    chosen.add_argument(
+        "--only",
+        metavar="REGEX",
+        help="those of --all whose names match, such as 'mha_forward.*D_QK=128'",
     )
     compiling.add_argument(
         "--out",
@@ -95,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.path and arguments.api:
                 running.error("--api goes with a program; beside --path set RAWMLA_FLASH_MLA_API")
             return _flash_mla(program, arguments.api)
-        return _compile(every=arguments.all, out=arguments.out)
+        return _compile(every=arguments.all, only=arguments.only, out=arguments.out)
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -156,15 +163,28 @@ def _flash_mla(program: Sequence[str], api: str | None) -> int:
     os.execve(sys.executable, [sys.executable, *program], environment)
 
 
-def _compile(*, every: bool, out: Path | None) -> int:
+def _chosen_specs(every: bool, only: str | None) -> list[KernelSpec]:
+    from rawmla import kernels
+
+    if only is None:
+        return kernels.all_specs() if every else kernels.default_specs()
+    try:
+        pattern = re.compile(only)
+    except re.error as error:
+        raise ValueError(f"--only: expected a regular expression, got {only!r} ({error})") from None
+    specs = [spec for spec in kernels.all_specs() if pattern.search(spec.label)]
+    if not specs:
+        raise ValueError(f"--only: expected a match with a kernel that --all compiles, got {only!r}")
+    return specs
+
+
+def _compile(*, every: bool, only: str | None, out: Path | None) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from rawmla import kernels
-
+    specs = _chosen_specs(every, only)
     if out is not None:
         _require_writable(out)
-    specs = kernels.all_specs() if every else kernels.default_specs()
     builder = default_builder()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     built: dict[KernelSpec, CompiledKernel] = {}

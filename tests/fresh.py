@@ -6,6 +6,7 @@ or of how Python starts, needs a process that is started from the beginning.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -17,18 +18,18 @@ from pathlib import Path
 
 _SERVER = """
 import importlib, json, os, runpy, signal, sys, types
-try:
-    import torch
-except ImportError:
-    pass
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what imports may print
+exec(sys.argv[1])
 outside = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 rest = [folder for folder in sys.path[1:] if folder not in outside]
 for line in sys.stdin:
     given = json.loads(line)
+    sys.stdout.flush()
     child = os.fork()
     if not child:
         break
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
 else:
     sys.exit()
 signal.alarm(given["timeout"])
@@ -50,27 +51,37 @@ else:
 """
 
 
+IMPORTS = "from contextlib import suppress\nwith suppress(ImportError): import torch"
+
+
 @cache
-def _server() -> subprocess.Popen[str]:
-    """The process that forks; it ends with this one, which holds the other end of its input."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _server(imports: str) -> subprocess.Popen[str]:
+    """The process that forks. It ends when its input does, at the latest with this process."""
+    command = [sys.executable, "-c", _SERVER, imports]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)
+    return server
 
 
 def run(
-    arguments: Sequence[str], cwd: Path, env: Mapping[str, str] = os.environ, timeout: int = 120
+    arguments: Sequence[str],
+    cwd: Path,
+    env: Mapping[str, str] = os.environ,
+    timeout: int = 120,
+    imports: str = IMPORTS,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -c text` or `python script.py` with arguments, as `subprocess.run` does, output captured.
 
-    After `timeout` seconds the program is ended, and its status is that of SIGALRM.
+    After `timeout` seconds the program is ended, and its status is that of SIGALRM. `imports` runs once, for
+    all programs that name it.
     """
-    server = _server()
+    server = _server(imports)
     assert server.stdin is not None and server.stdout is not None
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as error:
         files = {"stdout": out.name, "stderr": error.name}
         given = {"arguments": list(arguments), "cwd": str(cwd), "env": dict(env), "timeout": timeout, **files}
         server.stdin.write(json.dumps(given) + "\n")
         server.stdin.flush()
-        status = int(server.stdout.readline())
-        return subprocess.CompletedProcess(arguments, status, out.read(), error.read())
+        answer = server.stdout.readline()
+        assert answer, f"{imports} failed: see standard error"
+        return subprocess.CompletedProcess(arguments, int(answer), out.read(), error.read())

@@ -54,6 +54,16 @@ def test_compile_fills_the_cache(project: Project, capsys: pytest.CaptureFixture
     assert [line.split()[-1] for line in lines[1:4]] == ["cache", "cache", "compiled"]
 
 
+def test_compile_only_some(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compile", "--only", "FACTOR=[23]"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["tiny[FACTOR=2]", "tiny[FACTOR=3]"]
+    assert lines[3].startswith("2 of 2 kernels ready")
+    for regex, text in (("huge", "a match with a kernel that --all compiles"), ("(", "a regular expression")):
+        assert cli.main(["compile", "--only", regex]) == 1
+        assert capsys.readouterr().err.startswith(f"error: --only: expected {text}, got {regex!r}")
+
+
 def test_compile_shows_progress(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["compile"])
     assert "2/2" in capsys.readouterr().err

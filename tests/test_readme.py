@@ -119,4 +119,4 @@ def test_commands_are_one_line_each() -> None:
 
 def test_ci_runs_the_readmes_test_command() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    assert "<!-- command: test -->" in script
+    assert "<!-- command: $1 -->" in script and "readme_command test\n" in script

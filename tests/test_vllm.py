@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 
 from rawmla.engines import vllm
@@ -40,6 +41,11 @@ def install_entry_points(folder: Path) -> None:
 
 
 VERSION = installed_version()
+IMPORTS = f"""
+sys.path[:0] = {[str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "gpu")]}
+import record_contracts
+record_contracts.vllm_without_gpu()
+"""
 pytestmark = pytest.mark.skipif(
     VERSION not in vllm.TESTED, reason=f"needs vLLM {' or '.join(vllm.TESTED)}, which is not installed"
 )
@@ -49,8 +55,12 @@ def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None
     """What a function of tests/vllm_probe.py finds, in a process of its own."""
     folders = [str(ROOT), *([] if path is None else [str(path)])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.VARIABLE: mode}
-    command = [sys.executable, str(ROOT / "tests" / "vllm_probe.py"), function, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = (str(ROOT / "tests" / "vllm_probe.py"), function, *arguments)
+    if function == "before":  # vLLM is imported
+        start = [sys.executable, *command]
+        done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=300)
+    else:
+        done = fresh.run(command, ROOT, environment, timeout=300, imports=IMPORTS)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

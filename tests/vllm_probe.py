@@ -1,4 +1,5 @@
-"""Looks at the real vLLM with the plug-in in it; run by tests/test_vllm.py, one function per process.
+"""Looks at the real vLLM with the plug-in in it; run by tests/test_vllm.py, one function per process,
+most of them in a process where vLLM is imported already.
 
 vLLM is imported on the CPU as scripts/record_contracts.py does it. Prints what it found as JSON.
 """
@@ -80,11 +81,11 @@ def fp8() -> Any:
     return None
 
 
-def _member(queue: Any, member: Any) -> None:
+def _paths(queue: Any, members: dict[str, Any]) -> None:
     from rawmla.engines.vllm import register
 
     register()
-    queue.put(member.get_path())
+    queue.put({name: member.get_path() for name, member in members.items()})
 
 
 def backends() -> Any:
@@ -96,10 +97,15 @@ def backends() -> Any:
     from rawmla.engines.vllm import register
 
     register()
-    found = {}
+    members = {name: AttentionBackendEnum[name] for name in ("FLASHMLA", "FLASHMLA_SPARSE", "CUSTOM")}
     context = multiprocessing.get_context("spawn")
-    for name in ("FLASHMLA", "FLASHMLA_SPARSE", "CUSTOM"):
-        member = AttentionBackendEnum[name]
+    queue = context.Queue()
+    process = context.Process(target=_paths, args=(queue, members))
+    process.start()
+    paths = queue.get(timeout=120)
+    process.join()
+    found = {}
+    for name, member in members.items():
         backend = member.get_class()
         sparse = backend.is_sparse()
         reasons = {}
@@ -112,18 +118,14 @@ def backends() -> Any:
                     device_capability=DeviceCapability(major, 0), attn_type="decoder",
                     use_batch_invariant=invariant,
                 )  # fmt: skip
-        queue = context.Queue()
-        process = context.Process(target=_member, args=(queue, member))
-        process.start()
         found[name] = {
             "class": f"{backend.__module__}.{backend.__qualname__}",
             "name": backend.get_name(),
             "builder": backend.get_builder_cls().__name__,
             "impl": backend.get_impl_cls().__name__,
             "reasons": reasons,
-            "in a worker": queue.get(timeout=120),
+            "in a worker": paths[name],
         }
-        process.join()
     return found
 
 
