@@ -14,12 +14,13 @@ if [[ ! $folder/installed -nt ${BASH_SOURCE[0]} ]]; then
     pip() { "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
     # torch by exact version first: a bare requirement would bring another build.
     pip torch==2.13.0
-    pip --no-deps vllm==0.33.0 sglang==0.5.23
     pip aiohttp blake3 cachetools cbor2 cloudpickle depyf einops fastapi ijson IPython jsonschema llguidance msgspec \
         openai openai-harmony opentelemetry-api orjson partial-json-parser pillow prometheus_client \
         prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq \
         regex requests sentencepiece setproctitle 'setuptools<81' tiktoken tqdm 'transformers>=5.16.1,<5.21' uvloop \
         watchfiles xgrammar filelock ml_dtypes numpy pytest rich
+    # Last: pip would say at each later package what the engines miss.
+    pip --no-deps vllm==0.33.0 sglang==0.5.23
     touch "$folder/installed"
 fi
 [[ ${1:-} == install ]] || exec "$folder/bin/python" -m pytest -q tests/test_vllm.py tests/test_sglang.py
