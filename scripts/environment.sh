@@ -23,7 +23,7 @@ install() {
     if ! has_driver; then
         # A build for CPUs is enough. pip takes one where it finds it, and only of the release that is named.
         packages+=(torch==2.13.0)
-        size="about 4 GB; 500 MB if pip finds PyTorch for CPUs (PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu)"
+        size="about 4 GB, or 500 MB if pip's index has a build of PyTorch for CPUs"
     fi
     if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
         python3 -m venv --clear .venv || {

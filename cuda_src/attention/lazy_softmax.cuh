@@ -16,10 +16,9 @@ struct LazySoftmax {
     bool rescales = false;                  // whether a factor of the warp is not 1
     float top_score[2] = {-kInfinity, -kInfinity};
 
-    // Replaces the scores of a block by their probabilities. `masked`: scores may be -inf. All lanes of a
-    // warp call.
+    // Replaces the scores of a block by their probabilities. All lanes of a warp call.
     template <int kCount>
-    __device__ __forceinline__ void block(float (&s)[kCount], float scale_log2, bool masked) {
+    __device__ __forceinline__ void block(float (&s)[kCount], float scale_log2) {
         float top[2] = {fmaxf(s[0], s[1]), fmaxf(s[2], s[3])};
 #pragma unroll
         for (int j = 4; j < kCount; j += 2)
@@ -32,7 +31,7 @@ struct LazySoftmax {
             // Not for -inf against -inf; a row depends on itself alone.
             follows[r] = (top[r] - m[r]) * scale_log2 > kLazyLog2;
         }
-        rescales = __any_sync(0xffffffff, follows[0] || follows[1]);
+        rescales = __any_sync(0xffffffff, follows[0] || follows[1] || is_far);
         if (rescales) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -41,11 +40,15 @@ struct LazySoftmax {
                 l[r] *= factor[r];
                 m[r] = m_new;
             }
+            is_far = far(m[0], scale_log2) || far(m[1], scale_log2);
+            if (is_far) subtract_far_references(s, scale_log2);
         }
-        float offset[2];
+        float offset[2];  // 0 where the reference is -inf, or is subtracted already
 #pragma unroll
-        for (int r = 0; r < 2; ++r) offset[r] = masked && m[r] == -kInfinity ? 0.0f : m[r] * scale_log2;
-        if (fmaxf(fabsf(offset[0]), fabsf(offset[1])) > kFarExponent) subtract_far_references(s, offset);
+        for (int r = 0; r < 2; ++r) {
+            offset[r] = m[r] * scale_log2;
+            if (fabsf(offset[r]) > kFarExponent) offset[r] = 0.0f;
+        }
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
             const int r = (j >> 1) & 1;
@@ -60,18 +63,18 @@ struct LazySoftmax {
     }
 
   private:
-    // References first, scale then, where the exponents are far from 0 (attention/rescale.cuh). A row depends on
-    // itself alone: one reference may be far and the other not.
+    bool is_far = false;  // whether a reference of the thread is
+
+    __device__ __forceinline__ static bool far(float m, float scale_log2) {
+        return fabsf(m * scale_log2) > kFarExponent && m != -kInfinity;
+    }
+    // A row depends on itself alone: one reference may be far and the other not.
     template <int kCount>
-    __device__ __forceinline__ void subtract_far_references(float (&s)[kCount], float (&offset)[2]) const {
-        float far[2];
+    __device__ __forceinline__ void subtract_far_references(float (&s)[kCount], float scale_log2) const {
+        const float subtracted[2] = {far(m[0], scale_log2) ? m[0] : 0.0f,
+                                     far(m[1], scale_log2) ? m[1] : 0.0f};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            far[r] = fabsf(offset[r]) > kFarExponent ? m[r] : 0.0f;
-            if (far[r] != 0.0f) offset[r] = 0.0f;
-        }
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) s[j] = __fsub_rn(s[j], far[(j >> 1) & 1]);
+        for (int j = 0; j < kCount; ++j) s[j] = __fsub_rn(s[j], subtracted[(j >> 1) & 1]);
     }
 };
 

@@ -9,9 +9,10 @@ constexpr int kLazyLog2 = 8;
 constexpr float kLazySum = 1 << kLazyLog2;
 
 // Beyond this exponent (base 2) LazySoftmax does not take fma(s, scale, -(m scale)): the product that is
-// subtracted is rounded by up to 2^-24 of itself, which is an error of the exponent. With a score of -1e9, as models
-// fill what they mask, it is up to 64. What is subtracted instead must not be contracted with a product: __fsub_rn.
-// OnlineSoftmax has no registers for it. MLA has no functions, and its scores are right up to 2^27 in base 2.
+// subtracted is rounded by up to 2^-24 of itself, which is an error of the exponent. With a score of -1e9, as
+// models fill what they mask, it is up to 64. So references are subtracted first, by __fsub_rn, which is not
+// contracted with a product before it. OnlineSoftmax has no registers for it: the scores of MLA, which has no
+// functions, are right up to 2^27 in base 2.
 constexpr float kFarExponent = 16384.0f;
 
 // Multiplies a fragment's rows by a factor each.

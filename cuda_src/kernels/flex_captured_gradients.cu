@@ -40,7 +40,7 @@ struct SharedMemoryPlan {
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], references[kStages][kBlockRows];
     KeyTile tile;
     QueryStep told[kToldSteps];
-    int trimmed[kStages];  // whether the block has rows that see no key
+    int trimmed[kStages];  // whether the block has rows that see no key, or that have references
     u64 bar_kv;
     u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
     u64 bar_q_full[kStages];                              // with lse and references
@@ -139,7 +139,8 @@ struct Consumer {
                     q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(kv_idx, kv_len - 1);
                 const float score = s[i] * params.score_scale;
                 const float value = params.score_mod(score, b, h, q_idx, kv_idx, q_len, kv_len);
-                const float above = __fsub_rn(value, (c & 1) ? reference.y : reference.x);
+                // Rows of other blocks have none.
+                const float above = kMasked ? __fsub_rn(value, (c & 1) ? reference.y : reference.x) : value;
                 const float p = exp2_approx(fmaf(above, params.softmax_scale_log2, -row_lse));
                 bool seen = p != 0.0f;
                 if constexpr (kMasked) {

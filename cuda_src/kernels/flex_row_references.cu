@@ -1,14 +1,15 @@
-// References of the softmax for rows of queries whose lse is far from 0, as when a score function fills a whole
-// row with -1e9. Such an lse is rounded by more than the logarithm of the row's sum, so the sum is computed once
-// more from the scores. The kernels after this one take P = 2^(scale (score - reference) - lse): other rows have
-// the reference 0 and keep their lse. docs/kernels/flex_backward.md.
+// References of the softmax for rows of queries whose lse is far from 0, as when a score function fills a
+// whole row with -1e9. Such an lse is rounded by more than the logarithm of the row's sum, so the sum is
+// computed once more from the scores. The kernels after this one take
+// P = 2^(scale (score - reference) - lse): other rows have the reference 0 and keep their lse.
+// docs/kernels/flex_backward.md.
 //
 //   in    q, k by TMA; lse [heads, rows of the scratch] in base 2, as mha_backward_prepare.cu leaves it
 //   out   weights: the references; lse of the rows that are far: log2 of their sums
 //   grid  a CTA of one warpgroup for each block of kBlockRows rows; without a far row it ends at once
 //
-// The warpgroup copies Q, then walks the tiles of keys that the lists have for the block, one at a time: a copy,
-// S = Q K^T, the functions of the call, an online softmax.
+// The warpgroup copies Q, then walks the tiles of keys that the lists have for the block, one at a time: a
+// copy, S = Q K^T, the functions of the call, an online softmax.
 #include "attention/fragment_rows.cuh"
 #include "attention/lazy_softmax.cuh"
 #include "common/math.cuh"
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         Scores s;
         multiply(smem, s);
         apply_mods(params, block, first_key, kind == 0, warp_idx, s);
-        softmax.block(s, params.softmax_scale_log2, true);
+        softmax.block(s, params.softmax_scale_log2);
         ++number;
         __syncthreads();  // all have read the tile
     }

@@ -103,7 +103,7 @@ struct SharedMemoryPlan {
     KeyTile tile;
 #if FLEX
     QueryStep told[kToldSteps];
-    int trimmed[kStages];  // whether the block has rows that see no key
+    int trimmed[kStages];  // whether the block has rows that see no key, or that have references
 #else
     int told_block[kStages], told_member[kStages];  // which stages have, for consumers
 #endif
@@ -557,6 +557,11 @@ struct Consumer {
 #endif
     }
 #if FLEX
+    // Whether rows of a block may have references: those of a score function, in blocks that count as masked.
+    template <bool kMasked>
+    __device__ __forceinline__ static constexpr bool has_references() {
+        return kMasked && ScoreMod::kIsThere;
+    }
     // Of the block `step`, which is waited for.
     __device__ __forceinline__ const QueryStep& told() const { return smem.told[step.number % kToldSteps]; }
 
@@ -588,8 +593,8 @@ struct Consumer {
 #pragma unroll
             for (int r = 0; r < 2; ++r) keys[r] = self.key_of(r);
         }
-        // Accumulator i, of a row with this lse in base 2 and this reference: P, and the derivative of the score
-        // function.
+        // Accumulator i, of a row with this lse in base 2 and this reference: P, and the derivative of the
+        // score function.
         __device__ __forceinline__ ValueAndDerivative exponential(int i, float s, float lse,
                                                                   float reference) const {
             const Params& params = self.params;
@@ -600,8 +605,7 @@ struct Consumer {
             if constexpr (ScoreMod::kIsThere)
                 score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
                                                               q_len, kv_len);
-            // Without a score function there are no references.
-            const float above = ScoreMod::kIsThere ? __fsub_rn(score.value, reference) : score.value;
+            const float above = has_references<kMasked>() ? __fsub_rn(score.value, reference) : score.value;
             float e = exp2_approx(fmaf(above, params.softmax_scale_log2, -lse));
             if constexpr (kMasked) {
                 bool seen = key < kv_len && lse != kInfinity;
@@ -937,7 +941,7 @@ struct Consumer {
         for (int j = 0; j < kBlockRows / 8; ++j) {
             const float2 lse = lses[4 * j];
 #if FLEX
-            const float2 reference = ScoreMod::kIsThere ? references[4 * j] : make_float2(0.0f, 0.0f);
+            const float2 reference = has_references<kMasked>() ? references[4 * j] : make_float2(0.0f, 0.0f);
 #endif
 #pragma unroll
             for (int c = 0; c < 4; ++c) {

@@ -281,7 +281,7 @@ struct Consumer {
     __device__ __forceinline__ float softmax_scale_log2(const Scales& scales) const {
         return kCacheIsFp8 && !kAlibi ? params.softmax_scale_log2 * scales.k : params.softmax_scale_log2;
     }
-    // scale x and log2 y in base e, where `scaled` is scale x in base 2. It may overflow where x alone does not.
+    // scale x and log2 y in base e, where `scaled` is scale x in base 2. It may overflow where x does not.
     __device__ __forceinline__ float to_natural(float x, float scaled, float y_log2,
                                                 const Scales& scales) const {
         if (fabsf(scaled) == kInfinity) return x * (softmax_scale_log2(scales) * kLn2);
@@ -361,7 +361,7 @@ struct Consumer {
                                                   const Scales& scales) const {
 #if FLEX
         apply_mods(tile, first_key, masked, partial, may_end, s);
-        softmax.block(s, softmax_scale_log2(scales), ScoreMod::kIsThere || masked || may_end);
+        softmax.block(s, softmax_scale_log2(scales));
 #else
         const Span& span = tile.spans[Keys::kSpan];
         const int first_column = block * kTileKeys + 2 * (lane_index() % 4);
@@ -376,7 +376,7 @@ struct Consumer {
             for (int j = 0; j < kTileKeys / 2; ++j)
                 if (mask.hides((j >> 1) & 1, Keys::column_of(j))) s[j] = -kInfinity;
         }
-        softmax.block(s, softmax_scale_log2(scales), masked);
+        softmax.block(s, softmax_scale_log2(scales));
 #endif
     }
 

@@ -220,6 +220,14 @@ __device__ __forceinline__ bool clear_empty_rows(unsigned char (&tiles)[kBytes],
     return any;
 }
 
+// A warp: whether a row of the block has a reference (kernels/flex_row_references.cu).
+__device__ __forceinline__ bool has_reference(const float (&references)[kBlockRows]) {
+    bool found = false;
+#pragma unroll
+    for (int first = 0; first < kBlockRows; first += 32) found |= references[first + lane_index()] != 0.0f;
+    return __any_sync(0xffffffff, found);
+}
+
 // A warp, which hands Q and dO on, with kTrims.
 template <class BlockRows, class Plan>
 __device__ __forceinline__ void trim_listed(Plan& smem) {
@@ -230,7 +238,8 @@ __device__ __forceinline__ void trim_listed(Plan& smem) {
         mbarrier_wait_parity(smem_address(&smem.bar_q_landed[stage]), parity);
         const bool is_end = smem.told[number % kToldSteps].is_end();
         if (!is_end) {
-            const bool any = clear_empty_rows<BlockRows>(smem.q[stage], smem.lse[stage]);
+            bool any = clear_empty_rows<BlockRows>(smem.q[stage], smem.lse[stage]);
+            if constexpr (ScoreMod::kIsThere) any |= has_reference(smem.references[stage]);
             if (lane_index() == 0) smem.trimmed[stage] = any;
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_full[stage]));
