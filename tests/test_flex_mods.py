@@ -44,6 +44,31 @@ extern "C" __global__ void probe(const __grid_constant__ ScoreMod score, const _
     return result.log
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "layout"),
+    (
+        ((), (), "kSmall"),
+        ((2, 4), (2**31 - 4, 1), "kSmallRows"),
+        ((2, 5), (2**31 - 4, 1), "kAny"),
+        ((1, 4), (2**31 - 1, 1), "kSmallRows"),
+        ((1, 4), (2**31, 1), "kAny"),
+        ((2,), (2**31 - 1,), "kSmall"),
+        ((2,), (2**31,), "kAny"),
+        ((3,), (2**30,), "kAny"),
+        ((2, 2), (2**30, 2**30 - 1), "kSmall"),
+        ((2, 2), (2**30, 2**30), "kAny"),
+        ((2, 2), (-(2**30), 1 - 2**30), "kSmall"),
+        ((2, 2), (-(2**30), -(2**30)), "kAny"),
+        ((1, 4), (-(2**31), 1), "kAny"),
+    ),
+)
+def test_offsets_of_32_bits_reach_the_last_element(
+    shape: tuple[int, ...], strides: tuple[int, ...], layout: str
+) -> None:
+    """They serve where all strides and the offset of the last element are below 2**31."""
+    assert Place(0x1000, shape, strides).layout() == layout
+
+
 def test_without_functions() -> None:
     compiled(
         header(None, None),

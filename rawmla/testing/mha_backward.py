@@ -316,8 +316,9 @@ def check_mha_backward(
     `results` are the out and lse that the backward pass was given. From them the L2 error of dq, of dk and of
     dv, relative to its norm, is at most a whole step of the dtype, 4 times as much with a softcap, whose tanh
     is approximate; besides, what float32 leaves of terms that cancel, as where a row has a single key and its
-    gradient is 0. A row of 64 columns or more is off by at most 1.25 half-steps of itself and of its terms,
-    which in dq and dk are rounded twice, and dsink by its rounding. Rows that attend nothing or that nothing
+    gradient is 0. A row is off by at most 1.25 half-steps of itself and of its terms, which in dq and dk are
+    rounded twice, and dsink by its rounding. Rows of d < 64 columns may be off by (64 / d)^(2/3) times as
+    much: errors of few columns vary more, and are less independent. Rows that attend nothing or that nothing
     attends are 0, and so is dv without a gradient of out. With `plain` the largest error from the gradients
     of exact results, dsink's too, is also held against that of plain torch in the inputs' dtype.
     """
@@ -370,15 +371,15 @@ def problems_of_gradient(
         problems.append(
             f"relative L2 error of {name} {float(error.norm() / norm.norm()):.3g}, allowed {factor:.3g}"
         )
-    if got.shape[-1] >= 64:
-        # P is rounded, and in dq and dk besides what follows from it, dS.
-        rounded = 1 if name == "dv" else 2
-        allowed = (
-            1.25 * rows * times * HALF_STEP[dtype] * (rounded * size.square() + norm.square()).sqrt() + floor
-        )
-        worst = float((error / allowed).max())
-        if not worst <= 1:
-            problems.append(f"L2 error of a row of {name} {worst:.3g} times what is allowed")
+    # P is rounded, and in dq and dk besides what follows from it, dS.
+    rounded = (1 if name == "dv" else 2) * size.square() + norm.square()
+    allowed = 1.25 * rows * times * HALF_STEP[dtype] * rounded.sqrt() + floor
+    # With fewer columns an L2 error varies more, and roundings depend on the keys: by the score, close to one
+    # column of them.
+    allowed = max(1.0, (64 / got.shape[-1]) ** (2 / 3)) * allowed
+    worst = float((error / allowed).max())
+    if not worst <= 1:
+        problems.append(f"L2 error of a row of {name} {worst:.3g} times what is allowed")
     return problems
 
 
