@@ -284,7 +284,7 @@ struct Consumer {
     // scale x and log2 y in base e, where `scaled` is scale x in base 2. It may overflow where x does not.
     __device__ __forceinline__ float to_natural(float x, float scaled, float y_log2,
                                                 const Scales& scales) const {
-        if (fabsf(scaled) == kInfinity) return x * (softmax_scale_log2(scales) * kLn2);
+        if (fabsf(scaled) == kInfinity && x != -kInfinity) return x * (softmax_scale_log2(scales) * kLn2);
         return (scaled + y_log2) * kLn2;
     }
 

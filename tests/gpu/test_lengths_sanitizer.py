@@ -357,8 +357,8 @@ OPERATIONS: dict[str, Callable[[Place], Calls]] = {
 }
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
-def test_lengths_and_tables_of_any_values(operation: Callable[[Place], Calls]) -> None:
-    for call in operation(lambda x: x.cuda()).values():
+@pytest.mark.parametrize("make", OPERATIONS.values(), ids=OPERATIONS)
+def test_lengths_and_tables_of_any_values(make: Callable[[Place], Calls]) -> None:
+    for call in make(lambda x: x.cuda()).values():
         call()
     torch.cuda.synchronize()
