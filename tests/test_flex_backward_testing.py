@@ -273,7 +273,7 @@ KERNEL_CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "of"), zip(KERNEL_CASES, cycle(GRADIENTS)), ids=name_of)
+@pytest.mark.parametrize(("case", "of"), list(zip(KERNEL_CASES, cycle(GRADIENTS))), ids=name_of)
 def test_the_comparison_takes_rounded_gradients(case: FlexCase, of: str) -> None:
     inputs = make_flex_inputs(case, "cpu")
     gradients, results = make_flex_gradients(inputs, of), exact_results(inputs)

@@ -143,7 +143,7 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
     look.left -= 1
     if code is None or look.left < 0 or function.__dict__:
         raise _Unknown
-    if function.__builtins__ is not _OF_BUILTINS:  # type: ignore[attr-defined]
+    if _builtins_of(function) is not _OF_BUILTINS:
         raise _Unknown
     look.around.append(function)
     scope = function.__globals__
@@ -168,6 +168,7 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
 
 
 _contents = operator.attrgetter("cell_contents")
+_builtins_of = operator.attrgetter("__builtins__")
 _OF_BUILTINS = vars(builtins)
 
 
