@@ -51,14 +51,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int request =
         request_of_block(params.cu_seqlens_q, params.b, params.total_q, params.seqlen_q, block);
     const RequestRows rows(params.cu_seqlens_q, params.total_q, params.seqlen_q, request);
-    const int first_token = static_cast<int>(block - rows.first_block) * kBlockRows;
-    // Of every block, since tiles wait for turns: those of lengths that decrease are not found here.
-    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
-    if (first_token < 0 || first_token >= rows.count) {
-        if (params.attn_sink != nullptr && threadIdx.x == 0) params.dsink_parts[place] = 0.0f;
-        return;
-    }
-    const int q_len = used_tokens(params.seqused_q, request, rows.count);
+    const int token_of_block = static_cast<int>(block - rows.first_block) * kBlockRows;
+    // A block that is none of the request's has rows that do not exist. It is written as others are: where
+    // cu_seqlens decreases, tiles may read it and wait for its turns.
+    const bool is_there = token_of_block >= 0 && token_of_block < rows.count;
+    const int first_token = is_there ? token_of_block : 0;
+    const int q_len = is_there ? used_tokens(params.seqused_q, request, rows.count) : 0;
     const i64 batch = params.cu_seqlens_q == nullptr ? request : 0;
     const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
     const i64 first = rows.begin + first_token + group;
@@ -93,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = threadIdx.x; i < kBlockRows * params.accum_columns / 4; i += kThreads)
             sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
+    if (params.turns != nullptr && threadIdx.x == 0) params.turns[place] = 0;
 
     float dots[kRows] = {};
     for (int column = kUnit * lane;; load(column)) {

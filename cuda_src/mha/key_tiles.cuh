@@ -97,7 +97,9 @@ __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {
     const RequestRows q(params.cu_seqlens_q, params.total_q, params.seqlen_q, tile.request);
     const Segment k(params.cu_seqlens_k, tile.request, params.total_k, params.seqlen_k);
     tile.q_begin = q.begin;
-    tile.q_len = used_tokens(params.seqused_q, tile.request, q.count);
+    // A negative number leaves no blocks. With one clamp more NVRTC 12.6 serialises WGMMA of mha_backward.cu.
+    tile.q_len = q.count;
+    if (params.seqused_q != nullptr) tile.q_len = min_int(tile.q_len, params.seqused_q[tile.request]);
     tile.first_row_block = q.first_block;
     tile.k_begin = k.begin;
     tile.k_rows = k.count;

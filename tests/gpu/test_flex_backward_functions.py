@@ -266,11 +266,12 @@ def test_mask_functions_have_no_gradients() -> None:
         backward_of(call, block_mask=mask)
 
 
-def test_block_masks_need_lists_by_columns() -> None:
+def test_block_masks_need_no_lists_by_columns() -> None:
+    """The backward makes them."""
     call = backward_inputs(FlexCase(**SHAPE, mask="causal"))
     without = make_flex_inputs(call.inputs.case).block_mask
-    with pytest.raises(ValueError, match="block_mask: .*q_"):
-        backward_of(call, block_mask=without)
+    assert without is not None and without.q_num_blocks is None
+    check_backward(call, backward_of(call, block_mask=without))
 
 
 def test_error_in_the_users_gradient() -> None:
