@@ -50,9 +50,9 @@ WHAT_IS_SHOWN = (
     "[how it is measured](docs/benchmark.md)."
 )
 FOOTNOTE = (
-    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Stored "
-    "times of the other library on the same GPU model; both are timed without rests, and it is not timed "
-    "under load."
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Not "
+    "rested: a stored time of the other library on the same GPU model over rawmla's, both timed without rests. "
+    "Under load the other library was not timed."
 )
 
 

@@ -48,7 +48,7 @@ def _library(label: str) -> str:
 
 def cells(speeds: Sequence[Speed]) -> Cells:
     """A row for each family."""
-    headings = ["operation", "fastest other library", "cases", "rested", "least", "sustained", "least"]
+    headings = ["operation", "fastest other library", "cases", "rested mean", "least", "sustained mean", "least"]
     table = [headings]
     for speed in speeds:
         by_way = {mean.way: mean for mean in speed.means}
