@@ -51,8 +51,8 @@ WHAT_IS_SHOWN = (
 )
 FOOTNOTE = (
     "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Not "
-    "rested: a stored time of the other library on the same GPU model over rawmla's, both timed without rests. "
-    "Under load the other library was not timed."
+    "rested: a stored time of the other library on the same GPU model over rawmla's, both timed without "
+    "rests. Under load the other library was not timed."
 )
 
 

@@ -48,8 +48,8 @@ def _library(label: str) -> str:
 
 def cells(speeds: Sequence[Speed]) -> Cells:
     """A row for each family."""
-    headings = ["operation", "fastest other library", "cases", "rested mean", "least", "sustained mean", "least"]
-    table = [headings]
+    figures_of = ("rested mean", "least", "sustained mean", "least")
+    table = [["operation", "fastest other library", "cases", *figures_of]]
     for speed in speeds:
         by_way = {mean.way: mean for mean in speed.means}
         mark = STORED_MARK if LIST_WAY in by_way else ""
