@@ -54,13 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen.add_argument(
         "--all",
         action="store_true",
-        help="all of MLA, and dense attention and prefix prefill with the usual head dimensions; not those "
-        "with softcap, ALiBi, FP8 output, or functions of yours, which are compiled at their first call",
+        help="all kernels of MLA, and of dense attention and prefix prefill with the usual head dimensions; "
+        "not kernels with softcap, ALiBi, FP8 output, or functions of yours, which are compiled at their "
+        "first call",
     )
     chosen.add_argument(
         "--only",
         metavar="REGEX",
-        help="those of --all whose names match, such as 'mha_forward.*D_QK=128'",
+        help="the kernels of --all whose names match, such as 'mha_forward.*D_QK=128'",
     )
     compiling.add_argument(
         "--out",

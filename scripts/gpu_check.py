@@ -53,13 +53,13 @@ SANITIZER_PATIENCE = ("--launch-timeout", "300")
 """For imports of many processes at once, before their first call of CUDA: a minute by default."""
 CORES = os.cpu_count() or 1
 PROCESSES = max(1, min(15, CORES - 1))
-"""Of pytest-xdist: more would leave a test too small a share of the GPU's memory."""
+"""Processes of pytest-xdist. With more, a test would have too small a share of the GPU's memory."""
 ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small
 operation on the CPU wait for the others, and torch.compile would start as many processes.
 """
 LONG_SECONDS = 3.0
-"""Tests of so many seconds are in the record by name, for the next run to begin with."""
+"""Tests that take this long are in the record by name, for the next run to begin with."""
 OF_A_BENCHMARK = ("replays", "sustain_seconds", "ceilings", "host", "errors", "rows")
 """What a part of the record has of a file of scripts/bench.py."""
 
@@ -78,8 +78,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--test-args",
         default=f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else "",
         metavar="TEXT",
-        help="how pytest-xdist runs the tests (default: %(default)r, so many processes share the GPU; none"
-        " where it is not installed)",
+        help="options of pytest-xdist (default: %(default)r, where -n is how many processes share the GPU;"
+        " none where pytest-xdist is not installed)",
     )
     parser.add_argument(
         "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
@@ -524,9 +524,7 @@ def run_stages(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit status is that of `merge` or `run_stages`, and 2 where a record is not as it was
-    written.
-    """
+    """Run the program. Returns the exit status of `merge` or `run_stages`, or 2 where a record is refused."""
     options = parse_arguments(arguments)
     try:
         return merge(options) if options.merge else run_stages(options)

@@ -72,7 +72,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -c text` or `python script.py` with arguments, as `subprocess.run` does, output captured.
 
-    After `timeout` seconds the program is ended, and its status is that of SIGALRM. `imports` runs once, for
+    After `timeout` seconds SIGALRM ends the program, and `returncode` is -SIGALRM. `imports` runs once, for
     all programs that name it.
     """
     server = _server(imports)

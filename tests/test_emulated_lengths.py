@@ -21,7 +21,7 @@ def test_nothing_outside_is_touched(emulator: Emulator, operation: Callable[[Pla
     from emulator.guards import Guards, failure_in_child
 
     if operation is split_calls:
-        emulator.sm_count = 16  # so many that keys are split
+        emulator.sm_count = 16  # enough multiprocessors that keys are split
     guards = Guards()
     with guards.of_library():
         calls = operation(guards.place)

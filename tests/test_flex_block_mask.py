@@ -46,12 +46,14 @@ def listed(mask: Any, name: str) -> list[list[int]]:
 
 
 def absent(mask: Any) -> float:
-    """Percent of the blocks. That of torch 2.13 takes blocks that the end cuts for whole ones."""
+    """Return the percentage of blocks that a mask leaves out. `sparsity` of torch 2.13 gives another one: it
+    counts blocks that the end cuts as whole blocks.
+    """
     return float(100 * (1 - mask.to_dense().double().mean()))
 
 
 def test_lists_of_numpy() -> None:
-    """Those of `rawmla.reference`: all that a mask can do, as with lists of torch."""
+    """A mask with lists of NumPy, as `rawmla.reference` takes it, does what one with lists of torch does."""
     want, _ = pair("per head")
     arrays = [x.numpy() for x in (want.kv_num_blocks, want.kv_indices)]
     full = [x.numpy() for x in (want.full_kv_num_blocks, want.full_kv_indices)]

@@ -887,7 +887,7 @@ class TestKnownLists:
             call(arguments)
 
     def test_queries_of_another_framework(self, world: World) -> None:
-        """Its stream is compared with that of the lists in every call."""
+        """In every call the stream of their framework is compared with the stream of the lists."""
         mask, other = mask_of(), FakeFramework("other")
         self.reads(world, mask)
         arguments = plain() | {"block_mask": mask}

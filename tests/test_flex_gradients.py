@@ -572,7 +572,7 @@ def test_results_that_do_not_depend_on_the_score(mod: Any) -> None:
 
 @needs_host_compiler
 def test_what_was_read_may_be_changed_in_place() -> None:
-    """Gradients are those of the same without changes."""
+    """Gradients are as without the changes: s * table[h, q] + table[b, k] has the same ones."""
     table, (scores, at, grads) = torch.randn(H, L, requires_grad=True), _points()
 
     def in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -26,6 +26,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from flex_on_cpu import Proxy  # noqa: E402
 from torch.nn.attention.flex_attention import and_masks  # noqa: E402
 from torch.nn.functional import silu  # noqa: E402
 
@@ -127,7 +128,7 @@ def test_another_size_is_the_same_text(traces: list[Any]) -> None:
     ids=("shape", "len", "last", "first", "unbind"),
 )
 def test_sizes_that_are_read(traces: list[Any], reading: Callable[..., Any]) -> None:
-    """Those of the very call hold."""
+    """Each call takes the sizes of its own table."""
     for table in (torch.randn(50), torch.randn(70)):
         kept = traced(reading(table), "score_mod", "cpu")
         fresh = trace(reading(table), "score_mod", "cpu")
@@ -363,16 +364,6 @@ def test_unknown_objects_are_traced_again(traces: list[Any]) -> None:
     assert len(traces) == 2
 
 
-class Proxy:
-    """Passes for the number that it holds, and may hold another."""
-
-    value = 2.0
-    __class__ = float  # type: ignore[assignment]
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * self.value
-
-
 PROXY: Any = Proxy()
 WEAK: Any = weakref.proxy(PROXY)
 LOCAL = threading.local()
@@ -536,7 +527,7 @@ def test_what_is_compared_or_trusted_is_kept(traces: list[Any], function: Any, k
 def test_values_of_modules_and_classes(
     holder: Any, name: str, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the very call hold."""
+    """Each call takes the value that it finds."""
     for scale in (2.0, 3.0):
         monkeypatch.setattr(holder, name, scale, raising=False)
         (number,) = traced(function, "score_mod", "cpu").numbers
@@ -544,7 +535,7 @@ def test_values_of_modules_and_classes(
 
 
 def test_devices_apart(traces: list[Any]) -> None:
-    """A function may ask for that of its arguments."""
+    """A function may ask for the device of its arguments, so it is traced for each device."""
     for device, scale in (("cpu", 2.0), ("meta", 3.0), ("cpu", 2.0)):
         (number,) = traced(lambda s, b, h, q, k: s * (3.0 if q.is_meta else 2.0), "score_mod", device).numbers
         assert number.source == scale
@@ -552,7 +543,7 @@ def test_devices_apart(traces: list[Any]) -> None:
 
 
 def test_long_lists(traces: list[Any]) -> None:
-    """They are not compared from a length on."""
+    """A function that reads a list of MAX_COMPARED entries or more is traced at every call."""
     for length, count in ((memo.MAX_COMPARED - 1, 2), (memo.MAX_COMPARED, 3)):  # the function counts too
         traces.clear()
         widths = [2] * length

@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from emulator.device import HostTensors  # noqa: E402
+from flex_on_cpu import Proxy  # noqa: E402
 
 import rawmla  # noqa: E402
 from rawmla.attention import functions, memo, recall  # noqa: E402
@@ -301,16 +302,6 @@ class Scale:
     """An object of a user's."""
 
     value = 2.0
-
-
-class Proxy:
-    """Passes for the number that it holds, and may hold another."""
-
-    value = 2.0
-    __class__ = float  # type: ignore[assignment]
-
-    def __rmul__(self, other: Any) -> Any:
-        return other * self.value
 
 
 PROXY: Any = Proxy()

@@ -522,7 +522,7 @@ def test_values_of_numbers_in_the_text() -> None:
 
 
 def test_a_view_whose_data_was_replaced() -> None:
-    """torch itself fails by an assertion. Those of a function are the user's own."""
+    """torch itself fails by an AssertionError here. One that a user's function raises reaches the user."""
     view = torch.zeros(10)[2:]
     view.data = view.data.half()
     with pytest.raises(

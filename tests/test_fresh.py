@@ -10,7 +10,7 @@ import fresh
 
 
 def test_what_a_program_sees(tmp_path: Path) -> None:
-    """Its arguments, folder, environment and path are those of a program that Python started."""
+    """Its arguments, folder, environment and path are as if Python had started it."""
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "beside.py").write_text("text = 'found'\n")
     script = tmp_path / "script.py"

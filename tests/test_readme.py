@@ -25,7 +25,7 @@ def block_after(marker: str, page: str = README) -> str:
 
 
 def blocks() -> dict[str, str]:
-    """README's blocks in the order of the page, then those of docs/examples.md."""
+    """Return README's blocks in the order of the page, then the blocks of docs/examples.md."""
     here = {marker: block_after(marker) for marker in ("example", "flex example")}
     return here | {marker: block_after(marker, LONGER) for marker in FURTHER}
 
@@ -43,7 +43,7 @@ def test_every_python_block_is_run() -> None:
 
 
 def test_examples_on_the_reference() -> None:
-    """As docs/examples.md says that they run without a GPU: all but that of flex attention."""
+    """The examples run without a GPU as docs/examples.md says, except the one of flex attention."""
     torch = pytest.importorskip("torch")
     text = block_after("example") + "".join(block_after(marker, LONGER) for marker in FURTHER)
     for old, new in (
@@ -71,7 +71,7 @@ def test_examples_on_the_gpu() -> None:
 
 
 def check_examples(torch: Any, names: dict[str, Any]) -> None:
-    """Shapes are those of the comments; results are finite, but for the request without tokens."""
+    """Check shapes against the comments, and that results are finite, but for the request without tokens."""
     shapes = {
         "out": (4, 1, 128, 512),
         "lse": (4, 128, 1),

@@ -557,12 +557,13 @@ struct Consumer {
 #endif
     }
 #if FLEX
-    // Whether rows of a block may have references: those of a score function, in blocks that count as masked.
+    // Whether rows of a block may have references: only a score function makes them, and a block with such a
+    // row counts as masked.
     template <bool kMasked>
     __device__ __forceinline__ static constexpr bool has_references() {
         return kMasked && ScoreMod::kIsThere;
     }
-    // Of the block `step`, which is waited for.
+    // What the copying thread wrote about the block `step`. `follows` has waited for it.
     __device__ __forceinline__ const QueryStep& told() const { return smem.told[step.number % kToldSteps]; }
 
     template <class Take>

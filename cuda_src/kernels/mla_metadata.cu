@@ -169,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
-    // Blocks and units per request. Lengths may be anything: those with more than so many blocks, which no
-    // memory has, are cut, so that no sum overflows.
+    // Blocks and units per request. Lengths may hold anything: the plan has at most kMostBlocks / b blocks of
+    // a request, so that no sum overflows.
     const int most_blocks = divide(kMostBlocks, params.b_magic, params.b_shift);
     const int blocks_of_first = clamp_int(params.tokens.blocks(0), 1, most_blocks);
     int units_here = 0;

@@ -5,9 +5,10 @@
 
 constexpr int kBlockRows = 64;
 
-// Where a request's tokens begin in the arrays, how many there are, and where its blocks begin: behind those
-// of the requests before it, whose last blocks may be cut. Without cu_seqlens all have `seqlen` tokens. No
-// block is past total / kBlockRows + request.
+// Where a request's tokens begin in the arrays, how many there are, and its first block in the scratch: it
+// comes after the blocks of all requests before it. The last block of a request may have fewer rows. Without
+// cu_seqlens every request has `seqlen` tokens. With cu_seqlens a request has no block past
+// total / kBlockRows + request.
 struct RequestRows : Segment {
     int first_block;
 

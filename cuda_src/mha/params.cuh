@@ -37,7 +37,7 @@ struct Params {
     i64 k_stride_block, k_stride_head, v_stride_block, v_stride_head;  // of the cache
     int b;
     int heads;                      // groups of query heads that share a tile
-    int log2_group;                 // query heads in such a group: 1, or those of a KV head
+    int log2_group;                 // of the query heads in such a group: 1, or all of a KV head
     int heads_per_kv;               // groups of a KV head
     int d_v;                        // columns of v; with pages of q and k too
     int out_by_rows;                // TMA cannot write out

@@ -349,9 +349,9 @@ class BlockMask:
         """The mask with its lists on another device; lists that are there already are shared.
 
         ``device`` is what `torch.Tensor.to` takes, or for arrays of CuPy and NumPy a CUDA device: an ordinal,
-        "cuda:1" or a torch.device. `mask_mod` and what it reads stay as they are. Copies are made by the
-        framework of the lists, on its current streams, those of NumPy by CuPy; ValueError for these arrays
-        and another kind of device, but for "cpu" where they are of NumPy.
+        "cuda:1" or a torch.device. `mask_mod` and what it reads stay as they are. The framework of the lists
+        makes the copies, on its current streams; CuPy copies lists of NumPy. Raises ValueError where lists of
+        CuPy or NumPy would go to another kind of device. "cpu" leaves lists of NumPy as they are.
         """
         lengths, *lists, sizes, mask_mod = self.as_tuple(flatten=False)
         moved = [None if array is None else _moved(array, device) for array in lists]
@@ -468,7 +468,7 @@ def _listed(dense: Any) -> _Lists:
     )
 
 
-# The few operations whose names differ between torch and CuPy, which has those of NumPy
+# The few operations that torch names in another way than NumPy and CuPy do
 
 
 def _numpy_of(array: Any) -> Any:

@@ -387,8 +387,8 @@ _ALONE = {_described_value, _described_float, _described_trusted, _described_ope
 
 
 def stands_alone(x: Any) -> bool:
-    """Whether an object that a function reads cannot change and stay the same object. What a function reads
-    of a module is among `reads_of`.
+    """Whether an object that a function reads cannot change while it stays the same object. A module counts
+    as such: `reads_of` lists what a function reads from it.
     """
     return type(x) is types.ModuleType or _BY_CLASS[type(x)] in _ALONE
 

@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (1 + len(needs))
         how = ctx.what, ctx.gradients, ctx.count, needs
-        # That of the imaginary part of a conjugate has the negative bit.
+        # The gradient of the imaginary part of a conjugate has the negative bit: memory with the other sign.
         given = [x if x is None else x.resolve_neg() for x in (dout, dlse)]
         return (None, *_Gradients.apply(*how, *given, *ctx.saved_tensors))
 

@@ -58,7 +58,7 @@ class KernelSpec:
             if not _IDENTIFIER.fullmatch(word):
                 raise ValueError(f"KernelSpec: expected a C identifier, got {word!r}")
         if len({key for key, _ in normal} - {"SMEM_BYTES", "THREADS"}) != len(normal):
-            raise ValueError(f"defines: each name may occur once, without those of the launch, got {normal}")
+            raise ValueError(f"defines: expected each name once, and no SMEM_BYTES or THREADS, got {normal}")
         names = [name for name, _ in headers]
         if len(set(names)) != len(names):
             raise ValueError(f"headers: each name may occur once, got {names}")

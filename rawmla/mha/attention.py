@@ -76,10 +76,10 @@ def flash_attn_varlen_func(
         16 bytes, and every other stride 0 (a broadcast dimension) or a positive multiple of 8: in any order,
         so that transposed arrays and slices are fine. Any other one is copied once, on the same stream.
     cu_seqlens_q, cu_seqlens_k : array
-        int32 `[b + 1]`, contiguous, not decreasing: request r has tokens `cu_seqlens_q[r]` to
-        `cu_seqlens_q[r + 1]` of q, and those of `cu_seqlens_k` of k and v. Lengths may be 0. Tokens before
-        the first of an array, or past its last, do not exist. `cu_seqlens_qo` and `cu_seqlens_kv` are other
-        names of them.
+        int32 `[b + 1]`, contiguous, not decreasing: request r has the tokens `cu_seqlens_q[r]` to
+        `cu_seqlens_q[r + 1] - 1` of q, and the tokens of k and v that `cu_seqlens_k` gives likewise. Lengths
+        may be 0. Tokens before the first of an array, or past its last, do not exist. `cu_seqlens_qo` and
+        `cu_seqlens_kv` are other names of the two.
     max_seqlen_q, max_seqlen_k : int
         At least the length of every request in q, and in k. If one is longer, all results are undefined, but
         nothing outside of the arrays is read or written.

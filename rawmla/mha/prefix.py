@@ -84,14 +84,14 @@ def context_attention_fwd(
         and heads are multiples of 16 bytes and not negative.
     b_loc : array
         int32 or int64 `[b, max_blocks]`, last dimension contiguous: the pages of a request. Entries from
-        `b_seq_len / block_size` (rounded up) on are not read, nor are those of pages that no query sees. A
-        page that is not in the cache has zeros.
+        `b_seq_len / block_size` (rounded up) on are not read, nor are entries for pages that no query sees.
+        An entry that names no page of the cache stands for a page of zeros.
     b_start_loc : array
         int32 `[b + 1]`, contiguous, not decreasing. Requests may have no row. Rows before the first of q, or
         past its last, do not exist.
     b_seq_len : array
-        int32 `[b]`, contiguous: tokens of a request, new ones included. Below query_len it counts as it, and
-        there are no more tokens in the cache than `b_loc` has pages for.
+        int32 `[b]`, contiguous: tokens of a request, new ones included. A value below query_len counts as
+        query_len, and the cache has no more tokens of a request than `b_loc` has pages for.
     max_seq_len : int or None
         Changes nothing.
     max_input_len : int

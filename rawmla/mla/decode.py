@@ -86,8 +86,8 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata : FlashMLASchedMeta or array
         The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). An object is
         filled by the first call with it, and checked by later calls. A tensor is int32 `[n, 8]`, any n >= 1,
-        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors. With other contents
-        than those of a plan for these lengths, results are undefined, but nothing outside of the arrays is
+        contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors. If it holds
+        anything but a plan for these lengths, results are undefined, but nothing outside of the arrays is
         read or written.
     num_splits : array, optional
         int32 `[>= b + 1]`, contiguous, with a tensor plan; None with an object.

@@ -315,7 +315,7 @@ def check_flex_backward(
     """Raise AssertionError unless gradients are as exact as products in the inputs' dtype allow.
 
     `results` are the out and lse that the backward pass was given, `got` dq, dk, dv and captured gradients by
-    name. The bounds of dq, dk and dv are those of `check_mha_backward`. A row may be off by twice as much
+    name. dq, dk and dv have the bounds of `check_mha_backward`, but a row may be off by twice as much
     where all of q and k are positive: its terms, and so their errors, then point the same way. All may be off
     by 4 times as much for functions of which kernels have approximate instructions. An element of a captured
     gradient is off by at most a half-step of its own dtype, and by what float32 leaves: its terms are never

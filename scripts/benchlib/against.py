@@ -19,9 +19,9 @@ LIST_WAY = "no rests"
 
 NOTE = (
     "A ratio is the other library's time over ours, so above 1 rawmla is faster; both times were taken the "
-    "same way. All times but those of backward rows timed as calls are of CUDA graphs of identical calls: "
-    "such graphs favour kernels with programmatic dependent launch (rawmla's of MLA, among others), because "
-    "the start of a call overlaps the end of the one before."
+    "same way. All times, except in backward rows that are timed as calls, are of CUDA graphs of identical "
+    "calls: such graphs favour kernels with programmatic dependent launch (rawmla's of MLA, among others), "
+    "because the start of a call overlaps the end of the one before."
 )
 
 MATCH_FIELDS = (

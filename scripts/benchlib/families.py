@@ -50,9 +50,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of cases. Those of attention are also put under load, and appear in the roofline. `small` is a
-    case for machines without a GPU: the words after `python -m tests.emulator`. Plans have none of their own:
-    decoding makes them.
+    """A family of cases. Families of attention are also put under load, and appear in the roofline. `small`
+    is a case for machines without a GPU: the words after `python -m tests.emulator`. It is empty for plans,
+    which the small case of decoding makes.
     """
 
     name: str

@@ -20,7 +20,7 @@ from .families import Family
 from .report import Progress, fitted, one_line
 
 FOLDER = REPO_ROOT / "build" / "emulator"
-"""Of the kernels that g++ compiles."""
+"""Where the emulator keeps the kernels that g++ compiles."""
 
 KEPT = (
     "label",

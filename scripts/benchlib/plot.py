@@ -25,7 +25,7 @@ BARS = {
 """The colour and the name of a bar, by how the times were taken."""
 
 BAR = 0.4
-"""Of the space of a family."""
+"""The space of a bar, as a fraction of the space of a family."""
 
 LEAST = "least of its cases"
 

@@ -25,7 +25,7 @@ class Speed:
 
 
 def summary(rows: Sequence[Row], stored: Sequence[Stored]) -> list[Speed]:
-    """Of every family that has a ratio."""
+    """Return the speed of every family that has a ratio."""
     found = [mean for mean in means(rows, stored) if mean.group == "all"]
     speeds = []
     for family in FAMILIES:

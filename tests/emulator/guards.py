@@ -32,7 +32,7 @@ class Guards:
         self._around: list[torch.Tensor] = []
 
     def allocate(self, size: int) -> torch.Tensor:
-        """So many bytes, filled with 0xff."""
+        """Return `size` bytes of such memory, filled with 0xff."""
         extent = -(-max(size, 1) // _PAGE) * _PAGE
         whole = torch.frombuffer(mmap.mmap(-1, extent + 2 * _PAGE), dtype=torch.uint8)
         for page in (0, _PAGE + extent):
@@ -44,7 +44,7 @@ class Guards:
         return inner[first : first + size]
 
     def place(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy of an array."""
+        """Return a copy of an array in such memory."""
         return self.allocate(x.nbytes).view(x.dtype).view(x.shape).copy_(x)
 
     def check(self) -> None:
@@ -65,8 +65,8 @@ class Guards:
 
 
 def failure_in_child(calls: Mapping[str, Callable[[], object]], seconds: int) -> str:
-    """Make calls in a forked process, which may take so many seconds. Returns which of them failed and how,
-    or an empty text.
+    """Make calls in a forked process, which SIGALRM ends after `seconds` seconds. Returns which call failed
+    and how, or an empty text.
     """
     read, write = os.pipe()
     pid = os.fork()

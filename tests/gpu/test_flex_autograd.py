@@ -140,7 +140,7 @@ def test_lists_by_columns_are_made_in_the_backward() -> None:
 
 
 def test_a_result_that_does_not_depend_on_the_score() -> None:
-    """dq and dk are 0; dv and the gradient of the table are those of plain attention."""
+    """dq and dk are 0; dv and the gradient of the table are the gradients of softmax(table) V."""
     draw = torch.Generator("cuda").manual_seed(6)
     q, k, v = (torch.randn(1, 2, 300, 64, device="cuda", generator=draw).bfloat16() for _ in range(3))
     table = torch.randn(2, 300, 300, device="cuda", generator=draw)

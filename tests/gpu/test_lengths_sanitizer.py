@@ -182,7 +182,7 @@ def flex_calls(place: Place) -> Calls:
         return bias[i, j] > -1
 
     def lists(lines: int, count: int) -> tuple[Any, Any]:
-        """Of so many blocks in a line, with each of BLOCKS in some line."""
+        """Make counts, of which the first is `count`, and numbers of blocks: each of BLOCKS is in a line."""
         blocks = torch.tensor(BLOCKS).roll(count % 5).repeat(lines)[: lines * 3].view(1, 1, lines, 3)
         counts = torch.tensor([count, 2, MOST, LEAST]).repeat(lines)[:lines].view(1, 1, lines)
         return place(counts.int()), place(blocks.int())

@@ -40,8 +40,8 @@ def test_example(example: str) -> None:
 
 
 def test_readme_and_longer_examples() -> None:
-    """Python blocks one after the other, as a reader would paste them; results are finite. Those of
-    docs/examples.md continue README's first.
+    """The Python blocks run one after the other, as a reader would paste them; results are finite. The blocks
+    of docs/examples.md continue README's first block.
     """
     readme, longer = (
         re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
