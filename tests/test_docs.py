@@ -36,8 +36,6 @@ MAX_COLUMNS = {"README.md": 120, "CHANGELOG.md": 160}
 MAX_SENTENCE_WORDS = 25
 MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md": 900}
 MAX_KERNEL_PAGE_WORDS = 1000
-MAX_MERGED_PAGE_WORDS = 1300
-MERGED_PAGES = {"mla_dense_decode.md", "mla_sparse_fp8.md", "flex_forward.md"}  # of several kernels
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.name)
@@ -76,8 +74,7 @@ def test_pages_are_short(name: str) -> None:
 
 @kernel_pages
 def test_kernel_pages_are_short(page: Path) -> None:
-    most = MAX_MERGED_PAGE_WORDS if page.name in MERGED_PAGES else MAX_KERNEL_PAGE_WORDS
-    assert len(page.read_text().split()) <= most
+    assert len(page.read_text().split()) <= MAX_KERNEL_PAGE_WORDS
 
 
 @kernel_pages
