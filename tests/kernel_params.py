@@ -35,6 +35,7 @@ PARAMS: dict[tuple[str, bool], ParamStruct] = {
     ("block_mask_scatter", False): block_mask.SCATTER_PARAMS,
     ("flex_captured_finish", False): flex_backward.CAPTURED_FINISH_PARAMS,
     ("mha_backward", False): mha_backward.PARAMS,
+    ("mha_backward_by_product", False): mha_backward.PARAMS,
     ("mha_backward_clear", False): mha_backward.CLEAR_PARAMS,
     ("mha_backward_finish", False): mha_backward.FINISH_PARAMS,
     ("mha_backward_prepare", False): mha_backward.PREPARE_PARAMS,

@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 
 pytest.importorskip("torch")
 
-BY_PRODUCT = MhaCase(b=1, s_q=150, s_k=200, h_q=2, h_kv=1, d_qk=192, d_v=128, causal=True)
-WIDE = MhaCase(b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, dtype="float16", window=(60, 10))
-SMALL = (*MHA_CASES, (BY_PRODUCT, "out"), (WIDE, "both"))
+WIDE = MhaCase(b=1, s_q=150, s_k=200, h_q=2, h_kv=1, d_qk=192, d_v=128, causal=True)
+BY_PRODUCT = MhaCase(
+    b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, dtype="float16", window=(60, 10)
+)
+SMALL = (*MHA_CASES, (WIDE, "out"), (BY_PRODUCT, "both"))
+MAIN_KERNELS = ("mha_backward[", "mha_backward_by_product[")
 SEEDS = full_unless(lambda seeds: 2 in seeds, ((2, 3), (4, 5)))
 
 
@@ -39,12 +42,14 @@ def test_small_calls(emulator: Emulator, which: tuple[int, bool]) -> None:
     """Every run takes every second case in a fixed order, and the others in any."""
     (case, of), deterministic = SMALL[which[0]], which[1]
     check("mha_backward", case, of, deterministic)
-    assert any(label.startswith("mha_backward[") for label in emulator.launched)
+    assert any(label.startswith(MAIN_KERNELS) for label in emulator.launched)
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 @pytest.mark.parametrize("deterministic", (False, True))
-@pytest.mark.parametrize("case", (MHA_CASES[1][0], BY_PRODUCT), ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", (MHA_CASES[1][0], MHA_CASES[3][0], WIDE, BY_PRODUCT), ids=lambda case: case.id
+)
 def test_other_schedules(
     emulator: Emulator, case: MhaCase, deterministic: bool, seeds: tuple[int, ...]
 ) -> None:
@@ -55,7 +60,7 @@ def test_other_schedules(
 @pytest.mark.parametrize(("case", "of", "deterministic"), FLEX_CASES, ids=lambda x: getattr(x, "id", str(x)))
 def test_small_flex_calls(emulator: Emulator, case: FlexCase, of: str, deterministic: bool) -> None:
     check("flex_backward", case, of, deterministic)
-    assert any(label.startswith("mha_backward[") for label in emulator.launched)
+    assert any(label.startswith(MAIN_KERNELS) for label in emulator.launched)
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)

@@ -12,7 +12,7 @@ from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
 from rawmla.attention import flex_backward
-from rawmla.kernels.mha_backward import ALL, Needs
+from rawmla.kernels.mha_backward import ALL, Needs, specs
 from rawmla.mha import gradients
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 
@@ -30,16 +30,16 @@ SOME = (
     Needs(False, True, True, False),
     Needs(False, False, False, True),
 )
-WITH_DQ: dict[str, Any] = {"d_qk": 192, "d_v": 128}
-WIDE: dict[str, Any] = {"d_qk": 256, "d_v": 256}
+OF_192: dict[str, Any] = {"d_qk": 192, "d_v": 128}
+OF_256: dict[str, Any] = {"d_qk": 256, "d_v": 256}
 SMALL: dict[str, Any] = {"b": 1, "s_q": 150, "s_k": 200, "h_q": 2, "h_kv": 1}
 MHA = (
     *[MHA_CASES[i] for i in (2, 3, 4, 7)],
     (MhaCase(**SMALL, causal=True, d_qk=128, d_v=128, softcap=15.0, sink="float32"), "both"),
-    (MhaCase(**SMALL, **WITH_DQ, causal=True, sink="float32"), "out"),
-    (MhaCase(**SMALL, **WITH_DQ, window=(60, 10), softcap=15.0), "lse"),
-    (MhaCase(**SMALL, **WIDE, causal=True, sink="float32"), "both"),
-    (MhaCase(**SMALL, **WIDE, softcap=15.0, dtype="float16"), "out"),
+    (MhaCase(**SMALL, **OF_192, causal=True, sink="float32"), "out"),
+    (MhaCase(**SMALL, **OF_192, window=(60, 10), softcap=15.0), "lse"),
+    (MhaCase(**SMALL, **OF_256, causal=True, sink="float32"), "both"),
+    (MhaCase(**SMALL, **OF_256, softcap=15.0, dtype="float16"), "out"),
 )
 FLEX = tuple(FLEX_CASES[i] for i in (0, 1, 2, 3, 7))
 
@@ -79,6 +79,7 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
     function: Any = gradients.gradients if fixed else gradients.varlen_gradients
     everything = function(ALL, *arguments, **keywords)
     has_sink = everything[3] is not None
+    flags = case.softcap > 0, case.alibi is not None, has_sink and of != "out"
     for needs in chosen(number, part, has_sink):
         emulator.launched.clear()
         got = function(needs, *arguments, **keywords)
@@ -87,7 +88,7 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
         names = [label.partition("[")[0] for label in emulator.launched]
         assert names == [
             "mha_backward_prepare",
-            *["mha_backward"] * needs.main,
+            *[specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1].name] * needs.main,
             *["mha_backward_finish"] * (needs.dq or wanted.others),
             *["mha_backward_clear"] * (needs.main and not fixed),
         ]
@@ -123,7 +124,8 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
         *got, by_name = backward(needs)
         assert tuple(x is not None for x in got) == needs[:3]
         names = [label.partition("[")[0] for label in emulator.launched]
-        assert ("mha_backward" in names) == needs.main
+        main = "mha_backward_by_product" if max(case.d_qk, case.d_v) > 128 else "mha_backward"
+        assert names.count(main) == needs.main
         assert ("mha_backward_finish" in names) == needs.dq
         assert ("flex_captured_gradients" in names) == (needs.others and bool(captured))
         assert needs.dq or "block_mask_ranks" not in names

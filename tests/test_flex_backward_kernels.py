@@ -177,9 +177,10 @@ def test_others_compile(spec: KernelSpec) -> None:
 def test_constants_of_the_forms(dims: tuple[int, int]) -> None:
     for form in forms_of(*dims):
         one = spec("bfloat16", *dims, form, header_of(*FUNCTIONS["softcap, causal"]))
-        assert_in_kernel(one, [f"kTileKeys == {form.tile_keys}", "kFlex && kTrims && kTwoFactors"])
-    plain = spec("bfloat16", *dims, form, header_of(None, None))
-    assert_in_kernel(plain, ["!kTrims && !kTwoFactors"])
+        conditions = [f"kTileKeys == {form.tile_keys}", f"kThreads == {form.threads}"]
+        assert_in_kernel(one, [*conditions, "kFlex && kTrims && kHasDerivative"])
+        plain = spec("bfloat16", *dims, form, header_of(None, None))
+        assert_in_kernel(plain, [*conditions, "!kTrims && !kHasDerivative"])
 
 
 @pytest.mark.parametrize("pass_", (IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS))
@@ -210,6 +211,10 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
         for name in FUNCTIONS
     ],
     (
+        MAIN[(256, 256), "softcap, documents", True],
+        flex_backward.params_of(bytes_of(SOFTCAP), bytes_of(DOCUMENTS)),
+    ),
+    (
         CAPTURED[(64, 64), "by key", IN_ANY_ORDER],
         flex_backward.params_of(bytes_of(BY_KEY), bytes_of(DOCUMENTS)),
     ),
@@ -219,7 +224,7 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
 
 
 @pytest.mark.parametrize(
-    ("spec", "declared"), STRUCTS, ids=[*FUNCTIONS, "captured gradients", "finish", "ranks"]
+    ("spec", "declared"), STRUCTS, ids=[*FUNCTIONS, "by product", "captured gradients", "finish", "ranks"]
 )
 def test_cpp_has_the_same_members(spec: KernelSpec, declared: ParamStruct) -> None:
     count = len(declared.members)

@@ -42,6 +42,7 @@ CALL = FlexBackwardCall(
 ADDRESSES = FlexBackwardAddresses(*range(0x1000, 0xF000, 0x1000))
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
 SCRATCH = 1 << 20
+MAIN = ("mha_backward", "mha_backward_by_product")
 
 
 class _Kernel:
@@ -147,7 +148,7 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
         "seqlen_q": L,
         "seqlen_k": S,
         "tiles_per_head": 4,
-        "section": 4,
+        "section": 8,
         "counts_strides": (*LISTS.counts_strides[0], *LISTS.counts_strides[1]),
         "lists_strides": (*LISTS.lists_strides[0], *LISTS.lists_strides[1]),
         "list_rows": (3, 2),  # clipped to the blocks that there are
@@ -167,6 +168,21 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
     ends = [SCRATCH, *[address + size for address, size in parts]]
     assert all(address >= end for (address, _), end in zip(parts, ends, strict=False))
     assert ends[-1] <= SCRATCH + made.scratch_bytes and not any(address % 128 for address, _ in parts)
+
+
+@pytest.mark.parametrize(
+    ("d_qk", "d_v", "columns"), ((40, 64, 64), (96, 96, 96), (70, 128, 96), (96, 130, 128), (200, 64, 256))
+)
+def test_columns_of_the_sums_of_dq(told: list[SimpleNamespace], d_qk: int, d_v: int, columns: int) -> None:
+    """By keys a multiple of 32, by product of 64: of both kernels around, in scratch, and of a grid."""
+    narrow = launch(d_qk=d_qk, d_v=d_v, needs=Needs(False, True, True, False))
+    made = launch(d_qk=d_qk, d_v=d_v)
+    *_, prepare, main, finish = told
+    assert main.name == MAIN[max(d_qk, d_v) > 128]
+    assert read(prepare)["accum_columns"] == read(finish)["accum_columns"] == columns
+    assert read(finish)["d_qk"] == d_qk and finish.rows_of_grid == -(-columns // 64)
+    rows = B * HQ * Q_BLOCKS * 64
+    assert made.scratch_bytes - narrow.scratch_bytes == 4 * rows * columns
 
 
 @pytest.mark.parametrize("scale", (0.25, -3.0, 0.0))
@@ -201,7 +217,8 @@ def test_a_fixed_order(told: list[SimpleNamespace], dims: tuple[int, int]) -> No
     """Ranks are made of the lists before the kernel that needs them, for its tiles."""
     launch(deterministic=True, d_qk=dims[0], d_v=dims[1])
     prepare, clear, scatter, ranks, main, _ = told
-    assert [x.name for x in told[1:5]] == ["clear", "block_mask_scatter", "block_mask_ranks", "mha_backward"]
+    names = ["clear", "block_mask_scatter", "block_mask_ranks", MAIN[dims[0] == 256]]
+    assert [x.name for x in told[1:5]] == names
     states = read(scatter)
     assert clear.address == states["states"] == read(ranks)["states"] and clear.size >= ROWS * COLUMNS
     assert (states["kv_num_blocks"], states["full_kv_indices"]) == (ADDRESSES[10], ADDRESSES[13])
@@ -251,7 +268,7 @@ def test_references(told: list[SimpleNamespace], needs: Needs, dims: tuple[int, 
     prepare, references, *others = told
     assert (references.name, references.pdl) == ("flex_row_references", True)
     assert references.grid == prepare.grid == B * HQ * Q_BLOCKS
-    reader = next(x for x in others if x.name in ("mha_backward", "flex_captured_gradients"))
+    reader = next(x for x in others if x.name in (MAIN[dims[0] == 256], "flex_captured_gradients"))
     first, second = read(references), read(reader)
     assert read(prepare)["weights"] == 0 and read(prepare)["lse_log2"] == first["lse"]
     assert first["weights"] not in (0, first["lse"], first["delta"])
@@ -338,7 +355,7 @@ def test_the_other_form_where_functions_would_spill(
     monkeypatch.setattr(jit, "build", build)
     for _ in range(2):
         launch()
-    assert {x.spec for x in told if x.name == "mha_backward"} == {
+    assert {x.spec for x in told if x.name in MAIN} == {
         flex_backward.spec("bfloat16", E, EV, form, CALL.header)
     }
     assert len(built) == 1 and read(told[1])["tiles_per_head"] == -(-S // form.tile_keys)
@@ -369,11 +386,11 @@ def test_kernels_do_not_depend_on_sizes(told: list[SimpleNamespace]) -> None:
         {"d_qk": 120, "d_v": 50, "deterministic": True},
     ):
         launch(**changes)
-    assert len({x.spec for x in told if x.name == "mha_backward"}) == 1
+    assert len({x.spec for x in told if x.name in MAIN}) == 1
     text = header_of(None, CudaMod("q_idx > kv_idx").mod())
     for changes in ({"dtype": "float16"}, {"d_v": 65}, {"header": text}):
         launch(**changes)
-    assert len({x.spec for x in told if x.name == "mha_backward"}) == 4
+    assert len({x.spec for x in told if x.name in MAIN}) == 4
 
 
 def test_maps_are_kept(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:

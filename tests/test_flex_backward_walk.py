@@ -1,5 +1,6 @@
 """Which blocks of queries a tile of keys walks in the backward of flex attention, and in which order tiles
-add to dq: the C++ of cuda_src/mha/query_lists.cuh and kernels/block_mask_ranks.cu, compiled for the CPU.
+add to dq: the C++ of cuda_src/mha/query_lists.cuh, mha/listed_queries.cuh and kernels/block_mask_ranks.cu,
+compiled for the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from rawmla.kernels.flex_backward import RANKS_SPEC
 
 pytestmark = needs_host_compiler
 ROWS = 64  # query tokens of a step
+BEHIND = 6  # steps that the thread that adds dQ may be behind the one that copies
 
 _BEFORE = """
 #define __device__
@@ -33,32 +35,91 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 struct Dim { int x; };
 """
 _WALK = """
+template <int kCount> struct Tile { enum { kRows = kCount, kBytes = 16 }; };
+using BlockRows = Tile<kBlockRows>;
+using u64 = unsigned long long;
+struct TensorMap {};
+struct Function { enum { kIsThere = 1 }; };
+using ScoreMod = Function;
+using MaskMod = Function;
 struct Params {
     const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices, *ranks;
     i64 counts_strides[6], lists_strides[6], blocks;
     int group, list_rows[2], mask_batches, mask_heads, mask_rows, mask_columns, block_rows, block_k, q_blocks;
     int requests;
+    inline static TensorMap q_map, dout_map, k_map, v_map;
+    inline static const float *lse, *delta, *weights;
 };
 struct KeyTile { int request, kv_head, first_key, k_len; };
+enum { kL2EvictNormal };
+template <int, class... T> void tma_load_4d(T...) {}
+template <class... T> void bulk_load(T...) {}
+inline u32 smem_address(const void* x) { return static_cast<u32>(reinterpret_cast<u64>(x)); }
+inline void mbarrier_arrive_expect_tx(u32, u32) {}
+void mbarrier_arrive(u32 bar);
+void mbarrier_wait_parity(u32 bar, u32 parity);
 """
 _CALLS = """
-template <bool kByBlock>
-int walk_tile(const Params* params, const KeyTile* tile, int tile_keys, int* steps) {
-    QueryWalk<kByBlock> walk(*params, *tile);
-    int count = 0;
-    for (;; ++count) {
-        const QueryStep step = walk.next();
-        if (step.is_end()) return count;
-        const int turn =
-            tile_keys == 64 ? turn_of<64>(*params, *tile, step) : turn_of<128>(*params, *tile, step);
-        const int place = step.place(*params);
-        const int found[6] = {step.block, step.head, step.request, step.partial, turn, place};
-        for (int i = 0; i < 6; ++i) steps[6 * count + i] = found[i];
+struct Plan {
+    unsigned char k[16], v[16], q[3][16], dout[3][16];
+    float lse[3][kBlockRows], delta[3][kBlockRows], references[3][kBlockRows];
+    QueryStep steps[kPublishedSteps];
+    u64 bar_step[kPublishedSteps];  // how many have arrived
+    u64 bar_k_full, bar_v_full, bar_q_landed[3], bar_q_full[3], bar_q_free[3];
+    u64 bar_dout_landed[3], bar_dout_full[3], bar_dout_free[3];
+} smem;
+// What the thread that adds dQ does when a step is published.
+struct Reader { virtual void published() = 0; } *reader;
+bool waits_for_ever;
+u32 step_of(u32 bar) { return (bar - smem_address(smem.bar_step)) / sizeof(u64); }
+
+void mbarrier_arrive(u32 bar) {
+    if (step_of(bar) >= kPublishedSteps) return;
+    ++smem.bar_step[step_of(bar)];
+    reader->published();
+}
+void mbarrier_wait_parity(u32 bar, u32 parity) {
+    waits_for_ever |= step_of(bar) < kPublishedSteps && smem.bar_step[step_of(bar)] % 2 == parity;
+}
+
+template <int kTileKeys>
+struct Follower : Reader {
+    const Params& params;
+    const KeyTile& tile;
+    int (*steps)[7];
+    AddedBlocks<Tile<kTileKeys>, Plan>* blocks = nullptr;
+    int number = 0, count = 0;  // of steps that were published and read
+
+    Follower(const Params& params, const KeyTile& tile, int* steps)
+        : params(params), tile(tile), steps(reinterpret_cast<int(*)[7]>(steps)) {}
+    void published() {
+        const QueryStep step = smem.steps[number % kPublishedSteps];
+        const int found[] = {step.block, step.head, step.request, step.is_partial(), 0, 0, step.is_last()};
+        for (int i = 0; i < 7; ++i) steps[number][i] = found[i];
+        if (++number > kBehind) read();
     }
+    bool read() {
+        if (blocks == nullptr) blocks = new AddedBlocks<Tile<kTileKeys>, Plan>(params, smem, tile);
+        else blocks->advance();
+        if (waits_for_ever || !blocks->is_there()) return false;
+        steps[count][4] = blocks->turn();
+        steps[count++][5] = blocks->place();
+        return true;
+    }
+};
+template <int kTileKeys, bool kByBlock>
+int walk_tile(const Params& params, const KeyTile& tile, int* steps) {
+    smem = {}, waits_for_ever = false;
+    Follower<kTileKeys> follower(params, tile, steps);
+    reader = &follower;
+    load_listed<Tile<kTileKeys>, BlockRows, kByBlock, true>(params, smem, tile);
+    while (follower.read()) {}
+    return waits_for_ever ? -1 : follower.count;
 }
 extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, int by_block, int* steps) {
-    const auto chosen = by_block ? walk_tile<true> : walk_tile<false>;
-    return chosen(params, tile, tile_keys, steps);
+    const auto chosen = tile_keys == 64 ? by_block ? walk_tile<64, true> : walk_tile<64, false>
+                                        : by_block ? walk_tile<128, true> : walk_tile<128, false>;
+    return chosen(*params, *tile, steps);
 }
 """
 _RANK = """
@@ -90,9 +151,11 @@ class _RankParams(ctypes.Structure):
 
 
 def _walking() -> ctypes.CDLL:
-    text = source("mha/query_lists.cuh")
-    first, last = text.index("struct alignas(16) QueryStep"), text.index("// One thread: copies K and V once")
-    return compiled(_BEFORE + _WALK + text[first:last] + _CALLS)
+    lists, listed = source("mha/query_lists.cuh"), source("mha/listed_queries.cuh")
+    lists = lists[lists.index("constexpr bool kTrims") : lists.index("// A warp: clears the rows")]
+    first = listed.index("template <class KeyRows, class Plan>\nclass AddedBlocks")
+    added = listed[first : listed.index("// A thread's keys are")]
+    return compiled(f"{_BEFORE}{_WALK}{lists}{added}constexpr int kBehind = {BEHIND};{_CALLS}")
 
 
 def _ranking() -> ctypes.CDLL:
@@ -168,7 +231,11 @@ def ranks_of(case: Case, mask: Mask, tile_keys: int) -> Any:
 def walk(
     case: Case, mask: Mask | None, ranks: Any, tile_keys: int, tile: tuple[int, int, int], by_block: bool
 ) -> Any:
-    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key)."""
+    """(block, head, request, partial, turn, place) of each step of the tile (request, KV head, first key).
+
+    The last step says that it is the last, and no other does. Without steps, one is published that is not
+    there.
+    """
     blocks = -(-case.q_len // ROWS)
     params = _WalkParams(
         blocks=case.b * blocks, group=case.group, mask_batches=1, mask_heads=1, block_rows=1, block_k=1,
@@ -187,13 +254,16 @@ def walk(
         params.mask_batches, params.mask_heads = case.masks
         params.mask_rows, params.mask_columns = rows, columns
         params.block_rows, params.block_k = case.block[0] // ROWS, case.block[1]
-    steps = np.zeros((case.b * case.h_kv * case.group * blocks + 1, 6), np.int32)
+    steps = np.zeros((case.b * case.h_kv * case.group * blocks + 1, 7), np.int32)
     library = _walking()
     given = (ctypes.c_int * 4)(*tile, case.k_len)
     count = library.walk(
         ctypes.byref(params), given, tile_keys, by_block, steps.ctypes.data_as(ctypes.c_void_p)
     )
-    return steps[:count].tolist()
+    assert count >= 0, "the thread that adds dQ waits for a step that nobody publishes"
+    assert steps[:count, 6].tolist() == [i == count - 1 for i in range(count)]
+    assert not steps[max(count, 1) :].any() and (count > 0 or steps[0, 0] == -1)
+    return steps[:count, :6].tolist()
 
 
 def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:

@@ -47,7 +47,10 @@ from rawmla.testing import plans
 SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {family(spec): spec for spec in reversed(SPECS)}
-BACKWARD = {"mha_backward", "mha_backward_prepare", "mha_backward_finish", "mha_backward_clear"}
+BACKWARD = {
+    *("mha_backward_prepare", "mha_backward", "mha_backward_by_product", "mha_backward_finish"),
+    "mha_backward_clear",
+}
 
 
 def of(name: str) -> list[KernelSpec]:

@@ -22,40 +22,48 @@ from rawmla.kernels import mha_backward
 from rawmla.kernels.mha_backward import (
     ALL,
     BY_KEYS,
-    BY_KEYS_WITH_DQ,
+    BY_KEYS_WIDE,
     BY_PRODUCT,
     BackwardAddresses,
     Needs,
     PreparedMhaBackward,
     form_of,
+    section_of,
     specs,
 )
 
 # With every flag, and with all or none of them: the forms of the schedule at their ends.
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-MORE_DIMS = ((64, 128), (128, 96), (40, 40), (8, 8), (192, 64), (96, 160), (32, 224), (64, 256), (256, 96))
+MORE_DIMS = (
+    *((64, 128), (128, 96), (128, 32), (96, 64), (40, 40), (8, 8)),
+    *((192, 64), (96, 160), (32, 224), (64, 256), (256, 96)),
+)
+DTYPES = ("bfloat16", "float16")
 FLAGS = tuple(itertools.product((False, True), repeat=3))  # softcap, ALiBi, sinks with dlse
 STRUCTS: dict[str, ParamStruct] = {
     "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
     "mha_backward": mha_backward.PARAMS,
+    "mha_backward_by_product": mha_backward.PARAMS,
     "mha_backward_finish": mha_backward.FINISH_PARAMS,
     "mha_backward_clear": mha_backward.CLEAR_PARAMS,
 }
 MAIN = {
     (dtype, *dims, *flags): specs(dtype, *dims, *flags)[1]
     for dims in DIMS + MORE_DIMS
-    for dtype in ("bfloat16", "float16")
+    for dtype in DTYPES
     for flags in (FLAGS if dims in DIMS else (FLAGS[0], FLAGS[-1]))
 }
-SUBSETS = [Needs(*some, True) for some in itertools.product((False, True), repeat=3) if 0 < sum(some) < 3]
+NEEDS = [Needs(*some, True) for some in itertools.product((False, True), repeat=3) if any(some)]
+SUBSETS = [needs for needs in NEEDS if not all(needs)]
+STEPS = range(32, 257, 32)  # head dimensions that have variants of their own
 SOME = {
     (*dims, *flags, *needs): specs("bfloat16", *dims, *flags, needs)[1]
     for dims in DIMS
     for flags in (FLAGS[0], FLAGS[-1])
     for needs in SUBSETS
 }
-# Every flag set in the forms that depend on them; both ends of the flags, three sets of gradients and some of
-# float16 in each form.
+# Every set of flags at the dimensions whose form depends on them; both ends of the flags, three sets of
+# gradients and some of float16 in each form.
 QUICK = {
     *(MAIN[("bfloat16", *dims, *flags)] for dims in ((128, 128), (192, 128)) for flags in FLAGS),
     *(MAIN[("bfloat16", *dims, *flags)] for dims in DIMS for flags in (FLAGS[0], FLAGS[-1])),
@@ -63,53 +71,81 @@ QUICK = {
     *(MAIN[("float16", *dims, *FLAGS[-1])] for dims in ((128, 128), (192, 128), (256, 256))),
     *(
         SOME[(*dims, *flags, *needs, True)]
-        for dims, flags in zip(DIMS[1:], (FLAGS[0], FLAGS[-1], FLAGS[0], FLAGS[-1]), strict=True)
+        for dims, flags in zip(DIMS, itertools.cycle((FLAGS[-1], FLAGS[0])), strict=False)
         for needs in ((True, False, False), (False, True, True), (False, False, True))
     ),
 }
 AROUND = [
-    *dict.fromkeys(
-        x for dtype in ("bfloat16", "float16") for d in (64, 128) for x in specs(dtype, d, d)[::2]
-    ),
+    *dict.fromkeys(x for dtype in DTYPES for d in (64, 128) for x in specs(dtype, d, d)[::2]),
     mha_backward.CLEAR_SPEC,
 ]
 QUICK.update(AROUND)
-BY_NAME: dict[str, KernelSpec] = {spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], *AROUND)}
+BY_NAME: dict[str, KernelSpec] = {
+    spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], specs("bfloat16", 256, 256)[1], *AROUND)
+}
 
 
 def test_variants() -> None:
     """Only the dtype, head dimensions in steps of 32 and the three flags select one."""
     assert MAIN["bfloat16", 40, 40, True, True, True] == MAIN["bfloat16", 64, 64, True, True, True]
     assert len(set(MAIN.values())) == 2 * 8 * len(DIMS) + 2 * 2 * (len(MORE_DIMS) - 1)
-    for dtype in ("bfloat16", "float16"):
+    for dtype in DTYPES:
         around = {specs(dtype, *dims, *flags)[::2] for dims in DIMS for flags in FLAGS}
         assert len(around) == 2  # by d_v
     assert {spec.name for spec in BY_NAME.values()} == set(STRUCTS)
 
 
 def test_forms_of_the_backward() -> None:
-    """Every pair of head dimensions has one, in shared memory that there is."""
+    """Every pair of head dimensions has one, for every set of flags and of gradients."""
     plain = (False, False, False)
-    assert form_of(128, 128, *plain) == form_of(128, 128, True, False, False) == BY_KEYS
-    assert form_of(128, 128, False, True, True) == form_of(128, 96, True, True, True) == BY_KEYS
-    assert form_of(128, 128, True, True, False) == form_of(128, 128, True, False, True) == BY_PRODUCT
-    assert form_of(192, 32, *plain) == form_of(32, 160, *plain) == form_of(192, 160, *plain) == BY_PRODUCT
-    for flags in FLAGS:
-        wide = BY_PRODUCT if any(flags) else BY_KEYS_WITH_DQ
-        assert form_of(192, 128, *flags) == wide
-        for needs in SUBSETS:
-            by_keys = wide == BY_KEYS_WITH_DQ and needs.dq and not needs.dv
-            assert form_of(192, 128, *flags, needs) == (BY_KEYS if by_keys else wide)
-    steps = range(32, 257, 32)
-    for d_qk, d_v, flags in itertools.product(steps, steps, FLAGS):
-        spec = specs("bfloat16", d_qk, d_v, *flags)[1]
+    for dtype in DTYPES:
+        for flags in FLAGS[:-1]:
+            assert form_of(dtype, 128, 128, *flags) == BY_KEYS
+        for dims in ((128, 96), (96, 128)):
+            assert form_of(dtype, *dims, True, True, True) == BY_KEYS
+        assert form_of(dtype, 128, 128, *FLAGS[-1]) == BY_PRODUCT
+        for dims in ((192, 32), (32, 160), (192, 160)):
+            assert form_of(dtype, *dims, *plain) == BY_PRODUCT
+        for flags, needs in itertools.product(FLAGS, NEEDS):
+            # The wide form has no variant for dv alone, and none of float16.
+            wide = BY_KEYS_WIDE if dtype == "bfloat16" else BY_PRODUCT
+            of_plain = wide if needs.dq or needs.dk else BY_KEYS
+            assert form_of(dtype, 192, 128, *flags, needs) == (BY_PRODUCT if any(flags) else of_plain)
+        for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+            form = form_of(dtype, d_qk, d_v, *flags, needs)
+            assert form in (BY_KEYS, BY_KEYS_WIDE, BY_PRODUCT)
+            assert form.by_product == (form == BY_PRODUCT)
+            if (d_qk, d_v) != (192, 128):
+                assert form == form_of(dtype, d_qk, d_v, *flags) != BY_KEYS_WIDE
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_memory_of_the_backward(dtype: str) -> None:
+    """There is enough for every pair of head dimensions and set of gradients, with two stages of Q and dO at
+    least, and as many as fit up to three; by product with a place for dQ at least, which has its chunks.
+    """
+    for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+        form = form_of(dtype, d_qk, d_v, *flags, needs)
+        spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
         defines = dict(spec.defines)
+        assert (spec.name, spec.threads) == (form.kernel, form.threads)
         assert spec.smem_bytes <= MAX_SMEM_BYTES
-        form = form_of(d_qk, d_v, *flags)
-        assert (defines["BY_PRODUCT"], defines["DQ_BY_CONSUMERS"]) == (form.by_product, form.dq_by_consumers)
-        assert spec.threads == form.threads
-        parts = 2 if form.dq_by_consumers else -(-d_qk // 64)
-        assert parts % defines["DQ_PLACES"] == 0
+        if form.by_product:
+            assert not defines.keys() & {"STAGES", "WIDE"}
+            assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
+        else:
+            assert "DQ_PLACES" not in defines and defines["WIDE"] == form.is_wide
+            stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
+            fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
+            assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
+
+
+def test_columns_of_the_sums_of_dq() -> None:
+    """All of dQ's, and no more than the kernel computes."""
+    for d_qk in range(1, 257):
+        by_keys = {form.accum_columns(d_qk) for form in (BY_KEYS, BY_KEYS_WIDE)}
+        assert by_keys == {-(-d_qk // 32) * 32}
+        assert BY_PRODUCT.accum_columns(d_qk) == -(-d_qk // 64) * 64
 
 
 def test_segments_on_a_gpu_meet_every_form() -> None:
@@ -129,19 +165,24 @@ def test_backward_compiles_without_spills(spec: KernelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "alibi", "registers", "launched"),
+    ("dims", "flags", "registers", "launched"),
     (
-        ((64, 64), False, (208, 208, 64, 32), 128),
-        ((256, 256), False, (208, 208, 64, 32), 128),
-        ((256, 256), True, (216, 208, 64, 24), 128),
-        ((192, 128), False, (240, 240, 24), 168),
+        ((64, 64), (False, False, False), (240, 240, 24), 168),
+        ((128, 128), (False, True, False), (240, 240, 24), 168),
+        ((192, 128), (False, False, False), (240, 240, 24), 168),
+        ((192, 128), (False, True, False), (216, 208, 64, 24), 128),
+        ((128, 128), (True, False, True), (240, 240, 24), 168),
+        ((128, 128), (True, True, True), (216, 208, 64, 24), 128),
+        ((256, 256), (False, False, False), (208, 208, 64, 32), 128),
+        ((256, 256), (True, False, False), (208, 208, 64, 32), 128),
+        ((256, 256), (False, True, False), (216, 208, 64, 24), 128),
     ),
 )
 def test_setmaxnreg_of_the_backward(
-    dims: tuple[int, int], alibi: bool, registers: tuple[int, ...], launched: int
+    dims: tuple[int, int], flags: tuple[bool, bool, bool], registers: tuple[int, ...], launched: int
 ) -> None:
-    """Two consumers, the warpgroup of dQ, if there is one, and a producer share what the launch gives."""
-    spec = MAIN[("bfloat16", *dims, False, alibi, False)]
+    """Two consumers, by product the warpgroup of dQ, and a producer share what the launch gives."""
+    spec = MAIN[("bfloat16", *dims, *flags)]
     moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
     assert {int(count) for _, count in moves} == set(registers)
     assert jit.build(spec).meta["registers"] == launched
@@ -150,17 +191,44 @@ def test_setmaxnreg_of_the_backward(
 
 
 def test_constants_of_the_backward() -> None:
-    for dims, form in (((128, 128), BY_KEYS), ((192, 128), BY_KEYS_WITH_DQ), ((256, 256), BY_PRODUCT)):
+    for dims, form in (((128, 128), BY_KEYS), ((192, 128), BY_KEYS_WIDE), ((256, 256), BY_PRODUCT)):
+        spec = MAIN[("bfloat16", *dims, False, False, False)]
         assert_in_kernel(
-            MAIN[("bfloat16", *dims, False, False, False)],
+            spec,
             [
                 f"kBlockRows == {mha_backward.BLOCK_ROWS}",
                 f"kTileKeys == {form.tile_keys}",
-                f"kDsStages == {form.ds_stages}",
-                f"sizeof(SharedMemoryPlan) + 2 * {mha_backward._BARRIER_BYTES} > SMEM_BYTES",
+                f"kThreads == {form.threads}",
+                f"kStages == {dict(spec.defines).get('STAGES', 2)}",
+                *([] if form.by_product else [f"kDsStages == {1 if form.is_wide else 2}"]),
             ],
         )
     assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])
+
+
+EVERY_PLACE = {
+    specs("bfloat16", d_qk, d_v, needs=needs)[1]: (d_qk, d_v)
+    for d_qk, d_v in ((32, 32), (64, 96), (96, 96), (128, 128), (192, 128), (192, 64), (256, 256))
+    for needs in (ALL, ALL._replace(dq=False))
+}
+
+
+@pytest.mark.parametrize("spec", EVERY_PLACE, ids=lambda spec: spec.label)
+def test_layout_of_the_backward(spec: KernelSpec) -> None:
+    """The launch asks for little more shared memory than the kernel has things for, and the parts of a block
+    of dQ make up its sums.
+    """
+    d_qk, d_v = EVERY_PLACE[spec]
+    form = form_of("bfloat16", d_qk, d_v, False, False, False)
+    parts = "kChunksQK" if form.by_product else "kDqParts"
+    assert_in_kernel(
+        spec,
+        [
+            f"sizeof(SharedMemoryPlan) + 2 * {mha_backward._BARRIER_BYTES} > SMEM_BYTES",
+            f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(d_qk)}",
+            f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
+        ],
+    )
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -270,16 +338,23 @@ def test_grids_of_long_segments(launches: Launches) -> None:
     assert launches.grids["mha_backward_clear"] == (100 + 200 + 200, 1, 1)
 
 
+@pytest.mark.parametrize(("d_qk", "d_v", "columns"), ((100, 59, 128), (70, 59, 96), (70, 130, 128)))
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
 @pytest.mark.parametrize("has_dlse", (False, True))
 def test_scratch_of_the_backward(
-    launches: Launches, has_dlse: bool, sink_dtype: str | None, deterministic: bool
+    launches: Launches,
+    has_dlse: bool,
+    sink_dtype: str | None,
+    deterministic: bool,
+    d_qk: int,
+    d_v: int,
+    columns: int,
 ) -> None:
     """float32 of d_qk, lse and delta a row; with sinks a number a block; with both another a row; in a fixed
     order a turn a block.
     """
-    call = EXPECTED._replace(d_qk=100, d_v=59, has_dlse=has_dlse, sink_dtype=sink_dtype)
+    call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, has_dlse=has_dlse, sink_dtype=sink_dtype)
     call = call._replace(deterministic=deterministic)
     prepared = PreparedMhaBackward(call, lambda: False)
     prepared.launch(0x51, ADDRESSES, 0x100000)
@@ -287,7 +362,10 @@ def test_scratch_of_the_backward(
     lse, delta, accum, *_ = given[5:8]
     rows = 8 * 3 * 64
     assert (lse, delta, accum) == (0x100000, 0x100000 + 4 * rows, 0x100000 + 8 * rows)
-    sizes = [4 * rows, 4 * rows, 4 * 128 * rows, 4 * 8 * 3 if sink_dtype else 0]
+    sizes = [4 * rows, 4 * rows, 4 * columns * rows, 4 * 8 * 3 if sink_dtype else 0]
+    around = [launches.params[name] for name in ("mha_backward_prepare", "mha_backward_finish")]
+    assert [params["accum_columns"] for params in around] == [columns] * 2
+    assert launches.grids["mha_backward_finish"] == (8 * 3, -(-columns // 64), 1)
     weighs = has_dlse and sink_dtype is not None
     sizes.append(4 * rows if weighs else 0)
     turns_bytes = 4 * 8 * 3 if deterministic else 0
@@ -311,10 +389,41 @@ def test_tiles_of_keys(launches: Launches, d_qk: int, d_v: int, keys: int) -> No
     call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, max_seqlen_k=1000, total_k=1000)
     PreparedMhaBackward(call, lambda: False).launch(0x51, ADDRESSES, 0x100000)
     tiles = -(-1000 // keys)
-    assert launches.grids["mha_backward"] == (call.h_kv * call.b * tiles, 1, 1)
-    assert launches.params["mha_backward"]["tiles_per_head"] == tiles
-    (maps,) = [given[1:5] for name, given in launches.enqueued if name == "mha_backward"]
+    main = "mha_backward" if keys == 128 else "mha_backward_by_product"
+    assert launches.loaded == ["mha_backward_prepare", main, "mha_backward_finish"]
+    assert launches.grids[main] == (call.h_kv * call.b * tiles, 1, 1)
+    assert launches.params[main]["tiles_per_head"] == tiles
+    (maps,) = [given[1:5] for name, given in launches.enqueued if name == main]
     assert [one[4][:2] for one in maps] == [(64, 64), (64, 64), (64, keys), (64, keys)]
+
+
+@pytest.mark.parametrize(
+    ("readers", "seqlen_q", "section"),
+    (
+        (1, 0, 8),
+        (1, 500, 8),
+        (1, 4096, 4),
+        (1, 8192, 2),
+        (1, 10**6, 2),
+        (4, 500, 8),
+        (4, 2000, 4),
+        (8, 10**6, 4),
+    ),
+)
+def test_sections_of_heads(readers: int, seqlen_q: int, section: int) -> None:
+    """KV heads whose tiles run together: few, and in any order more of them where they are short."""
+    assert section_of(readers, seqlen_q, 128, 128, False, True) == section
+    for d_qk, fixed in ((59, 16), (96, 8), (128, 8), (192, 5), (256, 4)):
+        for has_masks in (False, True):
+            wanted = fixed if has_masks else fixed // 2
+            assert section_of(readers, seqlen_q, d_qk, 128, True, has_masks) == wanted
+
+
+@pytest.mark.parametrize(("h_kv", "section"), ((1, 1), (2, 2), (6, 6), (7, 7), (12, 6)))
+def test_sections_of_segments(launches: Launches, h_kv: int, section: int) -> None:
+    """Sections of segments have equally many heads."""
+    PreparedMhaBackward(EXPECTED._replace(varlen=True, h_q=h_kv, h_kv=h_kv), lambda: False)
+    assert launches.params["mha_backward"]["section"] == section
 
 
 @pytest.mark.parametrize("alibi", (False, True))

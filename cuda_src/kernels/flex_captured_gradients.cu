@@ -39,13 +39,12 @@ struct SharedMemoryPlan {
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], references[kStages][kBlockRows];
     KeyTile tile;
-    QueryStep told[kToldSteps];
+    QueryStep steps[kPublishedSteps];
     int trimmed[kStages];  // whether the block has rows that see no key, or that have references
-    u64 bar_kv;
-    u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // that are to be trimmed
-    u64 bar_q_full[kStages];                              // with lse and references
-    u64 bar_dout_full[kStages];                           // with delta
-    u64 bar_free[kStages];                                // all of these
+    u64 bar_k_full, bar_v_full;
+    u64 bar_q_landed[kStages], bar_dout_landed[kStages];  // rows are still to be cleared
+    u64 bar_q_full[kStages], bar_q_free[kStages];         // with lse and references
+    u64 bar_dout_full[kStages], bar_dout_free[kStages];   // with delta
 };
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 
@@ -60,16 +59,19 @@ struct Consumer {
 
     __device__ __forceinline__ void run() {
         CapturedSums sums(params);
-        mbarrier_wait_parity(smem_address(&smem.bar_kv), 0);
+        mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+        mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[0]), 0);
         const bool is_cut = tile.first_key + kTileKeys > tile.k_len;
+        QueryStep next = published();
+        bool is_there = next.is_there();
 #pragma unroll 1
-        while (!told().is_end()) {
-            const QueryStep step = told();
+        while (is_there) {
+            const QueryStep step = next;
             const u32 stage = number % kStages, parity = number / kStages & 1;
             bool masked = is_cut;
             if constexpr (kTrims) masked |= smem.trimmed[stage] != 0;
-            if constexpr (MaskMod::kIsThere) masked |= step.partial != 0;
+            if constexpr (MaskMod::kIsThere) masked |= step.is_partial();
             Scores s, dp;
             issue_product<kDimQK>(s, smem.k, smem.q[stage]);
             mbarrier_wait_parity(smem_address(&smem.bar_dout_full[stage]), parity);
@@ -82,18 +84,24 @@ struct Consumer {
             } else {
                 take_block<false>(step, stage, s, dp, sums);
             }
-            mbarrier_arrive(smem_address(&smem.bar_free[stage]));
+            mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));
+            mbarrier_arrive(smem_address(&smem.bar_dout_free[stage]));
             ++number;
-            mbarrier_wait_parity(smem_address(&smem.bar_q_full[number % kStages]), number / kStages & 1);
-            const QueryStep& next = told();
-            if (next.is_end() || next.head != step.head || next.request != step.request)
+            is_there = !step.is_last();
+            if (is_there) {
+                mbarrier_wait_parity(smem_address(&smem.bar_q_full[number % kStages]), number / kStages & 1);
+                next = published();
+            }
+            if (!is_there || next.head != step.head || next.request != step.request)
                 sums.flush_head(step.request, step.head, key_of(0), key_of(1));
         }
         sums.finish();
     }
 
   private:
-    __device__ __forceinline__ const QueryStep& told() const { return smem.told[number % kToldSteps]; }
+    __device__ __forceinline__ const QueryStep& published() const {
+        return smem.steps[number % kPublishedSteps];
+    }
 
     template <int kDim>
     __device__ __forceinline__ void issue_product(Scores& s, const unsigned char* keys,
@@ -146,7 +154,7 @@ struct Consumer {
                 if constexpr (kMasked) {
                     seen &= keys[r] < kv_len && row_lse != kInfinity;
                     if constexpr (MaskMod::kIsThere)
-                        seen &= !step.partial | params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len);
+                        seen &= !step.is_partial() | params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len);
                 }
                 const float grad = p * (dp[i] - ((c & 1) ? delta.y : delta.x));
                 CapturedSums::Sink sink{sums, of_queries, 2 * j + (c & 1), r, seen};
@@ -158,14 +166,16 @@ struct Consumer {
 };
 
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
-    mbarrier_init(smem_address(&smem.bar_kv), 1);
+    mbarrier_init(smem_address(&smem.bar_k_full), 1);
+    mbarrier_init(smem_address(&smem.bar_v_full), 1);
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
         mbarrier_init(smem_address(&smem.bar_q_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_dout_landed[i]), 1);
         mbarrier_init(smem_address(&smem.bar_q_full[i]), 1);
         mbarrier_init(smem_address(&smem.bar_dout_full[i]), 1);
-        mbarrier_init(smem_address(&smem.bar_free[i]), 128 * kConsumers + 32);
+        mbarrier_init(smem_address(&smem.bar_q_free[i]), 128 * kConsumers + 32);
+        mbarrier_init(smem_address(&smem.bar_dout_free[i]), 128 * kConsumers);
     }
     mbarrier_init_fence();
 }

@@ -1,6 +1,6 @@
 // dQ from its sums in float32, which lie as the accumulators of the kernel before (ptx/wgmma.cuh): for each
-// block of kBlockRows rows of a head and each chunk of 64 columns, four accumulators of every thread
-// together. And the gradients of sinks from their parts.
+// block of kBlockRows rows of a head and every 8 columns, four accumulators of each thread together. And the
+// gradients of sinks from their parts.
 #include "common/float_dtypes.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -21,7 +21,8 @@ struct Params {
     i64 dq_stride_b, dq_stride_s, dq_stride_h;
     i64 blocks;  // of a head
     int b, seqlen_q, total_q, d_qk;
-    int sink_dtype;  // common/float_dtypes.cuh
+    int accum_columns;  // of the sums
+    int sink_dtype;     // common/float_dtypes.cuh
     float scale;
 };
 
@@ -37,17 +38,6 @@ __device__ __forceinline__ void store_dsink(const Params& params, int head) {
         if (threadIdx.x < distance) sums[threadIdx.x] += sums[threadIdx.x + distance];
     }
     if (threadIdx.x == 0) store_float(params.dsink, params.sink_dtype, head, sums[0]);
-}
-
-// Eight columns of a row, of which `count` exist. A whole row of them lies at a multiple of 16 bytes.
-__device__ __forceinline__ void store_columns(u16* dst, const u32 (&pairs)[4], int count) {
-    if (count >= 8) {
-        *reinterpret_cast<uint4*>(dst) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-        if (i < count) dst[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -67,12 +57,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (params.cu_seqlens_q == nullptr) out += request * params.dq_stride_b;
     const int chunk = blockIdx.y;
     const float4* sums =
-        reinterpret_cast<const float4*>(params.dq_accum) + (place * gridDim.y + chunk) * 1024 + thread;
+        reinterpret_cast<const float4*>(params.dq_accum + place * kBlockRows * params.accum_columns) +
+        chunk * 1024 + thread;
     const int token = first_token + thread / 32 * 16 + thread % 32 / 4;
     u16* row = out + (rows.begin + token) * params.dq_stride_s;
     float4 fours[8];  // all are loaded before anything is stored, which might alias them
 #pragma unroll
-    for (int j = 0; j < 8; ++j) fours[j] = sums[128 * j];
+    for (int j = 0; j < 8; ++j)
+        fours[j] =
+            64 * chunk + 8 * j < params.accum_columns ? sums[128 * j] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         u16* dst = row + 8 * r * params.dq_stride_s;

@@ -29,6 +29,18 @@ __device__ __forceinline__ void pair_transpose(u32 (&v)[2]) {
     v[1] = odd ? v[1] : r;
 }
 
+// Stores eight columns of a row of 16-bit elements, of which `count` exist. Eight begin at a multiple of 16
+// bytes.
+__device__ __forceinline__ void store_columns(u16* dst, const u32 (&pairs)[4], int count) {
+    if (count >= 8) {
+        *reinterpret_cast<uint4*>(dst) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < count) dst[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+}
+
 // The functions below are single asm statements. Otherwise the compiler would interleave many calls, and run
 // out of registers next to 128 accumulators. Their arguments a0 and a1, b0 and b1 and so on are the lane's
 // pairs of neighbouring groups of eight columns.

@@ -32,23 +32,6 @@ struct KeyTile {
     }
 };
 
-// The blocks of queries that a tile walks, from the last one on, each for all query heads of the group. Tiles
-// of the first keys, which go first, see the last blocks longest, and those behind follow step by step: what
-// they read and add to at a time is little, and stays in L2.
-struct BlockWalk {
-    const Params& params;
-    const KeyTile& tile;  // of at least one block
-    int block, member = 0;
-
-    __device__ __forceinline__ BlockWalk(const Params& params, const KeyTile& tile)
-        : params(params), tile(tile), block(tile.end_block - 1) {}
-
-    __device__ __forceinline__ bool is_there() const { return block >= tile.first_block; }
-    __device__ __forceinline__ void advance() {
-        if (++member == params.group) member = 0, --block;
-    }
-};
-
 // The tile of a CTA. All lanes of a warp call, and agree.
 template <int kTileKeys>
 __device__ __forceinline__ KeyTile find_key_tile(const Params& params) {

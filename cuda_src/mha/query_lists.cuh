@@ -2,8 +2,7 @@
 // query head that reads its keys. Partial blocks of the mask, where the mask function is asked, and full ones
 // come together in the order that lists have, the last first. Without lists all are full.
 //
-// The thread that copies reads the lists. It tells the other roles of each step in shared memory, and of the
-// end as of a step more, which has no data.
+// The thread that copies reads the lists, and publishes each step in a ring in shared memory.
 #pragma once
 #include "layout/swizzled_tile.cuh"
 #include "mha/key_tiles.cuh"
@@ -14,16 +13,19 @@
 
 // A row that sees no key may hold NaN, and only functions make such rows: they are cleared.
 constexpr bool kTrims = ScoreMod::kIsThere || MaskMod::kIsThere;
-// Places for what is told. The thread that adds dQ is five steps behind at most, and keep_turns of
-// mha_backward.cu, which reads last, one more.
-constexpr int kToldSteps = 8;
+// The thread that adds dQ, which reads steps last, is six steps behind at most.
+constexpr int kPublishedSteps = 8;
 
 struct alignas(16) QueryStep {
-    int block;  // of kBlockRows queries; negative: the end
+    int block;  // of kBlockRows queries; negative: there are no steps
     int head, request;
-    int partial;
+    int flags;
 
-    __device__ __forceinline__ bool is_end() const { return block < 0; }
+    static constexpr int kPartial = 1, kLast = 2;
+
+    __device__ __forceinline__ bool is_there() const { return block >= 0; }
+    __device__ __forceinline__ bool is_partial() const { return (flags & kPartial) != 0; }
+    __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }
     // Of the block, in the scratch.
     __device__ __forceinline__ i64 place(const Params& params) const {
         return head * params.blocks + static_cast<i64>(request) * params.q_blocks + block;
@@ -31,7 +33,7 @@ struct alignas(16) QueryStep {
 };
 
 // From the last block on. kByBlock: each for all requests and heads that read the keys if these have the same
-// lists, as BlockWalk (mha/key_tiles.cuh) has it; else for one of them after the other.
+// lists, as BlockWalk (mha/interval_queries.cuh) has it; else for one of them after the other.
 template <bool kByBlock>
 class QueryWalk {
   public:
@@ -42,7 +44,7 @@ class QueryWalk {
         reader = params.requests * params.group - 1;
     }
 
-    // The step after this one, or the end.
+    // The next step, if there is one.
     __device__ __forceinline__ QueryStep next() {
         if (together()) {
             if (++reader == params.requests * params.group) {
@@ -55,7 +57,7 @@ class QueryWalk {
                 open_lists();
             }
         }
-        return {block, head(), request(), !is_full};
+        return {block, head(), request(), is_full ? 0 : QueryStep::kPartial};
     }
 
   private:
@@ -133,48 +135,41 @@ class QueryWalk {
     }
 };
 
-// Tiles that add to a block of dQ before this one: those of keys before it that list the block. They have
-// been given out before.
-template <int kTileKeys>
-__device__ __forceinline__ int turn_of(const Params& params, const KeyTile& tile, const QueryStep& step) {
-    if (params.ranks == nullptr) return tile.first_key / kTileKeys;
-    const int column = tile.first_key / params.block_k;
-    const i64 mask = static_cast<i64>(step.request % params.mask_batches) * params.mask_heads +
-                     step.head % params.mask_heads;
-    const i64 line = mask * params.mask_columns + column;
-    return params.ranks[line * params.mask_rows + step.block / params.block_rows] +
-           (tile.first_key - column * params.block_k) / kTileKeys;
-}
-
-// One thread: copies K and V once, then Q, dO, lse, references and delta of each step, in the order of
-// QueryWalk<kByBlock>. kTellsAhead: who adds dQ waits for what is told, ahead of what is copied.
-template <class KeyRows, class BlockRows, bool kByBlock, bool kTellsAhead, class Plan>
+// One thread: copies K and V once, then Q, dO and the rows' lse, references and delta of each step, in the
+// order of QueryWalk<kByBlock>. kSignals: other threads wait for steps (bar_step).
+template <class KeyRows, class BlockRows, bool kByBlock, bool kSignals, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
-    const u32 kv = smem_address(&smem.bar_kv);
-    mbarrier_arrive_expect_tx(kv, sizeof(smem.k) + sizeof(smem.v));
-#pragma unroll
-    for (int chunk = 0; chunk < kChunksQK; ++chunk)
-        tma_load_4d(smem_address(smem.k) + chunk * KeyRows::kBytes, &params.k_map, kv, 64 * chunk,
-                    tile.first_key, tile.kv_head, tile.request);
-#pragma unroll
-    for (int chunk = 0; chunk < kChunksV; ++chunk)
-        tma_load_4d(smem_address(smem.v) + chunk * KeyRows::kBytes, &params.v_map, kv, 64 * chunk,
-                    tile.first_key, tile.kv_head, tile.request);
+    const auto load_keys = [&](unsigned char* keys, int chunks, const TensorMap& map, u64& bar) {
+        mbarrier_arrive_expect_tx(smem_address(&bar), chunks * KeyRows::kBytes);
+        for (int chunk = 0; chunk < chunks; ++chunk)
+            tma_load_4d<kL2EvictNormal>(smem_address(keys) + chunk * KeyRows::kBytes, &map,
+                                        smem_address(&bar), 64 * chunk, tile.first_key, tile.kv_head,
+                                        tile.request);
+    };
+    load_keys(smem.k, kChunksQK, params.k_map, smem.bar_k_full);
+    load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
     QueryWalk<kByBlock> walk(params, tile);
+    smem.steps[0] = walk.next();
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
-        const QueryStep step = walk.next();
         const u32 stage = number % kStages, free_parity = number / kStages & 1 ^ 1;
+        // The step after this one waits in its place: there are few registers.
+        QueryStep& published = smem.steps[number % kPublishedSteps];
+        if (published.is_there()) {
+            const QueryStep next = walk.next();
+            if (!next.is_there()) published.flags |= QueryStep::kLast;
+            smem.steps[(number + 1) % kPublishedSteps] = next;
+        }
         const u32 q_full = smem_address((kTrims ? smem.bar_q_landed : smem.bar_q_full) + stage);
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
-        mbarrier_wait_parity(smem_address(&smem.bar_free[stage]), free_parity);
-        smem.told[number % kToldSteps] = step;
-        if constexpr (kTellsAhead) mbarrier_arrive(smem_address(&smem.bar_told[number % kToldSteps]));
-        if (step.is_end()) {
+        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), free_parity);
+        if constexpr (kSignals) mbarrier_arrive(smem_address(&smem.bar_step[number % kPublishedSteps]));
+        const QueryStep step = published;
+        if (!step.is_there()) {
             mbarrier_arrive(q_full);
-            break;
+            return;
         }
         const int token = step.block * kBlockRows;
         const i64 row = step.place(params) * kBlockRows;
@@ -182,18 +177,21 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
                                   sizeof(smem.q[0]) + (ScoreMod::kIsThere ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk)
-            tma_load_4d(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes, &params.q_map, q_full,
-                        64 * chunk, token, step.head, step.request);
+            tma_load_4d<kL2EvictNormal>(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes,
+                                        &params.q_map, q_full, 64 * chunk, token, step.head, step.request);
         bulk_load(smem_address(smem.lse[stage]), params.lse + row, sizeof(smem.lse[0]), q_full);
         if constexpr (ScoreMod::kIsThere)
             bulk_load(smem_address(smem.references[stage]), params.weights + row, sizeof(smem.references[0]),
                       q_full);
+        mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), free_parity);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksV; ++chunk)
-            tma_load_4d(smem_address(smem.dout[stage]) + chunk * BlockRows::kBytes, &params.dout_map,
-                        dout_full, 64 * chunk, token, step.head, step.request);
+            tma_load_4d<kL2EvictNormal>(smem_address(smem.dout[stage]) + chunk * BlockRows::kBytes,
+                                        &params.dout_map, dout_full, 64 * chunk, token, step.head,
+                                        step.request);
         bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
+        if (step.is_last()) return;
     }
 }
 
@@ -228,32 +226,33 @@ __device__ __forceinline__ bool has_reference(const float (&references)[kBlockRo
     return __any_sync(0xffffffff, found);
 }
 
-// A warp, which hands Q and dO on, with kTrims.
+// The warp that clears rows, with kTrims.
 template <class BlockRows, class Plan>
 __device__ __forceinline__ void trim_listed(Plan& smem) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
+    u32 stage = 0, parity = 0;
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
-        const u32 stage = number % kStages, parity = number / kStages & 1;
         mbarrier_wait_parity(smem_address(&smem.bar_q_landed[stage]), parity);
-        const bool is_end = smem.told[number % kToldSteps].is_end();
-        if (!is_end) {
+        const QueryStep step = smem.steps[number % kPublishedSteps];
+        if (step.is_there()) {
             bool any = clear_empty_rows<BlockRows>(smem.q[stage], smem.lse[stage]);
             if constexpr (ScoreMod::kIsThere) any |= has_reference(smem.references[stage]);
             if (lane_index() == 0) smem.trimmed[stage] = any;
         }
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_q_full[stage]));
-        if (is_end) return;
+        if (!step.is_there()) return;
         mbarrier_wait_parity(smem_address(&smem.bar_dout_landed[stage]), parity);
         clear_empty_rows<BlockRows>(smem.dout[stage], smem.lse[stage]);
         if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_dout_full[stage]));
-        mbarrier_arrive(smem_address(&smem.bar_free[stage]));
+        mbarrier_arrive(smem_address(&smem.bar_q_free[stage]));  // lse has been read
+        if (step.is_last()) return;
+        if (++stage == kStages) stage = 0, parity ^= 1;
     }
 }
 
-// A warpgroup: clears those of 64 rows of K from `first_row` on that hold what is not finite. Perhaps no
-// query sees them: then their products with a dS of 0 must be 0. Where one does, its lse is not finite
-// anyway.
+// A warpgroup: clears rows that are not finite, of 64 rows of K from `first_row` on. Perhaps no query sees
+// such a row: then its products with a dS of 0 must be 0. Where one does, its lse is not finite anyway.
 template <Dtype kDtype, class KeyRows, int kBytes>
 __device__ __forceinline__ void clear_keys_not_finite(unsigned char (&k)[kBytes], int first_row,
                                                       int barrier) {

@@ -58,13 +58,18 @@ __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r
                  : "memory");
 }
 
-// 16 bytes of shared memory, and 4.
+// 16 bytes of shared memory, a pair of floats, and 4 bytes.
 __device__ __forceinline__ uint4 load_shared_16(u32 src) {
     uint4 value;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                  : "r"(src)
                  : "memory");
+    return value;
+}
+__device__ __forceinline__ float2 load_shared_pair(u32 src) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(src) : "memory");
     return value;
 }
 __device__ __forceinline__ u32 load_shared_4(u32 src) {

@@ -158,8 +158,7 @@ def spec(
 
 def forms_of(d_qk: int, d_v: int) -> tuple[Form, ...]:
     """The forms that there are for head dimensions, the better one first."""
-    best = mha_backward.form_of(padded(d_qk), padded(d_v), softcap=False, alibi=False, weights=False)
-    return (BY_KEYS, BY_PRODUCT) if best == BY_KEYS else (BY_PRODUCT,)
+    return (BY_KEYS, BY_PRODUCT) if max(padded(d_qk), padded(d_v)) <= 128 else (BY_PRODUCT,)
 
 
 IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS = range(4)
@@ -228,7 +227,9 @@ class PreparedFlexBackward:
         needs = call.needs
         around = mha_backward.specs_around(call.dtype, call.d_v)
         kernels = [jit.get_kernel(one, call.device, capturing=capturing) for one in around[: 1 + needs.dq]]
-        self._chunks = ceil_div(padded(call.d_qk), CHUNK)
+        form, main = _kernel(call, capturing) if needs.main else (BY_KEYS, None)
+        self._tile_keys = form.tile_keys if needs.main else _CAPTURED_KEYS
+        self._accum_columns = form.accum_columns(call.d_qk)
         q_blocks = ceil_div(call.seqlen_q, BLOCK_ROWS)
         places = call.h_q * call.b * q_blocks
         rows = places * BLOCK_ROWS
@@ -246,7 +247,7 @@ class PreparedFlexBackward:
             4 * rows,  # lse
             4 * rows,  # delta
             4 * rows * call.has_score_mod,  # references
-            4 * rows * self._chunks * CHUNK * needs.dq,  # dq_accum
+            4 * rows * self._accum_columns * needs.dq,  # dq_accum
             4 * places * (call.deterministic and needs.dq),  # turns
             mask_blocks,  # states
             4 * mask_blocks,  # ranks
@@ -255,13 +256,7 @@ class PreparedFlexBackward:
         ))  # fmt: skip
         self._prepare_around(kernels, places, q_blocks)
         self._params = params_of(call.score_mod_bytes, call.mask_mod_bytes)
-        self._main: Callable[..., object] | None = None
-        if needs.main:
-            form, kernel = _kernel(call, capturing)
-            self._tile_keys = form.tile_keys
-            self._main = self._prepare_tiles(kernel, form.tile_keys, q_blocks)
-        else:
-            self._tile_keys = _CAPTURED_KEYS
+        self._main = None if main is None else self._prepare_tiles(main, self._tile_keys, q_blocks)
         self._references = self._prepare_references(places, q_blocks)
         self._captured = self._prepare_captured(q_blocks)
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
@@ -336,19 +331,21 @@ class PreparedFlexBackward:
             **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
-            accum_columns=self._chunks * CHUNK,
+            accum_columns=self._accum_columns,
             **sizes,
         )
         finish = FINISH_PARAMS.pack(
             **stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
+            accum_columns=self._accum_columns,
             scale=call.scale,
             **sizes,
         )
+        chunks = ceil_div(self._accum_columns, CHUNK)
         self._around = [  # without dq there is one kernel
-            kernel.prepare((places, chunks, 1), params, declared.changing, pdl=True).launch
-            for kernel, chunks, params, declared in zip(
-                kernels, (1, self._chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=False
+            kernel.prepare((places, y, 1), params, declared.changing, pdl=True).launch
+            for kernel, y, params, declared in zip(
+                kernels, (1, chunks), (prepare, finish), (PREPARE_PARAMS, FINISH_PARAMS), strict=False
             )
         ]
 
@@ -395,7 +392,9 @@ class PreparedFlexBackward:
             tiles_per_head=ceil_div(call.seqlen_k, tile_keys),
             section=mha_backward.section_of(
                 call.h_q // call.h_kv * (call.b // call.k_batches),
+                call.seqlen_q,
                 call.d_qk,
+                call.d_v,
                 call.deterministic,
                 call.lists is not None,
             ),

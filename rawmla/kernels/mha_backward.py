@@ -27,8 +27,7 @@ __all__ = [
 ]
 
 BLOCK_ROWS = 64
-_STAGES = 2
-_BARRIER_BYTES = 512
+_BARRIER_BYTES = 640
 Strides = tuple[int, int, int]
 
 
@@ -156,7 +155,7 @@ FINISH_PARAMS = ParamStruct(
     POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
-    I32("b", "seqlen_q", "total_q", "d_qk", "sink_dtype"),
+    I32("b", "seqlen_q", "total_q", "d_qk", "accum_columns", "sink_dtype"),
     F32("scale"),
     changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
@@ -173,59 +172,69 @@ CLEAR_PARAMS = ParamStruct(
 class Form(NamedTuple):
     """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has the forms."""
 
-    by_product: bool
-    dq_by_consumers: bool
+    kernel: str
+    is_wide: bool
     tile_keys: int
-    ds_stages: int
     threads: int
 
+    @property
+    def by_product(self) -> bool:
+        """Whether consumers share products instead of keys."""
+        return self.kernel == "mha_backward_by_product"
 
-BY_KEYS = Form(False, False, 128, 2, 512)
-BY_KEYS_WITH_DQ = Form(False, True, 128, 1, 384)
-BY_PRODUCT = Form(True, False, 64, 1, 512)
+    def accum_columns(self, d_qk: int) -> int:
+        """Columns of the sums of dQ."""
+        return ceil_div(d_qk, CHUNK) * CHUNK if self.by_product else padded(d_qk)
+
+
+BY_KEYS = Form("mha_backward", False, 128, 384)
+BY_KEYS_WIDE = Form("mha_backward", True, 128, 384)
+BY_PRODUCT = Form("mha_backward_by_product", False, 64, 512)
 CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 
 
-def form_of(d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool, needs: Needs = ALL) -> Form:
+def form_of(
+    dtype: str, d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool, needs: Needs = ALL
+) -> Form:
     """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
     # dK and dV take half a register a column: with more columns a consumer of all products spills.
-    columns = 224 if softcap and (alibi or weights) else 256
-    if max(d_qk, d_v) <= 128 and d_qk + d_v <= columns:
+    if max(d_qk, d_v) <= 128 and d_qk + d_v <= (224 if softcap and alibi and weights else 256):
         return BY_KEYS
-    # In other variants ptxas serialises the products of this form.
     if (d_qk, d_v) == (192, 128) and not (softcap or alibi or weights):
-        # Without dV it is the other way round.
-        return BY_KEYS if needs.dq and not needs.dv else BY_KEYS_WITH_DQ
+        if not needs.dq and not needs.dk:
+            return BY_KEYS
+        # In other variants ptxas serialises the products, or P loses bits that dS needs.
+        if dtype == "bfloat16":
+            return BY_KEYS_WIDE
     return BY_PRODUCT
 
 
-def _shared_bytes(form: Form, d_qk: int, d_v: int, places: int) -> int:
-    """Shared memory of a variant with so many places for parts of dQ."""
+def _bytes_by_keys(is_wide: bool, d_qk: int, d_v: int, has_dq: bool, stages: int) -> int:
+    """Shared memory of mha_backward.cu with a number of stages of Q and dO."""
     row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
-    ds_bytes = BLOCK_ROWS * 2 * form.tile_keys
+    ds_bytes = BLOCK_ROWS * 2 * 128 * (1 if is_wide else 2)
+    dq_bytes = 2 * BLOCK_ROWS * 4 * (d_qk // 2 if d_qk > 96 else d_qk)
     return (
-        form.tile_keys * row_bytes
-        + _STAGES * BLOCK_ROWS * (row_bytes + 12)
-        + form.ds_stages * ds_bytes
-        + (ds_bytes if form.by_product else 0)  # factors of dS
-        + BLOCK_ROWS * CHUNK * 4 * ceil_div(d_qk, CHUNK) * places // _dq_parts(form, d_qk)
+        128 * row_bytes
+        + stages * BLOCK_ROWS * (row_bytes + 12)
+        + (ds_bytes if has_dq or is_wide else 0)
+        + (dq_bytes if has_dq else 0)
         + _BARRIER_BYTES
     )
 
 
-def _dq_parts(form: Form, d_qk: int) -> int:
-    """Parts in which dQ of a block goes to global memory."""
-    return 2 if form.dq_by_consumers else ceil_div(d_qk, CHUNK)
-
-
-def _dq_places(form: Form, d_qk: int, d_v: int) -> int:
-    """Places for parts of dQ in shared memory, of which each part always has the same."""
-    parts = _dq_parts(form, d_qk)
-    return next(
-        n
-        for n in range(parts, 0, -1)
-        if parts % n == 0 and _shared_bytes(form, d_qk, d_v, n) <= MAX_SMEM_BYTES
+def _bytes_by_product(d_qk: int, d_v: int, places: int) -> int:
+    """Shared memory of mha_backward_by_product.cu with a number of places for chunks of dQ."""
+    row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
+    factors = ds = BLOCK_ROWS * 2 * 64
+    return (
+        64 * row_bytes
+        + 2 * BLOCK_ROWS * (row_bytes + 12)
+        + ds
+        + factors
+        + BLOCK_ROWS * CHUNK * 4 * places
+        + _BARRIER_BYTES
     )
 
 
@@ -243,7 +252,7 @@ def specs(
 
     ``weights``: there are sinks and dlse.
     """
-    form = form_of(padded(d_qk), padded(d_v), softcap, alibi, weights, needs)
+    form = form_of(dtype, padded(d_qk), padded(d_v), softcap, alibi, weights, needs)
     prepare, finish = specs_around(dtype, d_v)
     features = {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}
     return prepare, variant(dtype, d_qk, d_v, form, features, needs), finish
@@ -273,14 +282,27 @@ def variant(
 ) -> jit.KernelSpec:
     """The variant of the main kernel in a form."""
     d_qk, d_v = padded(d_qk), padded(d_v)
-    places = _dq_places(form, d_qk, d_v)
-    smem_bytes = _shared_bytes(form, d_qk, d_v, places)
+    if form.by_product:
+        parts = ceil_div(d_qk, CHUNK)
+        places, smem_bytes = next(
+            (n, smem_bytes)
+            for n in range(parts, 0, -1)
+            for smem_bytes in [_bytes_by_product(d_qk, d_v, n)]
+            if parts % n == 0 and smem_bytes <= MAX_SMEM_BYTES
+        )
+        of_form: tuple[tuple[str, int], ...] = (("DQ_PLACES", places),)
+    else:
+        stages, smem_bytes = next(
+            (n, smem_bytes)
+            for n in (3, 2)
+            for smem_bytes in [_bytes_by_keys(form.is_wide, d_qk, d_v, needs.dq, n)]
+            if smem_bytes <= MAX_SMEM_BYTES
+        )
+        of_form = (("STAGES", stages), ("WIDE", form.is_wide))
     return jit.KernelSpec(
-        "mha_backward",
+        form.kernel,
         (
-            ("BY_PRODUCT", form.by_product),
-            ("DQ_BY_CONSUMERS", form.dq_by_consumers),
-            ("DQ_PLACES", places),
+            *of_form,
             ("DTYPE", DTYPES[dtype]),
             ("D_QK", d_qk),
             ("D_V", d_v),
@@ -292,18 +314,25 @@ def variant(
         threads=form.threads,
         smem_bytes=smem_bytes,
         headers=headers,
-        # Those for some gradients are too many to be compiled by every NVRTC before a user does.
+        # Variants for some gradients are too many to be compiled by every NVRTC before a user does.
         may_lose=not (needs.dq and needs.dk and needs.dv),
     )
 
 
-def section_of(readers: int, d_qk: int, deterministic: bool, has_masks: bool) -> int:
-    """How many KV heads have tiles that run together, where so many query heads of all requests read each
-    (`readers`). Few, so that the tiles read the same queries, and what they add to dQ stays in L2. In a fixed
-    order more, since tiles of a head wait for each other; half of that where all tiles walk equally long.
+_L2_BYTES = 20 << 20
+"""What tiles that run together may read and add to of queries, in a good part of L2."""
+
+
+def section_of(readers: int, seqlen_q: int, d_qk: int, d_v: int, deterministic: bool, has_masks: bool) -> int:
+    """How many KV heads have tiles that run together, where `readers` query heads of all requests read each.
+    Few, so that what tiles read of queries, and the sums of dQ, stay in L2; more of them if they are short,
+    since multiprocessors idle at the end of a section. In a fixed order more too, since tiles of a head wait
+    for each other; half of that where all tiles walk equally long.
     """
     if not deterministic:
-        return 2 if readers == 1 else 4
+        bytes_of_head = readers * seqlen_q * (6 * padded(d_qk) + 2 * padded(d_v))
+        least = 2 if readers == 1 else 4
+        return max(least, min(8, 1 << max(1, _L2_BYTES // max(1, bytes_of_head)).bit_length() - 1))
     # By measurement 16 with d 64, 8 with 128, 4 with 256.
     heads = 1024 // (ceil_div(padded(d_qk), CHUNK) * CHUNK)
     return heads if has_masks else heads // 2
@@ -334,7 +363,7 @@ class PreparedMhaBackward:
                 strict=True,
             )
         ]
-        form = form_of(padded(call.d_qk), padded(call.d_v), *flags, needs)
+        form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, needs)
         self._tile_keys = tile_keys = form.tile_keys
         seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
         blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
@@ -343,12 +372,12 @@ class PreparedMhaBackward:
         if call.varlen:  # at most
             blocks = call.total_q // BLOCK_ROWS + call.b
             tiles = min(tiles, call.total_k // tile_keys + call.b)
-        chunks = ceil_div(padded(call.d_qk), CHUNK)
+        accum_columns = form.accum_columns(call.d_qk)
         rows = call.h_q * blocks * BLOCK_ROWS
         self._places, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * chunks * CHUNK if needs.dq else 0,  # dq_accum
+            4 * rows * accum_columns if needs.dq else 0,  # dq_accum
             4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
             4 * rows if self._has_weights else 0,  # weights
             4 * call.h_q * blocks if call.deterministic and needs.dq else 0,  # turns
@@ -362,12 +391,14 @@ class PreparedMhaBackward:
             **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
-            accum_columns=chunks * CHUNK,
+            accum_columns=accum_columns,
             sink_dtype=sink_dtype,
             **sizes,
         )
         has_masks = min(call.window_left, call.window_right) < NO_BOUND
-        section = section_of(call.h_q // call.h_kv, call.d_qk, call.deterministic, has_masks)
+        section = section_of(
+            call.h_q // call.h_kv, seqlen_q, call.d_qk, call.d_v, call.deterministic, has_masks
+        )
         if call.varlen:
             section = max(n for n in range(1, section + 1) if call.h_kv % n == 0)
         # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
@@ -395,11 +426,12 @@ class PreparedMhaBackward:
         finish = FINISH_PARAMS.pack(
             **stride_params("dq", call.dq_strides),
             d_qk=call.d_qk,
+            accum_columns=accum_columns,
             sink_dtype=sink_dtype,
             scale=call.softmax_scale,
             **sizes,
         )
-        finish_grid = (call.h_q * blocks, chunks if needs.dq else 1, 1)
+        finish_grid = (call.h_q * blocks, ceil_div(accum_columns, CHUNK) if needs.dq else 1, 1)
         grids = ((call.h_q * blocks, 1, 1), (call.h_kv * tiles, 1, 1), finish_grid)
         self._launches = [
             None if kernel is None else kernel.prepare(grid, params, struct.changing, pdl=True).launch

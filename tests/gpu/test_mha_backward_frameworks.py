@@ -32,12 +32,13 @@ import rawmla
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 
 # Of every form of the kernel, which head dimensions and flags choose.
-WITH_DQ = replace(
-    SEGMENTS, d_qk=192, d_v=128, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1
-)
+WIDE = replace(SEGMENTS, d_qk=192, d_v=128, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1)
 BY_PRODUCT = replace(SEGMENTS, d_qk=256, d_v=256, alibi=None)
 BATCH = MhaCase(b=3, s_q=150, s_k=200, causal=True, softcap=15.0, alibi="heads", sink="float32")
-CALLS = ((SEGMENTS, "both"), (WITH_DQ, "out"), (BY_PRODUCT, "both"), (replace(BATCH, layout="heads"), "both"))
+CALLS = (
+    *((SEGMENTS, "both"), (WIDE, "out"), (BY_PRODUCT, "both"), (replace(BATCH, layout="heads"), "both")),
+    (replace(BATCH, alibi=None), "out"),
+)
 each_call = pytest.mark.parametrize(("case", "of"), CALLS, ids=lambda x: x if isinstance(x, str) else x.id)
 
 EVERY = {"q", "k", "v", "attn_sink", "dout", "dlse", "out", "lse"}
@@ -294,7 +295,7 @@ def test_backward_cupy_graph(case: MhaCase, of: str) -> None:
 
 def test_backward_kernel_missing_in_a_captured_pass() -> None:
     """The forward's kernels are there, those of its backward are not: autograd passes the refusal on."""
-    inputs = make_mha_inputs(WITH_DQ)
+    inputs = make_mha_inputs(WIDE)
     call = backward_inputs(inputs)
     want = backward_of(call)
     dout = call.gradients.dout
@@ -308,7 +309,7 @@ def test_backward_kernel_missing_in_a_captured_pass() -> None:
             differentiate(inputs, leaves_of(inputs), dout, None)
         assert loaded_labels() == before
         _, grads = differentiate(inputs, leaves_of(inputs), dout, None)
-        assert_same_gradients("after a refused capture", in_parts(WITH_DQ, grads), want)
+        assert_same_gradients("after a refused capture", in_parts(WIDE, grads), want)
         torch.cuda.synchronize()  # before the kernels are let go of
 
 

@@ -36,7 +36,7 @@ CASES = (
     (MhaCase(**RAGGED, d_qk=59, d_v=111, layout="slice"), "out"),
     (MhaCase(q_lengths=(1, 0, 2) * 15, k_lengths=(3, 1, 2) * 15, d_qk=32, d_v=32), "both"),
 )
-# By keys with dq by the consumers, and by product.
+# By keys in the wide form, and by product.
 OTHER_FORMS = (
     (MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=1, d_qk=192, causal=True), "out"),
     (MhaCase(**RAGGED, k_used=(3, 5, 0, 200), h_q=2, h_kv=2, d_qk=192, window=(90, 5)), "both"),
@@ -47,17 +47,23 @@ FIXED_ORDER = (
     (MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True), "out"),
     (MhaCase(**RAGGED, h_q=2, h_kv=1, d_qk=192), "out"),
     (MhaCase(**RAGGED, h_q=2, h_kv=1, d_qk=256, d_v=256, window=(90, 5)), "both"),
+    (MhaCase(**RAGGED, h_q=2, h_kv=1, d_qk=64, d_v=64, causal=True), "out"),
 )
 SAME: dict[str, Any] = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
 PACKED = (
     MhaCase(**SAME, packed="qkv", d_qk=192, causal=True),
     MhaCase(**SAME, packed="qkv4"),
     MhaCase(**RAGGED, h_q=2, h_kv=1, packed="kv4", d_qk=256, d_v=256),
+    MhaCase(**SAME, packed="qkv4", d_qk=64, d_v=64, dtype="float16"),
 )
 PARTIAL = tuple(
     (MhaCase(b=1, s_q=70, s_k=140, h_q=2, h_kv=1, d_qk=d_qk, d_v=d_v, causal=True), "out", needs)
-    for d_qk, d_v in ((128, 128), (192, 128), (256, 256))
-    for needs in (Needs(True, False, False, False), Needs(False, True, True, False))
+    for d_qk, d_v in ((64, 64), (128, 128), (192, 128), (256, 256))
+    for needs in (
+        *(Needs(True, False, False, False), Needs(False, True, True, False)),
+        # The wide form is none of dv alone.
+        *((Needs(False, True, False, False), Needs(False, False, True, False)) if d_qk == 192 else ()),
+    )
 )
 
 

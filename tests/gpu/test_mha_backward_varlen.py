@@ -29,20 +29,22 @@ import rawmla
 from rawmla.kernels.mha_backward import ALL, Needs, specs
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 
-# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. Those of 192 go by
-# keys, with dq by the consumers, or with a sink and a gradient of lse by product, as the last two do.
+# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. Those of 192 in
+# bfloat16 go by keys in the wide form; with a sink and a gradient of lse by product, as the one of 128 with a
+# softcap then does. Those of 192 in float16 and of 256 always go by product.
 KERNELS: tuple[dict[str, Any], ...] = (
     {"d_qk": 64, "d_v": 64, "alibi": "requests"},
     {"d_qk": 128, "d_v": 128},
     {"d_qk": 192, "d_v": 128},
     {"d_qk": 96, "d_v": 96, "dtype": "float16"},
     {"d_qk": 64, "d_v": 64, "softcap": 15.0},
-    {"d_qk": 192, "d_v": 128, "dtype": "float16"},
+    {"d_qk": 192, "d_v": 128},
     {"d_qk": 59, "d_v": 111},
     {"d_qk": 256, "d_v": 256},
     {"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "heads"},
+    {"d_qk": 192, "d_v": 128, "dtype": "float16"},
 )
-# Kernels of every form, with what gradients are of, which a sink makes a flag of.
+# Kernels of every form, with what gradients are of: a sink and a gradient of lse are a flag together.
 FORMS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"d_qk": 128, "d_v": 128}, "out"),
     ({"d_qk": 128, "d_v": 128, "sink": "float32"}, "both"),
@@ -51,11 +53,13 @@ FORMS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"d_qk": 192, "d_v": 128, "sink": "float32"}, "both"),
     ({"d_qk": 256, "d_v": 256}, "both"),
     ({"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "requests"}, "out"),
+    ({"d_qk": 128, "d_v": 128, "softcap": 15.0, "sink": "float32"}, "both"),
+    ({"d_qk": 64, "d_v": 64}, "both"),
+    ({"d_qk": 96, "d_v": 96, "dtype": "float16", "sink": "bfloat16"}, "both"),
 )
+ONE_OF_EACH_FORM = [FORMS[i][0] for i in (0, 2, 5, 8)]
 MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (60, 20)})
-each_form = pytest.mark.parametrize(
-    "dims", [FORMS[i][0] for i in (0, 2, 5)], ids=lambda dims: f"{dims['d_qk']}"
-)
+each_form = pytest.mark.parametrize("dims", ONE_OF_EACH_FORM, ids=lambda dims: f"{dims['d_qk']}")
 LENGTHS = tuple((b, longest) for b in (1, 7, 20) for longest in (8, 64, 2048))
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 USED: dict[str, Any] = {"q_used": (290, 0, 0, 77, 3, 60), "k_used": (250, 90, 0, 5, 129, 513)}
@@ -92,13 +96,17 @@ def cases_of(b: int, longest: int) -> list[tuple[MhaCase, str]]:
 
 
 def form_of_call(case: MhaCase, of: str, needs: Needs = ALL) -> str:
-    """The form of the main kernel of a call."""
+    """The form of the main kernel of a call. By keys, consumers have their columns of dQ, or take turns."""
     weights = case.sink is not None and of != "out"
     flags = case.softcap > 0, case.alibi is not None, weights
-    defines = dict(specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1].defines)
-    if defines["BY_PRODUCT"]:
+    spec = specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1]
+    if spec.name == "mha_backward_by_product":
         return "by product"
-    return "by keys, with dq" if defines["DQ_BY_CONSUMERS"] else "by keys"
+    assert spec.name == "mha_backward"
+    defines = dict(spec.defines)
+    if defines["WIDE"]:
+        return "by keys, wide"
+    return "by keys, in turn" if defines["D_QK"] <= 96 else "by keys"
 
 
 def features_of(case: MhaCase, of: str) -> set[str]:
@@ -138,19 +146,17 @@ def test_forms_of_the_cases() -> None:
     for sizes in LENGTHS:
         for case, of in cases_of(*sizes):
             met.setdefault(form_of_call(case, of), set()).update(features_of(case, of))
-    forms = {"by keys", "by keys, with dq", "by product"}
+    forms = {"by keys", "by keys, in turn", "by keys, wide", "by product"}
     assert met == dict.fromkeys(forms, EVERY_FEATURE)
     assert {form_of_call(MhaCase(**options), of) for options, of in FORMS} == forms
-    assert {form_of_call(MhaCase(**FORMS[i][0]), "out") for i in (0, 2, 5)} == forms
+    assert {form_of_call(MhaCase(**dims), "out") for dims in ONE_OF_EACH_FORM} == forms
     assert {form_of_call(case, "out") for case in AROUND} == forms
     small = (*SMALL_CASES, *OTHER_FORMS)
     for calls in (small, [call for call in small if call[0].q_lengths], FIXED_ORDER):
         assert {form_of_call(case, of) for case, of in calls} == forms
     assert {form_of_call(case, "out") for case in PACKED} == forms
-    # Without dv the kernel of 192 and 128 goes by keys.
     assert {(form_of_call(case, of, needs), needs.dq, needs.dv) for case, of, needs in PARTIAL} >= {
-        *((form, False, True) for form in forms),
-        *((form, True, False) for form in ("by keys", "by product")),
+        (form, dq, not dq) for form in forms for dq in (False, True)
     }
 
 
@@ -192,7 +198,7 @@ def test_backward_lengths(b: int, longest: int) -> None:
 @each_form
 def test_backward_of_tokens_that_no_segment_covers(dims: dict[str, Any], of: str) -> None:
     """Their gradients are 0 in given arrays too, and so are those of tokens past seqused."""
-    sink = None if of == "lse" else "float32"  # so that one call of 192 goes by keys, with dq
+    sink = None if of == "lse" else "float32"  # so that one call of 192 has the wide form
     call = backward_inputs(make_mha_inputs(replace(FULL, sink=sink, **dims)), of)
     for given in ({}, gradient_buffers(call.inputs, CANARY)[1]):
         got = backward_of(call, **given)

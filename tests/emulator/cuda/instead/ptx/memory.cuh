@@ -58,6 +58,11 @@ __device__ __forceinline__ uint4 load_shared_16(u32 src) {
     memcpy(&value, emulator::shared(src, 16), sizeof value);
     return value;
 }
+__device__ __forceinline__ float2 load_shared_pair(u32 src) {
+    float2 value;
+    memcpy(&value, emulator::shared(src, 8), sizeof value);
+    return value;
+}
 __device__ __forceinline__ u32 load_shared_4(u32 src) {
     u32 value;
     memcpy(&value, emulator::shared(src, 4), sizeof value);

@@ -1,0 +1,135 @@
+// Blocks of queries of a tile of keys in flex attention, from lists: the roles of mha/interval_queries.cuh
+// for the kernels that compute dQ, dK and dV.
+#pragma once
+#include "mha/backward_cta.cuh"
+#include "mha/query_lists.cuh"
+
+template <class KeyRows, class Plan>
+__device__ __forceinline__ void load(const Params& params, Plan& smem, const KeyTile& tile) {
+    load_listed<KeyRows, BlockRows, true, kNeedsDq>(params, smem, tile);
+}
+template <class KeyRows, class Plan>
+__device__ __forceinline__ void trim(const Params&, Plan& smem, const KeyTile&) {
+    if constexpr (kTrims) trim_listed<BlockRows>(smem);
+}
+
+template <class KeyRows, class Plan>
+class AddedBlocks {
+  public:
+    __device__ __forceinline__ AddedBlocks(const Params& params, Plan& smem, const KeyTile& tile)
+        : params(params), smem(smem), tile(tile) {
+        read();
+        there = step.is_there();
+    }
+    __device__ __forceinline__ bool is_there() const { return there; }
+    __device__ __forceinline__ void advance() {
+        there = !step.is_last();
+        ++number;
+        if (there) read();
+    }
+    __device__ __forceinline__ int place() const { return static_cast<int>(step.place(params)); }
+    // The number of tiles that add to the block before this one: tiles of keys before it that list the block.
+    // They were given out before.
+    __device__ __forceinline__ int turn() const {
+        if (params.ranks == nullptr) return tile.first_key / KeyRows::kRows;
+        const int column = tile.first_key / params.block_k;
+        const i64 mask = static_cast<i64>(step.request % params.mask_batches) * params.mask_heads +
+                         step.head % params.mask_heads;
+        const i64 line = mask * params.mask_columns + column;
+        return params.ranks[line * params.mask_rows + step.block / params.block_rows] +
+               (tile.first_key - column * params.block_k) / KeyRows::kRows;
+    }
+
+  private:
+    const Params& params;
+    Plan& smem;
+    const KeyTile& tile;
+    u32 number = 0;
+    bool there;
+    QueryStep step;
+
+    // Steps are published before their data is copied: nobody waits here for long.
+    __device__ __forceinline__ void read() {
+        mbarrier_wait_parity(smem_address(&smem.bar_step[number % kPublishedSteps]),
+                             number / kPublishedSteps & 1);
+        step = smem.steps[number % kPublishedSteps];
+    }
+};
+
+// A thread's keys are 64 keys from `first_key` on.
+template <class Plan>
+struct Queries {
+    const Params& params;
+    const Plan& smem;
+    const int key;  // the thread's first
+    const bool is_cut;
+    QueryStep step;
+    u32 number = 0;
+    bool masked;
+
+    __device__ __forceinline__ Queries(const Params& params, const Plan& smem, const KeyTile& tile,
+                                       int first_key, int key)
+        : params(params), smem(smem), key(key), is_cut(warp_uniform(first_key + 64 > tile.k_len) != 0) {}
+    // Whether there is a block at all.
+    __device__ __forceinline__ bool begins() const {
+        mbarrier_wait_parity(smem_address(&smem.bar_q_full[0]), 0);
+        return smem.steps[0].is_there();
+    }
+    // After Q's barrier: what the step is.
+    __device__ __forceinline__ void look(u32 stage) {
+        step = smem.steps[number % kPublishedSteps];
+        masked = is_cut;
+        if constexpr (kTrims) masked |= smem.trimmed[stage] != 0;
+        if constexpr (MaskMod::kIsThere) masked |= step.is_partial();
+    }
+    // To the next block; whether there is one.
+    __device__ __forceinline__ bool advance() {
+        ++number;
+        return warp_uniform(step.is_last()) == 0;
+    }
+    __device__ __forceinline__ bool is_masked() const { return warp_uniform(masked) != 0; }
+
+    // The score function of a block, which knows its masks.
+    struct Function {
+        const Params& params;
+        int b, h, first_query, keys[2];
+        bool partial;
+
+        __device__ __forceinline__ explicit Function(const Queries& queries)
+            : params(queries.params),
+              b(queries.step.request),
+              h(queries.step.head),
+              first_query(queries.step.block * kBlockRows + first_query_of_thread()),
+              keys{queries.key, queries.key + 8},
+              partial(queries.step.is_partial()) {
+            // What depends on the keys alone is computed again in each step, not kept: registers are few.
+            asm volatile("" : "+r"(keys[0]), "+r"(keys[1]));
+        }
+
+        // e = exp(score - lse) of accumulator i, and the derivative of the score by s. The reference of the
+        // row is part of its lse (kernels/flex_row_references.cu). kMasked: some query may not see some key;
+        // only such blocks have rows with references.
+        template <bool kMasked>
+        __device__ __forceinline__ float2 exponential(int i, float s, float lse, float reference) const {
+            const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
+            int q_idx = first_query + 8 * (i >> 2) + (i & 1), kv_idx = key;
+            if constexpr (kMasked) q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(key, kv_len - 1);
+            ValueAndDerivative score = {s, 1.0f};
+            if constexpr (ScoreMod::kIsThere)
+                score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
+                                                              q_len, kv_len);
+            if constexpr (kMasked && ScoreMod::kIsThere) score.value = __fsub_rn(score.value, reference);
+            float e = exp2_approx(fmaf(score.value, params.softmax_scale_log2, -lse));
+            if constexpr (kMasked) {
+                bool seen = key < kv_len && lse != kInfinity;
+                if constexpr (MaskMod::kIsThere)
+                    seen &= !partial | params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len);
+                e = seen ? e : 0.0f;
+            }
+            return {e, score.derivative};
+        }
+    };
+};
+
+// Whether dS has another factor than P.
+constexpr bool kHasDerivative = !ScoreMod::kDerivativeIsOne;
