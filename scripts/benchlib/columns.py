@@ -73,6 +73,7 @@ EVERY_WAY = (
     WITHOUT_RESTS,
     SUSTAINED,
     _number("W", "sustained_watts"),
+    _number("mJ", "sustained_mj", 2),
     _number("MHz", "sustained_mhz"),
 )
 ATTENTION = (*EVERY_WAY, _number("cold L2 µs", "cold_us", 1), *RATES)

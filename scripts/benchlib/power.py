@@ -1,20 +1,37 @@
 """Power and SM clock of the current GPU while it works."""
 
+import functools
 import importlib.util
 import statistics
 import subprocess
 import threading
 from types import TracebackType
+from typing import Any
 
-SECONDS_BETWEEN = 0.1
+SECONDS_BETWEEN = 0.02
 SMI_TIMEOUT_SECONDS = 10
 
 
-def read_nvml() -> tuple[float, float]:
-    """Watts and MHz, through torch and NVML (pip install nvidia-ml-py)."""
-    import torch
+@functools.cache
+def _nvml_device(pci_bus_id: str) -> Any:
+    import pynvml
 
-    return torch.cuda.power_draw() / 1e3, float(torch.cuda.clock_rate())
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
+
+
+def read_nvml() -> tuple[float, float]:
+    """Watts at this moment and MHz, through NVML (pip install nvidia-ml-py). Power that NVML gives without a
+    field is a mean over the last second, in which the GPU may have idled.
+    """
+    import cupy
+    import pynvml
+
+    device = _nvml_device(cupy.cuda.Device().pci_bus_id)
+    (power,) = pynvml.nvmlDeviceGetFieldValues(device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
+    if power.nvmlReturn != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(power.nvmlReturn)
+    return power.value.uiVal / 1e3, float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
 
 
 def read_smi() -> tuple[float, float] | None:
@@ -24,7 +41,7 @@ def read_smi() -> tuple[float, float] | None:
     command = [
         "nvidia-smi",
         f"--id={cupy.cuda.Device().pci_bus_id}",
-        "--query-gpu=power.draw,clocks.sm",
+        "--query-gpu=power.draw.instant,clocks.sm",
         "--format=csv,noheader,nounits",
     ]
     try:
@@ -39,7 +56,7 @@ def read_smi() -> tuple[float, float] | None:
 
 class Meter:
     """Reads power and clock in a thread of its own, from `delay` seconds after its start until it is stopped:
-    ten times a second through NVML, or once by nvidia-smi where Python has no NVML or NVML does not answer.
+    fifty times a second through NVML, or once by nvidia-smi where Python has no NVML or NVML does not answer.
     A reading that ends after the stop is dropped: the GPU may have idled during it.
     """
 

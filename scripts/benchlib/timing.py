@@ -100,8 +100,9 @@ class Graph:
             return Timing.of(self._time(replays))
 
     def sustained(self, seconds: float, rest_after: float = REST_AFTER_LOAD_SECONDS) -> dict[str, float]:
-        """Replay without a pause for `seconds`: `us` is the mean of a call over the second half, `watts` and
-        `mhz` are those of that half, where they can be read. Rests afterwards for `rest_after` seconds.
+        """Replay without a pause for `seconds`: `us` is the mean of a call over the second half. `watts`,
+        `mhz` and `mj`, millijoules of a call, are of that half too, where power can be read. Rests afterwards
+        for `rest_after` seconds.
         """
         with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
             _, replay = self._warm_up()
@@ -124,7 +125,10 @@ class Graph:
             end.record()
             end.synchronize()
         time.sleep(rest_after)
-        return {"us": middle.elapsed_time(end) * 1e3 / (timed * self.count), **meter.figures()}
+        us, figures = middle.elapsed_time(end) * 1e3 / (timed * self.count), meter.figures()
+        if "watts" in figures:
+            figures["mj"] = figures["watts"] * us / 1e3
+        return {"us": us, **figures}
 
     def _warm_up(self) -> tuple[float, float]:
         """Replay at least WARMUP_REPLAYS times and WARMUP_SECONDS. The seconds of all and of one replay."""
