@@ -63,6 +63,7 @@ _CALLS = """
 struct Plan {
     unsigned char k[16], v[16], q[3][16], dout[3][16];
     float lse[3][kBlockRows], delta[3][kBlockRows], references[3][kBlockRows];
+    WalkState walk;
     QueryStep steps[kPublishedSteps];
     u64 bar_step[kPublishedSteps];  // how many have arrived
     u64 bar_k_full, bar_v_full, bar_q_landed[3], bar_q_full[3], bar_q_free[3];
@@ -112,7 +113,7 @@ int walk_tile(const Params& params, const KeyTile& tile, int* steps) {
     smem = {}, waits_for_ever = false;
     Follower<kTileKeys> follower(params, tile, steps);
     reader = &follower;
-    load_listed<Tile<kTileKeys>, BlockRows, kByBlock, true>(params, smem, tile);
+    load_listed<Tile<kTileKeys>, BlockRows, kByBlock, true, true>(params, smem, tile);
     while (follower.read()) {}
     return waits_for_ever ? -1 : follower.count;
 }

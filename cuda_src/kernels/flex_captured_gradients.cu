@@ -39,6 +39,7 @@ struct SharedMemoryPlan {
     unsigned char dout[kStages][kChunksV * BlockRows::kBytes];
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows], references[kStages][kBlockRows];
     KeyTile tile;
+    WalkState walk;
     QueryStep steps[kPublishedSteps];
     int trimmed[kStages];  // whether the block has rows that see no key, or that have references
     u64 bar_k_full, bar_v_full;
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (wg_idx == 0) {
         setmaxnreg_dec<kProducerRegisters>();
         if (warp_idx == 0) {
-            if (elect_one_sync()) load_listed<KeyRows, BlockRows, false, false>(params, smem, tile);
+            if (elect_one_sync()) load_listed<KeyRows, BlockRows, false, false, true>(params, smem, tile);
         } else if (warp_idx == 1) {
             trim_listed<BlockRows>(smem);
         }

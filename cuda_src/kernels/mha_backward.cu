@@ -8,7 +8,7 @@
 // Grid: a CTA for each tile of 128 keys of a KV head. It walks the blocks of queries that see the keys, last
 // first, each for all query heads of the group.
 //
-// Roles                          registers: 24 and 240, with FLEX, which walks lists, 40 and 232
+// Roles                          registers
 //   warpgroup 0, warp 0          24    copies K and V once, then Q, dO and the rows' lse, delta and weights
 //   warpgroup 0, warp 1          24    adds dQ to global memory
 //   warpgroup 0, warp 2          24    clears rows of K, Q and dO that are not the request's, or see no key
@@ -22,21 +22,24 @@
 //   dV += P^T dO                      fence; both consumers have stored dS
 //   dQ = dS K, dK += dS^T Q           stores dQ in shared memory
 // dQ of a block: d_qk up to 96 all columns by one consumer, the other in the next step; else half the columns
-// each. Its fence and arrival wait for the next step, when the stores have long landed.
+// each. But for kWide, its fence and arrival wait for the next step, when the stores have long landed.
 // With 64 columns at most, K and V of a consumer stay in registers as A operands.
 //
 // D_QK 192 with D_V 128 in bfloat16 (kWide) has no registers for that: P^T goes through shared memory too, dP
 // takes the registers of S, and P is kept as float16 times 2^14 meanwhile.
 //   S^T      | P to shared memory | dV, dP | dS, to shared memory | dQ in two passes, dK with the last
 //
-// Barriers         arrivals              full / signalled by              free / waited for by
-//   k, v           1, TMA                TMA, or warp 2 after clearing    consumers
-//   q, dout        1, TMA                TMA, or warp 2 after clearing    free: 256 consumer threads
-//   dq             128                   consumer: part stored            free: warp 1, part read
-//   ds_free        256                   kWide: dQ has been computed      consumers, before the next P
-//   turn, added    1                     warp 3: turn; warp 1: added      warp 1; warp 3
-//   NB_DS          256 (named)           both consumers have stored dS
-//   NB_KEYS        128 (named)           a consumer has stored or read P or dS
+// Barriers         arrivals     full: signalled by                    free: signalled by
+//   k, v           1            TMA; of K also warp 2 after clearing
+//   q, dout        1            TMA, or warp 2 after clearing         consumers; of Q with FLEX 32 threads
+//                                                                     of warp 2 too, which read lse
+//   landed         1            TMA, to warp 2, where it clears rows
+//   step           1            FLEX: the loading thread, to those that add dQ
+//   dq             128          consumer: part stored                 warp 1: part read
+//   ds_free        256                                                kWide: consumers, dQ computed
+//   turn, added    1            warp 3: turn; warp 1: added
+//   NB_DS          256 (named)  both consumers have stored dS
+//   NB_KEYS        128 (named)  a consumer has stored or read P or dS, or cleared rows of K
 #include "mha/backward_cta.cuh"
 #include "mha/dq_sums.cuh"
 #if FLEX
@@ -48,7 +51,9 @@
 
 constexpr int kConsumers = 2, kTileKeys = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
-constexpr int kRegisters = kFlex ? 232 : 240, kProducerRegisters = kFlex ? 40 : 24;
+constexpr int kRegisters = 240, kProducerRegisters = 24;
+static_assert(kConsumers * kRegisters + kProducerRegisters <= 65536 / kThreads / 8 * 8 * (kConsumers + 1),
+              "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 constexpr bool kWide = WIDE;
 static_assert(!kWide || (kDtype == Dtype::kBf16 && !kFlex && !kSoftcap && !kWeights),
               "P alone is the factor of dS");
@@ -56,7 +61,7 @@ constexpr int kStages = STAGES, kPlaces = kConsumers;  // of dQ: a consumer has 
 constexpr int kDsStages = kWide ? 1 : 2;
 // Whether dP^T follows P, since the score function needs the registers meanwhile.
 #if FLEX
-constexpr bool kScoreNeedsMore = kTrims;
+constexpr bool kScoreNeedsMore = ScoreMod::kIsThere;
 #else
 constexpr bool kScoreNeedsMore = kWeights && (kAlibi || kSoftcap);
 #endif
@@ -82,6 +87,7 @@ struct SharedMemoryPlan {
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows];
 #if FLEX
     float references[kStages][kBlockRows];
+    WalkState walk;
     QueryStep steps[kPublishedSteps];
     int trimmed[kStages];  // whether the block has rows that see no key, or that have references
     u64 bar_step[kPublishedSteps];
@@ -146,14 +152,17 @@ class Consumer {
         clear(dk);
         clear(dv);
         Queries<SharedMemoryPlan> queries(params, smem, tile, tile.first_key + first_row(), key());
-        if (queries.begins()) {
+        const bool begins = queries.begins();
+        if (kFlex || begins) {  // what was copied has landed before the CTA ends
             mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+            if constexpr (kNeedsDs) mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
+        }
+        if (begins) {
 #if FLEX
             if (MaskMod::kIsThere) clear_keys_not_finite<kDtype, KeyRows>(smem.k, first_row(), NB_KEYS + wg);
 #endif
-            Operand<kDimQK> keys(*this, smem.k);
-            mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
-            Operand<kDimV> values(*this, smem.v);
+            const Operand<kDimQK> keys(*this, smem.k);
+            const Operand<kDimV> values(*this, smem.v);
 #pragma unroll 1
             do {
 #if !FLEX

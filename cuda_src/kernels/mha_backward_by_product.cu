@@ -7,20 +7,24 @@
 //
 // Roles                        registers
 //   warpgroup 0                32    four warps as in mha_backward.cu
-//   warpgroup 1: scores        208   S^T = K Q^T, P, dV += P^T dO. ALiBi: 216, and 24 of warpgroup 0
+//   warpgroup 1: scores        208   S^T = K Q^T, P, dV += P^T dO. ALiBi, or softcap with weights: 216, and
+//                                    24 of warpgroup 0
 //   warpgroup 2: gradients     208   dP^T = V dO^T, dS, dK += dS^T Q
 //   warpgroup 3: dQ            64    dQ = dS K, 64 columns at a time
 // The first product of a step runs beside the last one of the step before. Factors of dS go from scores to
 // gradients through shared memory in float32, in two halves. Gradients that nobody needs have no products;
 // roles that are left without one return at once.
 //
-// Barriers         arrivals              full / signalled by              free / waited for by
-//   k, v           1, TMA                TMA, or warp 2 after clearing    scores, dQ; gradients
-//   q, dout        1, TMA                TMA, or warp 2 after clearing    free: scores and gradients
-//   factors        128                   scores, each half                free: gradients, each half
-//   ds             128                   gradients                        free: a thread of warpgroup 3
-//   dq             128                   warpgroup 3: part stored         free: warp 1, part read
-//   turn, added    1                     warp 3: turn; warp 1: added      warp 1; warp 3
+// Barriers         arrivals     full: signalled by                    free: signalled by
+//   k, v           1            TMA; of K also warp 2 after clearing
+//   q, dout        1            TMA, or warp 2 after clearing         scores and gradients; of Q with FLEX 32
+//                                                                     threads of warp 2 too, which read lse
+//   landed         1            TMA, to warp 2, where it clears rows
+//   step           1            FLEX: the loading thread, to those that compute and add dQ
+//   factors        128          scores, each half                     gradients, each half
+//   ds             128          gradients                             a thread of warpgroup 3
+//   dq             128          warpgroup 3: part stored              warp 1: part read
+//   turn, added    1            warp 3: turn; warp 1: added
 #include "mha/backward_cta.cuh"
 #include "mha/dq_sums.cuh"
 #if FLEX
@@ -40,9 +44,13 @@ static_assert(kChunksQK % kPlaces == 0);
 [[maybe_unused]] constexpr int NB_DQ = 1, NB_KEYS = 2;
 // What setmaxnreg gives the roles; together what a CTA has at launch.
 constexpr bool kScoresNeedMore = kAlibi || (kSoftcap && kWeights);
-constexpr bool kLoadsNeedMore = kFlex && kDimQK <= 192;  // lists are walked
-constexpr int kRegisters = kLoadsNeedMore ? 200 : 208, kScoreRegisters = kScoresNeedMore ? 216 : 208;
-constexpr int kReducerRegisters = 64, kProducerRegisters = kLoadsNeedMore ? 40 : kScoresNeedMore ? 24 : 32;
+constexpr int kRegisters = kNeedsDs ? 208 : 0;
+constexpr int kScoreRegisters = !kNeedsDs ? 224 : kScoresNeedMore ? 216 : 208;
+constexpr int kReducerRegisters = 64, kProducerRegisters = kScoresNeedMore ? 24 : 32;
+
+static_assert(kScoreRegisters + kRegisters + kReducerRegisters + kProducerRegisters <=
+                  65536 / kThreads / 8 * 8 * 4,
+              "setmaxnreg would wait for ever: a CTA shares what its threads have at launch");
 
 using KeyRows = SwizzledTile<kTileKeys>;  // of K and V
 
@@ -57,6 +65,7 @@ struct SharedMemoryPlan {
     float lse[kStages][kBlockRows], delta[kStages][kBlockRows];
 #if FLEX
     float references[kStages][kBlockRows];
+    WalkState walk;
     QueryStep steps[kPublishedSteps];
     int trimmed[kStages];  // whether the block has rows that see no key, or that have references
     u64 bar_step[kPublishedSteps];
@@ -153,8 +162,10 @@ class Consumer {
         Dv dv;
         clear(dv);
         Queries<SharedMemoryPlan> queries(params, smem, tile, tile.first_key, key());
-        if (queries.begins()) {
-            mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+        const bool begins = queries.begins();
+        // Also without a block: what was copied has landed before the CTA ends.
+        if (kFlex || begins) mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+        if (begins) {
 #if FLEX
             if (MaskMod::kIsThere) clear_keys_not_finite<kDtype, KeyRows>(smem.k, 0, NB_KEYS);
 #endif
@@ -194,8 +205,9 @@ class Consumer {
         Dk dk;
         clear(dk);
         Queries<SharedMemoryPlan> queries(params, smem, tile, tile.first_key, key());
-        if (queries.begins()) {
-            mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
+        const bool begins = queries.begins();
+        if (kFlex || begins) mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
+        if (begins) {
             Scores dp;
             issue_dp(dp);
             bool has_next;

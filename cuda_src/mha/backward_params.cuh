@@ -13,7 +13,7 @@ struct Params {
     // kernels/mha_backward_prepare.cu: [query heads, rows of the scratch]. Flex attention has no weights, but
     // references there: kernels/flex_row_references.cu.
     float *lse, *delta, *weights;
-    float* dq_accum;  // [query heads, blocks of the scratch, chunks of 64 columns, 64 * 64]
+    float* dq_accum;  // [query heads, blocks of the scratch, every 8 columns, 64 rows * 8]
     int* turns;       // [query heads, blocks]: tiles that have added to a block; null: in any order
     void *dk, *dv;
     const int *cu_seqlens_q, *cu_seqlens_k;  // [b + 1]; null: all requests have seqlen_q, seqlen_k tokens

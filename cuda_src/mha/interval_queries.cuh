@@ -1,5 +1,5 @@
 // Blocks of queries of a tile of keys in dense attention: one interval, for all query heads of the group.
-// mha/query_lists.cuh has the same roles for flex attention:
+// mha/listed_queries.cuh has the same roles for flex attention:
 //
 //   load, trim      producer warps: copy blocks, clear rows
 //   AddedBlocks     the blocks of dQ that the tile adds to, for the threads that add
@@ -101,7 +101,7 @@ __device__ __forceinline__ void load(const Params& params, Plan& smem, const Key
         if constexpr (kWeights)
             bulk_load(smem_address(smem.weights[stage]), params.weights + row, sizeof(smem.weights[0]),
                       q_full);
-        if (is_first) load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
+        if (kNeedsDs && is_first) load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
         const u32 dout_full = smem_address((trims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
         mbarrier_wait_parity(smem_address(&smem.bar_dout_free[stage]), place.free_parity());
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem.dout[0]) + sizeof(smem.delta[0]));

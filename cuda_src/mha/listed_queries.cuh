@@ -6,7 +6,7 @@
 
 template <class KeyRows, class Plan>
 __device__ __forceinline__ void load(const Params& params, Plan& smem, const KeyTile& tile) {
-    load_listed<KeyRows, BlockRows, true, kNeedsDq>(params, smem, tile);
+    load_listed<KeyRows, BlockRows, true, kNeedsDq, kNeedsDs>(params, smem, tile);
 }
 template <class KeyRows, class Plan>
 __device__ __forceinline__ void trim(const Params&, Plan& smem, const KeyTile&) {

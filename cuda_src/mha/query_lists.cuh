@@ -13,7 +13,7 @@
 
 // A row that sees no key may hold NaN, and only functions make such rows: they are cleared.
 constexpr bool kTrims = ScoreMod::kIsThere || MaskMod::kIsThere;
-// The thread that adds dQ, which reads steps last, is six steps behind at most.
+// The threads that add dQ and keep turns, which read steps last, are six steps behind at most.
 constexpr int kPublishedSteps = 8;
 
 struct alignas(16) QueryStep {
@@ -32,53 +32,58 @@ struct alignas(16) QueryStep {
     }
 };
 
+// Where a walk over lists is. One thread has it in shared memory: it has few registers.
+struct WalkState {
+    int reader;  // a request and head
+    // Of partial and of full blocks: what is left of the list, and its next row of the mask, counted from the
+    // last one.
+    const int* list[2];
+    int left[2], row[2];
+    bool is_full;
+    int block, begin, end;  // and the blocks that are left of its row of the mask
+};
+
 // From the last block on. kByBlock: each for all requests and heads that read the keys if these have the same
 // lists, as BlockWalk (mha/interval_queries.cuh) has it; else for one of them after the other.
 template <bool kByBlock>
 class QueryWalk {
   public:
-    __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile)
-        : params(params), tile(tile) {
+    __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile, WalkState& at)
+        : params(params), tile(tile), at(at) {
+        at = {-1, {}, {}, {kNoRow, kNoRow}, true, 0, 0, 0};
         if (!together()) return;
         open_lists();
-        reader = params.requests * params.group - 1;
+        at.reader = params.requests * params.group - 1;
     }
 
     // The next step, if there is one.
     __device__ __forceinline__ QueryStep next() {
         if (together()) {
-            if (++reader == params.requests * params.group) {
+            if (++at.reader == params.requests * params.group) {
                 if (!next_block()) return {-1, 0, 0, 0};
-                reader = 0;
+                at.reader = 0;
             }
         } else {
             while (!next_block()) {
-                if (++reader == params.requests * params.group) return {-1, 0, 0, 0};
+                if (++at.reader == params.requests * params.group) return {-1, 0, 0, 0};
                 open_lists();
             }
         }
-        return {block, head(), request(), is_full ? 0 : QueryStep::kPartial};
+        return {at.block, head(), request(), at.is_full ? 0 : QueryStep::kPartial};
     }
 
   private:
     static constexpr int kNoRow = 0x7fffffff;
 
-    // What can be computed again is not kept: there are few registers.
     const Params& params;
     const KeyTile& tile;
-    int reader = -1;  // a request and head
-    // Of partial and of full blocks: what is left of the list, and its next row of the mask, counted from the
-    // last one.
-    const int* list[2] = {};
-    int left[2] = {}, row[2] = {kNoRow, kNoRow};
-    bool is_full = true;
-    int block = 0, begin = 0, end = 0;  // and the blocks that are left of its row of the mask
+    WalkState& at;
 
     __device__ __forceinline__ int request() const {
-        return tile.request * params.requests + reader / params.group;
+        return tile.request * params.requests + at.reader / params.group;
     }
     __device__ __forceinline__ int head() const {
-        return tile.kv_head * params.group + reader % params.group;
+        return tile.kv_head * params.group + at.reader % params.group;
     }
     __device__ __forceinline__ bool together() const {
         if constexpr (!kByBlock) return false;
@@ -88,32 +93,28 @@ class QueryWalk {
         return static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row);
     }
     __device__ __forceinline__ void advance(int kind) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // no index but a constant one, for these are registers
-            if (i != kind) continue;
-            row[i] = left[i] > 0 ? min_int(mirrored(*list[i]), kNoRow - 1) : kNoRow;
-            --list[i], --left[i];
-        }
+        at.row[kind] = at.left[kind] > 0 ? min_int(mirrored(*at.list[kind]), kNoRow - 1) : kNoRow;
+        --at.list[kind], --at.left[kind];
     }
     // Of the lists; whether there is one.
     __device__ __forceinline__ bool next_block() {
-        while (begin >= end) {
-            const int kind = row[1] < row[0], next_row = min_int(row[0], row[1]);
+        while (at.begin >= at.end) {
+            const int kind = at.row[1] < at.row[0], next_row = min_int(at.row[0], at.row[1]);
             if (next_row == kNoRow) return false;
             // A number that is no block's is skipped: it would be an address of the scratch.
             if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
-                begin = mirrored(next_row) * params.block_rows;
-                end = min_int(begin + params.block_rows, params.q_blocks);
-                is_full = kind;
+                at.begin = mirrored(next_row) * params.block_rows;
+                at.end = min_int(at.begin + params.block_rows, params.q_blocks);
+                at.is_full = kind;
             }
             advance(kind);
         }
-        block = --end;
+        at.block = --at.end;
         return true;
     }
     __device__ __forceinline__ void open_lists() {
         if (params.q_num_blocks == nullptr) {
-            begin = 0, end = params.q_blocks;
+            at.begin = 0, at.end = params.q_blocks;
             return;
         }
         const i64 batch = request() % params.mask_batches, mask_head = head() % params.mask_heads;
@@ -125,19 +126,19 @@ class QueryWalk {
             if (counts == nullptr) continue;
             const i64 *of_counts = params.counts_strides + 3 * kind,
                       *of_lists = params.lists_strides + 3 * kind;
-            left[kind] =
+            at.left[kind] =
                 min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
                         params.list_rows[kind]);
-            list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
-            list[kind] += left[kind] - 1;
+            at.list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
+            at.list[kind] += at.left[kind] - 1;
             advance(kind);
         }
     }
 };
 
 // One thread: copies K and V once, then Q, dO and the rows' lse, references and delta of each step, in the
-// order of QueryWalk<kByBlock>. kSignals: other threads wait for steps (bar_step).
-template <class KeyRows, class BlockRows, bool kByBlock, bool kSignals, class Plan>
+// order of QueryWalk<kByBlock>. kSignals: other threads wait for steps (bar_step). kLoadsV: V is needed.
+template <class KeyRows, class BlockRows, bool kByBlock, bool kSignals, bool kLoadsV, class Plan>
 __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, const KeyTile& tile) {
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     constexpr int kChunksQK = sizeof(smem.k) / KeyRows::kBytes, kChunksV = sizeof(smem.v) / KeyRows::kBytes;
@@ -149,8 +150,8 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
                                         tile.request);
     };
     load_keys(smem.k, kChunksQK, params.k_map, smem.bar_k_full);
-    load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
-    QueryWalk<kByBlock> walk(params, tile);
+    if constexpr (kLoadsV) load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
+    QueryWalk<kByBlock> walk(params, tile, smem.walk);
     smem.steps[0] = walk.next();
 #pragma unroll 1
     for (u32 number = 0;; ++number) {

@@ -108,17 +108,18 @@ def flex_attention_backward(
 
     Notes
     -----
-    Allocates the copies, the results and scratch: in float32, for each query row and head, rows rounded up to
-    64, E rounded up to 64 and 2 numbers more, 3 with score_mod; a float32 number for each element of a
-    captured gradient in another dtype. With `deterministic`: 5 bytes for each block of the mask, and for each
-    element of captured gradients 16, or 100 where one pass sums them. Blocks that are no multiple of 64 x 128
-    take scratch as in `flex_attention`. Enqueues the copies, also of lists as in `flex_attention`, and three
-    kernels, with score_mod four, on the current stream. For such blocks a clearing and two kernels are added,
-    and as many with `deterministic` and a mask; for captured gradients one kernel, and for each of them a
-    clearing and, if it is not summed in place, a kernel. With `deterministic` there is a second pass over the
-    scores for captured gradients where an element's index depends on both q_idx and kv_idx, and where they
-    have more than 2**20 elements together or 2**39 terms. Never synchronises. Graph captures and
-    torch.compile are as for `flex_attention`.
+    Allocates the copies, the results and scratch: in float32, for each query row and head, rows rounded
+    up to 64, E rounded up to 64 (32 with some functions) and 2 numbers more, 3 with score_mod; a float32
+    number for each element of a captured gradient in another dtype. With `deterministic`: 5 bytes for
+    each block of the mask, and for each element of captured gradients 16, or 100 where one pass sums
+    them. Blocks that are no multiple of 64 x 128 take scratch as in `flex_attention`. Enqueues the
+    copies, also of lists as in `flex_attention`, and three kernels, with score_mod four, on the current
+    stream. For such blocks a clearing and two kernels are added, and as many with `deterministic` and a
+    mask; for captured gradients one kernel, and for each of them a clearing and, if it is not summed in
+    place, a kernel. With `deterministic` there is a second pass over the scores for captured gradients
+    where an element's index depends on both q_idx and kv_idx, and where they have more than 2**20
+    elements together or 2**39 terms. Never synchronises. Graph captures and torch.compile are as for
+    `flex_attention`.
 
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).

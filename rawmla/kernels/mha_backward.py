@@ -1,5 +1,5 @@
-"""Host side of cuda_src/kernels/mha_backward.cu and the kernels before and behind it: gradients of dense
-multi-head attention.
+"""Host side of mha_backward.cu and mha_backward_by_product.cu in cuda_src/kernels, and of the kernels before
+and after them: gradients of dense multi-head attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Needs(NamedTuple):
 
     @property
     def main(self) -> bool:
-        """Whether mha_backward.cu has something to compute."""
+        """Whether the kernel of dq, dk and dv has something to compute."""
         return self.dq or self.dk or self.dv
 
 

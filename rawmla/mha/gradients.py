@@ -96,9 +96,9 @@ def flash_attn_varlen_backward(
     Notes
     -----
     Allocates the copies, the results and scratch: in float32, for each query row and head, d_qk rounded up to
-    64 and 2 numbers more, 3 with sinks and dlse, where rows are rounded up to 64 in every request. Enqueues
-    three kernels, with cu_seqlens four, on the current stream. Never synchronises, never reads a length on
-    the host.
+    32, above 128 to 64, and 2 numbers more, 3 with sinks and dlse, where rows are rounded up to 64 in every
+    request. Enqueues three kernels, with cu_seqlens four, on the current stream. Never synchronises, never
+    reads a length on the host.
 
     The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA) and FlashAttention's (Dao et al., 2022,
     arxiv.org/abs/2205.14135, appendix B).
