@@ -96,3 +96,21 @@ def test_a_block_named_twice_ends(emulator: Emulator, form: str) -> None:
         out, lse = rawmla.flex_attention(q, k, v, None, mask, return_lse=True)
         gradients = rawmla.flex_attention_backward(dout, q, k, v, out, lse, None, mask, deterministic=True)
     assert all(x.isfinite().all() for x in gradients[:3])
+
+
+def test_keys_that_no_block_lists(emulator: Emulator) -> None:
+    """A tile of them waits for its copies before it ends: the next CTA has the same shared memory."""
+    import torch
+
+    import rawmla
+
+    n = 512
+    q, k, v, dout = torch.randn(4, 1, 1, n, 32).half()
+    counts, indices = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32)
+    mask = rawmla.BlockMask.from_kv_blocks(counts, indices, seq_lengths=(n, n))
+    for emulator.seed in range(2, 8):
+        with emulator.installed():
+            out, lse = rawmla.flex_attention(q, k, v, None, mask, return_lse=True)
+            _, dk, dv, *_ = rawmla.flex_attention_backward(dout, q, k, v, out, lse, None, mask)
+        for gradient in (dk, dv):
+            assert gradient[..., :128, :].any() and not gradient[..., 128:, :].any()

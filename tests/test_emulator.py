@@ -155,6 +155,19 @@ FAULTS = {
         "wgmma_wait_group<0>",
         r"thread \d+ of CTA \(0, 0, 0\): the thread ends with wgmma under way$",
     ),
+    "a copy that nobody waits for": (
+        """
+    if (thread == 0) {
+        mbarrier_init(bar, 1);
+        mbarrier_arrive_expect_tx(bar, 64 * 16);
+        for (int i = 0; i < 64; ++i) bulk_load(smem + 16 * i, params.in, 16, bar);
+        mbarrier_has_completed(bar, 0);
+    }
+    """,
+        "mbarrier_has_completed",
+        "mbarrier_wait_parity",
+        r"CTA \(0, 0, 0\): ends with \d+ copies of its shared memory under way$",
+    ),
 }
 
 
@@ -211,6 +224,7 @@ RACES = {
     __syncthreads();
     mbarrier_wait_parity(bar, 0);
     params.out[thread] = values[thread];
+    mbarrier_wait_parity(bar, 0u);  // before the CTA ends
     """,
         "mbarrier_wait_parity(bar, 0);",
     ),
@@ -231,6 +245,7 @@ RACES = {
     cp_async_mbarrier_arrive(bar);
     mbarrier_wait_parity(bar, 0);
     params.out[thread] = values[(thread + 1) % 128];
+    mbarrier_wait_parity(bar, 0u);  // before the CTA ends
     """,
         "mbarrier_wait_parity(bar, 0);",
     ),

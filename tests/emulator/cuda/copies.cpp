@@ -7,6 +7,19 @@
 
 namespace emulator {
 
+namespace {
+
+// A copy that reads or writes the CTA's shared memory when it lands. The CTA may not end before.
+void copy_later(std::function<void()> copy) {
+    ++cta->copies_of_shared;
+    cta->copies.push_back([copy = std::move(copy)] {
+        copy();
+        --cta->copies_of_shared;
+    });
+}
+
+}  // namespace
+
 // ---- cp.async
 
 namespace {
@@ -37,7 +50,7 @@ void copy_async_arrive(unsigned bar) {
     owner.landing.push_back(std::move(owner.gathers));
     owner.gathers.clear();
     const unsigned count = owner.landed + owner.landing.size();
-    cta->copies.push_back([&owner, count, bar] {
+    copy_later([&owner, count, bar] {
         land(owner, count);
         mbarrier_arrive(bar, 0);
     });
@@ -60,7 +73,7 @@ void store_later(Read read, Write write) {
     const std::shared_ptr<BulkGroup> group = thread->bulk;
     ++group->to_read;
     ++group->to_write;
-    cta->copies.push_back([=] {
+    copy_later([=] {
         const std::vector<unsigned char> bytes = read();
         --group->to_read;
         cta->copies.push_back([=] {
@@ -92,7 +105,7 @@ void bulk_load(unsigned dst, const void* src, unsigned bytes, unsigned bar) {
     if (dst % 16 || bytes % 16 || reinterpret_cast<uintptr_t>(src) % 16)
         fail("bulk load: no multiples of 16");
     unsigned char* const to = shared(dst, bytes);
-    cta->copies.push_back([=] {
+    copy_later([=] {
         memcpy(to, src, bytes);
         mbarrier_land(bar, bytes);
     });
@@ -173,7 +186,7 @@ void tensor_copy(Transfer transfer, const void* map, unsigned address, unsigned 
     box.shared = shared(address, bytes);
     memcpy(box.first, c, dims * sizeof(int));
     if (transfer == Transfer::kLoad) {
-        cta->copies.push_back([=] {
+        copy_later([=] {
             for_each(box, [=](const unsigned char* from, unsigned char* to) {
                 if (from)
                     memcpy(to, from, size);

@@ -2,7 +2,7 @@
 //
 // A thread is a fiber: it runs until it has to wait. As many CTAs as there are multiprocessors are under way
 // together. In a turn of the scheduler each warp that is not paused runs, its lanes in one of two orders, and
-// a copy may land. A seed decides all of that.
+// a copy may land; in some CTAs copies land as late as they can. A seed decides all of that.
 #include "state.h"
 
 #include <cstdarg>
@@ -109,6 +109,7 @@ Cta* start(const Index& index, Cluster* cluster, int threads, int dynamic_bytes)
     made->rank = cluster->ctas.size();
     cluster->ctas.push_back(made);
     made->dynamic_bytes = dynamic_bytes;
+    made->has_slow_copies = random_number() % 2;
     made->memory = static_cast<unsigned char*>(aligned_alloc(1024, kDynamicBytes + kStaticBytes));
     memset(made->memory, 0xff, kDynamicBytes + kStaticBytes);
     made->threads.resize(threads);
@@ -184,10 +185,14 @@ bool take_turn(Cta* one) {
             progress |= run_warp(index) > 0;
         }
     }
-    if (!cta->copies.empty() && report.empty() && (!progress || random_number() % 3 == 0)) {
+    const bool lands = !progress || (!cta->has_slow_copies && random_number() % 3 == 0);
+    if (!cta->copies.empty() && report.empty() && lands) {
         land_one();
         progress = true;
     }
+    if (has_ended(*cta) && cta->copies_of_shared && report.empty())
+        report = name(cta->index) +
+                 formatted(": ends with %d copies of its shared memory under way", cta->copies_of_shared);
     return progress;
 }
 

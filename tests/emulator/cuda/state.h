@@ -87,6 +87,8 @@ struct Cta {
     std::map<unsigned, Mbarrier> mbarriers;
     NamedBarrier named[16];
     std::vector<std::function<void()>> copies;  // under way; they land in any order
+    int copies_of_shared = 0;                   // those that have not read or written shared memory yet
+    bool has_slow_copies = false;               // they land when no thread can go on
 };
 
 bool has_ended(const Cta& one);  // all of its threads
