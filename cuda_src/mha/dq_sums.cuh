@@ -72,7 +72,7 @@ __device__ __forceinline__ void keep_turns(const Params& params, Plan& smem, con
         add_release(params.turns + held, 1);
         held = -1;
     };
-    // Of the block before.
+    // The barrier of the block before, and its parity.
     const auto added = [&] { return smem_address(&smem.bar_added[number - 1 & 1]); };
     const auto added_parity = [&] { return number - 1 >> 1 & 1; };
 #pragma unroll 1

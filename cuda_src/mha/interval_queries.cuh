@@ -117,7 +117,7 @@ template <class KeyRows, class Plan>
 struct AddedBlocks : BlockWalk {
     __device__ __forceinline__ AddedBlocks(const Params& params, Plan&, const KeyTile& tile)
         : BlockWalk(params, tile) {}
-    // Of the block in the scratch.
+    // The number of the block in the scratch.
     __device__ __forceinline__ int place() const {
         return (tile.kv_head * params.group + member) * static_cast<int>(params.blocks) +
                tile.first_row_block + block;

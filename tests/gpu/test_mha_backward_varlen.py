@@ -29,9 +29,9 @@ import rawmla
 from rawmla.kernels.mha_backward import ALL, Needs, specs
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 
-# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. Those of 192 in
-# bfloat16 go by keys in the wide form; with a sink and a gradient of lse by product, as the one of 128 with a
-# softcap then does. Those of 192 in float16 and of 256 always go by product.
+# Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. A kernel of 192 in
+# bfloat16 goes by keys in the wide form; with a sink and a gradient of lse by product, as the kernel of 128
+# with softcap and ALiBi then does. A kernel of 192 in float16, or of 256, always goes by product.
 KERNELS: tuple[dict[str, Any], ...] = (
     {"d_qk": 64, "d_v": 64, "alibi": "requests"},
     {"d_qk": 128, "d_v": 128},
