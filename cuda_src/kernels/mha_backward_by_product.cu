@@ -8,7 +8,7 @@
 // Roles                        registers
 //   warpgroup 0                32    four warps as in mha_backward.cu
 //   warpgroup 1: scores        208   S^T = K Q^T, P, dV += P^T dO. ALiBi, or softcap with weights: 216, and
-//                                    24 of warpgroup 0
+//                                    24 of warpgroup 0; dV alone: 224
 //   warpgroup 2: gradients     208   dP^T = V dO^T, dS, dK += dS^T Q
 //   warpgroup 3: dQ            64    dQ = dS K, 64 columns at a time
 // The first product of a step runs beside the last one of the step before. Factors of dS go from scores to
@@ -296,7 +296,7 @@ class Consumer {
                 smem.factors[128 * (j % 4) + threadIdx.x % 128] =
                     make_float4(s[4 * j], s[4 * j + 1], s[4 * j + 2], s[4 * j + 3]);
         }
-        asm volatile("" ::: "memory");
+        asm volatile("" ::: "memory");  // the compiler may not begin the next quarter before
     }
     __device__ __forceinline__ void take_factors(const Scores& dp, Packed& ds) const {
 #pragma unroll
