@@ -17,8 +17,9 @@
 //
 // A step of a consumer. Products overlap what stands beside them:
 //   S^T = K Q^T                       loads lse
-//   dP^T = V dO^T                     hands over dQ of the step before; P = exp(S - lse), packed too
-//                                     dS = P (dP - delta), in float32 until it is packed; to shared memory
+//   dP^T = V dO^T                     hands over dQ of the step before; half of P = exp(S - lse), packed too
+//                                     the other half, and between its exponentials dS = P (dP - delta), in
+//                                     float32 until it is packed; to shared memory
 //   dV += P^T dO                      fence; both consumers have stored dS
 //   dQ = dS K, dK += dS^T Q           stores dQ in shared memory
 // dQ of a block: d_qk up to 96 all columns by one consumer, the other in the next step; else half the columns
@@ -174,10 +175,11 @@ class Consumer {
             } while (queries.advance());
             if constexpr (kNeedsDq && !kWide) hand_over_dq();
         }
-        if constexpr (kNeedsDk)
+        // kWide computes dK and dV beside dQ in any case.
+        if (kNeedsDk && (!kWide || params.dk != nullptr))
             store_gradient(params, tile, key(), dk, params.dk, params.dk_stride_b, params.dk_stride_s,
                            params.dk_stride_h, params.d_qk, params.scale);
-        if constexpr (kNeedsDv)
+        if (kNeedsDv && (!kWide || params.dv != nullptr))
             store_gradient(params, tile, key(), dv, params.dv, params.dv_stride_b, params.dv_stride_s,
                            params.dv_stride_h, params.d_v, 1.0f);
     }
@@ -245,6 +247,8 @@ class Consumer {
     template <class Keys, class Values>
     __device__ __forceinline__ void take_block(Queries<SharedMemoryPlan>& queries, const Keys& keys,
                                                const Values& values, Dk& dk, Dv& dv) {
+        // Half of the exponentials wait for dP^T, and dS^T is computed between them.
+        constexpr int kColumns = kBlockRows / 8, kFirstLate = kNeedsDs && !kLateDp ? kColumns / 2 : kColumns;
         Scores s, dp;
         Packed p, ds;
         [[maybe_unused]] RowPairs lse;
@@ -261,7 +265,7 @@ class Consumer {
         wgmma_pin(s);
         const bool masked = queries.is_masked();
         if constexpr (!kLateDp) {
-            find_p(queries, masked, smem, place.stage, lse, s, p);
+            find_p<0, kFirstLate>(queries, masked, smem, place.stage, lse, s, p);
         } else {
             find_p(queries, masked, smem, place.stage, StoredRowPairs{smem.lse[place.stage]}, s, p);
             if constexpr (kNeedsDs) values.multiply(dp, smem.dout[place.stage]);
@@ -270,7 +274,7 @@ class Consumer {
         if constexpr (kNeedsDs) {
             wgmma_wait_group<kLateDp && kNeedsDv ? 1 : 0>();
             wgmma_pin(dp);
-            find_masked_ds(queries, masked, s, dp, ds);
+            find_late_p_and_ds<kFirstLate>(queries, masked, smem, place.stage, lse, s, dp, p, ds);
         }
         if constexpr (kNeedsDq)
             store_transposed(smem.ds[number % kDsStages] + wg * BlockRows::kBytes, ds, warp_idx);
@@ -327,21 +331,6 @@ class Consumer {
     // kWide: waits until both consumers have read dS of the step before.
     __device__ __forceinline__ void wait_for_ds() const {
         mbarrier_wait_parity(smem_address(&smem.bar_ds_free), number & 1 ^ 1);
-    }
-
-    // dS^T, 0 where masks hide a pair: dP may be NaN there.
-    __device__ __forceinline__ void find_masked_ds(const Queries<SharedMemoryPlan>& queries, bool masked,
-                                                   const Scores& s, const Scores& dp, Packed& ds) const {
-#if FLEX
-        if (masked) {
-            find_ds<true>(smem, place.stage, s, dp, ds);
-        } else {
-            find_ds<false>(smem, place.stage, s, dp, ds);
-        }
-#else
-        find_ds<false>(smem, place.stage, s, dp, ds);
-        if (masked) queries.hide(ds);
-#endif
     }
 
 #if !FLEX

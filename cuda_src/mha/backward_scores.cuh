@@ -92,3 +92,29 @@ __device__ __forceinline__ void find_ds(const Plan& smem, u32 stage, const Score
     for (int j = 0; j < kBlockRows / 8; ++j)
         find_ds_of_columns<kZeros>(smem, stage, j, factors + 4 * j, dp + 4 * j, ds);
 }
+
+// P^T from column 8 kFirst on, and all of dS^T. Nothing stands between them, so that the compiler computes dS
+// while exponentials wait for the unit that all warps share. dS is 0 where masks hide a pair: dP may be NaN
+// there.
+template <int kFirst, class Plan, class Pairs>
+__device__ __forceinline__ void find_late_p_and_ds(const Queries<Plan>& queries, bool masked,
+                                                   const Plan& smem, u32 stage, const Pairs& lse, Scores& s,
+                                                   const Scores& dp, Packed& p, Packed& ds) {
+    constexpr int kEnd = kBlockRows / 8;
+#if FLEX
+    if (masked) {
+        exponentials<true, kFirst, kEnd>(queries, smem, stage, lse, s, p);
+        find_ds<true>(smem, stage, s, dp, ds);
+    } else {
+        exponentials<false, kFirst, kEnd>(queries, smem, stage, lse, s, p);
+        find_ds<false>(smem, stage, s, dp, ds);
+    }
+#else
+    exponentials<false, kFirst, kEnd>(queries, smem, stage, lse, s, p);
+    find_ds<false>(smem, stage, s, dp, ds);
+    if (masked) {
+        queries.template hide<kFirst, kEnd>(p);
+        queries.hide(ds);
+    }
+#endif
+}

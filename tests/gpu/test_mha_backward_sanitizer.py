@@ -127,7 +127,7 @@ def test_small_mha_gradients_of_some(case: MhaCase, of: str, needs: Needs) -> No
 @pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
 def test_small_mha_gradients_of_packed_arrays(case: MhaCase) -> None:
     """They are written into one array."""
-    parts = torch.full(make_mha_inputs(case, "cpu").parts.shape, float("nan"), dtype=torch.bfloat16).cuda()
+    parts = torch.full_like(make_mha_inputs(case, "cpu").parts, float("nan")).cuda()
     names = ("dq", "dk", "dv")[-3 if case.packed.startswith("qkv") else -2 :]
     if case.packed.endswith("4"):
         views = parts.unbind(1)
