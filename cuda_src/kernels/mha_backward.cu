@@ -31,7 +31,7 @@
 //   S^T      | P to shared memory | dV, dP | dS, to shared memory | dQ in two passes, dK with the last
 //
 // Barriers         arrivals     full: signalled by                    free: signalled by
-//   k, v           1            TMA; of K also warp 2 after clearing
+//   k, v           1            TMA; of K also warp 2 after clearing: dense with 64 columns all of its lanes
 //   q, dout        1            TMA, or warp 2 after clearing         consumers; of Q with FLEX 32 threads
 //                                                                     of warp 2 too, which read lse
 //   landed         1            TMA, to warp 2, where it clears rows
@@ -109,7 +109,7 @@ static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the la
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const auto init = [](u64& bar, int arrivals) { mbarrier_init(smem_address(&bar), arrivals); };
     init(smem.bar_k_landed, 1);
-    init(smem.bar_k_full, 1);
+    init(smem.bar_k_full, kKeySignals);
     init(smem.bar_v_full, 1);
     init(smem.bar_ds_free, 128 * kConsumers);
 #if FLEX

@@ -87,7 +87,7 @@ static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the la
 __device__ __forceinline__ void init_barriers(SharedMemoryPlan& smem) {
     const auto init = [](u64& bar, int arrivals) { mbarrier_init(smem_address(&bar), arrivals); };
     init(smem.bar_k_landed, 1);
-    init(smem.bar_k_full, 1);
+    init(smem.bar_k_full, kKeySignals);
     init(smem.bar_v_full, 1);
     init(smem.bar_factors_full, 128);
     init(smem.bar_factors_free, 128);

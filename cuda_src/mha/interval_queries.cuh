@@ -23,10 +23,15 @@ struct BlockWalk {
     }
 };
 
-// Whether rows of K are to be cleared: those behind the request's, and those that no query sees.
+// Arrivals that complete bar_k_full. Where consumers read K by ldmatrix, all lanes of the warp that clears rows
+// signal: what one lane says does not order the writes of others for compute-sanitizer.
+constexpr int kKeySignals = kDimQK <= 64 && kDimV <= 64 ? 32 : 1;
+
+// Whether K goes through the warp that clears rows: those after the request's, and those that no query sees.
 template <class KeyRows>
 __device__ __forceinline__ bool trims_keys(const KeyTile& tile) {
-    return tile.first_key < tile.first_seen_key || tile.first_key + KeyRows::kRows > tile.k_len;
+    return kKeySignals > 1 || tile.first_key < tile.first_seen_key ||
+           tile.first_key + KeyRows::kRows > tile.k_len;
 }
 
 // Clears all but rows `first` to `end - 1` of tiles side by side. A warp.
@@ -48,7 +53,7 @@ __device__ __forceinline__ void trim(const Params& params, Plan& smem, const Key
         mbarrier_wait_parity(smem_address(&smem.bar_k_landed), 0);
         clear_rows<KeyRows>(smem.k, kChunksQK, max_int(tile.first_seen_key - tile.first_key, 0),
                             min_int(tile.k_len - tile.first_key, KeyRows::kRows));
-        if (lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full));
+        if (kKeySignals > 1 || lane_index() == 0) mbarrier_arrive(smem_address(&smem.bar_k_full));
     }
     constexpr int kStages = sizeof(smem.lse) / sizeof(smem.lse[0]);
     RingPlace<kStages> place;

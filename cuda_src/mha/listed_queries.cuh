@@ -4,6 +4,8 @@
 #include "mha/backward_cta.cuh"
 #include "mha/query_lists.cuh"
 
+constexpr int kKeySignals = 1;  // arrivals that complete bar_k_full
+
 template <class KeyRows, class Plan>
 __device__ __forceinline__ void load(const Params& params, Plan& smem, const KeyTile& tile) {
     load_listed<KeyRows, BlockRows, true, kNeedsDq, kNeedsDs>(params, smem, tile);

@@ -283,7 +283,7 @@ def variant(
     """The variant of the main kernel in a form."""
     d_qk, d_v = padded(d_qk), padded(d_v)
     if form.is_wide and needs.dq:
-        needs = ALL  # with fewer products ptxas serialises those that are left; what nobody needs is not stored
+        needs = ALL  # ptxas would serialise what is left without dk or dv; what nobody needs is not stored
     if form.by_product:
         parts = ceil_div(d_qk, CHUNK)
         places, smem_bytes = next(
