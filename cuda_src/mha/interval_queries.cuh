@@ -23,8 +23,8 @@ struct BlockWalk {
     }
 };
 
-// Arrivals that complete bar_k_full. Where consumers read K by ldmatrix, all lanes of the warp that clears rows
-// signal: what one lane says does not order the writes of others for compute-sanitizer.
+// Arrivals that complete bar_k_full. Where consumers read K by ldmatrix, all lanes of the warp that clears
+// rows signal: for compute-sanitizer, what one lane says does not order what the others wrote.
 constexpr int kKeySignals = kDimQK <= 64 && kDimV <= 64 ? 32 : 1;
 
 // Whether K goes through the warp that clears rows: those after the request's, and those that no query sees.
