@@ -97,10 +97,24 @@ class Order:
             items[:] = chosen
 
 
+class Failures:
+    """Names a failed test at once: a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            reporter = self.config.pluginmanager.getplugin("terminalreporter")
+            reporter.write(f"\nfailed: {report.nodeid}\n")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("full"):
         config.pluginmanager.register(LeftOut())
     config.pluginmanager.register(Order())
+    if not hasattr(config, "workerinput"):  # a process of pytest-xdist reports to the one that prints
+        config.pluginmanager.register(Failures(config))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
