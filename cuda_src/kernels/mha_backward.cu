@@ -31,7 +31,8 @@
 //   S^T      | P to shared memory | dV, dP | dS, to shared memory | dQ in two passes, dK with the last
 //
 // Barriers         arrivals     full: signalled by                    free: signalled by
-//   k, v           1            TMA; of K also warp 2 after clearing: dense with 64 columns all of its lanes
+//   k, v           1            TMA; of K also warp 2 after clearing
+//                  32           of K, dense with 64 columns at most: all lanes of warp 2
 //   q, dout        1            TMA, or warp 2 after clearing         consumers; of Q with FLEX 32 threads
 //                                                                     of warp 2 too, which read lse
 //   landed         1            TMA, to warp 2, where it clears rows
