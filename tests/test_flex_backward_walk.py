@@ -56,6 +56,7 @@ template <int, class... T> void tma_load_4d(T...) {}
 template <class... T> void bulk_load(T...) {}
 inline u32 smem_address(const void* x) { return static_cast<u32>(reinterpret_cast<u64>(x)); }
 inline void mbarrier_arrive_expect_tx(u32, u32) {}
+inline void mbarrier_expect_tx(u32, u32) {}
 void mbarrier_arrive(u32 bar);
 void mbarrier_wait_parity(u32 bar, u32 parity);
 """

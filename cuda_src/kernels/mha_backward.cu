@@ -61,13 +61,13 @@ static_assert(!kWide || (kDtype == Dtype::kBf16 && !kFlex && !kSoftcap && !kWeig
               "P alone is the factor of dS");
 constexpr int kStages = STAGES, kPlaces = kConsumers;  // of dQ: a consumer has its own
 constexpr int kDsStages = kWide ? 1 : 2;
-// Whether dP^T follows P, since the score function needs the registers meanwhile.
+// Whether lse stays in shared memory, since the score needs the registers.
 #if FLEX
 constexpr bool kScoreNeedsMore = ScoreMod::kIsThere;
 #else
 constexpr bool kScoreNeedsMore = kWeights && (kAlibi || kSoftcap);
 #endif
-[[maybe_unused]] constexpr bool kLateDp = kScoreNeedsMore && kDimQK + kDimV > 192;
+[[maybe_unused]] constexpr bool kLseStays = kScoreNeedsMore && kDimQK + kDimV > 192;
 constexpr bool kKeysInRegisters = kDimQK <= 64 && kDimV <= 64;
 constexpr bool kInTurn = kDimQK <= 96;  // one consumer computes dQ of a block, the other of the next
 constexpr int kDqParts = kInTurn ? 1 : kConsumers, kDqColumns = kDimQK / kDqParts;
@@ -249,37 +249,30 @@ class Consumer {
     __device__ __forceinline__ void take_block(Queries<SharedMemoryPlan>& queries, const Keys& keys,
                                                const Values& values, Dk& dk, Dv& dv) {
         // Half of the exponentials wait for dP^T, and dS^T is computed between them.
-        constexpr int kColumns = kBlockRows / 8, kFirstLate = kNeedsDs && !kLateDp ? kColumns / 2 : kColumns;
+        constexpr int kColumns = kBlockRows / 8, kFirstLate = kNeedsDs ? kColumns / 2 : kColumns;
         Scores s, dp;
         Packed p, ds;
-        [[maybe_unused]] RowPairs lse;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[place.stage]), place.parity);
         keys.multiply(s, smem.q[place.stage]);
         queries.look(place.stage);
-        if constexpr (!kLateDp) load_row_pairs(lse, smem.lse[place.stage]);
+        const RowNumbers<!kLseStays> lse(smem.lse[place.stage]);
         wait_for_dout();
-        if constexpr (kNeedsDs && !kLateDp) values.multiply(dp, smem.dout[place.stage]);
+        if constexpr (kNeedsDs) values.multiply(dp, smem.dout[place.stage]);
         if constexpr (kNeedsDq) {
             if (number > 0) hand_over_dq();
         }
-        wgmma_wait_group<kNeedsDs && !kLateDp ? 1 : 0>();
+        wgmma_wait_group<kNeedsDs ? 1 : 0>();
         wgmma_pin(s);
         const bool masked = queries.is_masked();
-        if constexpr (!kLateDp) {
-            find_p<0, kFirstLate>(queries, masked, smem, place.stage, lse, s, p);
-        } else {
-            find_p(queries, masked, smem, place.stage, StoredRowPairs{smem.lse[place.stage]}, s, p);
-            if constexpr (kNeedsDs) values.multiply(dp, smem.dout[place.stage]);
-            if constexpr (kNeedsDv) multiply(dv, p, smem.dout[place.stage]);
-        }
+        find_p<0, kFirstLate>(queries, masked, smem, place.stage, lse, s, p);
         if constexpr (kNeedsDs) {
-            wgmma_wait_group<kLateDp && kNeedsDv ? 1 : 0>();
+            wgmma_wait_group<0>();
             wgmma_pin(dp);
             find_late_p_and_ds<kFirstLate>(queries, masked, smem, place.stage, lse, s, dp, p, ds);
         }
         if constexpr (kNeedsDq)
             store_transposed(smem.ds[number % kDsStages] + wg * BlockRows::kBytes, ds, warp_idx);
-        if constexpr (kNeedsDv && !kLateDp) multiply(dv, p, smem.dout[place.stage]);
+        if constexpr (kNeedsDv) multiply(dv, p, smem.dout[place.stage]);
         const auto add_dk = [&] {
             if constexpr (kNeedsDk) multiply(dk, ds, smem.q[place.stage]);
         };
@@ -342,11 +335,10 @@ class Consumer {
                                                     const Values& values, Dk& dk, Dv& dv) {
         Scores s;
         Packed p;  // P^T for dV, the factors of dS^T, dS^T
-        RowPairs lse;
         unsigned char* own = smem.ds[0] + wg * BlockRows::kBytes;
         mbarrier_wait_parity(smem_address(&smem.bar_q_full[place.stage]), place.parity);
         keys.multiply(s, smem.q[place.stage]);
-        load_row_pairs(lse, smem.lse[place.stage]);
+        const RowNumbers<true> lse(smem.lse[place.stage]);
         wgmma_wait_group<0>();
         wgmma_pin(s);
         const bool masked = queries.is_masked();

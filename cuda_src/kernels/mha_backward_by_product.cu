@@ -289,7 +289,7 @@ class Consumer {
     __device__ __forceinline__ void find_quarter(const Queries<SharedMemoryPlan>& queries, Scores& s,
                                                  Packed& p) const {
         find_p<kFirst, kFirst + 2>(queries, queries.is_masked(), smem, place.stage,
-                                   StoredRowPairs{smem.lse[place.stage]}, s, p);
+                                   RowNumbers<false>(smem.lse[place.stage]), s, p);
         if constexpr (kNeedsDs) {
 #pragma unroll
             for (int j = kFirst; j < kFirst + 2; ++j)

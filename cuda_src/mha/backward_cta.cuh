@@ -28,7 +28,6 @@ using BlockRows = SwizzledTile<kBlockRows>;  // of Q, dO and dS
 
 using Scores = float[kBlockRows / 2];
 using Packed = u32[kBlockRows / 4];
-using RowPairs = float2[kBlockRows / 8];  // a number of each of a thread's queries
 // A gradient that nobody needs takes one register.
 using Dk = float[kNeedsDk ? kDimQK / 2 : 1];
 using Dv = float[kNeedsDv ? kDimV / 2 : 1];
@@ -46,13 +45,6 @@ struct RingPlace {
 
 // The thread's first query of a block.
 __device__ __forceinline__ int first_query_of_thread() { return 2 * (lane_index() % 4); }
-
-// Loads a number of each of a thread's queries. The loads stay where they are written.
-__device__ __forceinline__ void load_row_pairs(RowPairs& pairs, const float (&rows)[kBlockRows]) {
-    const u32 from = smem_address(rows) + 4 * first_query_of_thread();
-#pragma unroll
-    for (int j = 0; j < kBlockRows / 8; ++j) pairs[j] = load_shared_pair(from + 32 * j);
-}
 
 // D += A B, with A in registers and B the rows of a block.
 template <int kCount>

@@ -15,11 +15,26 @@ __device__ __forceinline__ float2 weights_of_columns(const Plan& smem, u32 stage
     return {1.0f, 1.0f};
 }
 
-// Numbers of a thread's queries in shared memory, as RowPairs holds them in registers.
-struct StoredRowPairs {
-    const float (&rows)[kBlockRows];
+// A number of each of a thread's queries, by columns: in registers from here on, or where it is in shared
+// memory.
+template <bool kInRegisters>
+class RowNumbers {
+  public:
+    __device__ __forceinline__ explicit RowNumbers(const float (&rows)[kBlockRows]) : rows(rows) {
+        if constexpr (kInRegisters) {  // the loads stay where they are written
+            const u32 from = smem_address(rows) + 4 * first_query_of_thread();
+#pragma unroll
+            for (int j = 0; j < kBlockRows / 8; ++j) pairs[j] = load_shared_pair(from + 32 * j);
+        }
+    }
+    __device__ __forceinline__ float2 operator[](int j) const {
+        if constexpr (kInRegisters) return pairs[j];
+        return of_columns(rows, j);
+    }
 
-    __device__ __forceinline__ float2 operator[](int j) const { return of_columns(rows, j); }
+  private:
+    const float (&rows)[kBlockRows];
+    float2 pairs[kInRegisters ? kBlockRows / 8 : 1];
 };
 
 // From scores and lse: P^T in 16 bits, times its weights, and in place of the scores the factors of dS^T in

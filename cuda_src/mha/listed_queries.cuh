@@ -18,8 +18,8 @@ __device__ __forceinline__ void trim(const Params&, Plan& smem, const KeyTile&) 
 template <class KeyRows, class Plan>
 class AddedBlocks {
   public:
-    __device__ __forceinline__ AddedBlocks(const Params& params, Plan& smem, const KeyTile& tile)
-        : params(params), smem(smem), tile(tile) {
+    __device__ __forceinline__ AddedBlocks(const Params& params, Plan& smem, const KeyTile&)
+        : params(params), smem(smem) {
         read();
         there = step.is_there();
     }
@@ -30,27 +30,16 @@ class AddedBlocks {
         if (there) read();
     }
     __device__ __forceinline__ int place() const { return static_cast<int>(step.place(params)); }
-    // The number of tiles that add to the block before this one: tiles of keys before it that list the block.
-    // They were given out before.
-    __device__ __forceinline__ int turn() const {
-        if (params.ranks == nullptr) return tile.first_key / KeyRows::kRows;
-        const int column = tile.first_key / params.block_k;
-        const i64 mask = static_cast<i64>(step.request % params.mask_batches) * params.mask_heads +
-                         step.head % params.mask_heads;
-        const i64 line = mask * params.mask_columns + column;
-        return params.ranks[line * params.mask_rows + step.block / params.block_rows] +
-               (tile.first_key - column * params.block_k) / KeyRows::kRows;
-    }
+    __device__ __forceinline__ int turn() const { return step.turn(); }
 
   private:
     const Params& params;
     Plan& smem;
-    const KeyTile& tile;
     u32 number = 0;
     bool there;
     QueryStep step;
 
-    // Steps are published before their data is copied: nobody waits here for long.
+    // Steps are published while their data is copied: nobody waits here for long.
     __device__ __forceinline__ void read() {
         mbarrier_wait_parity(smem_address(&smem.bar_step[number % kPublishedSteps]),
                              number / kPublishedSteps & 1);
@@ -102,10 +91,12 @@ struct Queries {
               b(queries.step.request),
               h(queries.step.head),
               first_query(queries.step.block * kBlockRows + first_query_of_thread()),
-              keys{queries.key, queries.key + 8},
               partial(queries.step.is_partial()) {
-            // What depends on the keys alone is computed again in each step, not kept: registers are few.
-            asm volatile("" : "+r"(keys[0]), "+r"(keys[1]));
+            // What depends on the keys alone is computed again in each step, not kept: registers are few. The
+            // compiler knows that the keys are 8 apart, so that what depends on distances is computed once.
+            int key = queries.key;
+            asm volatile("" : "+r"(key));
+            keys[0] = key, keys[1] = key + 8;
         }
 
         // e = exp(score - lse) of accumulator i, and the derivative of the score by s. The reference of the

@@ -19,13 +19,16 @@ constexpr int kPublishedSteps = 8;
 struct alignas(16) QueryStep {
     int block;  // of kBlockRows queries; negative: there are no steps
     int head, request;
-    int flags;
+    int flags;  // and in a fixed order the turn
 
-    static constexpr int kPartial = 1, kLast = 2;
+    static constexpr int kPartial = 1, kLast = 2, kTurnShift = 2;
 
     __device__ __forceinline__ bool is_there() const { return block >= 0; }
     __device__ __forceinline__ bool is_partial() const { return (flags & kPartial) != 0; }
     __device__ __forceinline__ bool is_last() const { return (flags & kLast) != 0; }
+    // The number of tiles that add to the block before this one: tiles of keys before it that list the block.
+    // They were given out before.
+    __device__ __forceinline__ int turn() const { return flags >> kTurnShift; }
     // Of the block, in the scratch.
     __device__ __forceinline__ i64 place(const Params& params) const {
         return head * params.blocks + static_cast<i64>(request) * params.q_blocks + block;
@@ -39,18 +42,19 @@ struct WalkState {
     // last one.
     const int* list[2];
     int left[2], row[2];
-    bool is_full;
-    int block, begin, end;  // and the blocks that are left of its row of the mask
+    const int* ranks;       // of the tile's column of the mask (kernels/block_mask_ranks.cu)
+    int flags;              // of the steps of a row of the mask
+    int block, begin, end;  // and the blocks that are left of it
 };
 
 // From the last block on. kByBlock: each for all requests and heads that read the keys if these have the same
 // lists, as BlockWalk (mha/interval_queries.cuh) has it; else for one of them after the other.
-template <bool kByBlock>
+template <bool kByBlock, int kTileKeys>
 class QueryWalk {
   public:
     __device__ __forceinline__ QueryWalk(const Params& params, const KeyTile& tile, WalkState& at)
         : params(params), tile(tile), at(at) {
-        at = {-1, {}, {}, {kNoRow, kNoRow}, true, 0, 0, 0};
+        at = {-1, {}, {}, {kNoRow, kNoRow}, nullptr, flags(tile.first_key / kTileKeys, true), 0, 0, 0};
         if (!together()) return;
         open_lists();
         at.reader = params.requests * params.group - 1;
@@ -69,7 +73,7 @@ class QueryWalk {
                 open_lists();
             }
         }
-        return {at.block, head(), request(), at.is_full ? 0 : QueryStep::kPartial};
+        return {at.block, head(), request(), at.flags};
     }
 
   private:
@@ -89,6 +93,9 @@ class QueryWalk {
         if constexpr (!kByBlock) return false;
         return params.q_num_blocks == nullptr || (params.mask_batches == 1 && params.mask_heads == 1);
     }
+    __device__ __forceinline__ static int flags(int turn, bool is_full) {
+        return turn << QueryStep::kTurnShift | (is_full ? 0 : QueryStep::kPartial);
+    }
     __device__ __forceinline__ int mirrored(int mask_row) const {
         return static_cast<int>(static_cast<u32>(params.mask_rows) - 1 - mask_row);
     }
@@ -105,7 +112,10 @@ class QueryWalk {
             if (static_cast<u32>(next_row) < static_cast<u32>(params.mask_rows)) {
                 at.begin = mirrored(next_row) * params.block_rows;
                 at.end = min_int(at.begin + params.block_rows, params.q_blocks);
-                at.is_full = kind;
+                int turn = 0;
+                if (params.ranks != nullptr)
+                    turn = at.ranks[mirrored(next_row)] + tile.first_key % params.block_k / kTileKeys;
+                at.flags = flags(turn, kind == 1);
             }
             advance(kind);
         }
@@ -117,20 +127,21 @@ class QueryWalk {
             at.begin = 0, at.end = params.q_blocks;
             return;
         }
-        const i64 batch = request() % params.mask_batches, mask_head = head() % params.mask_heads;
-        const i64 column = tile.first_key / params.block_k;
-#pragma unroll
+        const int batch = request() % params.mask_batches, mask_head = head() % params.mask_heads;
+        const int column = tile.first_key / params.block_k;
+        const i64 mask = static_cast<i64>(batch) * params.mask_heads + mask_head;
+        at.ranks = params.ranks + (mask * params.mask_columns + column) * params.mask_rows;
+        const auto offset = [&](const i64* strides) {
+            return batch * strides[0] + mask_head * strides[1] + column * strides[2];
+        };
+#pragma unroll 1
         for (int kind = 0; kind < 2; ++kind) {
             const int* counts = kind == 0 ? params.q_num_blocks : params.full_q_num_blocks;
             const int* lists = kind == 0 ? params.q_indices : params.full_q_indices;
             if (counts == nullptr) continue;
-            const i64 *of_counts = params.counts_strides + 3 * kind,
-                      *of_lists = params.lists_strides + 3 * kind;
             at.left[kind] =
-                min_int(counts[batch * of_counts[0] + mask_head * of_counts[1] + column * of_counts[2]],
-                        params.list_rows[kind]);
-            at.list[kind] = lists + batch * of_lists[0] + mask_head * of_lists[1] + column * of_lists[2];
-            at.list[kind] += at.left[kind] - 1;
+                min_int(counts[offset(params.counts_strides + 3 * kind)], params.list_rows[kind]);
+            at.list[kind] = lists + offset(params.lists_strides + 3 * kind) + at.left[kind] - 1;
             advance(kind);
         }
     }
@@ -151,31 +162,27 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
     };
     load_keys(smem.k, kChunksQK, params.k_map, smem.bar_k_full);
     if constexpr (kLoadsV) load_keys(smem.v, kChunksV, params.v_map, smem.bar_v_full);
-    QueryWalk<kByBlock> walk(params, tile, smem.walk);
+    QueryWalk<kByBlock, KeyRows::kRows> walk(params, tile, smem.walk);
     smem.steps[0] = walk.next();
 #pragma unroll 1
     for (u32 number = 0;; ++number) {
         const u32 stage = number % kStages, free_parity = number / kStages & 1 ^ 1;
-        // The step after this one waits in its place: there are few registers.
         QueryStep& published = smem.steps[number % kPublishedSteps];
-        if (published.is_there()) {
-            const QueryStep next = walk.next();
-            if (!next.is_there()) published.flags |= QueryStep::kLast;
-            smem.steps[(number + 1) % kPublishedSteps] = next;
-        }
+        const QueryStep step = published;
         const u32 q_full = smem_address((kTrims ? smem.bar_q_landed : smem.bar_q_full) + stage);
         const u32 dout_full = smem_address((kTrims ? smem.bar_dout_landed : smem.bar_dout_full) + stage);
-        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), free_parity);
-        if constexpr (kSignals) mbarrier_arrive(smem_address(&smem.bar_step[number % kPublishedSteps]));
-        const QueryStep step = published;
-        if (!step.is_there()) {
+        const auto publish = [&] {
+            if constexpr (kSignals) mbarrier_arrive(smem_address(&smem.bar_step[number % kPublishedSteps]));
             mbarrier_arrive(q_full);
+        };
+        mbarrier_wait_parity(smem_address(&smem.bar_q_free[stage]), free_parity);
+        if (!step.is_there()) {
+            publish();
             return;
         }
         const int token = step.block * kBlockRows;
         const i64 row = step.place(params) * kBlockRows;
-        mbarrier_arrive_expect_tx(q_full,
-                                  sizeof(smem.q[0]) + (ScoreMod::kIsThere ? 2 : 1) * sizeof(smem.lse[0]));
+        mbarrier_expect_tx(q_full, sizeof(smem.q[0]) + (ScoreMod::kIsThere ? 2 : 1) * sizeof(smem.lse[0]));
 #pragma unroll
         for (int chunk = 0; chunk < kChunksQK; ++chunk)
             tma_load_4d<kL2EvictNormal>(smem_address(smem.q[stage]) + chunk * BlockRows::kBytes,
@@ -192,7 +199,12 @@ __device__ __forceinline__ void load_listed(const Params& params, Plan& smem, co
                                         &params.dout_map, dout_full, 64 * chunk, token, step.head,
                                         step.request);
         bulk_load(smem_address(smem.delta[stage]), params.delta + row, sizeof(smem.delta[0]), dout_full);
-        if (step.is_last()) return;
+        // Lists are read while the copies are on their way.
+        const QueryStep next = walk.next();
+        if (!next.is_there()) published.flags |= QueryStep::kLast;
+        smem.steps[(number + 1) % kPublishedSteps] = next;
+        publish();
+        if (!next.is_there()) return;
     }
 }
 

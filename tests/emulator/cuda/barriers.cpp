@@ -55,6 +55,8 @@ void mbarrier_arrive(unsigned bar, long more_bytes) {
     at.check();
 }
 
+void mbarrier_expect(unsigned bar, long more_bytes) { mbarrier_at(bar).bytes += more_bytes; }
+
 void mbarrier_land(unsigned bar, long bytes) {
     Mbarrier& at = mbarrier_at(bar);
     at.bytes -= bytes;

@@ -31,7 +31,8 @@ Lanes exchange(const void* value, int bytes, const char* instruction);
 // ---- barriers
 
 void mbarrier_init(unsigned bar, int count);
-void mbarrier_arrive(unsigned bar, long more_bytes);  // so many more are expected in this phase
+void mbarrier_arrive(unsigned bar, long more_bytes);  // more_bytes are expected in this phase
+void mbarrier_expect(unsigned bar, long more_bytes);
 void mbarrier_wait(unsigned bar, unsigned parity);
 bool mbarrier_has_completed(unsigned bar, unsigned parity);
 

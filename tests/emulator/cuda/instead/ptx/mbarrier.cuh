@@ -8,6 +8,9 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) { emulator::mbarrier_ar
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
     emulator::mbarrier_arrive(bar, bytes);
 }
+__device__ __forceinline__ void mbarrier_expect_tx(u32 bar, u32 bytes) {
+    emulator::mbarrier_expect(bar, bytes);
+}
 __device__ __forceinline__ void mbarrier_wait_parity(u32 bar, u32 parity) {
     emulator::mbarrier_wait(bar, parity);
 }
