@@ -256,6 +256,7 @@ class Consumer {
         keys.multiply(s, smem.q[place.stage]);
         queries.look(place.stage);
         const RowNumbers<!kLseStays> lse(smem.lse[place.stage]);
+        queries.find_seen(lse);
         wait_for_dout();
         if constexpr (kNeedsDs) values.multiply(dp, smem.dout[place.stage]);
         if constexpr (kNeedsDq) {

@@ -176,6 +176,7 @@ class Consumer {
             do {
                 Packed p;
                 queries.look(place.stage);
+                queries.find_seen(RowNumbers<false>(smem.lse[place.stage]));
                 wgmma_wait_group<1>();
                 wgmma_pin(dv);
                 free_before(smem.bar_dout_free);

@@ -57,6 +57,7 @@ __device__ __forceinline__ void exponentials(const Queries<Plan>& queries, const
             const float2 one = function.template exponential<kMasked>(i, s[i], (c & 1) ? lse.y : lse.x,
                                                                       (c & 1) ? reference.y : reference.x);
             e[c] = one.x;
+            if constexpr (kMasked) e[c] = queries.seen >> i & 1 ? one.x : 0.0f;
             // The derivative may be no number where nothing is left of P.
             s[i] = !kHasDerivative ? e[c] : kFlex && e[c] == 0.0f ? 0.0f : e[c] * one.y;
         }

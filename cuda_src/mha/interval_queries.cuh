@@ -159,6 +159,8 @@ struct Queries {
     __device__ __forceinline__ bool begins() const { return left > 0; }
     // After Q's barrier: what the step is.
     __device__ __forceinline__ void look(u32) const {}
+    template <class Pairs>
+    __device__ __forceinline__ void find_seen(const Pairs&) const {}
     // To the next block; whether there is one.
     __device__ __forceinline__ bool advance() {
         if (++member == params.group) member = 0, --block;

@@ -56,7 +56,8 @@ struct Queries {
     const bool is_cut;
     QueryStep step;
     u32 number = 0;
-    bool masked;
+    bool masked;   // some query may not see some key
+    u32 seen = 0;  // then: a bit for each accumulator
 
     __device__ __forceinline__ Queries(const Params& params, const Plan& smem, const KeyTile& tile,
                                        int first_key, int key)
@@ -72,6 +73,19 @@ struct Queries {
         masked = is_cut;
         if constexpr (kTrims) masked |= smem.trimmed[stage] != 0;
         if constexpr (MaskMod::kIsThere) masked |= step.is_partial();
+    }
+    // After it, with the lse of the thread's queries: which keys they see. What the mask function reads is on
+    // its way while S^T is computed.
+    template <class Pairs>
+    __device__ __forceinline__ void find_seen(const Pairs& lses) {
+        if (!is_masked()) return;
+        const Function function(*this);
+        seen = 0;
+#pragma unroll
+        for (int i = 0; i < kBlockRows / 2; ++i) {
+            const float2 lse = lses[i / 4];
+            seen |= static_cast<u32>(function.sees(i, i & 1 ? lse.y : lse.x)) << i;
+        }
     }
     // To the next block; whether there is one.
     __device__ __forceinline__ bool advance() {
@@ -99,28 +113,33 @@ struct Queries {
             keys[0] = key, keys[1] = key + 8;
         }
 
+        // Whether a query that has this lse sees a key, of a masked block.
+        __device__ __forceinline__ bool sees(int i, float lse) const {
+            const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
+            bool seen = key < kv_len && lse != kInfinity;
+            if constexpr (MaskMod::kIsThere)
+                seen &= !partial | params.mask_mod(b, h, min_int(query(i), q_len - 1),
+                                                   min_int(key, kv_len - 1), q_len, kv_len);
+            return seen;
+        }
+
         // e = exp(score - lse) of accumulator i, and the derivative of the score by s. The reference of the
-        // row is part of its lse (kernels/flex_row_references.cu). kMasked: some query may not see some key;
-        // only such blocks have rows with references.
+        // row is part of its lse (kernels/flex_row_references.cu): only masked blocks have such rows.
         template <bool kMasked>
         __device__ __forceinline__ float2 exponential(int i, float s, float lse, float reference) const {
             const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
-            int q_idx = first_query + 8 * (i >> 2) + (i & 1), kv_idx = key;
+            int q_idx = query(i), kv_idx = key;
             if constexpr (kMasked) q_idx = min_int(q_idx, q_len - 1), kv_idx = min_int(key, kv_len - 1);
             ValueAndDerivative score = {s, 1.0f};
             if constexpr (ScoreMod::kIsThere)
                 score = params.score_mod.value_and_derivative(s * params.score_scale, b, h, q_idx, kv_idx,
                                                               q_len, kv_len);
             if constexpr (kMasked && ScoreMod::kIsThere) score.value = __fsub_rn(score.value, reference);
-            float e = exp2_approx(fmaf(score.value, params.softmax_scale_log2, -lse));
-            if constexpr (kMasked) {
-                bool seen = key < kv_len && lse != kInfinity;
-                if constexpr (MaskMod::kIsThere)
-                    seen &= !partial | params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len);
-                e = seen ? e : 0.0f;
-            }
-            return {e, score.derivative};
+            return {exp2_approx(fmaf(score.value, params.softmax_scale_log2, -lse)), score.derivative};
         }
+
+      private:
+        __device__ __forceinline__ int query(int i) const { return first_query + 8 * (i >> 2) + (i & 1); }
     };
 };
 
