@@ -16,7 +16,7 @@
 //   warpgroups 1, 2: consumers   240   64 keys each: S^T, dP^T, dV and dK; dQ
 //
 // A step of a consumer. Products overlap what stands beside them:
-//   S^T = K Q^T                       loads lse
+//   S^T = K Q^T                       loads lse; FLEX: the mask function
 //   dP^T = V dO^T                     hands over dQ of the step before; half of P = exp(S - lse), packed too
 //                                     the other half, and between its exponentials dS = P (dP - delta), in
 //                                     float32 until it is packed; to shared memory

@@ -26,7 +26,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
 
 // One thread, before its arrival: TMA has to deliver `bytes` more before the phase completes.
 __device__ __forceinline__ void mbarrier_expect_tx(u32 bar, u32 bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(bytes)
+                 : "memory");
 }
 
 // Any thread. Returns once the phase with this parity has completed. Before the first phase, parity 1 counts
