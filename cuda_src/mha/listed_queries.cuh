@@ -115,11 +115,13 @@ struct Queries {
 
         // Whether a query that has this lse sees a key, of a masked block.
         __device__ __forceinline__ bool sees(int i, float lse) const {
-            const int q_len = params.seqlen_q, kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
+            const int kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
             bool seen = key < kv_len && lse != kInfinity;
-            if constexpr (MaskMod::kIsThere)
+            if constexpr (MaskMod::kIsThere) {
+                const int q_len = params.seqlen_q;
                 seen &= !partial | params.mask_mod(b, h, min_int(query(i), q_len - 1),
                                                    min_int(key, kv_len - 1), q_len, kv_len);
+            }
             return seen;
         }
 
