@@ -1,5 +1,5 @@
 """Evaluates the CUDA text of score and mask functions on the CPU: the host compiler takes the text and
-cuda_src/attention/mods.cuh as C++, with stand-ins for what only the device has.
+cuda_src/flex/mods.cuh as C++, with stand-ins for what only the device has.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def compiled(text: str) -> ctypes.CDLL:
 
 def _called() -> str:
     """What the text of a function calls, as C++."""
-    before, _, behind = source("attention/mods.cuh").partition("#include")
+    before, _, behind = source("flex/mods.cuh").partition("#include")
     return _STAND_INS + before.replace("#pragma once", "") + behind.split('types.cuh"')[1]
 
 

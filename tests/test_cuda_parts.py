@@ -170,7 +170,7 @@ def test_wgmma_of_every_width() -> None:
             assert rest == ["1", "1", str(b_major)]
 
 
-# attention/
+# mla/
 
 
 @pytest.mark.parametrize("columns", (16, 64, 128, 192))
@@ -196,7 +196,7 @@ def test_softmax_of_any_width(columns: int) -> None:
         "    softmax.store(row, row + 64, y); top.store(row + 128, 1.5f, y);\n"
         "    for (int i = 0; i < 64; ++i) out[i * 128 + threadIdx.x] = o[i];"
     )
-    includes = tuple(f"attention/{name}.cuh" for name in ("masks", "rescale", "softmax", "store_p"))
+    includes = ("layout/rescale.cuh", "mla/masks.cuh", "mla/softmax.cuh", "mla/store_p.cuh")
     for softmax, factors in (("OnlineSoftmax", "scale"), ("MaximumFirstSoftmax", "shrink")):
         text = body.replace("SOFTMAX", softmax).replace("FACTORS", factors)
         if factors == "shrink":
@@ -209,7 +209,7 @@ def test_softmax_of_any_width(columns: int) -> None:
 def test_mask_refuses_columns_it_cannot_tell_apart() -> None:
     """Bits are of 64 keys."""
     body = "float s[64]; apply_mask(s, KeyBits(x, y)); out[x] = s[y];"
-    text = kernel(("attention/masks.cuh",), "float* out", body)
+    text = kernel(("mla/masks.cuh",), "float* out", body)
     result = nvrtc.compile_source(
         SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
     )
@@ -224,7 +224,7 @@ def test_visible_keys() -> None:
         conditions += [f"visible_keys({seqlen}, {s_q}, {s_q - 1}, true) == {seqlen}"]
         conditions += [f"visible_keys({seqlen}, {s_q}, 0, true) == {seqlen - s_q + 1}"]
         conditions += [f"visible_keys({seqlen}, {s_q}, {token}, false) == {seqlen}" for token in range(s_q)]
-    assert_in_header("attention/masks.cuh", conditions, constexpr=("visible_keys",))
+    assert_in_header("mla/masks.cuh", conditions, constexpr=("visible_keys",))
 
 
 def test_lines_fit_the_column_limit() -> None:

@@ -29,7 +29,7 @@ PYTHON_FOLDERS = {
     "jit": {"environment", "errors"},
 }
 """What docs/architecture.md says that a folder of rawmla may import, besides itself."""
-CUDA_FOLDERS = ("common", "ptx", "layout", "attention", "mha", "mla", "kernels")  # as in docs/architecture.md
+CUDA_FOLDERS = ("common", "ptx", "layout", "mla", "mha", "flex", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 180
 MAX_COLUMNS = {"README.md": 120, "CHANGELOG.md": 160}

@@ -1,4 +1,4 @@
-"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/mha/captured_sums.cuh for
+"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/flex/captured_sums.cuh for
 the CPU, where threads are the lanes of a warp.
 """
 

@@ -1,5 +1,5 @@
 """Which blocks of queries a tile of keys walks in the backward of flex attention, and in which order tiles
-add to dq: the C++ of cuda_src/mha/query_lists.cuh, mha/listed_queries.cuh and kernels/block_mask_ranks.cu,
+add to dq: the C++ of cuda_src/flex/query_lists.cuh, flex/listed_queries.cuh and kernels/block_mask_ranks.cu,
 compiled for the CPU.
 """
 
@@ -153,7 +153,7 @@ class _RankParams(ctypes.Structure):
 
 
 def _walking() -> ctypes.CDLL:
-    lists, listed = source("mha/query_lists.cuh"), source("mha/listed_queries.cuh")
+    lists, listed = source("flex/query_lists.cuh"), source("flex/listed_queries.cuh")
     lists = lists[lists.index("constexpr bool kTrims") : lists.index("// A warp: clears the rows")]
     first = listed.index("template <class KeyRows, class Plan>\nclass AddedBlocks")
     added = listed[first : listed.index("// A thread's keys are")]

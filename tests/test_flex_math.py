@@ -1,4 +1,4 @@
-"""The functions of numbers that cuda_src/attention/mods.cuh has in place of CUDA's library: what they give
+"""The functions of numbers that cuda_src/flex/mods.cuh has in place of CUDA's library: what they give
 beside float64, and that a kernel with them compiles at once.
 """
 

@@ -1,4 +1,4 @@
-// Lists of the blocks of a mask, from their states (attention/block_states.cuh): of each line of blocks,
+// Lists of the blocks of a mask, from their states (flex/block_states.cuh): of each line of blocks,
 // which are partial and which are full, ascending, then the others. A line is a row or a column of blocks.
 // Without lists of full blocks, those are in the other list.
 //
@@ -6,8 +6,8 @@
 // and empty if they are.
 //
 // A warp takes a line.
-#include "attention/block_states.cuh"
 #include "common/types.cuh"
+#include "flex/block_states.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");

@@ -2,14 +2,14 @@
 // keys first. Of each block of a mask, how many tiles of the listed blocks before it in its row there are.
 //
 // A thread takes a row of blocks.
-#include "attention/block_states.cuh"
 #include "common/types.cuh"
+#include "flex/block_states.cuh"
 
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
 struct Params {
-    const unsigned char* states;  // [batches and heads, columns, rows], attention/block_states.cuh
+    const unsigned char* states;  // [batches and heads, columns, rows], flex/block_states.cuh
     int* ranks;                   // of the same shape
     i64 all_rows;                 // of all batches and heads
     int rows, columns;

@@ -1,8 +1,8 @@
-// The states of blocks (attention/block_states.cuh) from lists of them. Others stay as they are: zeros.
+// The states of blocks (flex/block_states.cuh) from lists of them. Others stay as they are: zeros.
 //
 // A warp takes a row of blocks.
-#include "attention/block_states.cuh"
 #include "common/types.cuh"
+#include "flex/block_states.cuh"
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");

@@ -1,9 +1,9 @@
-// The states of the blocks of a mask function: empty, partial or full (attention/block_states.cuh). A block
+// The states of the blocks of a mask function: empty, partial or full (flex/block_states.cuh). A block
 // that the end of the queries or keys cuts is partial, unless it is empty.
 //
 // A CTA takes one block after another: warps its rows, lanes its columns.
-#include "attention/block_states.cuh"
 #include "common/types.cuh"
+#include "flex/block_states.cuh"
 #include "user/mods.cuh"
 
 constexpr int kThreads = 256;

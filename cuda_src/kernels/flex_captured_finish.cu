@@ -1,7 +1,7 @@
 // The gradient of a captured array in its dtype, from the sums that flex_captured_gradients.cu leaves.
 #include "common/float_dtypes.cuh"
 #include "common/types.cuh"
-#include "mha/captured_cells.cuh"
+#include "flex/captured_cells.cuh"
 #include "ptx/sync.cuh"
 
 constexpr int kThreads = 256;

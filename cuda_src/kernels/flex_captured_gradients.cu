@@ -1,5 +1,5 @@
 // Gradients of the arrays that a score function of flex attention reads. Of each score the function says what
-// it adds where (attention/mods.cuh, Site), from the gradient of its result, P (dO V^T - delta). This kernel
+// it adds where (flex/mods.cuh, Site), from the gradient of its result, P (dO V^T - delta). This kernel
 // computes P and dP of all scores once more, after mha_backward_prepare.cu, and sums.
 // docs/kernels/flex_backward.md.
 //
@@ -10,12 +10,12 @@
 // What goes to the same place from all keys, all queries or both of a tile is summed before it is added.
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "flex/captured_sums.cuh"
+#include "flex/query_lists.cuh"
 #include "layout/swizzled_tile.cuh"
 #include "mha/backward_params.cuh"
 #include "mha/backward_rows.cuh"
-#include "mha/captured_sums.cuh"
 #include "mha/key_tiles.cuh"
-#include "mha/query_lists.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"

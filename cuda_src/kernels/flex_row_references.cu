@@ -10,13 +10,13 @@
 //
 // The warpgroup copies Q, then walks the tiles of keys that the lists have for the block, one at a time: a
 // copy, S = Q K^T, the functions of the call, an online softmax.
-#include "attention/fragment_rows.cuh"
-#include "attention/lazy_softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragment_rows.cuh"
 #include "layout/swizzled_tile.cuh"
 #include "mha/backward_params.cuh"
 #include "mha/backward_rows.cuh"
+#include "mha/softmax.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"

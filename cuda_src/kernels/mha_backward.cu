@@ -45,7 +45,7 @@
 #include "mha/backward_cta.cuh"
 #include "mha/dq_sums.cuh"
 #if FLEX
-#include "mha/listed_queries.cuh"
+#include "flex/listed_queries.cuh"
 #else
 #include "mha/interval_queries.cuh"
 #endif

@@ -12,7 +12,6 @@
 // A consumer issues Q K^T of a block together with P V of the block before, so that its softmax runs under
 // P V. Consumers take turns in issuing (NB_TURN), so that one's softmax also runs under the other's
 // products.
-#include "attention/lazy_softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/array_keys.cuh"
@@ -23,6 +22,7 @@
 #include "mha/params.cuh"
 #include "mha/scores.cuh"
 #include "mha/sink.cuh"
+#include "mha/softmax.cuh"
 #include "mha/tiles.cuh"
 #include "mha/trim.cuh"
 #include "ptx/mbarrier.cuh"
@@ -31,7 +31,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #if FLEX
-#include "mha/list_keys.cuh"
+#include "flex/list_keys.cuh"
 using OwnKeys = ListKeys;
 #else
 using OwnKeys = ArrayKeys;

@@ -22,12 +22,12 @@
 //   ROWS_AT_ONCE n > 1, for many rows of few splits: a pair of warps merges n rows at the same time.
 // A warp has only a few vectors to load, so most of the time is latency: first of the plan, then of
 // num_splits, then of scalars and data, which are loaded together. The rest is instructions.
-#include "attention/sink.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/fragments.cuh"
 #include "mla/dimensions.cuh"
 #include "mla/plan.cuh"
+#include "mla/sink.cuh"
 #include "mla/splits.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/sync.cuh"

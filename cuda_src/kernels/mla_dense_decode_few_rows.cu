@@ -22,18 +22,18 @@
 // NB_MATH          128       math: Q landed; maxima, sums, O written       math: use them              -
 // NB_VOTE          128       math: whether a score outgrew its reference;  math: follow it; overwrite  -
 //                            P of the block before and O staged read       P, Q and the staged O
-#include "attention/masks.cuh"
-#include "attention/rescale.cuh"
-#include "attention/transposed.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/rescale.cuh"
 #include "mla/chunks.cuh"
 #include "mla/dense.cuh"
+#include "mla/masks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
 #include "mla/queries.cuh"
 #include "mla/splits.cuh"
+#include "mla/transposed.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
 }
 
 // A thread has tokens 16 warp + lane / 4 and 8 more than that in S^T. In O^T it has the columns of these
-// numbers in each 64, and rows query_of(i) of Q in both (attention/transposed.cuh).
+// numbers in each 64, and rows query_of(i) of Q in both (mla/transposed.cuh).
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;

@@ -61,18 +61,18 @@
 //
 // Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
 #define WORK_STAGES 4  // shared memory has no room for more
-#include "attention/masks.cuh"
-#include "attention/rescale.cuh"
-#include "attention/softmax.cuh"
-#include "attention/store_p.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/rescale.cuh"
 #include "mla/chunks.cuh"
+#include "mla/masks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
 #include "mla/selection.cuh"
+#include "mla/softmax.cuh"
 #include "mla/splits.cuh"
+#include "mla/store_p.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"

@@ -55,18 +55,18 @@
 // An arrival in the other CTA can overtake earlier loads from shared memory
 // (docs/kernels/mla_sparse_fp8.md). "Read" in this table therefore means that a product has used the
 // values.
-#include "attention/masks.cuh"
-#include "attention/rescale.cuh"
-#include "attention/softmax.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/rescale.cuh"
 #include "mla/chunks.cuh"
 #include "mla/fp8_rows.cuh"
+#include "mla/masks.cuh"
 #include "mla/output.cuh"
 #include "mla/plan.cuh"
 #include "mla/publisher.cuh"
 #include "mla/queries.cuh"
 #include "mla/selection.cuh"
+#include "mla/softmax.cuh"
 #include "mla/splits.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/cluster.cuh"

@@ -58,12 +58,10 @@
 //                          written
 //
 // Nothing is read for an invalid index. Its row in shared memory is zeros, and its scores are masked.
-#include "attention/rescale.cuh"
-#include "attention/sink.cuh"
-#include "attention/transposed.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/rescale.cuh"
 #include "mla/cache_rows.cuh"
 #include "mla/chunks.cuh"
 #include "mla/output.cuh"
@@ -71,7 +69,9 @@
 #include "mla/publisher.cuh"
 #include "mla/queries.cuh"
 #include "mla/selection.cuh"
+#include "mla/sink.cuh"
 #include "mla/splits.cuh"
+#include "mla/transposed.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"

@@ -11,8 +11,8 @@
 //   pack                       probabilities as A fragments for issue_pv
 //   trim                       clears rows of V
 #pragma once
-#include "attention/lazy_softmax.cuh"
 #include "mha/cta.cuh"
+#include "mha/softmax.cuh"
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"

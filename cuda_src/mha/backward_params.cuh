@@ -20,7 +20,7 @@ struct Params {
     const int *seqused_q, *seqused_k;        // [b]; null: all tokens of a request exist
     const float* alibi_slopes;               // [b, query heads] or [query heads]
 #if FLEX
-    // mha/query_lists.cuh; null: all keys are attended, or there are no full blocks
+    // flex/query_lists.cuh; null: all keys are attended, or there are no full blocks
     const int *q_num_blocks, *q_indices, *full_q_num_blocks, *full_q_indices;
     const int* ranks;  // kernels/block_mask_ranks.cu; null without turns or lists
     u32* largest;      // kernels/flex_captured_gradients.cu: of each gradient, bits of a float

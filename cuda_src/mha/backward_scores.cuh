@@ -1,5 +1,5 @@
 // P and dS of 64 keys and a block of queries, in registers. The score function and the masks are of Queries
-// (mha/interval_queries.cuh or mha/listed_queries.cuh).
+// (mha/interval_queries.cuh or flex/listed_queries.cuh).
 #pragma once
 #include "mha/backward_cta.cuh"
 

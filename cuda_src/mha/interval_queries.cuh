@@ -1,5 +1,5 @@
 // Blocks of queries of a tile of keys in dense attention: one interval, for all query heads of the group.
-// mha/listed_queries.cuh has the same roles for flex attention:
+// flex/listed_queries.cuh has the same roles for flex attention:
 //
 //   load, trim      producer warps: copy blocks, clear rows
 //   AddedBlocks     the blocks of dQ that the tile adds to, for the threads that add

@@ -23,9 +23,9 @@ struct Params {
     int* counter;                                // tiles taken after each CTA's first; null: by turns
 #if FLEX
     float* max_scores;  // as lse; with MAX_SCORES
-    // mha/list_keys.cuh; null: there are none
+    // flex/list_keys.cuh; null: there are none
     const int *kv_num_blocks, *kv_indices, *full_kv_num_blocks, *full_kv_indices;
-    // Of lists that were brought to other blocks: attention/block_states.cuh of the caller's; else null
+    // Of lists that were brought to other blocks: flex/block_states.cuh of the caller's; else null
     const unsigned char* states;
     ScoreMod score_mod;
     MaskMod mask_mod;

@@ -44,7 +44,7 @@ struct Tile {
     int offset;            // the key that the first query token is aligned to
     Span spans[kSpans];
 #if FLEX
-    // mha/list_keys.cuh
+    // flex/list_keys.cuh
     const int *partial_blocks, *full_blocks;
     int full_steps;
 #endif

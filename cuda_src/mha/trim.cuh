@@ -3,9 +3,6 @@
 #include "mha/cta.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/sync.cuh"
-#if FLEX
-#include "mha/list_keys.cuh"
-#endif
 
 // Whether V of this block is to be trimmed.
 __device__ __forceinline__ bool trims_values(const Params& params, const Tile& tile, const Span& span,
@@ -50,7 +47,7 @@ struct ValueTrimmer {
         landed ^= 1 << stage;
         const int block = span.end_block - 1 - index, thread = threadIdx.x % kThreads;
 #if FLEX
-        ListKeys::clear_unlisted<kThreads>(params, tile, block, smem.v[stage], thread);
+        Keys::template clear_unlisted<kThreads>(params, tile, block, smem.v[stage], thread);
 #else
         Keys::template trim<kThreads>(smem.v[stage],
                                       rows_to_keep<kTileRows, kTileKeys>(params, tile, span, block), thread);

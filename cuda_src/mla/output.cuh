@@ -5,13 +5,13 @@
 // kernel, which also stores the largest score of each row. `Row` is constructed from the params and a row of
 // the CTA's tile. It names the query token and the head of that row, and says whether the row exists.
 #pragma once
-#include "attention/fragment_rows.cuh"
-#include "attention/sink.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragment_rows.cuh"
 #include "layout/fragments.cuh"
 #include "mla/dimensions.cuh"
 #include "mla/plan.cuh"
+#include "mla/sink.cuh"
 #include "mla/splits.cuh"
 #include "ptx/sync.cuh"
 

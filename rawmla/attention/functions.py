@@ -208,7 +208,7 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
 def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
     """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
     asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
-    (cuda_src/attention/block_states.cuh), at an address that is still to be put in its `Place`. With
+    (cuda_src/flex/block_states.cuh), at an address that is still to be put in its `Place`. With
     ``by_columns`` those of a column of blocks lie one after the other.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)

@@ -36,11 +36,11 @@ ELEMENTS = {
     "float32": "float",
     "float64": "double",
 }
-"""What a captured array of a dtype is in cuda_src/attention/mods.cuh."""
+"""What a captured array of a dtype is in cuda_src/flex/mods.cuh."""
 
 
 Layout = Literal["kAny", "kSmall", "kSmallRows"]
-"""How a captured array lies: the enum of this name in cuda_src/attention/mods.cuh."""
+"""How a captured array lies: the enum of this name in cuda_src/flex/mods.cuh."""
 
 
 class Capture(NamedTuple):
@@ -276,7 +276,7 @@ def header(score: Mod | None, mask: Mod | None) -> str:
     return "\n".join(
         [
             "#pragma once",
-            '#include "attention/mods.cuh"',
+            '#include "flex/mods.cuh"',
             *_type_of("ScoreMod", score, "float", "float score, ", "score"),
             *_type_of("MaskMod", mask, "bool", "", "true"),
             "",
@@ -325,7 +325,7 @@ def _facts_of(backward: Backward) -> list[str]:
 
 
 def _methods_of(backward: Backward, arguments: str, head: str) -> list[str]:
-    """The functions that cuda_src/attention/mods.cuh describes at `Site`."""
+    """The functions that cuda_src/flex/mods.cuh describes at `Site`."""
     return [
         f"__device__ __forceinline__ ValueAndDerivative value_and_derivative({arguments}) const {{",
         head,

@@ -1,4 +1,4 @@
-"""CUDA text of torch's operators on single numbers and short vectors: cuda_src/attention/mods.cuh has what it
+"""CUDA text of torch's operators on single numbers and short vectors: cuda_src/flex/mods.cuh has what it
 calls.
 
 An operator is a function of a `Writer` and of what the traced call had as arguments: `Value`, `View`, numbers

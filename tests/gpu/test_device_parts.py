@@ -130,10 +130,10 @@ def test_products(n: int, mn_major: int, tmp_path: Path) -> None:
 
 
 SOFTMAX = """
-#include "attention/masks.cuh"
-#include "attention/rescale.cuh"
-#include "attention/softmax.cuh"
-#include "attention/store_p.cuh"
+#include "mla/masks.cuh"
+#include "layout/rescale.cuh"
+#include "mla/softmax.cuh"
+#include "mla/store_p.cuh"
 #include "layout/swizzled_tile.cuh"
 #include "ptx/memory.cuh"
 

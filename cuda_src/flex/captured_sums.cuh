@@ -1,4 +1,4 @@
-// Sums of what scores add to the gradients of captured arrays (attention/mods.cuh, Site), for fragments with
+// Sums of what scores add to the gradients of captured arrays (flex/mods.cuh, Site), for fragments with
 // keys on their rows. A site whose place depends on no key is summed over a warp's keys of a block; one whose
 // place depends on no query, over all queries of a head; one whose place depends on neither, over both. Then,
 // or at once where it depends on both, sums are added to global memory.
@@ -8,8 +8,8 @@
 //        2   to integers, in units that follow from it: in any order the result is the same
 //        3   to integers, digit by digit: in any order the result is the same, and pass 1 is not needed
 #pragma once
+#include "flex/captured_cells.cuh"
 #include "mha/backward_params.cuh"
-#include "mha/captured_cells.cuh"
 #include "ptx/sync.cuh"
 
 // Of the sites before site `end`, those whose place depends on queries alone.

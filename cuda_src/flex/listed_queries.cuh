@@ -1,8 +1,8 @@
 // Blocks of queries of a tile of keys in flex attention, from lists: the roles of mha/interval_queries.cuh
 // for the kernels that compute dQ, dK and dV.
 #pragma once
+#include "flex/query_lists.cuh"
 #include "mha/backward_cta.cuh"
-#include "mha/query_lists.cuh"
 
 constexpr int kKeySignals = 1;  // arrivals that complete bar_k_full
 

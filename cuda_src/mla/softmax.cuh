@@ -7,10 +7,10 @@
 // conditional rescaling. A thread needs the sum of its probabilities of a row anyway; while that is at most
 // kLazySum, none of them is larger, and no maximum is looked for.
 #pragma once
-#include "attention/fragment_rows.cuh"
-#include "attention/rescale.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragment_rows.cuh"
+#include "layout/rescale.cuh"
 #include "ptx/sync.cuh"
 
 struct OnlineSoftmax {

@@ -1,11 +1,11 @@
 // Online softmax for kernels that keep P in the registers of S until the product before has ended: the
-// exponentials are taken in place and packed later. See attention/softmax.cuh for the references m and why a
+// exponentials are taken in place and packed later. See mla/softmax.cuh for the references m and why a
 // row's follows its maximum only when that exceeds it by more than kLazyLog2.
 #pragma once
-#include "attention/fragment_rows.cuh"
-#include "attention/rescale.cuh"
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "layout/fragment_rows.cuh"
+#include "layout/rescale.cuh"
 
 // kKeepsMaxima: rows' maxima are wanted; references may be smaller.
 template <bool kKeepsMaxima = false>

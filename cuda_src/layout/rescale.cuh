@@ -1,7 +1,7 @@
-// Rescaling O when references of the softmax have risen (attention/softmax.cuh).
+// Rescaling O when references of the softmax have risen (mla/softmax.cuh).
 #pragma once
-#include "attention/fragment_rows.cuh"
 #include "common/types.cuh"
+#include "layout/fragment_rows.cuh"
 
 // How far (base 2) a row's largest score may exceed the reference m_ref of its softmax before m_ref follows.
 constexpr int kLazyLog2 = 8;

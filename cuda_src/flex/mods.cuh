@@ -131,7 +131,7 @@ struct ValueAndDerivative {
 // A ScoreMod of a backward kernel has, besides what calls it:
 //   kDerivativeIsOne    the derivative is 1 everywhere
 //   kGradients          how many captured arrays have a gradient; gradients[i] is where its sums go: float32,
-//                       or what mha/captured_cells.cuh has
+//                       or what flex/captured_cells.cuh has
 //   kSites, kSite[i]    what the function adds to them
 //   value_and_derivative(score, b, h, q_idx, kv_idx, q_len, kv_len)
 //   captured_gradients(grad, score, b, h, q_idx, kv_idx, q_len, kv_len, sink)

@@ -139,8 +139,7 @@ class QueryWalk {
             const int* counts = kind == 0 ? params.q_num_blocks : params.full_q_num_blocks;
             const int* lists = kind == 0 ? params.q_indices : params.full_q_indices;
             if (counts == nullptr) continue;
-            at.left[kind] =
-                min_int(counts[offset(params.counts_strides + 3 * kind)], params.list_rows[kind]);
+            at.left[kind] = min_int(counts[offset(params.counts_strides + 3 * kind)], params.list_rows[kind]);
             at.list[kind] = lists + offset(params.lists_strides + 3 * kind) + at.left[kind] - 1;
             advance(kind);
         }
