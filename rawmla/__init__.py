@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; "" for a name that is itself a module.
 _MODULE_OF = {
-    "AuxOutput": "attention.flex",
-    "AuxRequest": "attention.flex",
-    "BlockMask": "attention.block_mask",
+    "AuxOutput": "flex.forward",
+    "AuxRequest": "flex.forward",
+    "BlockMask": "flex.block_mask",
     "CompileError": "errors",
-    "CudaMod": "attention.mods",
+    "CudaMod": "flex.mods",
     "FlashMLASchedMeta": "mla.plan",
     "KernelNotReadyError": "errors",
     "LaunchError": "errors",
@@ -24,11 +24,11 @@ _MODULE_OF = {
     "NoGPUError": "errors",
     "RawMLAError": "errors",
     "UnsupportedGPUError": "errors",
-    "and_masks": "attention.block_mask",
+    "and_masks": "flex.block_mask",
     "compat": "",
     "context_attention_fwd": "mha.prefix",
     "convert_indices": "mla.indices",
-    "create_block_mask": "attention.create",
+    "create_block_mask": "flex.create",
     "dequantize_k_cache": "mla.cache",
     "flash_attn_backward": "mha.gradients",
     "flash_attn_func": "mha.attention",
@@ -38,14 +38,14 @@ _MODULE_OF = {
     "flash_attn_varlen_qkvpacked_func": "mha.attention",
     "flash_mla_sparse_fwd": "mla.sparse_prefill",
     "flash_mla_with_kvcache": "mla.decode",
-    "flex_attention": "attention.flex",
-    "flex_attention_backward": "attention.flex_backward",
+    "flex_attention": "flex.forward",
+    "flex_attention_backward": "flex.backward",
     "gather_kv_cache": "mla.cache",
     "get_mla_metadata": "mla.plan",
     "install_flash_mla": "compat",
     "merge_attn_states": "mla.merge",
-    "noop_mask": "attention.block_mask",
-    "or_masks": "attention.block_mask",
+    "noop_mask": "flex.block_mask",
+    "or_masks": "flex.block_mask",
     "quantize_k_cache": "mla.cache",
     "reference": "",
     "uninstall_flash_mla": "compat",
@@ -59,16 +59,6 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
-    from .attention.block_mask import BlockMask as BlockMask
-    from .attention.block_mask import and_masks as and_masks
-    from .attention.block_mask import noop_mask as noop_mask
-    from .attention.block_mask import or_masks as or_masks
-    from .attention.create import create_block_mask as create_block_mask
-    from .attention.flex import AuxOutput as AuxOutput
-    from .attention.flex import AuxRequest as AuxRequest
-    from .attention.flex import flex_attention as flex_attention
-    from .attention.flex_backward import flex_attention_backward as flex_attention_backward
-    from .attention.mods import CudaMod as CudaMod
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import CompileError as CompileError
@@ -79,6 +69,16 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .errors import NVRTCNotFoundError as NVRTCNotFoundError
     from .errors import RawMLAError as RawMLAError
     from .errors import UnsupportedGPUError as UnsupportedGPUError
+    from .flex.backward import flex_attention_backward as flex_attention_backward
+    from .flex.block_mask import BlockMask as BlockMask
+    from .flex.block_mask import and_masks as and_masks
+    from .flex.block_mask import noop_mask as noop_mask
+    from .flex.block_mask import or_masks as or_masks
+    from .flex.create import create_block_mask as create_block_mask
+    from .flex.forward import AuxOutput as AuxOutput
+    from .flex.forward import AuxRequest as AuxRequest
+    from .flex.forward import flex_attention as flex_attention
+    from .flex.mods import CudaMod as CudaMod
     from .mha.attention import flash_attn_func as flash_attn_func
     from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
     from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func

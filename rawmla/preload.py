@@ -13,12 +13,14 @@ from typing import Any
 import rawmla
 
 from . import jit
-from .attention import create, flex, flex_backward
-from .attention.block_mask import lacks_columns
-from .attention.flex_arrays import LISTS, MASK_PARTS, Q_LISTS
-from .attention.functions import as_reading
 from .call.arrays import READERS, Fields, Framework, is_array
 from .call.checks import as_bool
+from .flex import backward as flex_backward
+from .flex import create
+from .flex import forward as flex_forward
+from .flex.arrays import LISTS, MASK_PARTS, Q_LISTS
+from .flex.block_mask import lacks_columns
+from .flex.functions import as_reading
 from .kernels.mha_backward import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import attention, gradients, prefix
@@ -164,7 +166,7 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
     with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
         results = function(*stand_ins, **named)
-        if backward and function is flex.flex_attention:
+        if backward and function is flex_forward.flex_attention:
             _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
         elif backward:
             _call_backward(
@@ -177,7 +179,7 @@ _WITH_BACKWARD = (
     attention.flash_attn_varlen_func,
     attention.flash_attn_varlen_kvpacked_func,
     attention.flash_attn_varlen_qkvpacked_func,
-    flex.flex_attention,
+    flex_forward.flex_attention,
 )
 
 
@@ -247,8 +249,8 @@ def _needs(arguments: list[Any]) -> Needs:
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules: tuple[Any, ...] = (attention, cache, create, decode, flex, flex_backward, gradients, indices)
-    modules += (merge, plan, prefix, sparse_prefill)
+    modules: tuple[Any, ...] = (attention, cache, create, decode, flex_backward, flex_forward, gradients)
+    modules += (indices, merge, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
     return [getattr(module, name) for module, name in names if inspect.isfunction(getattr(module, name))]
 

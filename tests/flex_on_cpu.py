@@ -15,18 +15,18 @@ from mha_on_cpu import at, claim_cuda
 
 import rawmla
 from rawmla import reference
-from rawmla.attention import flex
-from rawmla.attention import flex_backward as flex_backward_call
-from rawmla.attention.functions import as_reading
-from rawmla.attention.mods import Mod, Reading, reading_of
+from rawmla.flex import backward as flex_backward_call
+from rawmla.flex import forward as flex_forward_call
+from rawmla.flex.functions import as_reading
+from rawmla.flex.mods import Mod, Reading, reading_of
 from rawmla.kernels import flex_backward, flex_forward
 from rawmla.kernels.flex_backward import FlexBackwardAddresses
 from rawmla.kernels.flex_forward import FlexAddresses
 from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
 torch = pytest.importorskip("torch")
-from rawmla.attention import autograd  # noqa: E402
-from rawmla.attention.names import names_of  # noqa: E402
+from rawmla.flex import autograd  # noqa: E402
+from rawmla.flex.names import names_of  # noqa: E402
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Launches:
 
     def numpy_score(self, mod: Mod | None) -> NumpyMod | None:
         """The score function that reads the arrays of a `Mod`."""
-        if mod is None or mod == flex.IDENTITY.mod():
+        if mod is None or mod == flex_forward_call.IDENTITY.mod():
             return None
         assert self.score is not None
         arrays = {capture.name: capture.array for capture in mod.captures}
@@ -114,10 +114,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
         return Prepared
 
-    for module in (flex, flex_backward_call, autograd):
+    for module in (flex_forward_call, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
     monkeypatch.setattr(flex_backward_call, "bound", recorded)
-    monkeypatch.setattr(flex, "as_bound", as_bound)
+    monkeypatch.setattr(flex_forward_call, "as_bound", as_bound)
     monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
     monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
     return launches

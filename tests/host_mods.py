@@ -17,7 +17,7 @@ import pytest
 from cuda_probe import source
 from emulator.build import build_library, missing_reason
 
-from rawmla.attention.mods import ELEMENTS, Mod, Place, header, reading_of
+from rawmla.flex.mods import ELEMENTS, Mod, Place, header, reading_of
 
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 

@@ -20,10 +20,10 @@ NEED_TORCH = {"--sources"}  # of scripts/record_contracts.py, which does not sta
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
 FILES_OF_READERS = {"script.py"}
 PYTHON_FOLDERS = {
-    "attention": {"mha", "call", "kernels", "jit", "errors", "torch_ops"},
+    "flex": {"mha", "call", "kernels", "jit", "errors", "torch_ops"},
     "mha": {"call", "kernels", "jit", "errors", "torch_ops"},
     "mla": {"call", "kernels", "jit", "errors", "torch_ops"},
-    "torch_ops": {"attention", "mha", "mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
+    "torch_ops": {"flex", "mha", "mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
     "kernels": {"jit", "errors"},
     "call": {"errors"},
     "jit": {"environment", "errors"},
@@ -126,7 +126,7 @@ def test_file_names_exist(page: Path) -> None:
 
 def test_cuda_folders_use_those_above_them() -> None:
     for i, folder in enumerate(CUDA_FOLDERS):
-        allowed = {*CUDA_FOLDERS[: i + 1], "user"}  # generated: rawmla/attention/mods.py
+        allowed = {*CUDA_FOLDERS[: i + 1], "user"}  # generated: rawmla/flex/mods.py
         for path in (ROOT / "cuda_src" / folder).iterdir():
             used = set(re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE))
             assert used <= allowed, f"{path.name} of {folder} includes {used - allowed}"

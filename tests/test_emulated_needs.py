@@ -11,7 +11,6 @@ from full_cases import full_unless
 from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
-from rawmla.attention import flex_backward
 from rawmla.kernels.mha_backward import ALL, Needs, specs
 from rawmla.mha import gradients
 from rawmla.testing.mha import MhaCase, make_mha_inputs
@@ -112,7 +111,7 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
     options |= inputs.keywords("python")
 
     def backward(needs: Needs) -> tuple[Any, ...]:
-        *made, by_name = flex_backward.gradients(
+        *made, by_name = backward.gradients(
             needs, given.dout, inputs.q, inputs.k, inputs.v, *call.results, grad_lse=given.dlse,
             deterministic=deterministic, **options,
         )  # fmt: skip

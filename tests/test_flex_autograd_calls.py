@@ -17,9 +17,9 @@ from flex_on_cpu import Launches
 
 import rawmla
 from rawmla import preload
-from rawmla.attention.block_mask import with_columns
-from rawmla.attention.flex_arrays import Q_LISTS
 from rawmla.call.arrays import READERS
+from rawmla.flex.arrays import Q_LISTS
+from rawmla.flex.block_mask import with_columns
 from rawmla.reference._flex import NumpyMod, create_block_mask
 
 torch = pytest.importorskip("torch")
@@ -467,7 +467,7 @@ def test_without_grad_there_is_no_graph(launches: Launches, context: Any) -> Non
 def test_without_tensors_that_require_grad_no_graph_is_looked_for(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rawmla.attention import autograd
+    from rawmla.flex import autograd
 
     monkeypatch.setattr(autograd, "attention", lambda *args: pytest.fail("a graph was made"))
     case = Case(launches, "several", "documents")

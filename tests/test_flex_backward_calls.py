@@ -406,9 +406,9 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     from mha_on_cpu import claim_cuda
 
-    from rawmla.attention.flex_backward import _gradients_of
-    from rawmla.attention.functions import as_reading, bound
     from rawmla.call.arrays import READERS, NeedsGradient
+    from rawmla.flex.backward import _gradients_of
+    from rawmla.flex.functions import as_reading, bound
 
     claim_cuda(monkeypatch)
 
@@ -432,7 +432,7 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cuda_text_whose_tensors_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     """For gradients they are read without, since a tensor that requires grad is refused while grad is on."""
     torch = pytest.importorskip("torch")
-    from rawmla.attention import mods
+    from rawmla.flex import mods
 
     read: list[Any] = []
 

@@ -14,8 +14,8 @@ from test_params import conditions_of, has_members
 
 import rawmla
 from rawmla import jit
-from rawmla.attention.functions import header_of, within_blocks
-from rawmla.attention.mods import Backward, Capture, CudaMod, Mod, Site
+from rawmla.flex.functions import header_of, within_blocks
+from rawmla.flex.mods import Backward, Capture, CudaMod, Mod, Site
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.kernels import flex_backward

@@ -12,9 +12,9 @@ import pytest
 from test_flex_calls import EV, HKV, HQ, B, E, L, S, read_struct, steps
 
 from rawmla import jit
-from rawmla.attention.functions import header_of
-from rawmla.attention.mods import CudaMod
 from rawmla.errors import KernelNotReadyError
+from rawmla.flex.functions import header_of
+from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import block_mask, flex_backward, mha_backward
 from rawmla.kernels.flex_backward import (

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from rawmla.attention.block_mask import BlockMask
+from rawmla.flex.block_mask import BlockMask
 from rawmla.reference._flex import (
     NumpyMod,
     create_block_mask,

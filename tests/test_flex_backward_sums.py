@@ -1,5 +1,5 @@
-"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/flex/captured_sums.cuh for
-the CPU, where threads are the lanes of a warp.
+"""Sums of captured gradients in the backward of flex attention: the C++ of cuda_src/flex/captured_sums.cuh
+for the CPU, where threads are the lanes of a warp.
 """
 
 from __future__ import annotations

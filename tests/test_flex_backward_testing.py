@@ -28,7 +28,7 @@ from rawmla.testing.flex_backward import (
 from rawmla.testing.mha_backward import FLOAT32
 
 torch = pytest.importorskip("torch")
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 SIZES = Sizes(3, 4, 150, 170, device="cpu")
 SMALL: dict[str, Any] = {"s_q": 37, "s_k": 50, "d_qk": 8, "d_v": 6, "block": (16, 32), "b": 3}
@@ -60,7 +60,7 @@ def inspect(x: Any, name: str) -> Any:
 @pytest.mark.parametrize("name", SCORES)
 def test_forms_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients of CUDA text and of the traced function are those of autograd in float64."""
-    monkeypatch.setattr("rawmla.attention.mods.inspect", inspect)
+    monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
     function, count = SCORES[name](SIZES), 300
     draw = torch.Generator().manual_seed(7)
     scores, grads = 2 * torch.randn(count, generator=draw), torch.randn(count, generator=draw)

@@ -15,7 +15,7 @@ import rawmla
 torch = pytest.importorskip("torch")
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
-from rawmla.attention.block_mask import BlockMask, and_masks, noop_mask, or_masks  # noqa: E402
+from rawmla.flex.block_mask import BlockMask, and_masks, noop_mask, or_masks  # noqa: E402
 
 Q_LEN, KV_LEN, SIZE = 1000, 900, 64
 DOCUMENTS = torch.randint(0, 3, (Q_LEN,), generator=torch.Generator().manual_seed(0)).sort().values

@@ -28,9 +28,9 @@ from decode_fakes import (
 
 import rawmla
 from rawmla import jit
-from rawmla.attention import functions
-from rawmla.attention.mods import HEADER_NAME
 from rawmla.call import arrays
+from rawmla.flex import functions
+from rawmla.flex.mods import HEADER_NAME
 from rawmla.kernels import block_mask as mask_kernels
 from rawmla.kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall
 
@@ -277,7 +277,7 @@ BAD_CALLS: list[Case] = [
         "block_mask",
         ValueError,
         ("indexed", "assign"),
-        set_mask("mask_mod", rawmla.attention.block_mask._unset_mask),
+        set_mask("mask_mod", rawmla.flex.block_mask._unset_mask),
     ),
     ("no partial lists", "block_mask", ValueError, ("kv_indices",), set_mask("kv_indices", None)),
     ("half of the full lists", "block_mask", ValueError, ("full_kv",), set_mask("full_kv_num_blocks", None)),
@@ -858,7 +858,7 @@ class TestKnownLists:
         (
             ("seq_lengths", (L + 1, S)),
             ("BLOCK_SIZE", (128, 100)),
-            ("mask_mod", rawmla.attention.block_mask._unset_mask),
+            ("mask_mod", rawmla.flex.block_mask._unset_mask),
             ("kv_num_blocks", None),
             ("full_kv_indices", None),
         ),

@@ -9,8 +9,8 @@ from decode_fakes import World, make_world
 
 import rawmla
 from rawmla import jit
-from rawmla.attention import create
 from rawmla.call import arrays
+from rawmla.flex import create
 
 torch: Any = pytest.importorskip("torch")
 

@@ -13,8 +13,8 @@ from test_flex_calls import read_struct
 
 import rawmla
 from rawmla import jit
-from rawmla.attention import create
-from rawmla.attention.mods import HEADER_NAME
+from rawmla.flex import create
+from rawmla.flex.mods import HEADER_NAME
 from rawmla.kernels import block_mask as kernels
 
 CAUSAL = rawmla.CudaMod("q_idx >= kv_idx")

@@ -11,13 +11,13 @@ import pytest
 from cuda_probe import headers
 from host_mods import differentiate, needs_host_compiler, pack
 
-from rawmla.attention.functions import as_reading
-from rawmla.attention.mods import HEADER_NAME, NO_BYTES, CudaMod, Place, header, reading_of
+from rawmla.flex.functions import as_reading
+from rawmla.flex.mods import HEADER_NAME, NO_BYTES, CudaMod, Place, header, reading_of
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 
 torch = pytest.importorskip("torch")
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 B, H, LENGTH = 2, 4, 50
 F = torch.nn.functional
@@ -685,7 +685,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def inspect(x: Any, name: str) -> Any:
         return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
 
-    monkeypatch.setattr("rawmla.attention.mods.inspect", inspect)
+    monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
 
 
 @needs_host_compiler
@@ -739,7 +739,7 @@ def test_captures_of_cuda_text_that_require_grad() -> None:
 def test_mask_functions_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     table, limit = torch.randn(L, requires_grad=True), torch.tensor(0.5, requires_grad=True)
     monkeypatch.setattr(
-        "rawmla.attention.functions._tracer",
+        "rawmla.flex.functions._tracer",
         lambda kind, *given: lambda mask: reading_of(trace(mask, kind)),
     )
     for mask, shape in ((lambda b, h, q, k: table[q] > 0, "[50]"), (lambda b, h, q, k: q > limit, "[]")):

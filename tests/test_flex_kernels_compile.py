@@ -17,8 +17,8 @@ from test_params import conditions_of, has_members
 
 import rawmla
 from rawmla import jit
-from rawmla.attention.functions import header_of, within_blocks
-from rawmla.attention.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
+from rawmla.flex.functions import header_of, within_blocks
+from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
 from rawmla.jit import KernelSpec
 from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache

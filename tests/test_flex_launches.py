@@ -11,9 +11,9 @@ from test_flex_calls import EXPECTED as PLAIN
 from test_flex_calls import EXPECTED_LISTS, HQ, L, S, read_struct
 
 from rawmla import jit
-from rawmla.attention.functions import header_of
-from rawmla.attention.mods import CudaMod
 from rawmla.errors import KernelNotReadyError
+from rawmla.flex.functions import header_of
+from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import flex_forward, mha_forward
 from rawmla.kernels.flex_forward import FlexAddresses, PreparedFlexForward

@@ -13,11 +13,11 @@ from full_cases import full_unless
 from host_mods import apply, needs_host_compiler
 
 from rawmla import jit
-from rawmla.attention.functions import header_of
+from rawmla.flex.functions import header_of
 from rawmla.kernels import flex_forward
 
 torch = pytest.importorskip("torch")
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 SPECIAL = torch.tensor(
     [

@@ -31,8 +31,8 @@ from torch.nn.attention.flex_attention import and_masks  # noqa: E402
 from torch.nn.functional import silu  # noqa: E402
 
 import rawmla  # noqa: E402
-from rawmla.attention import memo  # noqa: E402
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex import memo  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 SCALE = 2.0
 

@@ -10,7 +10,7 @@ import pytest
 from cuda_probe import headers
 from host_mods import pack
 
-from rawmla.attention.mods import HEADER_NAME, NO_BYTES, Capture, CudaMod, Mod, Number, Place, header
+from rawmla.flex.mods import HEADER_NAME, NO_BYTES, Capture, CudaMod, Mod, Number, Place, header
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 

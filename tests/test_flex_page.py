@@ -27,8 +27,8 @@ from flex_page import (
 
 import rawmla
 from rawmla import jit
-from rawmla.attention import mods
-from rawmla.attention.functions import header_of
+from rawmla.flex import mods
+from rawmla.flex.functions import header_of
 from rawmla.jit import KernelSpec
 from rawmla.kernels.block_mask import states_spec
 from rawmla.kernels.flex_forward import spec, tile_of
@@ -101,7 +101,7 @@ def test_pages_hold_the_same_attention() -> None:
 def test_functions_become_kernels(name: str) -> None:
     """Three of them become machine code: a mask, a score function of numbers and one with a table."""
     _, call = on_the_cpu(name)
-    from rawmla.attention.trace import trace
+    from rawmla.flex.trace import trace
 
     score = None if call.score_mod is None else trace(call.score_mod, "score_mod")
     mask = None if call.block_mask is None else trace(call.block_mask.mask_mod, "mask_mod")
@@ -156,7 +156,7 @@ def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_of_causal() -> None:
     """The text that the page shows."""
     names, _ = on_the_cpu("causal")
-    from rawmla.attention.trace import trace
+    from rawmla.flex.trace import trace
 
     text = trace(names["causal"], "mask_mod").text
     assert "\n".join(f"    {line}" for line in text.splitlines()) in PAGE

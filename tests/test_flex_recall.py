@@ -21,11 +21,11 @@ from emulator.device import HostTensors  # noqa: E402
 from flex_on_cpu import Proxy  # noqa: E402
 
 import rawmla  # noqa: E402
-from rawmla.attention import functions, memo, recall  # noqa: E402
-from rawmla.attention.functions import Bound, as_bound  # noqa: E402
 from rawmla.call import arrays  # noqa: E402
 from rawmla.call.arrays import NeedsGradient  # noqa: E402
 from rawmla.call.memo import clear_all  # noqa: E402
+from rawmla.flex import functions, memo, recall  # noqa: E402
+from rawmla.flex.functions import Bound, as_bound  # noqa: E402
 
 
 class World:

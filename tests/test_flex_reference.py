@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rawmla import reference
-from rawmla.attention.block_mask import BlockMask
+from rawmla.flex.block_mask import BlockMask
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention import flex_attention as theirs  # noqa: E402

@@ -15,7 +15,7 @@ from host_mods import evaluate, needs_host_compiler, wanted
 
 import rawmla
 from rawmla import reference
-from rawmla.attention.block_mask import BlockMask
+from rawmla.flex.block_mask import BlockMask
 from rawmla.testing.flex import (
     BIASES,
     MASKS,
@@ -32,7 +32,7 @@ from rawmla.testing.flex import (
 from rawmla.testing.flex import reference as torch_reference
 
 torch = pytest.importorskip("torch")
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 SIZES = Sizes(3, 4, 150, 170, device="cpu")
 FUNCTIONS = [*[("score_mod", name) for name in SCORES], *[("mask_mod", name) for name in MASKS]]
@@ -68,7 +68,7 @@ def test_forms_agree(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> N
         """As that of rawmla.call.arrays, but for tensors of the CPU."""
         return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
 
-    monkeypatch.setattr("rawmla.attention.mods.inspect", inspect)
+    monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
     function = (SCORES if kind == "score_mod" else MASKS)[name](SIZES)
     scores, at = points(name)
     want = wanted(function.python, kind, scores, at)

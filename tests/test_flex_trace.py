@@ -14,7 +14,7 @@ import pytest
 from host_mods import evaluate, needs_host_compiler, wanted
 
 torch = pytest.importorskip("torch")
-from rawmla.attention.trace import trace  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
 
 B, H, LENGTH = 2, 4, 50
 F = torch.nn.functional

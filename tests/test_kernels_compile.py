@@ -18,8 +18,8 @@ from test_flex_backward_kernels import BY_QUERY
 
 import rawmla
 from rawmla import jit, reference
-from rawmla.attention.functions import header_of
-from rawmla.attention.mods import CudaMod
+from rawmla.flex.functions import header_of
+from rawmla.flex.mods import CudaMod
 from rawmla.jit import KernelSpec
 from rawmla.jit.sources import find_source_root
 from rawmla.kernels import (

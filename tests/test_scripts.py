@@ -1924,7 +1924,7 @@ def test_timed_flex_attention_and_its_check(
 
     import rawmla
     from benchlib import flex_measure
-    from rawmla.attention import memo, mods
+    from rawmla.flex import memo, mods
 
     inputs = flex_measure.make_inputs(case, "cpu")
     score, mask = flex_measure.functions(case, inputs)
@@ -2093,7 +2093,7 @@ def test_host_time_of_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     import rawmla
     from benchlib import flex_measure, measure
-    from rawmla.attention.trace import trace
+    from rawmla.flex.trace import trace
 
     called: list[tuple[Any, str]] = []
 

@@ -23,8 +23,8 @@ from decode_fakes import (
 
 import rawmla
 from rawmla import jit
-from rawmla.attention import create
 from rawmla.call import memo
+from rawmla.flex import create
 from rawmla.jit import NO_LAUNCH, KernelSpec
 from rawmla.kernels import mha_backward, mha_forward, mla_cache_write, mla_merge_states
 

@@ -1,4 +1,4 @@
-// What the text of a score or mask function calls: rawmla/attention/operators.py writes it from a Python
+// What the text of a score or mask function calls: rawmla/flex/operators.py writes it from a Python
 // function, with torch's meaning of every operation. int and i64 arithmetic wraps.
 #pragma once
 #include "common/math.cuh"

@@ -95,7 +95,7 @@ SCATTER_PARAMS = ParamStruct(
 
 
 def states_spec(header: tuple[str, str]) -> jit.KernelSpec:
-    """The variant for a function; ``header`` is of `rawmla.attention.mods`."""
+    """The variant for a function; ``header`` is of `rawmla.flex.mods`."""
     return jit.KernelSpec("block_mask_states", (), threads=_STATES_THREADS, smem_bytes=0, headers=(header,))
 
 
@@ -114,7 +114,7 @@ def states(
     capturing: Callable[[], bool],
 ) -> None:
     """Enqueue the kernel that writes the states of all blocks; ``mask_mod`` is of
-    `rawmla.attention.mods.Form.pack`.
+    `rawmla.flex.mods.Form.pack`.
     """
     kernel = jit.get_kernel(states_spec(header), device, capturing=capturing)
     if not grid.blocks:

@@ -152,7 +152,7 @@ RANKS_SPEC = jit.KernelSpec("block_mask_ranks", (), threads=_RANKS_THREADS, smem
 def spec(
     dtype: str, d_qk: int, d_v: int, form: Form, header: tuple[str, str], needs: Needs = ALL
 ) -> jit.KernelSpec:
-    """The variant of the main kernel in a form; ``header`` is of `rawmla.attention.mods`."""
+    """The variant of the main kernel in a form; ``header`` is of `rawmla.flex.mods`."""
     return mha_backward.variant(dtype, d_qk, d_v, form, {"FLEX": True}, needs, headers=(header,))
 
 
@@ -270,7 +270,7 @@ class PreparedFlexBackward:
         captured: Sequence[int],
         scratch: int,
     ) -> None:
-        """Enqueue the kernels. ``score_mod`` and ``mask_mod`` are of `rawmla.attention.mods.Form.pack`,
+        """Enqueue the kernels. ``score_mod`` and ``mask_mod`` are of `rawmla.flex.mods.Form.pack`,
         without addresses of gradients; ``captured`` has those of the results, and ``scratch`` is that of
         128-byte aligned scratch.
         """

@@ -121,7 +121,7 @@ def spec(
     dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
 ) -> jit.KernelSpec:
     """The variant for head dimensions, with a tile of so many keys; ``header`` is of
-    `rawmla.attention.mods`.
+    `rawmla.flex.mods`.
     """
     tile = tile_of(d_qk, d_v)._replace(keys=keys)
     features = {"FLEX": True, "MAX_SCORES": max_scores}
@@ -206,7 +206,7 @@ class PreparedFlexForward:
         self, stream: int, addresses: FlexAddresses, score_mod: bytes, mask_mod: bytes, scratch: int
     ) -> None:
         """Enqueue the kernel, and before it the clearing of a counter where needed. ``score_mod`` and
-        ``mask_mod`` are of `rawmla.attention.mods.Form.pack`, ``scratch`` the address of 16-byte aligned
+        ``mask_mod`` are of `rawmla.flex.mods.Form.pack`, ``scratch`` the address of 16-byte aligned
         scratch, or 0.
         """
         arrays = addresses[:4]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..attention.block_mask import BlockMask, and_masks, noop_mask, or_masks
-from ..attention.flex import AuxOutput, AuxRequest, check_options, wanted
-from ..attention.mods import CudaMod
 from ..call.checks import as_bool, as_int, as_scale, show
+from ..flex.block_mask import BlockMask, and_masks, noop_mask, or_masks
+from ..flex.forward import AuxOutput, AuxRequest, check_options, wanted
+from ..flex.mods import CudaMod
 from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, like, read, store
 from ._cache import decode_e4m3, decode_e5m2
 from ._mha import _sum
@@ -391,7 +391,7 @@ class _Function:
     def _by_torch(self, *arguments: Any) -> Any:
         import torch
 
-        from ..attention.trace import IndexByTensors
+        from ..flex.trace import IndexByTensors
 
         *score, b, h, i, j = arguments
         places = [torch.tensor(np.ravel(x), dtype=torch.int32) for x in (b, h, i, j)]

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..attention.block_mask import BlockMask
-from ..attention.mods import CudaMod
+from ..flex.block_mask import BlockMask
+from ..flex.mods import CudaMod
 from .compare import Tolerance, measure
 from .mha import changed_fields, in_gaps, problems_of_out
 

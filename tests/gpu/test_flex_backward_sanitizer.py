@@ -14,7 +14,7 @@ from gpu_support import torch
 from test_flex_sanitizer import on_gpu
 from test_mha_backward_sanitizer import copied
 
-from rawmla.attention.flex_backward import gradients
+from rawmla.flex.backward import gradients
 from rawmla.kernels.mha_backward import Needs
 from rawmla.testing.flex import FlexCase, FlexInputs, with_mask_mod
 from rawmla.testing.flex_backward import (

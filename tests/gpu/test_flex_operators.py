@@ -21,8 +21,8 @@ from test_flex_gradients import _tensors as tensors
 from test_flex_trace import MASK_MODS, SCORE_MODS
 from test_flex_trace import _points as points
 
-from rawmla.attention.mods import Mod, Place, header
-from rawmla.attention.trace import trace
+from rawmla.flex.mods import Mod, Place, header
+from rawmla.flex.trace import trace
 
 PROBE = """
 struct Sink {

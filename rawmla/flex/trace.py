@@ -1,7 +1,7 @@
 """Score and mask functions of Python as CUDA text.
 
 A function is run once on fake tensors (torch's make_fx), which records the operators that it calls on its
-arguments; `rawmla.attention.operators` writes each as CUDA. Nothing is launched.
+arguments; `rawmla.flex.operators` writes each as CUDA. Nothing is launched.
 
 For gradients torch's autograd runs in the same recording. What a function reads of captured tensors that
 require grad are leaves then: their gradients say what each score adds where, and no tensor of the size of a

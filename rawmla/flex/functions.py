@@ -51,7 +51,7 @@ def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.attention.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
+        As `rawmla.flex.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
     """
     if function is None:
         return None

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from . import create, flex, flex_backward
+from . import backward, create, forward
 
 __all__ = ["attend", "backpropagate", "make"]
 
-attend = torch.compiler.disable(flex.attend)
-backpropagate = torch.compiler.disable(flex_backward.backpropagate)
+attend = torch.compiler.disable(forward.attend)
+backpropagate = torch.compiler.disable(backward.backpropagate)
 make = torch.compiler.disable(create.make)

@@ -16,8 +16,7 @@ from ..kernels import flex_forward
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.flex_forward import BlockLists, FlexForwardCall
 from ..mha.arguments import fresh_out_strides
-from .block_mask import noop_mask
-from .flex_arrays import (
+from .arrays import (
     LISTS,
     FlexChecked,
     GivenLists,
@@ -27,6 +26,7 @@ from .flex_arrays import (
     lists_of,
     recall_lists,
 )
+from .block_mask import noop_mask
 from .functions import (
     IDENTITY,
     Bound,

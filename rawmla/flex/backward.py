@@ -18,9 +18,7 @@ from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, Fle
 from ..kernels.flex_forward import BlockLists
 from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
-from .block_mask import lacks_columns, with_columns
-from .flex import hides_nothing, read_dense
-from .flex_arrays import (
+from .arrays import (
     FP8,
     Q_LISTS,
     FlexChecked,
@@ -34,6 +32,8 @@ from .flex_arrays import (
     lists_of,
     recall_lists,
 )
+from .block_mask import lacks_columns, with_columns
+from .forward import hides_nothing, read_dense
 from .functions import as_reading, bound, check_on_device, header_of, packed_of, within_blocks
 from .mods import Reading, reading_of
 from .traced import between_graphs

@@ -14,10 +14,10 @@ import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
 from ..kernels.mha_backward import Needs
+from .arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
+from .backward import gradients
 from .block_mask import lacks_columns
-from .flex import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
-from .flex_arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
-from .flex_backward import gradients
+from .forward import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
 from .functions import as_reading
 from .mods import Reading
 
