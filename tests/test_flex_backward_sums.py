@@ -148,7 +148,7 @@ class _Params(ctypes.Structure):
 
 
 def library(pass_: int) -> ctypes.CDLL:
-    parts = [source(f"mha/{name}.cuh") for name in ("captured_cells", "captured_sums")]
+    parts = [source(f"flex/{name}.cuh") for name in ("captured_cells", "captured_sums")]
     text = re.sub(r"^#(include|pragma).*$", "", "\n".join(parts), flags=re.MULTILINE)
     made = compiled(f"{_BEFORE}\n#define PASS {pass_}\n{text}{_RUN}")
     made.unit.restype = ctypes.c_double

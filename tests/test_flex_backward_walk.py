@@ -161,7 +161,7 @@ def _walking() -> ctypes.CDLL:
 
 
 def _ranking() -> ctypes.CDLL:
-    _, _, text = source("kernels/block_mask_ranks.cu").partition('types.cuh"')
+    _, _, text = source("kernels/block_mask_ranks.cu").partition('block_states.cuh"')
     before = f"#define THREADS {RANKS_SPEC.threads}\nstatic Dim threadIdx{{0}}, blockIdx{{0}}, gridDim{{1}};"
     return compiled(_BEFORE + before + text + _RANK)
 
