@@ -10,6 +10,7 @@
 #pragma once
 #include "flex/captured_cells.cuh"
 #include "mha/backward_params.cuh"
+#include "mha/backward_rows.cuh"
 #include "ptx/sync.cuh"
 
 // Of the sites before site `end`, those whose place depends on queries alone.

@@ -5,6 +5,8 @@
 #include "mha/array_keys.cuh"
 
 struct ListKeys : ArrayKeys {
+    static constexpr bool kHasLists = true;
+
     // The key that a step begins with. It may lie past the last one, where a block does.
     __device__ __forceinline__ static int first_key(const Params& params, const Tile& tile, int step) {
         if (params.kv_num_blocks == nullptr) return step * kTileKeys;

@@ -5,6 +5,8 @@
 // The thread that copies reads the lists, and publishes each step in a ring in shared memory.
 #pragma once
 #include "layout/swizzled_tile.cuh"
+#include "mha/backward_params.cuh"
+#include "mha/backward_rows.cuh"
 #include "mha/key_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"

@@ -19,6 +19,7 @@
 
 struct ArrayKeys {
     static constexpr int kSpan = kArrays;
+    static constexpr bool kHasLists = false;
 
     __device__ __forceinline__ static constexpr int column_of(int j) { return 8 * (j >> 2) + (j & 1); }
 

@@ -47,7 +47,8 @@ struct ValueTrimmer {
         landed ^= 1 << stage;
         const int block = span.end_block - 1 - index, thread = threadIdx.x % kThreads;
 #if FLEX
-        Keys::template clear_unlisted<kThreads>(params, tile, block, smem.v[stage], thread);
+        if constexpr (Keys::kHasLists)  // the gatherer of pages has arrays, and nothing to do with FLEX
+            Keys::template clear_unlisted<kThreads>(params, tile, block, smem.v[stage], thread);
 #else
         Keys::template trim<kThreads>(smem.v[stage],
                                       rows_to_keep<kTileRows, kTileKeys>(params, tile, span, block), thread);

@@ -452,9 +452,9 @@ SCORES: dict[str, Builder] = {
     ),
     "trigonometric": _plain(
         lambda s, b, h, q, k: 2 * _torch().sin(s) + _torch().cos(s),
-        "2 * sinf(score) + cosf(score)",
+        "2 * torch_sin(score) + torch_cos(score)",
         lambda xp, s, b, h, q, k: 2 * xp.sin(s) + xp.cos(s),
-        "grad * (2 * cosf(score) - sinf(score))",
+        "grad * (2 * torch_cos(score) - torch_sin(score))",
     ),
     "causal": _plain(
         lambda s, b, h, q, k: _torch().where(q >= k, s, -inf),

@@ -23,6 +23,13 @@ def test_score(name: str, form: str) -> None:
     check_flex(inputs, attend(inputs, form), plain=True)
 
 
+def test_sine_of_cudas_library() -> None:
+    """Text may call it, although it compiles ten times as long as torch_sin, with a table in local memory."""
+    inputs = make_flex_inputs(FlexCase(**SHAPE, score="trigonometric"))
+    text = rawmla.CudaMod("2 * sinf(score) + cosf(score)")
+    check_flex(inputs, attend(inputs, score_mod=text), plain=True)
+
+
 @forms
 @pytest.mark.parametrize("name", MASKS)
 def test_mask(name: str, form: str) -> None:
