@@ -29,6 +29,11 @@ constexpr int kChunksQK = ceil_div(kDimQK, 64), kChunksV = ceil_div(kDimV, 64);
 using Rows = SwizzledTile<64>;            // of Q and O
 using KeyRows = SwizzledTile<kTileKeys>;  // of K and V
 using Scheduler = TileScheduler<kTileRows, kTileKeys>;
+using Scores = float[kTileKeys / 2];  // of a thread's two rows
+
+// What some row of a consumer may not see of a block: keys that a mask hides; those past the last key, where
+// lists have the last block anywhere; or nothing.
+enum class BlockKind { kMasked, kCut, kWhole };
 
 // Whether O has a place of its own in shared memory. Then the next tile's Q is copied while O is stored.
 constexpr bool kOwnOutput = OUT_BUFFER;
