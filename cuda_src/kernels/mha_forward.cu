@@ -94,7 +94,7 @@ class Consumer : Rows64 {
     }
 
   private:
-    // Of a consumer's rows, besides O.
+    // What a consumer keeps of its rows besides O.
     struct State {
         LazySoftmax<kMaxScores> softmax;
         ScoreStep<kSoftcap, kAlibi> score_step;

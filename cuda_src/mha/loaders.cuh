@@ -1,5 +1,5 @@
-// The warps that copy Q, K and V of tiles to shared memory, and the one that clears rows of V. `OwnKeys`: the
-// keys of the call, which the arrays have; those of pages come after them.
+// The warps that copy Q, K and V of tiles to shared memory, and the warp that clears rows of V. `OwnKeys` is
+// the source of the keys in arrays. Keys in pages come after them.
 #pragma once
 #include "common/types.cuh"
 #include "mha/array_keys.cuh"
@@ -12,7 +12,7 @@
 #include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 
-// Of the tile's Q a part for each consumer, by the warp that copies K.
+// Copies Q of a tile, 64 rows for each consumer. The warp that copies K calls it.
 __device__ __forceinline__ void load_q(const Params& params, SharedMemoryPlan& smem, const Tile& tile,
                                        u32 n) {
     if (!elect_one_sync()) return;

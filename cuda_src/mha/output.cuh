@@ -1,5 +1,5 @@
-// The 64 rows of a tile that a consumer has, and how their results leave: out by TMA or row by row, lse, the
-// largest scores; or those of a split, in float32.
+// The 64 rows of a tile that a consumer has, and how their results are stored: out by TMA or row by row, lse
+// and the largest scores. A split of the keys stores O and lse in float32.
 #pragma once
 #include "common/math.cuh"
 #include "common/types.cuh"
@@ -21,7 +21,7 @@ struct Rows64 {
 
     using Output = float[kDimV / 2];
 
-    // What follows from the tile is read again where it is needed: it would take registers meanwhile.
+    // Read from the tile again at each use: kept, it would take registers.
     __device__ __forceinline__ int row_of(int r) const {
         return wg * 64 + warp_idx * 16 + lane_index() / 4 + 8 * r;
     }
@@ -32,7 +32,7 @@ struct Rows64 {
         return (tile.head << params.log2_group) + (row_of(r) & ((1 << params.log2_group) - 1));
     }
 
-    // Factors of scores and of V in the span: those of an FP8 cache.
+    // What the scores and V of the span are multiplied by, which an FP8 cache needs.
     struct Scales {
         float k = 1.0f, v = 1.0f;
     };
@@ -153,7 +153,7 @@ struct Rows64 {
     __device__ __forceinline__ unsigned char* staged_rows() const {
         return kOwnOutput ? smem.o[wg] : smem.q[wg];
     }
-    // Where a row lies in lse, and among the rows of a split.
+    // The place of a row in lse, and among the rows of a split.
     __device__ __forceinline__ i64 place_of(const Tile& tile, int token, int head) const {
         const i64 place = head * params.lse_stride_h + tile.q_begin + token;
         return params.cu_seqlens_q == nullptr ? place + tile.request * params.lse_stride_b : place;
