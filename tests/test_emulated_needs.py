@@ -111,7 +111,7 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
     options |= inputs.keywords("python")
 
     def backward(needs: Needs) -> tuple[Any, ...]:
-        *made, by_name = backward.gradients(
+        *made, by_name = flex_backward.gradients(
             needs, given.dout, inputs.q, inputs.k, inputs.v, *call.results, grad_lse=given.dlse,
             deterministic=deterministic, **options,
         )  # fmt: skip
