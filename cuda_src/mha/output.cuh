@@ -55,7 +55,7 @@ struct Rows64 {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int token = token_of(tile, r), head = head_of(tile, r);
-            // Tokens past q_len have results, which are those of a row without keys.
+            // Tokens past q_len get the results of a row without keys.
             const float sum = quad_sum(softmax.l[r]);
             const float l = token < tile.q_len ? sum : 0.0f;
             const float m = softmax.m[r] * softmax_scale_log2(scales);
