@@ -5,6 +5,9 @@
 #                                 extra named, CUDA libraries for the driver, and torch
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# Else each of some hundred processes compiles the modules that it imports.
+unset PYTHONDONTWRITEBYTECODE
+
 has_driver() { nvidia-smi >/dev/null 2>&1; }
 
 cuda_extra() {

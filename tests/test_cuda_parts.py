@@ -9,6 +9,7 @@ import re
 
 import pytest
 from cuda_probe import assemble, assert_in_header, headers
+from full_cases import full_unless
 
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet, find_source_root
@@ -138,11 +139,13 @@ def wgmma_of(ptx: str) -> tuple[str, list[str], str, list[str]]:
     return name, accumulators.split(", "), a, rest.split(", ")
 
 
-def test_wgmma_of_every_width() -> None:
+@pytest.mark.parametrize(
+    "widths", full_unless(lambda widths: len(widths) == 4, (range(64, 257, 64), range(8, 257, 8))), ids=len
+)
+def test_wgmma_of_every_width(widths: range) -> None:
     """All accumulators, each once and in the order in which they are stored. One source: headers take longer
     than kernels.
     """
-    widths = range(8, 257, 8)
     of_descriptors, of_registers = ((0, 1, "bf16"), (1, 0, "f16")), (0, 1)
     codes = {"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}
     kernels = []

@@ -256,16 +256,9 @@ def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded == default_specs()
 
 
-def quick_class(spec: KernelSpec) -> tuple[Any, ...]:
-    """Kernel, whether it is for prefill, and head dimensions: every run compiles one variant of each."""
-    defines = dict(spec.defines)
-    return *family(spec), defines.get("D_QK"), defines.get("D_V")
-
-
-QUICK = {quick_class(spec): spec for spec in reversed(SPECS)}.values()
-
-
-@pytest.mark.parametrize("spec", full_unless(lambda spec: spec in QUICK, SPECS), ids=lambda spec: spec.label)
+@pytest.mark.parametrize(
+    "spec", full_unless(lambda spec: spec in BY_KERNEL.values(), SPECS), ids=lambda spec: spec.label
+)
 def test_compiles_without_spills(spec: KernelSpec) -> None:
     assert_no_losses(spec)
     assert "-arch=sm_90a" in jit.build(spec).meta["options"]

@@ -2369,6 +2369,7 @@ def test_the_sanitizer_in_parts(
         gpu_check.parse_arguments(["--sanitizer-parts", "0"])
 
 
+@pytest.mark.full
 def test_the_sanitizer_gets_every_case() -> None:
     """The files that are looked for have all that is marked."""
     command = [
