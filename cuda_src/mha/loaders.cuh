@@ -56,10 +56,7 @@ struct KeyLoader {
                 stage.number += tile.spans[kPages].blocks();
             }
             if constexpr (kPagesByTma) load<PagedKeys>(params, smem, tile);
-            if (!q_is_loaded) {
-                load_q(params, smem, tile, n);
-                scheduler.ask(params);
-            }
+            if (!q_is_loaded) load_q(params, smem, tile, n);
             // After Q: without it the places of raw keys would not become free.
             if constexpr (kCacheIsFp8)
                 if (params.cache_by_tma) load_raw(params, smem, tile);
@@ -80,10 +77,7 @@ struct KeyLoader {
             mbarrier_wait_parity(smem_address(&smem.bar_k_free[place]), stage.free_parity());
             loader.load_k(params, smem_address(smem.k[place]), smem_address(&smem.bar_k_full[place]));
             ++stage.number;
-            if (!q_is_loaded) {
-                load_q(params, smem, tile, n);
-                scheduler.ask(params);
-            }
+            if (!q_is_loaded) load_q(params, smem, tile, n);
             q_is_loaded = true;
             __syncwarp();
         }

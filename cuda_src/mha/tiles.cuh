@@ -103,9 +103,8 @@ __device__ __forceinline__ void find_steps(const Params& params, Tile& tile) {
 // Gives out the tiles of a call. All lanes of a warp call; they agree.
 template <int kTileRows, int kTileKeys>
 struct TileScheduler {
-    int number;     // of the next tile
-    int tokens;     // of a tile
-    int taken = 0;  // in lane 0, what `ask` was told
+    int number;  // of the next tile
+    int tokens;  // of a tile
     // With cu_seqlens_q: requests 32 at a time, one for each lane.
     int first_request = 0;
     int tiles_before = 0;  // of the requests before these
@@ -132,13 +131,12 @@ struct TileScheduler {
         __syncwarp();
         return request >= 0;
     }
-    // Asks for the number of the tile after this one; the answer passes while the tile is loaded.
-    __device__ __forceinline__ void ask(const Params& params) {
-        if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);
-    }
+    // Takes a tile when all copies of the one before are on their way. Taken earlier, the last tiles would wait
+    // in CTAs that have long ones, while other CTAs have none.
     __device__ __forceinline__ void advance(const Params& params) {
-        number =
-            params.counter == nullptr ? number + gridDim.x : gridDim.x + __shfl_sync(0xffffffff, taken, 0);
+        int taken = 0;
+        if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);
+        number = gridDim.x + (params.counter == nullptr ? number : __shfl_sync(0xffffffff, taken, 0));
     }
 
   private:

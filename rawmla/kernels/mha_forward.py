@@ -164,13 +164,14 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     ``changes_scores``: there is a softcap or ALiBi. The numbers of registers below were found by compiling:
     with more keys some variant spills, by one of the compilers that tests/test_kernels_compile.py asks.
     """
-    if d_qk <= 64 and d_v <= 64 and not pages.source:
-        return Tile(3, 112 if changes_scores else 128)
     # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
     # warpgroup that gathers leaves fewer of them for two consumers than a wide O needs.
-    consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
-    gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
-    registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
+    if d_qk <= 96 and d_v <= 96 and not pages.source:
+        consumers, registers = 3, 116 if changes_scores else 132
+    else:
+        consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
+        gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
+        registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
     keys = min(128, (registers - d_v // 2) * 4 // 3)
     return Tile(consumers, min(keys, _keys_beside_q(d_qk, d_v, consumers, pages)) // 16 * 16)
 
