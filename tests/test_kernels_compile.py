@@ -686,9 +686,9 @@ def _maps_of_q(call: mla_sparse.SparseCall) -> dict[str, bytes]:
         ({"b": 900, "s_q": 1, "extra": mla_sparse.NO_CACHE, "lse_factor": 1.0}, (2, 1, 1)),
         ({"format": "bf16", "b": 200, "h_q": 64, "s_q": 1}, None),
         ({"h_q": 16, "load_bytes": 8}, None),
-        ({"format": "bf16", "d_qk": 512, "extra": mla_sparse.NO_CACHE, "batch_invariant": True}, None),
+        ({"format": "bf16", "d_qk": 512, "extra": mla_sparse.NO_CACHE, "batch_invariant": True}, (2, 1, 1)),
         ({"cache": mla_sparse.Cache(576, 2**24, 377_856, 656, 64, 64, 64)}, None),  # > 2^31 slots
-        ({"format": "bf16", "extra": mla_sparse.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0}, None),
+        ({"format": "bf16", "extra": mla_sparse.NO_CACHE, "b": 900, "s_q": 1, "lse_factor": 1.0}, (2, 1, 1)),
         ({"h_q": 16, "extra": mla_sparse.NO_CACHE, "s_q": 1, "lse_factor": 0.5}, None),
     ],
     ids=(
@@ -763,7 +763,7 @@ def test_sparse_decode_launch(
             assert value == expected[name], f"{launch.spec.label}: {name}"
     if few_heads:
         assert main.spec == mla_sparse.few_heads_spec(call.load_bytes, prefill)
-    elif cluster:
+    elif cluster and call.format != "bf16":
         assert main.spec == mla_sparse.cluster_spec(call.format, call.load_bytes, prefill)
     else:
         assert main.spec == mla_sparse.spec(call.format, call.d_qk, call.load_bytes, prefill)

@@ -9,8 +9,8 @@
 // of all its tokens share a tile, over the union of the rows that the tokens select
 // (mla_unite_selections.cu).
 //
-// Grid: x = query tokens x tiles of 64 heads, z = partitions of the plan (mla/plan.cuh). The tiles of a token
-// are neighbours, so that they read the same rows at the same time, from L2.
+// Grid: x = query tokens x tiles of 64 heads, z = partitions of the plan (mla/plan.cuh). Two tiles of a token
+// are a cluster, so that neighbouring SMs read the same rows at about the same time. They share nothing else.
 //
 // Roles (512 threads; the launch gives 128 registers to each, setmaxnreg redistributes them)
 //   QK        warpgroup 0,        168 registers  S = Q K^T with most of Q in registers, online softmax, P

@@ -131,8 +131,8 @@ struct TileScheduler {
         __syncwarp();
         return request >= 0;
     }
-    // Takes a tile when all copies of the one before are on their way. Taken earlier, the last tiles would wait
-    // in CTAs that have long ones, while other CTAs have none.
+    // Takes a tile when all copies of the one before are on their way. Taken earlier, the last tiles would
+    // wait in CTAs that have long ones, while other CTAs have none.
     __device__ __forceinline__ void advance(const Params& params) {
         int taken = 0;
         if (params.counter != nullptr && lane_index() == 0) taken = atomicAdd(params.counter, 1);

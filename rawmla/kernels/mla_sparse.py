@@ -305,7 +305,7 @@ class PreparedSparse:
             (head_tiles * call.s_q, 1, call.num_parts),
             params,
             struct.changing,
-            # Rows of bf16 are read at the same time by the tiles of a request: best on neighbouring SMs.
+            # With bf16 rows only the place of the tiles is a cluster's: mla_sparse_bf16.cu.
             cluster=(2, 1, 1) if clusters or (call.format == "bf16" and head_tiles % 2 == 0) else None,
             pdl=starts_early,
         ).launch
