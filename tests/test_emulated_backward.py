@@ -69,7 +69,15 @@ def test_small_flex_calls(emulator: Emulator, which: tuple[FlexCase, str, bool])
 
 
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
-@pytest.mark.parametrize(("score", "deterministic"), (("head scale", False), ("query scale", True)))
+@pytest.mark.parametrize(
+    ("score", "deterministic"),
+    (
+        ("head scale", False),
+        ("query scale", True),
+        pytest.param("head scale", True, marks=pytest.mark.full),
+        pytest.param("query scale", False, marks=pytest.mark.full),
+    ),
+)
 def test_other_schedules_of_flex(
     emulator: Emulator, deterministic: bool, score: str, seeds: tuple[int, ...]
 ) -> None:
