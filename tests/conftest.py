@@ -1,5 +1,6 @@
-"""Test set-up: everything under tests/gpu is marked `gpu` and skipped where there is no Hopper GPU. For tests
-that run kernels without one there is an emulated device.
+"""Test set-up: without a Hopper GPU, tests/gpu is left out, and a line at the end says so; files of it that the
+command names are collected, and their tests skipped. For tests that run kernels without one there is an emulated
+device.
 
 Cases that are marked `full` run with the option --full alone: they are further variants of what other cases
 test, and docs/checks.md says which. A run without the option ends with a line that counts them.
@@ -11,6 +12,7 @@ tests took, those of files that it does not know come first then, and those that
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections import Counter
@@ -27,6 +29,17 @@ if TYPE_CHECKING:
 from rawmla.testing.gpu import missing_hopper_reason
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Collecting the GPU's tests takes as long as the rest, in each process."""
+    if (
+        collection_path == GPU_FOLDER
+        and not config.getoption("collectonly")
+        and missing_hopper_reason() is not None
+    ):
+        return True
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -117,8 +130,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Failures(config))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what was skipped, a line for each reason: a file without torch is else no more than a letter."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what was left out or skipped, a line for each reason: a file without torch is else one letter."""
+    above = any(Path(argument.partition("::")[0]).resolve() in GPU_FOLDER.parents for argument in config.args)
+    files = len(list(GPU_FOLDER.glob("test_*.py")))
+    if files and above and (reason := missing_hopper_reason()) is not None:
+        terminalreporter.write_line(f"left out the {files} files of tests/gpu: {reason}")
     counts = Counter(
         ("file" if isinstance(report, pytest.CollectReport) else "test", str(report.longrepr[2]))
         for report in terminalreporter.getreports("skipped")
@@ -126,6 +143,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for (kind, reason), count in counts.most_common():
         several = f"{count} {kind}{'s' * (count > 1)}"
         terminalreporter.write_line(f"skipped {several}: {reason.removeprefix('Skipped: ')}")
+
+
+def pytest_collection_finish() -> None:
+    """What was collected stays: garbage collections need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

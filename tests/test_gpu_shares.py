@@ -118,13 +118,13 @@ def test_large_shares_are_for_a_few_at_a_time(tmp_path: Path, monkeypatch: pytes
         limits.append(cuda.fractions)
         assert cuda.reserved == cuda.allocated
 
-    threads = [threading.Thread(target=process, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=process, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert most == LARGE_SHARES
-    assert limits == [[SMALL / 15 + LARGE, SMALL / 15]] * 6
+    assert limits == [[SMALL / 15 + LARGE, SMALL / 15]] * 4
 
 
 class Array:

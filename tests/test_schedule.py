@@ -357,7 +357,7 @@ def test_every_number_of_parts(batch_invariant: bool) -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", full_unless(lambda seed: seed < 2, range(4)))
 def test_random_batches(seed: int, batch_invariant: bool) -> None:
     draw = random.Random(seed)
     for _ in range(250):

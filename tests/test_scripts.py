@@ -2194,6 +2194,26 @@ def test_full_cases_are_left_out(
     assert [line for line in printed.splitlines() if "left out" in line] == wanted, printed
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [("", "left out the 1 files of tests/gpu: no NVIDIA"), ("gpu/test_b.py", "skipped 2 tests: no NVIDIA")],
+    ids=("all", "a file"),
+)
+def test_without_a_gpu_its_tests_are_left_out(
+    named: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: some\n")
+    (tmp_path / "test_a.py").write_text("def test_one(): pass\n")
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu" / "test_b.py").write_text("def test_two(): pass\ndef test_three(): pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *named.split()]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert wanted in printed and ("1 passed" in printed) == (not named), printed
+
+
 def test_known_seconds() -> None:
     """The mean of a file's tests, and its long ones."""
     counts = {"passed": 2, "failed": 1, "skipped": 5, "seconds": 12.0}
@@ -2369,9 +2389,8 @@ def test_the_sanitizer_in_parts(
         gpu_check.parse_arguments(["--sanitizer-parts", "0"])
 
 
-@pytest.mark.full
 def test_the_sanitizer_gets_every_case() -> None:
-    """The files that are looked for have all that is marked."""
+    """The files that are looked for have all that is marked, and the GPU's tests can be collected anywhere."""
     command = [
         sys.executable,
         "-m",
@@ -2380,8 +2399,6 @@ def test_the_sanitizer_gets_every_case() -> None:
         "-p",
         "no:cacheprovider",
         "--collect-only",
-        "-m",
-        "sanitizer",
     ]
     answer = subprocess.run(
         [*command, "-m", "sanitizer", "tests/gpu"],
