@@ -1,6 +1,6 @@
-"""Test set-up: without a Hopper GPU, tests/gpu is left out, and a line at the end says so; files of it that the
-command names are collected, and their tests skipped. For tests that run kernels without one there is an emulated
-device.
+"""Test set-up: without a Hopper GPU, tests/gpu is left out, and a line at the end says so; files of it that
+the command names are collected, and their tests skipped. For tests that run kernels without a GPU there is an
+emulated device.
 
 Cases that are marked `full` run with the option --full alone: they are further variants of what other cases
 test, and docs/checks.md says which. A run without the option ends with a line that counts them.

@@ -2390,7 +2390,7 @@ def test_the_sanitizer_in_parts(
 
 
 def test_the_sanitizer_gets_every_case() -> None:
-    """The files that are looked for have all that is marked, and the GPU's tests can be collected anywhere."""
+    """The files that are looked for have all that is marked; the GPU's tests can be collected anywhere."""
     command = [
         sys.executable,
         "-m",
