@@ -16,11 +16,9 @@ from rawmla.call import arrays, memo
 from rawmla.kernels import (
     common,
     flex_backward,
-    flex_forward,
     mha_backward,
     mha_forward,
     mla_sparse_prefill,
-    prefix_prefill,
 )
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
@@ -225,22 +223,20 @@ class PreparedMhaBackward(PreparedMha):
 class PreparedPrefix(PreparedMha):
     """Stands in for the launch of prefix prefill: with scratch in some calls, without in others."""
 
-    addresses = prefix_prefill.PrefixPrefillAddresses
-    scratch_bytes = property(lambda self: 0 if self.call.causal else 48)  # type: ignore[assignment]
+    scratch_bytes = property(lambda self: 0 if self.call.window_right == 0 else 48)  # type: ignore[assignment]
 
 
 class PreparedFlex(PreparedMha):
     """Stands in for the launch of flex attention."""
 
-    addresses = flex_forward.FlexAddresses
     scratch_bytes = 16
 
-    def launch(  # type: ignore[override]
-        self, stream: int, addresses: Any, score_mod: bytes, mask_mod: bytes, scratch: int
-    ) -> None:
+    def launch(self, stream: int, addresses: Any, scratch: int, *of_mods: Any) -> None:
         super().launch(stream, addresses, scratch)
-        self.launches[-1].score_mod, self.launches[-1].mask_mod = score_mod, mask_mod
-        assert (len(score_mod), len(mask_mod)) == (self.call.score_mod_bytes, self.call.mask_mod_bytes)
+        (*more, score_mod, mask_mod), mods, launch = of_mods, self.call.mods, self.launches[-1]
+        launch.more = mha_forward.ModAddresses(*more)
+        launch.score_mod, launch.mask_mod = score_mod, mask_mod
+        assert (len(score_mod), len(mask_mod)) == (mods.score_mod_bytes, mods.mask_mod_bytes)
 
 
 class PreparedFlexBackward(PreparedMha):
@@ -293,10 +289,16 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     memo.clear_all()
     monkeypatch.setattr(dense_decode, "PreparedDenseDecode", partial(PreparedDecode, made.decodes))
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
-    monkeypatch.setattr(mha_forward, "PreparedMhaForward", partial(PreparedMha, made.mha))
+
+    def prepared_forward(call: Any, capturing: Callable[[], bool]) -> PreparedMha:
+        if call.mods is not None:
+            return PreparedFlex(made.flex, call, capturing)
+        if call.cache is not None:
+            return PreparedPrefix(made.prefix, call, capturing)
+        return PreparedMha(made.mha, call, capturing)
+
+    monkeypatch.setattr(mha_forward, "PreparedMhaForward", prepared_forward)
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", partial(PreparedMhaBackward, made.mha_backward))
-    monkeypatch.setattr(prefix_prefill, "PreparedPrefixPrefill", partial(PreparedPrefix, made.prefix))
-    monkeypatch.setattr(flex_forward, "PreparedFlexForward", partial(PreparedFlex, made.flex))
     backward = partial(PreparedFlexBackward, made.flex_backward)
     monkeypatch.setattr(flex_backward, "PreparedFlexBackward", backward)
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,9 @@ from rawmla.flex import backward as flex_backward_call
 from rawmla.flex import forward as flex_forward_call
 from rawmla.flex.functions import as_reading
 from rawmla.flex.mods import Mod, Reading, reading_of
-from rawmla.kernels import flex_backward, flex_forward
+from rawmla.kernels import flex_backward, mha_forward
 from rawmla.kernels.flex_backward import FlexBackwardAddresses
-from rawmla.kernels.flex_forward import FlexAddresses
+from rawmla.kernels.mha_forward import MhaForwardAddresses, ModAddresses
 from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
 torch = pytest.importorskip("torch")
@@ -101,25 +102,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def as_bound(function: Any, kind: Any, device: int, framework: Any) -> Any:
         return recorded(named(function, kind, device), kind, device, framework)
 
-    def prepared(run: Callable[..., None], kind: Any) -> type:
-        class Prepared:
-            scratch_bytes = 16
+    class Prepared:
+        scratch_bytes = 16
 
-            def __init__(self, call: Any, capturing: Any) -> None:
-                self.call = call
+        def __init__(self, call: Any, capturing: Any) -> None:
+            self.call = call
 
-            def launch(self, stream: int, addresses: Any, score: bytes, mask: bytes, *more: Any) -> None:
-                with torch.no_grad():
-                    run(launches, self.call, kind(*addresses), *more[:-1])
+    class PreparedForward(Prepared):
+        def launch(self, stream: int, addresses: Any, scratch: int, *of_mods: Any) -> None:
+            *more, _, _ = of_mods
+            with torch.no_grad():
+                _forward(launches, self.call, MhaForwardAddresses(*addresses), ModAddresses(*more))
 
-        return Prepared
+    class PreparedBackward(Prepared):
+        def launch(
+            self, stream: int, addresses: Any, score: bytes, mask: bytes, captured: Any, scratch: int
+        ) -> None:
+            with torch.no_grad():
+                _backward(launches, self.call, FlexBackwardAddresses(*addresses), captured)
 
     for module in (flex_forward_call, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
     monkeypatch.setattr(flex_backward_call, "bound", recorded)
     monkeypatch.setattr(flex_forward_call, "as_bound", as_bound)
-    monkeypatch.setattr(flex_forward, "PreparedFlexForward", prepared(_forward, FlexAddresses))
-    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", prepared(_backward, FlexBackwardAddresses))
+    monkeypatch.setattr(mha_forward, "PreparedMhaForward", PreparedForward)
+    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", PreparedBackward)
     return launches
 
 
@@ -184,7 +191,16 @@ def _transposed(counts: Any, indices: Any, rows: int) -> tuple[Any, Any]:
     return listed.sum(-1), np.argsort(~listed, axis=-1, kind="stable")
 
 
-def _forward(launches: Launches, call: Any, addresses: FlexAddresses) -> None:
+def _forward(launches: Launches, call: Any, arrays: MhaForwardAddresses, more: ModAddresses) -> None:
+    # By the names of the backward's call.
+    call = SimpleNamespace(
+        **call._asdict(),
+        seqlen_q=call.max_seqlen_q,
+        seqlen_k=call.max_seqlen_k,
+        scale=call.softmax_scale,
+        lists=call.mods.lists,
+    )
+    addresses = SimpleNamespace(**arrays._asdict(), **more._asdict())
     score = launches.given["score_mod"]
     launches.forward.append(score)
     _, (lse, largest) = reference.flex_attention(

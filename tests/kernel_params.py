@@ -40,7 +40,7 @@ PARAMS: dict[tuple[str, bool], ParamStruct] = {
     ("mha_backward_finish", False): mha_backward.FINISH_PARAMS,
     ("mha_backward_prepare", False): mha_backward.PREPARE_PARAMS,
     ("mha_combine", False): mha_combine.PARAMS,
-    ("mha_forward", False): mha_forward.PARAMS,
+    ("mha_forward", False): mha_forward.params_of(),
     ("mla_cache_gather", False): mla_cache_gather.PARAMS,
     ("mla_cache_write", False): mla_cache_write.PARAMS,
     ("mla_convert_indices", False): mla_convert_indices.PARAMS,

@@ -140,7 +140,7 @@ def _forward(call: Any, addresses: Any) -> None:
     v = _rows(call, addresses.v, "k", "v", call.h_kv, call.d_v)
     out = _rows(call, addresses.out, "q", "out", call.h_q, call.d_v)
     function = reference.flash_attn_varlen_func if call.varlen else reference.flash_attn_func
-    options = _options(call, addresses, call.sink_dtype if call.has_sink else None)
+    options = _options(call, addresses, call.sink_dtype)
     _, lse = function(q, k, v, **options, out=out)
     request, head = call.lse_strides
     _logs(call, addresses.lse, (request, 1, head)).copy_(lse)

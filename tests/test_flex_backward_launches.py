@@ -17,13 +17,13 @@ from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import block_mask, flex_backward, mha_backward
+from rawmla.kernels.block_mask import BlockLists
 from rawmla.kernels.flex_backward import (
     CapturedGradient,
     FlexBackwardAddresses,
     FlexBackwardCall,
     PreparedFlexBackward,
 )
-from rawmla.kernels.flex_forward import BlockLists
 from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
 
 LOG2_E = 1 / math.log(2)

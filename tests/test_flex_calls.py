@@ -32,7 +32,8 @@ from rawmla.call import arrays
 from rawmla.flex import functions
 from rawmla.flex.mods import HEADER_NAME
 from rawmla.kernels import block_mask as mask_kernels
-from rawmla.kernels.flex_forward import BlockLists, FlexAddresses, FlexForwardCall
+from rawmla.kernels.block_mask import BlockLists
+from rawmla.kernels.mha_forward import MhaForwardAddresses, MhaForwardCall, ModAddresses, Mods
 
 B, HQ, HKV, L, S, E, EV = 2, 8, 2, 300, 500, 128, 64
 ROWS, COLUMNS = 3, 4  # of blocks of 128
@@ -448,30 +449,44 @@ def test_streams_are_looked_at_in_every_call(world: World) -> None:
     assert len(world.flex) == 3
 
 
-EXPECTED = FlexForwardCall(
+EXPECTED = MhaForwardCall(
     device=0,
     dtype="bfloat16",
     b=B,
     k_batches=B,
     h_q=HQ,
     h_kv=HKV,
-    seqlen_q=L,
-    seqlen_k=S,
     d_qk=E,
     d_v=EV,
+    varlen=False,
+    max_seqlen_q=L,
+    max_seqlen_k=S,
+    total_q=L,
+    total_k=S,
     q_strides=(HQ * L * E, E, L * E),
     k_strides=(HKV * S * E, E, S * E),
     v_strides=(HKV * S * EV, EV, S * EV),
     out_strides=(HQ * L * EV, EV, L * EV),
-    scale=E**-0.5,
-    states=None,
-    lists=None,
-    header=("", ""),
-    has_score_mod=False,
-    score_mod_bytes=8,
-    mask_mod_bytes=8,
-    max_scores=False,
+    lse_strides=(HQ * L, L),
+    softmax_scale=E**-0.5,
+    mods=Mods(
+        header=("", ""),
+        has_score_mod=False,
+        score_mod_bytes=8,
+        mask_mod_bytes=8,
+        lists=None,
+        states=None,
+        max_scores=False,
+    ),
 )
+
+
+def changed(call: MhaForwardCall, mods: Arguments, **more: Any) -> MhaForwardCall:
+    """A call with other members; ``mods``: those of its functions and lists."""
+    assert call.mods is not None
+    return call._replace(mods=call.mods._replace(**mods), **more)
+
+
 EXPECTED_LISTS = BlockLists(
     counts_strides=((0, 0, 1), (0, 0, 1)),
     lists_strides=((0, 0, COLUMNS), (0, 0, COLUMNS)),
@@ -486,9 +501,9 @@ EXPECTED_LISTS = BlockLists(
 def only(world: World) -> SimpleNamespace:
     """The one launch, whose header is taken apart: its name, and the text, which is not compared."""
     (launch,) = world.flex
-    name, launch.text = launch.call.header
+    name, launch.text = launch.call.mods.header
     assert name == HEADER_NAME
-    launch.call = launch.call._replace(header=("", ""))
+    launch.call = changed(launch.call, {"header": ("", "")})
     return launch
 
 
@@ -507,15 +522,10 @@ class TestLaunch:
             ((16,), "uint8", None),
         ]
         launch = only(world)
-        assert launch.call == EXPECTED._replace(
-            scale=0.25, lists=EXPECTED_LISTS, has_score_mod=True, score_mod_bytes=40, max_scores=True
-        )
-        assert launch.addresses == FlexAddresses(
-            q=0x1000,
-            k=0x2000,
-            v=0x3000,
-            out=out.ptr,
-            lse=lse.ptr,
+        mods = {"lists": EXPECTED_LISTS, "has_score_mod": True, "score_mod_bytes": 40, "max_scores": True}
+        assert launch.call == changed(EXPECTED, mods, softmax_scale=0.25)
+        assert launch.addresses == MhaForwardAddresses(q=0x1000, k=0x2000, v=0x3000, out=out.ptr, lse=lse.ptr)
+        assert launch.more == ModAddresses(
             max_scores=max_scores.ptr,
             kv_num_blocks=0x4000,
             kv_indices=0x5000,
@@ -534,7 +544,7 @@ class TestLaunch:
         out = call(plain())
         assert out is world.framework.allocated[0] and len(world.framework.allocated) == 2
         launch = only(world)
-        assert launch.call == EXPECTED and launch.addresses[4:] == (0,) * 7
+        assert launch.call == EXPECTED and launch.addresses.lse == 0 and launch.more == (0,) * 6
         assert launch.text.count("kIsThere = false") == 2
 
     def test_positional(self, world: World) -> None:
@@ -542,8 +552,8 @@ class TestLaunch:
         options = {"BLOCK_M": 64}
         out, lse = rawmla.flex_attention(q, k, v, "2 * score", None, 0.5, True, True, options)
         launch = only(world)
-        assert launch.call == EXPECTED._replace(scale=0.5, has_score_mod=True)
-        assert launch.addresses[3:6] == (out.ptr, lse.ptr, 0)
+        assert launch.call == changed(EXPECTED, {"has_score_mod": True}, softmax_scale=0.5)
+        assert launch.addresses[3:5] == (out.ptr, lse.ptr)
 
     def test_results(self, world: World) -> None:
         assert isinstance(call(plain(), return_aux=rawmla.AuxRequest())[1], rawmla.AuxOutput)
@@ -551,8 +561,8 @@ class TestLaunch:
         _, (lse, max_scores) = call(plain(), return_aux=rawmla.AuxRequest(max_scores=True))
         assert lse is None and max_scores.shape == (B, HQ, L)
         _, lse = call(plain(), return_lse=True)
-        assert [launch.call.max_scores for launch in world.flex] == [False, False, True, False]
-        assert [launch.addresses[4:6] for launch in world.flex] == [
+        assert [launch.call.mods.max_scores for launch in world.flex] == [False, False, True, False]
+        assert [(launch.addresses.lse, launch.more.max_scores) for launch in world.flex] == [
             (0, 0),
             (0, 0),
             (0, max_scores.ptr),
@@ -562,7 +572,9 @@ class TestLaunch:
     def test_torchs_request(self, world: World) -> None:
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
         out, aux = call(plain(), return_aux=flex.AuxRequest(lse=True, max_scores=True))
-        assert only(world).addresses[3:6] == (out.ptr, aux.lse.ptr, aux.max_scores.ptr)
+        launch = only(world)
+        assert launch.addresses[3:5] == (out.ptr, aux.lse.ptr)
+        assert launch.more.max_scores == aux.max_scores.ptr
 
     def test_given_out(self, world: World) -> None:
         strides = (HQ * L * 72, L * 72, 72, 1)
@@ -638,7 +650,10 @@ class TestArrays:
         change("query", shape=(B, HKV, L, E))(arguments)
         call(arguments)
         assert only(world).call == EXPECTED._replace(
-            h_q=HKV, q_strides=(HKV * L * E, E, L * E), out_strides=(HKV * L * EV, EV, L * EV)
+            h_q=HKV,
+            q_strides=(HKV * L * E, E, L * E),
+            out_strides=(HKV * L * EV, EV, L * EV),
+            lse_strides=(HKV * L, L),
         )
 
     @pytest.mark.parametrize(
@@ -672,7 +687,7 @@ class TestArrays:
         assert launch.call == EXPECTED._replace(
             d_qk=17,
             d_v=10,
-            scale=17**-0.5,
+            softmax_scale=17**-0.5,
             q_strides=(HQ * L * 24, 24, L * 24),
             k_strides=(HKV * S * 24, 24, S * 24),
             v_strides=(HKV * S * 16, 16, S * 16),
@@ -732,8 +747,9 @@ class TestArrays:
         capture(shape=(HQ, 0))(arguments)
         call(arguments)
         launch = only(world)
-        assert (launch.call.seqlen_k, launch.call.lists, launch.call.has_score_mod) == (0, None, False)
-        assert launch.addresses[6:] == (0,) * 5 and launch.text.count("kIsThere = false") == 2
+        assert (launch.call.max_seqlen_k, launch.call.mods.lists) == (0, None)
+        assert not launch.call.mods.has_score_mod
+        assert launch.more[1:] == (0,) * 5 and launch.text.count("kIsThere = false") == 2
         with pytest.raises(ValueError, match=r"^block_mask: expected seq_lengths of \(300, 0\).*too large"):
             call(arguments, block_mask=mask_of())
 
@@ -743,15 +759,16 @@ class TestScale:
         for scale in (None, 0.5, 2, np.float32(0.25)):
             call(plain(), scale=scale)
         calls = [launch.call for launch in world.flex]
-        assert [one.scale for one in calls] == [E**-0.5, 0.5, 2.0, 0.25]
-        assert not any(one.has_score_mod for one in calls) and len({one.header for one in calls}) == 1
+        assert [one.softmax_scale for one in calls] == [E**-0.5, 0.5, 2.0, 0.25]
+        mods = [one.mods for one in calls]
+        assert not any(one.has_score_mod for one in mods) and len({one.header for one in mods}) == 1
 
     @pytest.mark.parametrize("scale", (0, -0.5))
     def test_not_positive(self, world: World, scale: float) -> None:
         """Scores are scaled before the softmax then, which else scales them itself."""
         call(plain(), scale=scale)
         launch = only(world)
-        assert launch.call == EXPECTED._replace(scale=scale, has_score_mod=True)
+        assert launch.call == changed(EXPECTED, {"has_score_mod": True}, softmax_scale=scale)
         assert NO_CHANGE in launch.text and launch.score_mod == bytes(8)
 
     def test_not_positive_with_a_function(self, world: World) -> None:
@@ -766,7 +783,7 @@ class TestReuse:
         return [launch.prepared for launch in world.flex]
 
     def headers(self, world: World) -> set[Any]:
-        return {launch.call.header for launch in world.flex}
+        return {launch.call.mods.header for launch in world.flex}
 
     def test_other_addresses_and_numbers(self, world: World) -> None:
         for i in range(3):
@@ -817,7 +834,7 @@ class TestKnownLists:
         return [name for name in world.reads if name not in self.QKV]
 
     def addresses(self, world: World) -> tuple[int, ...]:
-        return tuple(world.flex[-1].addresses[6:10])
+        return tuple(world.flex[-1].more[1:5])
 
     def test_are_not_read_again(self, world: World) -> None:
         masks = [mask_of(), mask_of(full=False)]
@@ -842,7 +859,7 @@ class TestKnownLists:
         self.reads(world, mask)
         mask.kv_indices.shape = (1, 1, ROWS, COLUMNS - 1)
         assert self.reads(world, mask) == MASK_LISTS
-        assert world.flex[-1].call.lists.columns == (COLUMNS - 1, COLUMNS)
+        assert world.flex[-1].call.mods.lists.columns == (COLUMNS - 1, COLUMNS)
         mask.kv_indices.shape = (1, 1, ROWS - 1, COLUMNS)
         with pytest.raises(ValueError, match=r"^block_mask\.kv_indices"):
             call(plain(), block_mask=mask)
@@ -874,7 +891,7 @@ class TestKnownLists:
         mask = mask_of()
         self.reads(world, mask)
         mask.mask_mod = rawmla.CudaMod("q_idx > kv_idx")
-        assert self.reads(world, mask) == [] and "q_idx > kv_idx" in world.flex[-1].call.header[1]
+        assert self.reads(world, mask) == [] and "q_idx > kv_idx" in world.flex[-1].call.mods.header[1]
 
     def test_other_queries(self, world: World) -> None:
         """What is checked against them is checked again."""
@@ -922,7 +939,7 @@ class TestLists:
 
     def lists(self, world: World, mask: Any) -> BlockLists:
         call(plain(), block_mask=mask)
-        found: BlockLists = world.flex[-1].call.lists
+        found: BlockLists = world.flex[-1].call.mods.lists
         return found
 
     def test_leading_dimensions(self, world: World) -> None:
@@ -964,12 +981,12 @@ class TestLists:
         mask = mask_of()
         mask.kv_indices = mask.kv_indices.but(shape=(1, 1, ROWS, 0), ptr=0)
         assert self.lists(world, mask).columns == (0, COLUMNS)
-        assert world.flex[0].addresses[6:] == (0x4000, 0, 0x6000, 0x7000, 0)
+        assert world.flex[0].more[1:] == (0x4000, 0, 0x6000, 0x7000, 0)
 
     def test_without_full_lists(self, world: World) -> None:
         found = self.lists(world, mask_of(full=False))
         assert found.lists_strides == ((0, 0, COLUMNS), (0, 0, 0)) and found.columns == (COLUMNS, 0)
-        assert world.flex[0].addresses[6:] == (0x4000, 0x5000, 0, 0, 0)
+        assert world.flex[0].more[1:] == (0x4000, 0x5000, 0, 0, 0)
 
     def test_more_rows_and_columns(self, world: World) -> None:
         assert self.lists(world, mask_of(rows=9, columns=20)).columns == (20, 20)
@@ -985,7 +1002,7 @@ class TestLists:
         # Rows of a copy are padded to a multiple of 8.
         assert found.counts_strides == ((HQ * 8, 8, 1), (HQ * ROWS, ROWS, 1))
         assert found.lists_strides == ((HQ * ROWS * 4, ROWS * 4, 4), (HQ * ROWS * 8, ROWS * 8, 8))
-        assert world.flex[0].addresses[6:] == (COPY + 0x1000, 0x5000, 0x6000, COPY + 0x2000, 0)
+        assert world.flex[0].more[1:] == (COPY + 0x1000, 0x5000, 0x6000, COPY + 0x2000, 0)
 
     def test_a_last_dimension_with_steps_is_copied(self, world: World) -> None:
         mask = mask_of()
@@ -1001,7 +1018,7 @@ class TestLists:
         mask.seq_lengths = (1, 1)
         call(plain(), block_mask=mask)
         launch = only(world)
-        assert launch.call == EXPECTED and launch.addresses[6:] == (0,) * 5
+        assert launch.call == EXPECTED and launch.more[1:] == (0,) * 5
         assert launch.text.count("kIsThere = false") == 2
 
     def test_torchs_mask(self, world: World) -> None:
@@ -1015,7 +1032,7 @@ class TestLists:
             world.flex.clear()
             call(plain(), block_mask=theirs)
             launch = only(world)
-            assert launch.call.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == asked
+            assert launch.call.mods.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == asked
 
     def test_torchs_indexed_mask(self, world: World) -> None:
         flex = pytest.importorskip("torch.nn.attention.flex_attention")
@@ -1054,7 +1071,7 @@ class TestLists:
         change("key", shape=(B, HKV, S, d))(arguments)
         change("value", shape=(B, HKV, S, d))(arguments)
         call(arguments, block_mask=mask_of(columns=8, BLOCK_SIZE=(128, 64)))
-        assert world.flex[0].call.lists.block_k == 64 and not world.enqueued
+        assert world.flex[0].call.mods.lists.block_k == 64 and not world.enqueued
 
 
 SMALL = (
@@ -1101,9 +1118,9 @@ class TestOtherBlocks:
 
         # Lists, of which the attention kernel is told
         launch = only(world)
-        made = launch.addresses[6:10]
-        assert launch.addresses.states == clear.address
-        assert launch.call.states == (rows, columns, block_q, block_k)
+        made = launch.more[1:5]
+        assert launch.more.states == clear.address
+        assert launch.call.mods.states == (rows, columns, block_q, block_k)
         assert read_struct(mask_kernels.LISTS_PARAMS, lists.params) == {
             "states": clear.address,
             "partial_counts": made[0],
@@ -1123,7 +1140,7 @@ class TestOtherBlocks:
             "line_tokens": L,
             "entry_tokens": S,
         }
-        assert launch.call.lists == BlockLists(
+        assert launch.call.mods.lists == BlockLists(
             (dense(*leading, ROWS),) * 2,
             (dense(*leading, ROWS, COLUMNS)[:3],) * 2,
             (COLUMNS, COLUMNS),
@@ -1164,7 +1181,7 @@ class TestOtherBlocks:
             call(plain(), block_mask=mask)
         first, second = world.flex
         assert first.prepared is second.prepared and len(world.enqueued) == 6
-        assert first.scratch != second.scratch and first.addresses[6:] != second.addresses[6:]
+        assert first.scratch != second.scratch and first.more[1:] != second.more[1:]
 
 
 def read_struct(declared: Any, params: bytes) -> dict[str, Any]:
@@ -1196,7 +1213,7 @@ class TestOtherLists:
         scatter = read_struct(mask_kernels.SCATTER_PARAMS, world.enqueued[1].params)
         assert (scatter["full_kv_num_blocks"], scatter["list_columns"]) == (0, (16, 0))
         launch = only(world)
-        assert 0 not in launch.addresses[6:]
+        assert 0 not in launch.more[1:]
         assert "return block_state == 2;\nreturn true;" in launch.text
 
     def test_converted_lists(self, world: World) -> None:
@@ -1255,7 +1272,7 @@ class TestPythonFunctions:
         for slope in (0.5, 2.5, torch.tensor(3.5)):
             call(plain(), score_mod=lambda score, b, h, q, k, s=slope: score * s)
         assert [struct.unpack("<f4x", launch.score_mod)[0] for launch in world.flex] == [0.5, 2.5, 3.5]
-        assert len({launch.call.header for launch in world.flex}) == 1
+        assert len({launch.call.mods.header for launch in world.flex}) == 1
 
     def test_numbers_past_float32(self, world: World, torch: Any) -> None:
         call(plain(), score_mod=lambda score, b, h, q, k: torch.where(q >= k, score, -1e300))
@@ -1286,7 +1303,7 @@ class TestPythonFunctions:
             call(plain(), score_mod=lambda s, b, h, q, k: s + bias[h, q])  # noqa: B023
         packed = [struct.unpack("<Q2q2i", launch.score_mod) for launch in world.flex]
         assert packed == [(x.data_ptr(), *x.stride(), HQ, L) for x in lying]
-        layouts = ["kSmallRows" in launch.call.header[1] for launch in world.flex]
+        layouts = ["kSmallRows" in launch.call.mods.header[1] for launch in world.flex]
         assert layouts == [True, True, False, True]
         first, second, third, fourth = [launch.prepared for launch in world.flex]
         assert first is second is fourth is not third
@@ -1303,7 +1320,7 @@ class TestPythonFunctions:
         packed = [struct.unpack("<Q2q2i", launch.score_mod) for launch in world.flex]
         assert [one[1:3] for one in packed] == [(L, 1), (1, L), (L, 1)]
         assert packed[2][0] == bias.data_ptr() != packed[0][0]
-        assert ["kSmallRows" in launch.call.header[1] for launch in world.flex] == [True, False, True]
+        assert ["kSmallRows" in launch.call.mods.header[1] for launch in world.flex] == [True, False, True]
 
     def test_a_number_that_changes_in_place(self, world: World, torch: Any) -> None:
         slope, width = torch.tensor(0.5), torch.tensor(3)

@@ -265,8 +265,8 @@ def test_a_mask_goes_into_a_call(world: World) -> None:
     query, key = FakeArray((2, 4, 300, 64), "bfloat16"), FakeArray((2, 4, 500, 64), "bfloat16")
     rawmla.flex_attention(query, key, key, block_mask=mask)
     (launch,) = world.flex
-    assert launch.addresses[6:] == (*[x.ptr for x in arrays_of(mask)[:4]], 0)
-    assert launch.call.lists.lists_strides == ((12, 0, 4),) * 2
+    assert launch.more[1:] == (*[x.ptr for x in arrays_of(mask)[:4]], 0)
+    assert launch.call.mods.lists.lists_strides == ((12, 0, 4),) * 2
 
 
 GOOD = {"mask_mod": CAUSAL, "B": None, "H": None, "Q_LEN": 300, "KV_LEN": 500}

@@ -24,7 +24,9 @@ from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.sources import find_source_root
-from rawmla.kernels import block_mask, flex_forward
+from rawmla.kernels import block_mask
+from rawmla.kernels.mha_forward import params_of
+from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
 GRID = block_mask.Grid(2, 3, 300, 500, 32, 96)
 SCORE = Mod(
@@ -46,7 +48,7 @@ DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 class Variant(NamedTuple):
-    """One of `flex_forward.spec`."""
+    """One of `flex_spec`."""
 
     dtype: str
     dims: tuple[int, int]
@@ -54,13 +56,11 @@ class Variant(NamedTuple):
     max_scores: bool
 
     def of_tile(self, keys: int) -> KernelSpec:
-        return flex_forward.spec(
-            self.dtype, *self.dims, keys, self.max_scores, header_of(*FUNCTIONS[self.functions])
-        )
+        return flex_spec(self.dtype, *self.dims, keys, self.max_scores, header_of(*FUNCTIONS[self.functions]))
 
     @property
     def spec(self) -> KernelSpec:
-        return self.of_tile(flex_forward.tile_of(*self.dims).keys)
+        return self.of_tile(tile_in_blocks(*self.dims).keys)
 
 
 VARIANTS = [
@@ -132,7 +132,7 @@ def test_functions_that_read_along_keys(which: tuple[tuple[int, int], str]) -> N
 @pytest.mark.parametrize("dims", DIMS)
 def test_tiles(dims: tuple[int, int]) -> None:
     spec = Variant("bfloat16", dims, "both", False).spec
-    tile = flex_forward.tile_of(*dims)
+    tile = tile_in_blocks(*dims)
     assert_in_kernel(
         spec,
         [
@@ -153,7 +153,7 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
     *[
         (
             Variant("bfloat16", (64, 64), functions, False).spec,
-            flex_forward.params_of(*map(bytes_of, FUNCTIONS[functions])),
+            params_of((bytes_of(FUNCTIONS[functions][0]), bytes_of(FUNCTIONS[functions][1]))),
         )
         for functions in FUNCTIONS
     ],
@@ -181,7 +181,7 @@ def test_other_functions_have_other_structs() -> None:
     """The comparison above can fail."""
     spec = Variant("bfloat16", (64, 64), "both", False).spec
     with pytest.raises(AssertionError, match="static assert"):
-        assert_in_kernel(spec, [f"sizeof(Params) == {flex_forward.params_of(800, 8).size}"])
+        assert_in_kernel(spec, [f"sizeof(Params) == {params_of((800, 8)).size}"])
 
 
 def test_states() -> None:
@@ -205,7 +205,7 @@ def test_a_mistake_is_shown_where_it_is(builder: Builder, kernel: str, lines: tu
     spec = (
         block_mask.states_spec(header)
         if kernel == "states"
-        else flex_forward.spec("bfloat16", 64, 64, 128, False, header)
+        else flex_spec("bfloat16", 64, 64, 128, False, header)
     )
     with pytest.raises(rawmla.CompileError) as caught:
         builder.build(spec)
@@ -228,7 +228,7 @@ def test_a_mistake_is_shown_where_it_is(builder: Builder, kernel: str, lines: tu
 def test_mistakes_of_score_functions(builder: Builder, code: str, captures: Any, text: str) -> None:
     header = header_of(CudaMod(code, captures).mod(), CAUSAL)
     with pytest.raises(rawmla.CompileError) as caught:
-        builder.build(flex_forward.spec("bfloat16", 64, 64, 128, False, header))
+        builder.build(flex_spec("bfloat16", 64, 64, 128, False, header))
     assert "user/mods.cuh, line " in caught.value.user_lines and text in caught.value.user_lines
 
 
@@ -236,7 +236,7 @@ def test_text_with_comments_and_names_of_the_kernel() -> None:
     """What a user calls things does not meet the names of the kernel."""
     captures = {"params": 2.0, "tile": 3, "block": 1, "kTileKeys": 5.0, "stage": 1.0}
     mod = CudaMod("score * params + tile + block + kTileKeys * stage  // all of them", captures).mod()
-    assert_in_kernel(flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(mod, None)), [])
+    assert_in_kernel(flex_spec("bfloat16", 64, 64, 128, False, header_of(mod, None)), [])
 
 
 def test_two_functions_with_the_same_names() -> None:
@@ -244,4 +244,4 @@ def test_two_functions_with_the_same_names() -> None:
     text = "const int x = q_idx + n, block_state = 3; return x > kv_idx + block_state;"
     mask = CudaMod(text, {"n": 2}).mod()
     header = header_of(score, within_blocks(mask, GRID))
-    assert_in_kernel(flex_forward.spec("bfloat16", 64, 64, 128, False, header), [])
+    assert_in_kernel(flex_spec("bfloat16", 64, 64, 128, False, header), [])

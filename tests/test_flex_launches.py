@@ -8,25 +8,29 @@ from typing import Any
 
 import pytest
 from test_flex_calls import EXPECTED as PLAIN
-from test_flex_calls import EXPECTED_LISTS, HQ, L, S, read_struct
+from test_flex_calls import EXPECTED_LISTS, HQ, L, S, changed, read_struct
 
 from rawmla import jit
 from rawmla.errors import KernelNotReadyError
 from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import flex_forward, mha_forward
-from rawmla.kernels.flex_forward import FlexAddresses, PreparedFlexForward
+from rawmla.kernels import mha_forward
+from rawmla.kernels.mha_forward import (
+    MhaForwardAddresses,
+    ModAddresses,
+    Mods,
+    PreparedMhaForward,
+    params_of,
+)
+from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
 SMS = 132
 LOG2_E = 1 / math.log(2)
-CALL = PLAIN._replace(lists=EXPECTED_LISTS, header=header_of(None, None))
-ADDRESSES = FlexAddresses(
-    q=0x1000,
-    k=0x2000,
-    v=0x3000,
-    out=0x8000,
-    lse=0x8800,
+HEADER = header_of(None, None)
+CALL = changed(PLAIN, {"lists": EXPECTED_LISTS, "header": HEADER})
+ADDRESSES = MhaForwardAddresses(q=0x1000, k=0x2000, v=0x3000, out=0x8000, lse=0x8800)
+MORE = ModAddresses(
     max_scores=0x9000,
     kv_num_blocks=0x4000,
     kv_indices=0x5000,
@@ -61,19 +65,22 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[_Kernel]:
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(jit, "require_supported", lambda device: None)
     monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[]))
-    monkeypatch.setattr(flex_forward, "_keys_of", BoundedTable(4))
+    monkeypatch.setattr(mha_forward, "_keys_of", BoundedTable(4))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SMS))
     return loaded
 
 
-def prepared(call: Any = CALL, **changes: Any) -> PreparedFlexForward:
-    return PreparedFlexForward(call._replace(**changes), lambda: False)
+def prepared(seqlen_q: int = L, seqlen_k: int = S, **changes: Any) -> PreparedMhaForward:
+    """A call with other members, of its `Mods` too."""
+    mods = {name: changes.pop(name) for name in Mods._fields if name in changes}
+    lengths = {"max_seqlen_q": seqlen_q, "total_q": seqlen_q, "max_seqlen_k": seqlen_k, "total_k": seqlen_k}
+    return PreparedMhaForward(changed(CALL, mods, **lengths, **changes), lambda: False)
 
 
 def params(kernels: list[_Kernel], **changes: Any) -> dict[str, Any]:
     """The parameters of a call, but for those that change from launch to launch."""
     prepared(**changes)
-    declared = flex_forward.params_of(8, 8)
+    declared = params_of((8, 8))
     plain = SimpleNamespace(
         size=declared.size, members=[one for one in declared.members if one.name not in FUNCTIONS]
     )
@@ -115,16 +122,16 @@ def test_sizes_and_strides(kernels: list[_Kernel]) -> None:
     (kernel,) = kernels
     assert kernel.grid == (tiles, 1, 1) and tiles < SMS
     assert kernel.pdl is False  # arrays that a function reads are loaded ahead of the wait
-    assert kernel.spec == flex_forward.spec("bfloat16", 128, 64, 128, False, CALL.header)
+    assert kernel.spec == flex_spec("bfloat16", 128, 64, 128, False, HEADER)
 
 
 @pytest.mark.parametrize("scale", (0.25, -3.0, 0.0))
 def test_scores_in_natural_units(kernels: list[_Kernel], scale: float) -> None:
     """A function gets scaled scores; without one the softmax scales them."""
-    with_function = params(kernels, scale=scale, has_score_mod=True)
+    with_function = params(kernels, softmax_scale=scale, has_score_mod=True)
     assert with_function["score_scale"] == scale
     assert with_function["softmax_scale_log2"] == pytest.approx(LOG2_E, rel=1e-6)
-    without = params(kernels, scale=0.25)
+    without = params(kernels, softmax_scale=0.25)
     assert without["softmax_scale_log2"] == pytest.approx(0.25 * LOG2_E, rel=1e-6)
     assert with_function["score_factor"] == without["score_factor"] == 1.0
 
@@ -151,7 +158,7 @@ def test_counts_are_clipped(
 
 @pytest.mark.parametrize("d", (64, 128, 192, 256))
 def test_tiles_divide_blocks_of_128(kernels: list[_Kernel], d: int) -> None:
-    tile = flex_forward.tile_of(d, d)
+    tile = tile_in_blocks(d, d)
     assert 128 % tile.keys == 0 and tile.consumers == 2
     assert params(kernels, d_qk=d, d_v=d)["block_tiles"] == 128 // tile.keys
 
@@ -178,7 +185,7 @@ def test_kernels_do_not_depend_on_sizes(kernels: list[_Kernel]) -> None:
     for changes in (
         {},
         {"b": 7, "k_batches": 1, "h_q": 4, "seqlen_q": 1, "seqlen_k": 10_000},
-        {"scale": 0.5, "lists": None},
+        {"softmax_scale": 0.5, "lists": None},
         {"d_qk": 120, "d_v": 50, "q_strides": (1 << 40, 8, 8)},
         {"has_score_mod": True},
     ):
@@ -206,14 +213,14 @@ def test_what_changes_from_launch_to_launch(kernels: list[_Kernel], monkeypatch:
     monkeypatch.setattr(jit, "tensor_map", tensor_map)
     monkeypatch.setattr(jit, "clear", lambda *what: cleared.append(what))
     made = prepared(seqlen_q=10_000, score_mod_bytes=16, mask_mod_bytes=24)
-    made.launch(0x51, ADDRESSES, b"s" * 16, b"m" * 24, 0xA000)
-    made.launch(0x51, ADDRESSES, b"t" * 16, b"n" * 24, 0xB000)
+    made.launch(0x51, ADDRESSES, 0xA000, *MORE, b"s" * 16, b"m" * 24)
+    made.launch(0x51, ADDRESSES, 0xB000, *MORE, b"t" * 16, b"n" * 24)
     (kernel,) = kernels
     assert len(mapped) == 4 and [address for address, *_ in mapped] == [*ADDRESSES[:4]]
     assert [what[1][0] for _, *what in mapped] == [128, 128, 64, 64]
     assert cleared == [(0xA000, 16, 0x51, 0), (0xB000, 16, 0x51, 0)]
 
-    declared = flex_forward.params_of(16, 24)
+    declared = params_of((16, 24))
     names = [one.name for one in declared.members]
     (stream, *first), (_, *second) = kernel.launches
     assert stream == 0x51 and kernel.changing is declared.changing
@@ -221,7 +228,8 @@ def test_what_changes_from_launch_to_launch(kernels: list[_Kernel], monkeypatch:
     declared.changing.pack_into(changing, 0, *first)
     given = dict(zip(names, first, strict=False))
     assert {name: value for name, value in given.items() if value and not name.endswith("map")} == {
-        **{name: value for name, value in ADDRESSES._asdict().items() if name not in "qkv"},
+        **{name: value for name, value in ADDRESSES._asdict().items() if value and name not in "qkv"},
+        **MORE._asdict(),
         "counter": 0xA000,
         "score_mod": b"s" * 16,
         "mask_mod": b"m" * 24,
@@ -233,8 +241,8 @@ def test_what_changes_from_launch_to_launch(kernels: list[_Kernel], monkeypatch:
 def test_without_a_counter(kernels: list[_Kernel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "tensor_map", lambda *what: bytes(jit.TENSOR_MAP_BYTES))
     monkeypatch.setattr(jit, "clear", lambda *what: pytest.fail("something was cleared"))
-    prepared().launch(0x51, ADDRESSES, bytes(8), bytes(8), 0xA000)
-    names = [one.name for one in flex_forward.params_of(8, 8).members]
+    prepared().launch(0x51, ADDRESSES, 0xA000, *MORE, bytes(8), bytes(8))
+    names = [one.name for one in params_of((8, 8)).members]
     assert dict(zip(names, kernels[0].launches[0][1:], strict=False))["counter"] == 0
 
 
@@ -243,7 +251,7 @@ def test_maps_without_keys(kernels: list[_Kernel], monkeypatch: pytest.MonkeyPat
     mapped: list[Any] = []
     monkeypatch.setattr(jit, "tensor_map", lambda *what: mapped.append(what) or bytes(jit.TENSOR_MAP_BYTES))
     made = prepared(seqlen_k=0, k_strides=(128, 128, 128), v_strides=(64, 64, 64), lists=None)
-    made.launch(0x51, ADDRESSES._replace(k=0, v=0), bytes(8), bytes(8), 0)
+    made.launch(0x51, ADDRESSES._replace(k=0, v=0), 0, *MORE, bytes(8), bytes(8))
     assert [what[0] for what in mapped] == [0x1000, 0x1000, 0x1000, 0x8000]
     assert all(min(what[2]) >= 1 for what in mapped)
 
@@ -255,15 +263,15 @@ def test_sections_of_heads(kernels: list[_Kernel]) -> None:
 
 
 def test_struct_is_that_of_dense_attention_with_more() -> None:
-    plain = [one.name for one in mha_forward.PARAMS.members]
-    assert [one.name for one in flex_forward.params_of(8, 8).members if one.name in plain] == plain
+    plain = [one.name for one in params_of().members]
+    assert [one.name for one in params_of((8, 8)).members if one.name in plain] == plain
 
 
 def test_text_is_part_of_the_variant() -> None:
     one, other = (header_of(CudaMod(code).mod(), None) for code in ("score", "score * 2"))
-    first, second = (flex_forward.spec("bfloat16", 64, 64, 128, False, header) for header in (one, other))
+    first, second = (flex_spec("bfloat16", 64, 64, 128, False, header) for header in (one, other))
     assert first != second and first.label != second.label
-    assert first == flex_forward.spec("bfloat16", 64, 64, 128, False, header_of(CudaMod("score").mod(), None))
+    assert first == flex_spec("bfloat16", 64, 64, 128, False, header_of(CudaMod("score").mod(), None))
 
 
 def test_a_smaller_tile_where_functions_would_spill(
@@ -290,4 +298,4 @@ def test_nothing_is_built_in_a_capture(kernels: list[_Kernel], monkeypatch: pyte
     monkeypatch.setattr(jit, "get_kernel", not_loaded)
     monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("built in a capture"))
     with pytest.raises(KernelNotReadyError):
-        PreparedFlexForward(CALL, lambda: True)
+        PreparedMhaForward(CALL, lambda: True)

@@ -14,7 +14,7 @@ from host_mods import apply, needs_host_compiler
 
 from rawmla import jit
 from rawmla.flex.functions import header_of
-from rawmla.kernels import flex_forward
+from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
@@ -160,5 +160,5 @@ COMPILED: dict[str, Callable[..., Any]] = {
 def test_largest_tile_has_no_losses(name: str) -> None:
     """Else the kernel is compiled a second time, with another tile."""
     header = header_of(trace(COMPILED[name], "score_mod"), None)
-    keys = flex_forward.tile_of(128, 128).keys
-    assert jit.build(flex_forward.spec("bfloat16", 128, 128, keys, False, header)).losses == []
+    keys = tile_in_blocks(128, 128).keys
+    assert jit.build(flex_spec("bfloat16", 128, 128, keys, False, header)).losses == []

@@ -31,7 +31,7 @@ from rawmla.flex import mods
 from rawmla.flex.functions import header_of
 from rawmla.jit import KernelSpec
 from rawmla.kernels.block_mask import states_spec
-from rawmla.kernels.flex_forward import spec, tile_of
+from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
 TOKENS = 300  # no multiple of a block
 
@@ -53,7 +53,7 @@ def compile_kernels(compiled: Callable[[KernelSpec], Any], *functions: Any) -> N
         )
         for function in functions
     ]
-    compiled(spec("bfloat16", 128, 128, tile_of(128, 128).keys, False, header_of(score, mask)))
+    compiled(flex_spec("bfloat16", 128, 128, tile_in_blocks(128, 128).keys, False, header_of(score, mask)))
     if mask is not None:
         compiled(states_spec(header_of(None, mask)))
 

@@ -29,7 +29,7 @@ from rawmla.kernels import (
     default_specs,
     flex_backward,
     mha_backward,
-    mha_forward,
+    mha_forward_variants,
     mla_cache_gather,
     mla_cache_rows,
     mla_combine,
@@ -38,7 +38,6 @@ from rawmla.kernels import (
     mla_sparse,
     mla_sparse_prefill,
     mla_unite_selections,
-    prefix_prefill,
 )
 from rawmla.kernels.division import divisor
 from rawmla.kernels.operations import OPERATIONS, OPTIONS, specs_of
@@ -244,12 +243,14 @@ def test_warmup_checks_before_it_looks_for_a_device(
 
 def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of MHA, which flex attention goes with, and of prefix prefill; none by default."""
-    wanted = mha_forward.specs("float16", [(128, 128), (192, 128)])
+    wanted = mha_forward_variants.specs("float16", [(128, 128), (192, 128)])
     dims: dict[str, Any] = {"mha_head_dims": [(128, 128), (192, 128)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha", **dims) == wanted
     others = loaded_by(monkeypatch, dtypes=["float16"])
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted, *specs_of(["flex"])}
-    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == prefix_prefill.specs("bfloat16", [64])
+    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.paged_specs(
+        "bfloat16", [64]
+    )
     wanted = [*mha_backward.specs("float16", 96, 96), mha_backward.CLEAR_SPEC]
     dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha_backward", **dims) == wanted

@@ -358,6 +358,7 @@ EXPECTED = MhaForwardCall(
     device=0,
     dtype="bfloat16",
     b=B,
+    k_batches=B,
     h_q=H_Q,
     h_kv=H_KV,
     d_qk=D_QK,
@@ -376,8 +377,7 @@ EXPECTED = MhaForwardCall(
     window_left=NO_BOUND,
     window_right=NO_BOUND,
     softcap=0.0,
-    has_sink=False,
-    sink_dtype="float32",
+    sink_dtype=None,
     alibi_stride_b=0,
     has_alibi=False,
 )
@@ -420,7 +420,7 @@ class TestLaunch:
             window_left=7,
             window_right=0,
             softcap=30.0,
-            has_sink=True,
+            sink_dtype="float32",
             has_alibi=True,
             alibi_stride_b=H_Q,
         )
@@ -445,7 +445,7 @@ class TestLaunch:
         call(plain())
         (launch,) = world.mha
         assert launch.call == EXPECTED
-        assert launch.addresses[5:] == (0x4000, 0x4800, 0, 0, 0, 0)
+        assert launch.addresses[5:] == (0x4000, 0x4800, *(0,) * 10)
 
     def test_fixed_lengths(self, world: World) -> None:
         out, lse = rawmla.flash_attn_func(**fixed())
@@ -456,7 +456,7 @@ class TestLaunch:
         )
         assert (lse.shape, lse.dtype, lse.strides) == ((B, H_Q, S_Q), "float32", None)
         (launch,) = world.mha
-        assert launch.call == FIXED and launch.addresses[5:] == (0,) * 6
+        assert launch.call == FIXED and launch.addresses[5:] == (0,) * 12
 
     def test_positional(self, world: World) -> None:
         """FlashMLA's order, and FlashAttention's."""
@@ -472,7 +472,6 @@ class TestLaunch:
             window_right=4,
             softcap=2.0,
             has_alibi=True,
-            has_sink=True,
             sink_dtype="float16",
         )
 
@@ -621,6 +620,7 @@ class TestPromiseOfOneLength:
         (launch,) = world.mha
         assert launch.call == EXPECTED._replace(
             b=5,
+            k_batches=5,
             varlen=False,
             max_seqlen_q=8,
             max_seqlen_k=14,

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from test_mha_calls import EXPECTED as MHA_CALL
 from test_prefix_calls import EXPECTED as PREFIX_CALL
+from test_prefix_calls import changed
 
 from rawmla import jit
-from rawmla.kernels import mha_combine, mha_forward, prefix_prefill
+from rawmla.kernels import mha_combine, mha_forward
 
 SMS = 132
 
@@ -62,11 +63,9 @@ def test_splits() -> None:
 def test_scratch_is_bounded(kernels: list[_Kernel], total_q: int) -> None:
     """However many rows of q are of no request."""
     dense = MHA_CALL._replace(b=1, varlen=True, max_seqlen_q=100, max_seqlen_k=100_000, total_q=total_q)
-    prefix = PREFIX_CALL._replace(b=1, max_query_len=100, table_columns=10_000, tokens=total_q)
-    for prepared in (
-        mha_forward.PreparedMhaForward(dense, lambda: False),
-        prefix_prefill.PreparedPrefixPrefill(prefix, lambda: False),
-    ):
+    prefix = changed(PREFIX_CALL, {"table_columns": 10_000}, b=1, max_seqlen_q=100, total_q=total_q)
+    for call in (dense, prefix):
+        prepared = mha_forward.PreparedMhaForward(call, lambda: False)
         assert 0 <= prepared.scratch_bytes <= mha_combine.MAX_SCRATCH + 16
         assert (prepared.scratch_bytes > 16) == (total_q == 100)
 
@@ -85,10 +84,9 @@ def test_kernels_do_not_depend_on_lengths(kernels: list[_Kernel]) -> None:
 def test_blocks_of_a_cache_in_one_place(kernels: list[_Kernel], pointers: bool) -> None:
     """A stride of 0 between the blocks of k_cache; with a table of addresses there is none."""
     stride = 4096 if pointers else 0
-    call = PREFIX_CALL._replace(
-        k_strides_cache=(stride, 64), table_has_pointers=pointers, table_bytes=8 if pointers else 4
-    )
-    prefix_prefill.PreparedPrefixPrefill(call, lambda: False)
+    table = {"table_has_pointers": pointers, "table_bytes": 8 if pointers else 4}
+    call = changed(PREFIX_CALL, {"k_strides": (stride, 64), **table})
+    mha_forward.PreparedMhaForward(call, lambda: False)
     assert [kernel.spec.name for kernel in kernels] == ["mha_forward", "mha_combine"]
 
 

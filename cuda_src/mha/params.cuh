@@ -1,5 +1,4 @@
-// Parameters of multi-head attention. rawmla/kernels/mha_forward.py, prefix_prefill.py or flex_forward.py
-// fills them in.
+// Parameters of multi-head attention. rawmla/kernels/mha_forward.py fills them in.
 #pragma once
 #include "common/types.cuh"
 #if FLEX

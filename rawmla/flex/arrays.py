@@ -10,9 +10,9 @@ from weakref import ref
 from ..call.arrays import Fields, Framework, aligned_strides, read_given
 from ..call.checks import show
 from ..call.memo import Memo, kind_of
-from ..kernels.block_mask import Grid
-from ..kernels.flex_forward import BlockLists, tile_of
-from ..kernels.mha_forward import NO_BOUND, WARPGROUP_ROWS
+from ..kernels.block_mask import BlockLists, Grid
+from ..kernels.mha_forward import NO_BOUND
+from ..kernels.mha_forward_variants import WARPGROUP_ROWS, tile_in_blocks
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
@@ -235,7 +235,8 @@ def check_arrays(
     scores = min(b, seqlen_q, seqlen_k) > 0
     if lists is not None and scores:
         found, list_copies = check_lists(lists, b, h_q, seqlen_q, seqlen_k, device, framework)
-        cut = cut_of(found, seqlen_q, seqlen_k, 2 * WARPGROUP_ROWS, tile_of(d_qk, d_v).keys)
+        tile = tile_in_blocks(d_qk, d_v)
+        cut = cut_of(found, seqlen_q, seqlen_k, tile.rows, tile.keys)
     elif lists is not None:
         check_lengths(lists, seqlen_q, seqlen_k)
     return FlexChecked(

@@ -13,9 +13,8 @@ from ..call.checks import as_bool, as_scale, check_kind
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import flex_backward
-from ..kernels.block_mask import Grid, ListAddresses
+from ..kernels.block_mask import BlockLists, Grid, ListAddresses
 from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, FlexBackwardCall
-from ..kernels.flex_forward import BlockLists
 from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
 from .arrays import (

@@ -12,9 +12,9 @@ from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
 from ..call.checks import as_bool, as_scale, show
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
-from ..kernels import flex_forward
-from ..kernels.block_mask import Grid, ListAddresses
-from ..kernels.flex_forward import BlockLists, FlexForwardCall
+from ..kernels import mha_forward
+from ..kernels.block_mask import BlockLists, Grid, ListAddresses
+from ..kernels.mha_forward import MhaForwardCall, Mods
 from ..mha.arguments import fresh_out_strides
 from .arrays import (
     LISTS,
@@ -370,30 +370,36 @@ def _prepare(
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
     q_strides, k_strides, v_strides, out_strides = checked.strides
-    prepared = flex_forward.PreparedFlexForward(
-        FlexForwardCall(
+    prepared = mha_forward.PreparedMhaForward(
+        MhaForwardCall(
             device=device,
             dtype=dtype,
             b=b,
             k_batches=checked.k_batches,
             h_q=h_q,
             h_kv=checked.h_kv,
-            seqlen_q=seqlen_q,
-            seqlen_k=checked.seqlen_k,
             d_qk=checked.d_qk,
             d_v=checked.d_v,
+            varlen=False,
+            max_seqlen_q=seqlen_q,
+            max_seqlen_k=checked.seqlen_k,
+            total_q=seqlen_q,
+            total_k=checked.seqlen_k,
             q_strides=q_strides,
             k_strides=k_strides,
             v_strides=v_strides,
             out_strides=out_strides,
-            scale=scale,
-            lists=lists,
-            states=states,
-            header=header_of(*[variant and variant.mod for variant in variants]),
-            has_score_mod=score is not None,
-            score_mod_bytes=len(packed_of(score)),
-            mask_mod_bytes=len(packed_of(mask)),
-            max_scores=wants_max,
+            lse_strides=(h_q * seqlen_q, seqlen_q),
+            softmax_scale=scale,
+            mods=Mods(
+                header=header_of(*[variant and variant.mod for variant in variants]),
+                has_score_mod=score is not None,
+                score_mod_bytes=len(packed_of(score)),
+                mask_mod_bytes=len(packed_of(mask)),
+                lists=lists,
+                states=states,
+                max_scores=wants_max,
+            ),
         ),
         capturing,
     )
@@ -475,6 +481,7 @@ def _launch(
         of_lists = [*places.lists, places.states]
         mask = mask.with_last_address(places.states)
     assert prepared.launch is not None
-    # In the order of FlexAddresses.
-    arrays = (*addresses, *results, *of_lists)
-    prepared.launch(stream, arrays, packed_of(score), packed_of(mask), scratch_ptr)
+    out, lse, max_scores = results
+    arrays = (*addresses, out, lse)  # in the order of MhaForwardAddresses
+    # In the order of ModAddresses, and the parameters of the functions.
+    prepared.launch(stream, arrays, scratch_ptr, max_scores, *of_lists, packed_of(score), packed_of(mask))

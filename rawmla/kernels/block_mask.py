@@ -11,13 +11,14 @@ from typing import NamedTuple
 from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
 from .common import ceil_div
-from .flex_forward import BlockLists
 
 __all__ = [
     "LISTS_PARAMS",
     "LISTS_SPEC",
+    "NO_LISTS",
     "SCATTER_PARAMS",
     "SCATTER_SPEC",
+    "BlockLists",
     "Grid",
     "ListAddresses",
     "lists",
@@ -56,6 +57,22 @@ class Grid(NamedTuple):
     def blocks(self) -> int:
         """All blocks: bytes of their states."""
         return self.batches * self.heads * self.rows * self.columns
+
+
+class BlockLists(NamedTuple):
+    """Lists of partial and of full blocks as they lie: strides in elements of (batch, head, row)."""
+
+    counts_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    lists_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
+    columns: tuple[int, int]
+    batches: int
+    heads: int
+    block_q: int
+    block_k: int
+
+
+_NOWHERE = (0, 0, 0)
+NO_LISTS = BlockLists((_NOWHERE, _NOWHERE), (_NOWHERE, _NOWHERE), (0, 0), 1, 1, 1, 1)
 
 
 class ListAddresses(NamedTuple):

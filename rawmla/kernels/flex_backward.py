@@ -14,9 +14,8 @@ from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
 from ..jit.spec import MAX_SMEM_BYTES
 from ..jit.table import BoundedTable
 from . import block_mask, mha_backward
-from .block_mask import Grid
+from .block_mask import NO_LISTS, BlockLists, Grid
 from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, offsets_in_scratch, stride_params
-from .flex_forward import NO_LISTS, BlockLists
 from .mha_backward import (
     ALL,
     BLOCK_ROWS,
@@ -28,7 +27,9 @@ from .mha_backward import (
     Needs,
     Strides,
 )
-from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
+from .mha_forward import NO_BOUND
+from .mha_forward_variants import padded
+from .mha_maps import MAX_MAPS, key_map
 
 __all__ = [
     *("FINISH_SPEC", "RANKS_SPEC", "CapturedGradient", "FlexBackwardAddresses", "FlexBackwardCall"),
@@ -371,7 +372,7 @@ class PreparedFlexBackward:
     def _packed(self, tile_keys: int, q_blocks: int) -> bytes:
         """The parameters of a kernel whose tiles have so many keys."""
         call, mask = self._call, self._mask
-        lists = call.lists or BlockLists((NO_LISTS, NO_LISTS), (NO_LISTS, NO_LISTS), (0, 0), 1, 1, 1, 1)
+        lists = call.lists or NO_LISTS
         # A function takes scores in natural units; else their scale is part of the softmax.
         scale, softmax_scale = (call.scale, 1.0) if call.has_score_mod else (1.0, call.scale)
         return self._params.pack(

@@ -12,7 +12,9 @@ from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, offsets_in_scratch, stride_params
-from .mha_forward import MAX_MAPS, NO_BOUND, key_map, padded
+from .mha_forward import NO_BOUND
+from .mha_forward_variants import padded
+from .mha_maps import MAX_MAPS, key_map
 
 __all__ = [
     "ALL",

@@ -1,56 +1,55 @@
-"""Host side of cuda_src/kernels/mha_forward.cu: dense multi-head attention, forward."""
+"""Host side of cuda_src/kernels/mha_forward.cu: multi-head attention, forward, over arrays or a paged cache,
+or with functions of the user's and lists of blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, Declaration, ParamStruct
-from ..jit.spec import MAX_SMEM_BYTES
-from . import mha_combine
-from .common import CHUNK, DTYPES, FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type
+from ..jit.table import BoundedTable
+from .block_mask import NO_LISTS, BlockLists
+from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
 from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
+from .mha_forward_variants import (
+    WARPGROUP_ROWS,
+    Tile,
+    flex_spec,
+    padded,
+    pages_of,
+    spec,
+    tile_in_blocks,
+    tile_of,
+)
+from .mha_maps import MAX_MAPS, NO_MAP, key_map, query_map
+from .paged_cache import PagedCache, cache_params, page_maps
 
 __all__ = [
-    "NO_BOUND",
-    "PARAMS",
-    "MhaForwardAddresses",
-    "MhaForwardCall",
-    "PreparedMhaForward",
-    "Tile",
-    "spec",
-    "specs",
-    "tile_of",
+    *("NO_BOUND", "MhaForwardAddresses", "MhaForwardCall", "ModAddresses", "Mods"),
+    *("PreparedMhaForward", "params_of"),
 ]
 
 NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
-WARPGROUP_ROWS = 64
-_STAGES = 2
-_DIM_STEP = 32
-_BARRIER_BYTES = 512
 _SECTION_BYTES = 32 * 2**20
 """K and V of the heads that are processed together, so that they stay in L2."""
-COUNTER_BYTES = 16
-MAX_MAPS = 1024
+_COUNTER_BYTES = 16
 
 
-class MhaForwardAddresses(NamedTuple):
-    """The arrays of a call as device addresses; 0: not given."""
+class Mods(NamedTuple):
+    """Functions of scores and masks, and the blocks that they are called for."""
 
-    q: int
-    k: int
-    v: int
-    out: int
-    lse: int
-    cu_seqlens_q: int
-    cu_seqlens_k: int
-    seqused_q: int
-    seqused_k: int
-    attn_sink: int
-    alibi_slopes: int
+    header: tuple[str, str]  # name and text
+    has_score_mod: bool
+    score_mod_bytes: int
+    mask_mod_bytes: int
+    lists: BlockLists | None  # None: all keys are attended
+    states: tuple[int, int, int, int] | None
+    """Of lists made of others: rows and columns of blocks that have states, and tokens and keys of one."""
+    max_scores: bool
 
 
 class MhaForwardCall(NamedTuple):
@@ -58,13 +57,14 @@ class MhaForwardCall(NamedTuple):
 
     Strides are of the dimensions (batch, token, head), multiples of 8, and 0 for a broadcast dimension. With
     `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths are
-    those of the longest request. `total_q` and `total_k` are the tokens of the arrays, of one request without
-    `varlen`.
+    those of the longest request, without the tokens in a cache. `total_q` and `total_k` are the tokens of the
+    arrays, of one request without `varlen`.
     """
 
     device: int
     dtype: str
     b: int
+    k_batches: int  # of k and v: b or 1
     h_q: int
     h_kv: int
     d_qk: int
@@ -80,37 +80,75 @@ class MhaForwardCall(NamedTuple):
     out_strides: tuple[int, int, int]
     lse_strides: tuple[int, int]  # of the dimensions (batch, head); tokens are contiguous
     softmax_scale: float
-    window_left: int  # NO_BOUND: none
-    window_right: int  # 0: causal
-    softcap: float  # 0: none
-    has_sink: bool
-    sink_dtype: str
-    alibi_stride_b: int  # of the slopes; 0 where all requests have the same
-    has_alibi: bool
+    window_left: int = NO_BOUND
+    window_right: int = NO_BOUND  # 0: causal
+    softcap: float = 0.0  # 0: none
+    sink_dtype: str | None = None  # None: there are no sinks
+    has_alibi: bool = False
+    alibi_stride_b: int = 0  # of the slopes; 0 where all requests have the same
+    out_is_aligned: bool = True  # its address and strides are multiples of 16 bytes
+    cache: PagedCache | None = None
+    mods: Mods | None = None
 
 
-class Tile(NamedTuple):
-    """How the kernel cuts a call of some head dimensions."""
+class MhaForwardAddresses(NamedTuple):
+    """The arrays of a call as device addresses; 0: not given."""
 
-    consumers: int  # warpgroups with 64 query rows each
-    keys: int
+    q: int
+    k: int
+    v: int
+    out: int
+    lse: int
+    cu_seqlens_q: int = 0
+    cu_seqlens_k: int = 0
+    seqused_q: int = 0
+    seqused_k: int = 0  # with a cache the tokens of each request, those in the cache too
+    attn_sink: int = 0
+    alibi_slopes: int = 0
+    block_table: int = 0
+    k_cache: int = 0
+    v_cache: int = 0
+    k_scale: int = 0
+    v_scale: int = 0
+    out_scale: int = 0
 
 
-CHANGING = (
-    *("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map"),
-    *("out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
-    *("attn_sink", "alibi_slopes", "block_table", "k_cache", "v_cache"),
-    *("k_scale", "v_scale", "out_scale", "o_accum", "lse_accum", "counter"),
-)
-"""Members that change from launch to launch, the first ones."""
+class ModAddresses(NamedTuple):
+    """Further arrays of a call with `Mods`."""
+
+    max_scores: int
+    kv_num_blocks: int
+    kv_indices: int
+    full_kv_num_blocks: int
+    full_kv_indices: int
+    states: int
 
 
-def params_of(more_changing: Sequence[Declaration] = (), more: Sequence[Declaration] = ()) -> ParamStruct:
-    """Params of cuda_src/mha/params.cuh, with members that only some variants have."""
+_MAPS = ("q_map", "k_map", "v_map", "out_map", "k_pages_map", "v_pages_map")
+_NOT_GIVEN = (0,) * len(MhaForwardAddresses._fields)
+_POINTERS = (*MhaForwardAddresses._fields[3:], "o_accum", "lse_accum", "counter")
+
+
+@cache
+def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
+    """Params of cuda_src/mha/params.cuh; ``mod_bytes``: of the parameters of score_mod and mask_mod."""
+    changing = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
+    of_lists = []
+    if mod_bytes is not None:
+        changing += POINTER(*ModAddresses._fields)
+        for kind, name, size in zip(
+            ("ScoreMod", "MaskMod"), ("score_mod", "mask_mod"), mod_bytes, strict=True
+        ):
+            changing += bytes_type(kind, size)(name)
+        of_lists = [
+            *I64("counts_strides", "lists_strides", length=6),
+            *I32("list_columns", length=2),
+            *I32("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles"),
+            *I32("last_block_is_cut", "k_batches"),
+            *I32("state_rows", "state_columns", "state_q", "state_k"),
+        ]
     return ParamStruct(
-        TENSOR_MAP(*CHANGING[:6]),
-        POINTER(*CHANGING[6:]),
-        more_changing,
+        changing,
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
         I64("lse_stride_b", "lse_stride_h", "accum_rows"),
         I64("table_stride"),
@@ -125,143 +163,9 @@ def params_of(more_changing: Sequence[Declaration] = (), more: Sequence[Declarat
         I32("cache_by_tma", "own_in_cache", "skip_decode"),
         F32("softmax_scale_log2", "score_scale", "score_factor"),
         F32("k_scale_value", "v_scale_value", "out_scale_value"),
-        more,
-        changing=(*CHANGING, *(one.name for one in more_changing)),
+        of_lists,
+        changing=[one.name for one in changing],
     )
-
-
-PARAMS = params_of()
-"""Params of cuda_src/mha/params.cuh."""
-NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
-NO_PAGES = {
-    name: 0
-    for name in (
-        *("table_stride", "num_blocks", "block_size", "block_magic", "block_shift"),
-        *("block_bytes_inverse", "block_bytes_shift"),
-        *("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head", "x", "v_pack"),
-        *("table_entry", "cache_by_tma", "own_in_cache", "skip_decode"),
-        *("k_scale_value", "v_scale_value", "out_scale_value"),
-    )
-}
-
-
-class Pages(NamedTuple):
-    """How a kernel takes keys from a paged cache; the defaults: there is none."""
-
-    source: int = 0  # PAGED_BY_TMA or GATHERED
-    cache_type: int = 0  # 0: the dtype of q, 1: e4m3, 2: e5m2
-    out_fp8: bool = False
-
-
-PAGED_BY_TMA, GATHERED = 1, 2
-NO_CACHE = Pages()
-
-
-@cache
-def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO_CACHE) -> Tile:
-    """The tile of a pair of head dimensions that `padded` returned.
-
-    ``changes_scores``: there is a softcap or ALiBi. The numbers of registers below were found by compiling:
-    with more keys some variant spills, by one of the compilers that tests/test_kernels_compile.py asks.
-    """
-    # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
-    # warpgroup that gathers leaves fewer of them for two consumers than a wide O needs.
-    if d_qk <= 96 and d_v <= 96 and not pages.source:
-        consumers, registers = 3, 116 if changes_scores else 132
-    else:
-        consumers = 1 if pages.source == GATHERED and d_v > 192 else 2
-        gathering = 140 if changes_scores else 160 if d_v <= 128 else 150
-        registers = 178 if consumers == 1 else (196, 178, gathering)[pages.source]
-    keys = min(128, (registers - d_v // 2) * 4 // 3)
-    return Tile(consumers, min(keys, _keys_beside_q(d_qk, d_v, consumers, pages)) // 16 * 16)
-
-
-def tile_in_blocks(d_qk: int, d_v: int) -> Tile:
-    """The tile of a pair of head dimensions that `padded` returned, whose keys divide blocks of 128."""
-    consumers = 2
-    most = min(128, (196 - d_v // 2) * 4 // 3, _keys_beside_q(d_qk, d_v, consumers, NO_CACHE))
-    return Tile(consumers, 1 << most.bit_length() - 1)
-
-
-def _keys_beside_q(d_qk: int, d_v: int, consumers: int, pages: Pages) -> int:
-    """Keys of which there is room for K and V in shared memory."""
-    q_columns = max(_chunks(d_qk), _chunks(d_v)) * CHUNK
-    room = MAX_SMEM_BYTES - _BARRIER_BYTES - consumers * WARPGROUP_ROWS * q_columns * 2
-    return room // _key_bytes(d_qk, d_v, pages)
-
-
-def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
-    """Shared memory for a key of the tile: in the stages, and as an FP8 cache has it."""
-    raw = d_qk + d_v if pages.cache_type else 0
-    return _STAGES * (_chunks(d_qk) + _chunks(d_v)) * CHUNK * 2 + raw
-
-
-def _chunks(d: int) -> int:
-    return ceil_div(d, CHUNK)
-
-
-def padded(d: int) -> int:
-    """The columns that a kernel computes for a head dimension: the others are zeros."""
-    return ceil_div(d, _DIM_STEP) * _DIM_STEP
-
-
-@cache
-def spec(
-    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, pages: Pages = NO_CACHE
-) -> jit.KernelSpec:
-    """The variant for head dimensions; ``window``: whether a mask can hide the first keys of a row."""
-    d_qk, d_v = padded(d_qk), padded(d_v)
-    tile = tile_of(d_qk, d_v, softcap or alibi, pages)
-    features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
-    return variant(dtype, d_qk, d_v, tile, features, pages)
-
-
-FEATURES = {"ALIBI": False, "FLEX": False, "MAX_SCORES": False, "SOFTCAP": False, "WINDOW": False}
-
-
-def variant(
-    dtype: str,
-    d_qk: int,
-    d_v: int,
-    tile: Tile,
-    features: dict[str, bool],
-    pages: Pages = NO_CACHE,
-    headers: tuple[tuple[str, str], ...] = (),
-) -> jit.KernelSpec:
-    """The variant with a tile, for head dimensions that `padded` returned."""
-    row_bytes = tile.consumers * WARPGROUP_ROWS * CHUNK * 2
-    smem_bytes = row_bytes * _chunks(d_qk) + tile.keys * _key_bytes(d_qk, d_v, pages) + _BARRIER_BYTES
-    # O lies where Q was, but where there is room for both.
-    out_buffer = smem_bytes + row_bytes * _chunks(d_v) <= MAX_SMEM_BYTES
-    smem_bytes += row_bytes * (_chunks(d_v) if out_buffer else max(0, _chunks(d_v) - _chunks(d_qk)))
-    return jit.KernelSpec(
-        "mha_forward",
-        (
-            ("CACHE_TYPE", pages.cache_type),
-            ("CONSUMERS", tile.consumers),
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-            ("D_V", d_v),
-            ("OUT_BUFFER", out_buffer),
-            ("OUT_FP8", pages.out_fp8),
-            ("PAGED", pages.source),
-            ("TILE_KEYS", tile.keys),
-            *(FEATURES | features).items(),
-        ),
-        threads=128 * (tile.consumers + 1 + (pages.source == GATHERED)),
-        smem_bytes=smem_bytes,
-        headers=headers,
-    )
-
-
-def specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
-    """The variants for pairs of head dimensions (d_qk, d_v) without softcap and ALiBi, and their combine."""
-    found: list[jit.KernelSpec] = []
-    for d_qk, d_v in head_dims:
-        for window in (False, True):
-            found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False))
-        found.append(mha_combine.spec(dtype, padded(d_v)))
-    return list(dict.fromkeys(found))
 
 
 class PreparedMhaForward:
@@ -275,38 +179,35 @@ class PreparedMhaForward:
 
     def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        alibi, softcap = call.has_alibi, call.softcap > 0
-        chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, softcap, alibi)
-        kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        tile = tile_of(padded(call.d_qk), padded(call.d_v), softcap or alibi)
-        tile_rows = tile.consumers * WARPGROUP_ROWS
+        cache, mods = call.cache, call.mods
+        kernel, tile = _load(call, capturing)
         self._call = call
-        self._group = _heads_in_a_tile(call, tile_rows)
+        self._group = _heads_in_a_tile(call, tile.rows)
         self._tile_keys = tile.keys
+        self._out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
         heads = call.h_q // self._group
-        tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile_rows)
+        tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile.rows)
         tiles = heads * tiles_per_head * call.b
         most_tiles = tiles  # whatever the lengths are
         if call.varlen:
-            most_tiles = heads * (ceil_div(call.total_q * self._group, tile_rows) + call.b)
+            most_tiles = heads * (ceil_div(call.total_q * self._group, tile.rows) + call.b)
             tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
-        seen = min(call.max_seqlen_k, call.window_left + call.window_right + call.max_seqlen_q)
-        split_bytes = state_bytes(_rows(call), padded(call.d_v))
-        splits = num_splits(tiles, ceil_div(seen, tile.keys), sms, split_bytes)
+        splits, self._combine = 1, None
+        if mods is None:
+            splits = _splits(call, tiles, tile.keys, sms)
+            # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
+            combine = _combine(call, splits, capturing)
+            self._combine = combine if splits > 1 else None
         tiles *= splits
-        unequal = call.varlen or call.window_right < NO_BOUND or call.window_left < NO_BOUND
-        # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
-        combine = _combine(call, splits, capturing)
-        self._combine = combine if splits > 1 else None
+        bounded = min(call.window_left, call.window_right) < NO_BOUND
+        unequal = call.varlen or bounded or mods is not None
         self._is_counted = unequal and tiles > sms
-        self.scratch_bytes = COUNTER_BYTES if self._is_counted else 0
+        self.scratch_bytes = _COUNTER_BYTES if self._is_counted else 0
         if self._combine is not None:
             self.scratch_bytes = self._combine.scratch_bytes
-        scale = call.softmax_scale
-        # softcap * tanh(scale / softcap * s), and everything behind it in base 2
-        factor = (call.softcap if softcap else scale) * LOG2_E
-        params = PARAMS.pack(
+        declared = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes))
+        params = declared.pack(
             **stride_params("out", call.out_strides),
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
@@ -316,9 +217,9 @@ class PreparedMhaForward:
             log2_group=self._group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
             d_v=call.d_v,
-            out_by_rows=call.d_v % 8 != 0,
+            out_by_rows=self._out_by_rows,
             seqlen_q=call.max_seqlen_q,
-            seqlen_k=call.max_seqlen_k,
+            seqlen_k=min(cache.tokens, NO_BOUND) if cache else call.max_seqlen_k,
             total_q=call.total_q,
             total_k=call.total_k,
             window_left=call.window_left,
@@ -326,59 +227,57 @@ class PreparedMhaForward:
             tiles_per_head=tiles_per_head,
             tiles=min(most_tiles * splits, INT32_MAX),
             splits=splits,
-            section=self._section(heads) if unequal else 1,
-            sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.has_sink else 0,
+            section=_section(call, heads) if unequal else 1,
+            sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
             alibi_stride_b=call.alibi_stride_b,
-            softmax_scale_log2=1.0 if alibi else factor,
-            score_scale=scale / call.softcap if softcap else 1.0,
-            score_factor=factor,
-            **NO_PAGES,
+            **_scale_params(call),
+            **cache_params(cache, call.d_v),
+            **({} if mods is None else _list_params(call, mods, tile.keys)),
         )
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, k, v and out
-        self._launch = kernel.prepare(
-            (min(tiles, sms), 1, 1), params, PARAMS.changing, pdl=not self._is_counted
-        ).launch
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of the arrays
+        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
+        pdl = mods is None and not self._is_counted
+        self._launch = kernel.prepare((min(tiles, sms), 1, 1), params, declared.changing, pdl=pdl).launch
 
-    def _section(self, heads: int) -> int:
-        call = self._call
-        all_heads = heads * (1 if call.varlen else call.b)
-        return section(call.max_seqlen_k, call.d_qk, call.d_v, heads // call.h_kv, all_heads)
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, *of_mods: Any) -> None:
+        """Enqueue the kernel; before it the clearing of a counter, or after it the combine, where needed.
 
-    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
-        """Enqueue the kernel; before it the clearing of a counter, or behind it the combine, where needed.
-
-        ``addresses`` has the order of `MhaForwardAddresses`. ``scratch`` is the address of 16-byte aligned
-        scratch, or 0.
+        ``addresses`` has the order of `MhaForwardAddresses`; the last ones may be missing. ``scratch`` is the
+        address of 16-byte aligned scratch, or 0. ``of_mods``: with `Mods`, the addresses in the order of
+        `ModAddresses`, and the parameters of score_mod and mask_mod, of `rawmla.flex.mods.Form.pack`.
         """
-        arrays = addresses[:4]
+        addresses += _NOT_GIVEN[len(addresses) :]
+        arrays = addresses[:4] if self._call.cache is None else (*addresses[:4], *addresses[12:14])
         maps = self._maps.get(arrays) or self._encode(arrays)
         counter = o_accum = lse_accum = 0
         if self._is_counted:
             counter = scratch
-            jit.clear(counter, COUNTER_BYTES, stream, self._call.device)
+            jit.clear(counter, _COUNTER_BYTES, stream, self._call.device)
         if self._combine is not None:
             o_accum, lse_accum = self._combine.places(scratch)
-        self._launch(
-            stream, *maps, NO_MAP, NO_MAP, *addresses[3:], 0, 0, 0, 0, 0, 0, o_accum, lse_accum, counter
-        )  # fmt: skip
+        self._launch(stream, *maps, *addresses[3:], o_accum, lse_accum, counter, *of_mods)
         if self._combine is not None:
-            _, _, _, out, lse, cu_seqlens_q, _, _, _, attn_sink, _ = addresses
-            self._combine.launch(stream, scratch, out, lse, cu_seqlens_q, attn_sink)
+            given = MhaForwardAddresses(*addresses)
+            self._combine.launch(
+                stream, scratch, given.out, given.lse, given.cu_seqlens_q, given.attn_sink, given.out_scale
+            )
 
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
-        """The tensor maps of q, k, v and out."""
+        """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
         call = self._call
         dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        batches = 1 if call.varlen else call.b
+        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
         def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return query_map(address, dtype, d, self._group, call.h_q, call.total_q, batches, strides)
+            return query_map(address, dtype, d, self._group, call.h_q, call.total_q, q_batches, strides)
 
         def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+            if call.cache is not None and call.cache.own_in_cache:
+                return NO_MAP
             tokens = max(1, call.total_k)
-            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, batches, strides)
+            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, k_batches, strides)
 
-        q, k, v, out = arrays
+        q, k, v, out, *caches = arrays
         if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
             k = v = q
         if len(self._maps) >= MAX_MAPS:
@@ -387,61 +286,121 @@ class PreparedMhaForward:
             of_queries(q, call.d_qk, call.q_strides),
             of_keys(k, call.d_qk, call.k_strides),
             of_keys(v, call.d_v, call.v_strides),
-            of_queries(out, call.d_v, call.out_strides),
+            NO_MAP if self._out_by_rows else of_queries(out, call.d_v, call.out_strides),
+            *self._page_maps(*caches),
         )
         return maps
 
-
-def query_map(
-    address: int,
-    dtype: Literal["bfloat16", "float16"],
-    d: int,
-    group: int,
-    heads: int,
-    tokens: int,
-    batches: int,
-    strides: tuple[int, int, int],
-) -> bytes:
-    """The tensor map of q or out: boxes of 64 columns and 64 rows, tokens times ``group`` heads.
-
-    ``strides`` as in `MhaForwardCall`.
-    """
-    batch, token, head = strides
-    return jit.tensor_map(
-        address,
-        dtype,
-        (d, group, tokens, heads // group, batches),
-        (2 * head, 2 * token, 2 * head * group, 2 * batch),
-        (CHUNK, group, WARPGROUP_ROWS // group, 1, 1),
-        "128b",
-        "256b",
-    )
+    def _page_maps(self, k_cache: int = 0, v_cache: int = 0) -> tuple[bytes, bytes]:
+        call = self._call
+        if call.cache is None:
+            return NO_MAP, NO_MAP
+        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
+        return page_maps(call.cache, dtype, call.h_kv, call.d_v, padded(call.d_v), k_cache, v_cache)
 
 
-def key_map(
-    address: int,
-    dtype: Literal["bfloat16", "float16"],
-    d: int,
-    keys: int,
-    heads: int,
-    tokens: int,
-    batches: int,
-    strides: tuple[int, int, int],
-) -> bytes:
-    """The tensor map of k or v: boxes of 64 columns and ``keys`` tokens.
+def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile]:
+    """The kernel of a call and its tile."""
+    if call.mods is not None:
+        return _load_with_mods(call, call.mods, capturing)
+    changes_scores = call.softcap > 0, call.has_alibi
+    pages = pages_of(call.cache, call.d_qk)
+    chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, *changes_scores, pages)
+    tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+    return jit.get_kernel(chosen, call.device, capturing=capturing), tile
 
-    ``strides`` as in `MhaForwardCall`.
-    """
-    batch, token, head = strides
-    return jit.tensor_map(
-        address,
-        dtype,
-        (d, tokens, heads, batches),
-        (2 * token, 2 * head, 2 * batch),
-        (CHUNK, keys, 1, 1),
-        "128b",
-        "256b",
-    )
+
+_keys_of: BoundedTable[jit.KernelSpec, int] = BoundedTable(512)
+"""By the variant with the largest tile: the keys of the one that is used."""
+
+
+def _load_with_mods(
+    call: MhaForwardCall, mods: Mods, capturing: Callable[[], bool]
+) -> tuple[jit.Kernel, Tile]:
+    """The same with functions: half the keys in a tile where they need more registers than are left."""
+    tile = tile_in_blocks(call.d_qk, call.d_v)
+    options = (call.dtype, call.d_qk, call.d_v)
+    largest = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+    keys = _keys_of.get(largest)
+    if keys is None:
+        if capturing():
+            return jit.get_kernel(largest, call.device, capturing=capturing), tile
+        jit.require_supported(call.device)
+        keys = _keys_of[largest] = tile.keys // 2 if jit.build(largest).losses else tile.keys
+    chosen = flex_spec(*options, keys, mods.max_scores, mods.header)
+    return jit.get_kernel(chosen, call.device, capturing=capturing), tile._replace(keys=keys)
+
+
+def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
+    """Query heads of a KV head that share a tile: all, where that fills tiles better, or one."""
+    group = call.h_q // call.h_kv
+    if call.mods is not None or group & (group - 1) or group > WARPGROUP_ROWS:
+        return 1
+    if call.cache is not None:  # pages are gathered once for all of them
+        return group
+    together = ceil_div(call.max_seqlen_q * group, tile_rows)
+    apart = group * ceil_div(call.max_seqlen_q, tile_rows)
+    return group if together < 0.9 * apart else 1
+
+
+def _splits(call: MhaForwardCall, tiles: int, tile_keys: int, sms: int) -> int:
+    """Parts that the keys of a tile are cut into."""
+    keys, right = call.max_seqlen_k, call.window_right
+    if call.cache is not None:
+        # The combine writes every row, also those that skip_decode leaves alone.
+        if call.cache.skip_decode:
+            return 1
+        keys, right = call.cache.tokens + call.max_seqlen_q, 0  # nothing comes after the tokens of q
+    seen = min(keys, call.window_left + right + call.max_seqlen_q)
+    return num_splits(tiles, ceil_div(seen, tile_keys), sms, state_bytes(_rows(call), padded(call.d_v)))
+
+
+def _section(call: MhaForwardCall, heads: int) -> int:
+    """Heads whose K and V fit in a good part of L2: a power of two, or all of them."""
+    if call.cache is not None:
+        return heads
+    kv_bytes = 2 * call.max_seqlen_k * (call.d_qk + call.d_v)
+    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * (heads // call.h_kv)
+    all_heads = heads * (1 if call.varlen else call.b)
+    return min(all_heads, 1 << most.bit_length() - 1)
+
+
+def _scale_params(call: MhaForwardCall) -> dict[str, float]:
+    """What scores are multiplied by."""
+    scale = call.softmax_scale
+    if call.mods is not None:
+        # A function takes scores in natural units; else their scale is part of the softmax.
+        before, after = (scale, 1.0) if call.mods.has_score_mod else (1.0, scale)
+        return {"softmax_scale_log2": after * LOG2_E, "score_scale": before, "score_factor": 1.0}
+    # softcap * tanh(scale / softcap * s), and everything after it in base 2
+    factor = (call.softcap or scale) * LOG2_E
+    return {
+        "softmax_scale_log2": 1.0 if call.has_alibi else factor,
+        "score_scale": scale / call.softcap if call.softcap else 1.0,
+        "score_factor": factor,
+    }
+
+
+def _list_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, Any]:
+    """The members that a call with `Mods` has besides."""
+    seqlen_k, lists = call.max_seqlen_k, mods.lists or NO_LISTS
+    state_rows, state_columns, state_q, state_k = mods.states or (0, 0, 1, 1)
+    return {
+        "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
+        "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+        "list_columns": tuple(min(most, ceil_div(seqlen_k, lists.block_k)) for most in lists.columns),
+        "mask_batches": lists.batches,
+        "mask_heads": lists.heads,
+        "block_q": lists.block_q,
+        "block_k": lists.block_k,
+        "block_tiles": max(1, ceil_div(min(lists.block_k, seqlen_k), tile_keys)),
+        "last_block_is_cut": int(seqlen_k % (lists.block_k if mods.lists else tile_keys) != 0),
+        "k_batches": call.k_batches,
+        "state_rows": state_rows,
+        "state_columns": state_columns,
+        "state_q": state_q,
+        "state_k": state_k,
+    }
 
 
 def _rows(call: MhaForwardCall) -> int:
@@ -461,25 +420,8 @@ def _combine(call: MhaForwardCall, splits: int, capturing: Callable[[], bool]) -
         d_v=call.d_v,
         d_accum=padded(call.d_v),
         out_strides=call.out_strides,
-        sink_dtype=call.sink_dtype if call.has_sink else "float32",
+        sink_dtype=call.sink_dtype or "float32",
+        out_fp8=call.cache is not None and call.cache.out_fp8,
+        out_scale=call.cache and call.cache.out_scale,
     )
     return PreparedCombine(combine, capturing)
-
-
-def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
-    """Query heads of a KV head that share a tile: all, where that fills tiles better, or one."""
-    group = call.h_q // call.h_kv
-    if group & (group - 1) or group > WARPGROUP_ROWS:
-        return 1
-    together = ceil_div(call.max_seqlen_q * group, tile_rows)
-    apart = group * ceil_div(call.max_seqlen_q, tile_rows)
-    return group if together < 0.9 * apart else 1
-
-
-def section(seqlen_k: int, d_qk: int, d_v: int, per_kv_head: int, heads: int) -> int:
-    """Heads, of so many, whose K and V fit in a good part of L2: a power of two, or all there are. So many
-    read a KV head.
-    """
-    kv_bytes = 2 * seqlen_k * (d_qk + d_v)
-    most = max(1, _SECTION_BYTES // max(1, kv_bytes)) * per_kv_head
-    return min(1 << (most.bit_length() - 1), heads)

@@ -16,7 +16,7 @@ from . import (
     block_mask,
     flex_backward,
     mha_backward,
-    mha_forward,
+    mha_forward_variants,
     mla_cache_gather,
     mla_cache_write,
     mla_combine,
@@ -26,7 +26,6 @@ from . import (
     mla_metadata,
     mla_sparse,
     mla_sparse_prefill,
-    prefix_prefill,
 )
 from .common import BLOCK_TOKENS, D_QK, DTYPES
 from .mla_cache_rows import FORMATS
@@ -118,7 +117,7 @@ def _merge(dtypes: Iterable[str]) -> list[KernelSpec]:
 
 def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
     head_dims = list(mha_head_dims)
-    return [spec for dtype in dtypes for spec in mha_forward.specs(dtype, head_dims)]
+    return [spec for dtype in dtypes for spec in mha_forward_variants.specs(dtype, head_dims)]
 
 
 def _mha_backward(
@@ -131,7 +130,7 @@ def _mha_backward(
 
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
     head_dims = list(prefix_head_dims)
-    return [spec for dtype in dtypes for spec in prefix_prefill.specs(dtype, head_dims)]
+    return [spec for dtype in dtypes for spec in mha_forward_variants.paged_specs(dtype, head_dims)]
 
 
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:

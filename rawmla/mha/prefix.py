@@ -8,9 +8,8 @@ from ..call import tracing
 from ..call.arrays import READERS, Fields, address_of, is_array, read_given
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_streams, show
 from ..call.memo import Memo, PreparedCall, kind_of
-from ..kernels import prefix_prefill
-from ..kernels.mha_forward import NO_BOUND
-from ..kernels.prefix_prefill import PrefixPrefillCall
+from ..kernels import mha_forward
+from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from .arguments import as_length
 from .forward import SEPARATE, copies_of
 from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixChecked, check_arrays
@@ -191,7 +190,7 @@ def context_attention_fwd(
     fp8_out = fp8_out_scale is not None
     out_number, out_scale_view = _read_scale(fp8_out_scale, "fp8_out_scale") if fp8_out else (None, None)
     q_view, own_k, own_v = READERS[type(q)](q, "q"), read_given(k, "k"), read_given(v, "v")
-    # In the order of PrefixArrays, which only checks need, and of PrefixPrefillAddresses.
+    # In the order of PrefixArrays, which only checks need.
     views = (
         q_view,
         own_k,
@@ -235,6 +234,15 @@ def context_attention_fwd(
                 _, addresses[i] = copy
     (scratch,) = call.allocate()
     scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
+    (
+        q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, table, start_loc, seq_len, k_scale_ptr,
+        v_scale_ptr, slopes, sinks_ptr, out_scale,
+    ) = addresses  # fmt: skip
+    # In the order of MhaForwardAddresses.
+    addresses = [
+        q_ptr, k_ptr, v_ptr, o_ptr, 0, start_loc, 0, 0, seq_len, sinks_ptr, slopes, table, k_cache_ptr,
+        v_cache_ptr, k_scale_ptr, v_scale_ptr, out_scale,
+    ]  # fmt: skip
     call.launch(framework.current_stream(device), tuple(addresses), scratch_ptr)
     return o
 
@@ -270,27 +278,28 @@ def _prepare(checked: PrefixChecked, key: tuple[Any, ...], arrays: PrefixArrays)
     """Load the kernel of a call and work out its parameters."""
     max_query_len, sm_scale, window, causal, skip_decode, k_scale, v_scale, fp8_out_scale = key
     _, (tokens, *_), _, dtype, device, framework, _ = arrays.q
-    own_from_cache = arrays.k is None
-    prepared = prefix_prefill.PreparedPrefixPrefill(
-        PrefixPrefillCall(
-            **checked.sizes._asdict(),
+    of_arrays = checked.sizes._asdict()
+    of_arrays["cache"] = checked.sizes.cache._replace(
+        skip_decode=skip_decode, k_scale=k_scale, v_scale=v_scale, out_scale=fp8_out_scale
+    )
+    prepared = mha_forward.PreparedMhaForward(
+        MhaForwardCall(
+            **of_arrays,
             device=device,
             dtype=dtype,
             b=checked.b,
-            tokens=tokens,
-            tokens_kv=0 if own_from_cache else tokens,
-            max_query_len=max_query_len,
-            own_from_cache=own_from_cache,
+            k_batches=checked.b,
+            varlen=True,
+            max_seqlen_q=max_query_len,
+            max_seqlen_k=max_query_len,
+            total_q=tokens,
+            total_k=0 if arrays.k is None else tokens,
+            lse_strides=(0, tokens),
             softmax_scale=sm_scale,
-            window=window,
-            causal=causal,
-            skip_decode=skip_decode,
+            window_left=window,
+            window_right=0 if causal else NO_BOUND,
+            sink_dtype=None if arrays.sinks is None else arrays.sinks[3],
             has_alibi=arrays.alibi_slopes is not None,
-            has_sinks=arrays.sinks is not None,
-            sink_dtype="float32" if arrays.sinks is None else arrays.sinks[3],
-            k_scale=k_scale,
-            v_scale=v_scale,
-            fp8_out_scale=fp8_out_scale,
         ),
         framework.capture_query(device),
     )

@@ -10,7 +10,9 @@ from ..call.checks import STRIDE_LIMIT, check_place, check_vector, mixes_framewo
 from ..call.memo import Memo, PreparedCall
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND
+from ..kernels.paged_cache import PagedCache
 from .arguments import check_head_dim, check_out_layout, walked
+from .forward import of_three
 
 __all__ = ["CACHE_DTYPES", "PrefixArrays", "PrefixChecked", "check_arrays"]
 
@@ -50,28 +52,18 @@ class PrefixArrays(NamedTuple):
 
 
 class PrefixSizes(NamedTuple):
-    """What a `PrefixPrefillCall` has of the arrays, by the names there."""
+    """What a `MhaForwardCall` has of the arrays, by the names there."""
 
     h_q: int
     h_kv: int
-    d: int
-    q_strides: Strides
-    k_strides: Strides
-    v_strides: Strides
-    o_strides: Strides
-    o_is_aligned: bool
-    cache_dtype: str
-    num_blocks: int
-    block_size: int
-    x: int
-    v_pack: int
-    k_strides_cache: Strides
-    v_strides_cache: Strides
-    table_stride: int
-    table_columns: int
-    table_bytes: int
-    table_has_pointers: bool
-    fp8_out: bool
+    d_qk: int
+    d_v: int
+    q_strides: tuple[int, int, int]
+    k_strides: tuple[int, int, int]
+    v_strides: tuple[int, int, int]
+    out_strides: tuple[int, int, int]
+    out_is_aligned: bool
+    cache: PagedCache  # without numbers of the call
 
 
 class PrefixChecked(NamedTuple):
@@ -134,7 +126,7 @@ def check_arrays(
     steps = [(0, 0) if view is None else walked(view) for view in (q, *own)]
     copied = [step is None for step in steps]
     q_strides, k_strides, v_strides = [
-        _of_two(aligned_strides((tokens, heads, d))[:-1] if step is None else step)
+        of_three(aligned_strides((tokens, heads, d))[:-1] if step is None else step)
         for heads, step in zip((h_q, h_kv, h_kv), steps, strict=True)
     ]
     return PrefixChecked(
@@ -145,24 +137,32 @@ def check_arrays(
         sizes=PrefixSizes(
             h_q=h_q,
             h_kv=h_kv,
-            d=d,
+            d_qk=d,
+            d_v=d,
             q_strides=q_strides,
             k_strides=k_strides,
             v_strides=v_strides,
-            o_strides=o_strides,
-            o_is_aligned=walked(arrays.o, 1 if fp8_out else 2) is not None,
-            cache_dtype=cache_dtype,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            x=x,
-            v_pack=0 if pack == block_size else pack,  # then the memory is the same as without
-            k_strides_cache=cache_strides[0],
-            v_strides_cache=cache_strides[1],
-            table_stride=row_stride if b > 1 else columns,
-            table_columns=columns,
-            table_bytes=8 if table_dtype == "int64" else 4,
-            table_has_pointers=is_block_table_ptr,
-            fp8_out=fp8_out,
+            out_strides=of_three(o_strides),
+            out_is_aligned=walked(arrays.o, 1 if fp8_out else 2) is not None,
+            cache=PagedCache(
+                dtype=cache_dtype,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                x=x,
+                v_pack=0 if pack == block_size else pack,  # then the memory is the same as without
+                k_strides=cache_strides[0],
+                v_strides=cache_strides[1],
+                table_stride=row_stride if b > 1 else columns,
+                table_columns=columns,
+                table_bytes=8 if table_dtype == "int64" else 4,
+                table_has_pointers=is_block_table_ptr,
+                own_in_cache=arrays.k is None,
+                skip_decode=False,
+                k_scale=None,
+                v_scale=None,
+                out_fp8=fp8_out,
+                out_scale=None,
+            ),
         ),
         calls=Memo(),
     )

@@ -14,7 +14,7 @@ import pytest
 import rawmla
 from rawmla.call import arrays, memo
 from rawmla.jit import launch
-from rawmla.kernels import mla_metadata, mla_sparse, mla_sparse_prefill, prefix_prefill
+from rawmla.kernels import mha_forward, mla_metadata, mla_sparse, mla_sparse_prefill
 from rawmla.kernels.mla_sparse import FEW_HEADS
 from rawmla.testing import (
     DenseInputs,
@@ -193,7 +193,7 @@ def united_selections(scratch_bytes: int, tokens: int | None = None) -> Any:
 
 def without_splits() -> Any:
     """Inside, prefix prefill does not split the keys of a call, however few tiles it has."""
-    return _patched((prefix_prefill, "num_splits", lambda *sizes: 1))
+    return _patched((mha_forward, "num_splits", lambda *sizes: 1))
 
 
 def small_plans(max_batch: int) -> Any:

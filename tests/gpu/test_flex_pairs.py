@@ -16,7 +16,7 @@ from flex_calls import attend
 from gpu_support import torch
 from test_flex_matrix import BATCHES, BLOCKS, HEADS, LAYOUTS, VARIANTS
 
-from rawmla.kernels.mha_forward import padded
+from rawmla.kernels.mha_forward_variants import padded
 from rawmla.testing.flex import BIASES, MASKS, SCORES, FlexCase, check_flex
 from rawmla.testing.flex_backward import make_flex_backward_inputs, make_flex_gradients
 
