@@ -41,5 +41,7 @@ install() {
         return 1
     fi
     echo "Installing rawmla[$extras] ${packages[*]} into .venv. The first time it downloads $size; later it takes seconds." >&2
-    .venv/bin/python -m pip install --disable-pip-version-check --editable ".[$extras]" "${packages[@]}" >&2
+    # Python compiles what is imported; pip would compile all of torch, which takes longer.
+    .venv/bin/python -m pip install --no-compile --disable-pip-version-check --editable ".[$extras]" \
+        "${packages[@]}" >&2
 }
