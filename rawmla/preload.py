@@ -21,7 +21,7 @@ from .flex import forward as flex_forward
 from .flex.arrays import LISTS, MASK_PARTS, Q_LISTS
 from .flex.block_mask import lacks_columns
 from .flex.functions import as_reading
-from .kernels.mha_backward import ALL, Needs
+from .kernels.mha_backward_variants import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import attention, gradients, prefix
 from .mla import cache, decode, indices, merge, plan, sparse_prefill

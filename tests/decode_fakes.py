@@ -15,7 +15,6 @@ from rawmla import jit
 from rawmla.call import arrays, memo
 from rawmla.kernels import (
     common,
-    flex_backward,
     mha_backward,
     mha_forward,
     mla_sparse_prefill,
@@ -242,22 +241,14 @@ class PreparedFlex(PreparedMha):
 class PreparedFlexBackward(PreparedMha):
     """Stands in for the launches of its backward."""
 
-    addresses = flex_backward.FlexBackwardAddresses
+    addresses = mha_backward.BackwardAddresses
     scratch_bytes = 200
 
-    def launch(  # type: ignore[override]
-        self,
-        stream: int,
-        addresses: Any,
-        score_mod: bytes,
-        mask_mod: bytes,
-        captured: Sequence[int],
-        scratch: int,
-    ) -> None:
+    def launch(self, stream: int, addresses: Any, scratch: int, *of_mods: Any) -> None:
         super().launch(stream, addresses, scratch)
-        last = self.launches[-1]
-        last.score_mod, last.mask_mod, last.captured = score_mod, mask_mod, captured
-        assert (len(score_mod), len(mask_mod)) == (self.call.score_mod_bytes, self.call.mask_mod_bytes)
+        (*lists, score_mod, mask_mod, captured), mods, last = of_mods, self.call.mods, self.launches[-1]
+        last.lists, last.score_mod, last.mask_mod, last.captured = lists, score_mod, mask_mod, captured
+        assert (len(score_mod), len(mask_mod)) == (mods.score_mod_bytes, mods.mask_mod_bytes)
 
 
 class LoadedKernel:
@@ -297,10 +288,13 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
             return PreparedPrefix(made.prefix, call, capturing)
         return PreparedMha(made.mha, call, capturing)
 
+    def prepared_backward(call: Any, capturing: Callable[[], bool]) -> PreparedMha:
+        if call.mods is not None:
+            return PreparedFlexBackward(made.flex_backward, call, capturing)
+        return PreparedMhaBackward(made.mha_backward, call, capturing)
+
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", prepared_forward)
-    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", partial(PreparedMhaBackward, made.mha_backward))
-    backward = partial(PreparedFlexBackward, made.flex_backward)
-    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", backward)
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared_backward)
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
     monkeypatch.setattr(jit, "clear", clear)
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))

@@ -20,8 +20,8 @@ from rawmla.flex import backward as flex_backward_call
 from rawmla.flex import forward as flex_forward_call
 from rawmla.flex.functions import as_reading
 from rawmla.flex.mods import Mod, Reading, reading_of
-from rawmla.kernels import flex_backward, mha_forward
-from rawmla.kernels.flex_backward import FlexBackwardAddresses
+from rawmla.kernels import mha_backward, mha_forward
+from rawmla.kernels.mha_backward import BackwardAddresses
 from rawmla.kernels.mha_forward import MhaForwardAddresses, ModAddresses
 from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
@@ -115,18 +115,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
                 _forward(launches, self.call, MhaForwardAddresses(*addresses), ModAddresses(*more))
 
     class PreparedBackward(Prepared):
-        def launch(
-            self, stream: int, addresses: Any, score: bytes, mask: bytes, captured: Any, scratch: int
-        ) -> None:
+        def launch(self, stream: int, addresses: BackwardAddresses, scratch: int, *of_mods: Any) -> None:
+            *lists, _, _, captured = of_mods
             with torch.no_grad():
-                _backward(launches, self.call, FlexBackwardAddresses(*addresses), captured)
+                _backward(launches, self.call, addresses, lists, captured)
 
     for module in (flex_forward_call, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
     monkeypatch.setattr(flex_backward_call, "bound", recorded)
     monkeypatch.setattr(flex_forward_call, "as_bound", as_bound)
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", PreparedForward)
-    monkeypatch.setattr(flex_backward, "PreparedFlexBackward", PreparedBackward)
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", PreparedBackward)
     return launches
 
 
@@ -142,7 +141,7 @@ def _array(call: Any, addresses: Any, name: str) -> Any:
     request, token, head = getattr(call, f"{name}_strides")
     of_keys, of_values = name in ("k", "dk", "v", "dv"), name in ("v", "dv", "out", "dout")
     batches, heads, tokens = (
-        (call.k_batches, call.h_kv, call.seqlen_k) if of_keys else (call.b, call.h_q, call.seqlen_q)
+        (call.k_batches, call.h_kv, call.max_seqlen_k) if of_keys else (call.b, call.h_q, call.max_seqlen_q)
     )
     shape = (batches, heads, tokens, call.d_v if of_values else call.d_qk)
     return at(getattr(addresses, name), call.dtype, shape, (request, head, token, 1))
@@ -150,18 +149,18 @@ def _array(call: Any, addresses: Any, name: str) -> Any:
 
 def _rows(call: Any, addresses: Any, name: str, strides: tuple[int, int, int] | None = None) -> Any:
     """lse or its gradient; contiguous without strides for (request, token, head)."""
-    request, token, head = strides or (call.h_q * call.seqlen_q, 1, call.seqlen_q)
-    shape = (call.b, call.h_q, call.seqlen_q)
+    request, token, head = strides or (call.h_q * call.max_seqlen_q, 1, call.max_seqlen_q)
+    shape = (call.b, call.h_q, call.max_seqlen_q)
     return at(getattr(addresses, name), "float32", shape, (request, head, token))
 
 
 def _block_mask(launches: Launches, call: Any, addresses: Any, prefix: str) -> Any:
     """The mask of a call, as the reference takes it, from lists by rows ("kv") or by columns ("q")."""
-    lists = call.lists
+    lists = call.mods.lists
     if lists is None:
         return None
     sizes = lists.block_q, lists.block_k
-    length = call.seqlen_q if prefix == "kv" else call.seqlen_k
+    length = call.max_seqlen_q if prefix == "kv" else call.max_seqlen_k
     lines = -(-length // sizes[prefix == "q"])
     parts = []
     for kind, name in enumerate((prefix, f"full_{prefix}")):
@@ -176,11 +175,13 @@ def _block_mask(launches: Launches, call: Any, addresses: Any, prefix: str) -> A
         )  # fmt: skip
         parts += [counts.numpy(), indices.numpy()]
         if prefix == "q":
-            rows = -(-call.seqlen_q // sizes[0])
+            rows = -(-call.max_seqlen_q // sizes[0])
             parts[-2:] = _transposed(parts[-2], parts[-1], rows)
     mask = launches.given["mask_mod"]
     mask_mod = rawmla.noop_mask if mask is None else launches.numpy_mask(mask)
-    return rawmla.BlockMask((call.seqlen_q, call.seqlen_k), *parts, BLOCK_SIZE=sizes, mask_mod=mask_mod)
+    return rawmla.BlockMask(
+        (call.max_seqlen_q, call.max_seqlen_k), *parts, BLOCK_SIZE=sizes, mask_mod=mask_mod
+    )
 
 
 def _transposed(counts: Any, indices: Any, rows: int) -> tuple[Any, Any]:
@@ -192,14 +193,6 @@ def _transposed(counts: Any, indices: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _forward(launches: Launches, call: Any, arrays: MhaForwardAddresses, more: ModAddresses) -> None:
-    # By the names of the backward's call.
-    call = SimpleNamespace(
-        **call._asdict(),
-        seqlen_q=call.max_seqlen_q,
-        seqlen_k=call.max_seqlen_k,
-        scale=call.softmax_scale,
-        lists=call.mods.lists,
-    )
     addresses = SimpleNamespace(**arrays._asdict(), **more._asdict())
     score = launches.given["score_mod"]
     launches.forward.append(score)
@@ -207,7 +200,7 @@ def _forward(launches: Launches, call: Any, arrays: MhaForwardAddresses, more: M
         *[_array(call, addresses, name) for name in ("q", "k", "v")],
         launches.numpy_score(score),
         _block_mask(launches, call, addresses, "kv"),
-        call.scale,
+        call.softmax_scale,
         call.h_q != call.h_kv,
         out=_array(call, addresses, "out"),
         return_aux=rawmla.AuxRequest(True, True),
@@ -218,8 +211,14 @@ def _forward(launches: Launches, call: Any, arrays: MhaForwardAddresses, more: M
 
 
 def _backward(
-    launches: Launches, call: Any, addresses: FlexBackwardAddresses, captured: Sequence[int]
+    launches: Launches,
+    call: Any,
+    arrays: BackwardAddresses,
+    lists: Sequence[int],
+    captured: Sequence[int],
 ) -> None:
+    names = [name.replace("kv", "q") for name in ModAddresses._fields[1:5]]
+    addresses = SimpleNamespace(**arrays._asdict(), **dict(zip(names, lists, strict=True)))
     score = launches.given["score_mod"]
     launches.backward.append((score, call, addresses))
     grad_lse = _rows(call, addresses, "dlse", call.dlse_strides)
@@ -228,7 +227,7 @@ def _backward(
         _rows(call, addresses, "lse", call.lse_strides),
         launches.numpy_score(score),
         _block_mask(launches, call, addresses, "q"),
-        call.scale,
+        call.softmax_scale,
         call.h_q != call.h_kv,
         grad_lse=grad_lse,
     )
@@ -238,7 +237,7 @@ def _backward(
             _array(call, addresses, name).copy_(values)
     assert (len(captured) > 0) == call.needs.others
     places = () if not captured or score is None or score.backward is None else score.backward.gradients
-    for place, address, wanted in zip(places, captured, call.captured, strict=True):
+    for place, address, wanted in zip(places, captured, call.mods.captured, strict=True):
         values = gradients[score.captures[place].name]
         assert (values.numel(), str(values.dtype)[6:]) == wanted
         at(address, wanted.dtype, (wanted.elements,), (1,)).copy_(values.flatten())

@@ -9,8 +9,9 @@ from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.kernels import (
     block_mask,
-    flex_backward,
+    flex_captured,
     mha_backward,
+    mha_backward_clear,
     mha_combine,
     mha_forward,
     mla_cache_gather,
@@ -31,12 +32,12 @@ SPARSE_DECODE = (*FP8_DECODE, "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
 # By kernel, and by whether the variant is one for prefill
 PARAMS: dict[tuple[str, bool], ParamStruct] = {
     ("block_mask_lists", False): block_mask.LISTS_PARAMS,
-    ("block_mask_ranks", False): flex_backward.RANKS_PARAMS,
+    ("block_mask_ranks", False): block_mask.RANKS_PARAMS,
     ("block_mask_scatter", False): block_mask.SCATTER_PARAMS,
-    ("flex_captured_finish", False): flex_backward.CAPTURED_FINISH_PARAMS,
-    ("mha_backward", False): mha_backward.PARAMS,
-    ("mha_backward_by_product", False): mha_backward.PARAMS,
-    ("mha_backward_clear", False): mha_backward.CLEAR_PARAMS,
+    ("flex_captured_finish", False): flex_captured.CAPTURED_FINISH_PARAMS,
+    ("mha_backward", False): mha_backward.params_of(),
+    ("mha_backward_by_product", False): mha_backward.params_of(),
+    ("mha_backward_clear", False): mha_backward_clear.CLEAR_PARAMS,
     ("mha_backward_finish", False): mha_backward.FINISH_PARAMS,
     ("mha_backward_prepare", False): mha_backward.PREPARE_PARAMS,
     ("mha_combine", False): mha_combine.PARAMS,

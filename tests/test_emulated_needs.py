@@ -12,7 +12,7 @@ from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
 from rawmla.flex import backward as flex_backward
-from rawmla.kernels.mha_backward import ALL, Needs, specs
+from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
 from rawmla.mha import gradients
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 

@@ -376,7 +376,7 @@ def test_lists_by_columns_are_made_in_the_backward(
         out, lse = case.call(leaves, return_lse=True, deterministic=True)
         loss_of(out, lse, "both").backward()
         call, addresses = launches.backward[-1][1:]
-        return leaves, [call.lists, addresses.q_num_blocks]
+        return leaves, [call.mods.lists, addresses.q_num_blocks]
 
     want, (walked, there) = gradients()
     assert there == case.block_mask.q_num_blocks.data_ptr()

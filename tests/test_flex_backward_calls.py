@@ -28,8 +28,9 @@ import rawmla
 from rawmla.jit import NO_LAUNCH
 from rawmla.kernels import block_mask as mask_kernels
 from rawmla.kernels.block_mask import BlockLists
-from rawmla.kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, FlexBackwardCall
-from rawmla.kernels.mha_backward import ALL
+from rawmla.kernels.flex_captured import CapturedGradient
+from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
+from rawmla.kernels.mha_backward_variants import ALL
 
 OUT, ROWS_SHAPE = (B, HQ, L, EV), (B, HQ, L)
 GRAD = "grad * slope"
@@ -273,31 +274,34 @@ def test_every_field(world: World) -> None:
     launch = only(world)
     assert launch.stream == 0x51 and launch.scratch == scratch.ptr and launch.captured == [bias.ptr]
     assert scratch.shape == (256,)
-    assert launch.addresses == FlexBackwardAddresses(
+    assert launch.addresses == BackwardAddresses(
         q=0x1000, k=0x2000, v=0x3000, out=0xB000, dout=0xA000, lse=0xD004, dlse=0xE004, dq=dq.ptr, dk=dk.ptr,
-        dv=dv.ptr, q_num_blocks=0x4000, q_indices=0x5000, full_q_num_blocks=0x6000, full_q_indices=0x7000,
+        dv=dv.ptr,
     )  # fmt: skip
-    header = launch.call.header
+    assert launch.lists == [0x4000, 0x5000, 0x6000, 0x7000]
+    header = launch.call.mods.header
 
     def by_token(*shape: int) -> tuple[int, ...]:
         batch, head, token = contiguous(shape)[:3]
         return batch, token, head
 
-    assert launch.call == FlexBackwardCall(
-        device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E,
-        d_v=EV,
+    assert launch.call == BackwardCall(
+        device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, d_qk=E, d_v=EV, varlen=False,
+        max_seqlen_q=L, max_seqlen_k=S, total_q=L, total_k=S,
         q_strides=by_token(B, HQ, L, E), k_strides=by_token(B, HKV, S, E), v_strides=by_token(B, HKV, S, EV),
         out_strides=by_token(*OUT), dout_strides=by_token(*OUT),
         lse_strides=by_token(*ROWS_SHAPE), dlse_strides=by_token(*ROWS_SHAPE),
         dq_strides=by_token(B, HQ, L, E), dk_strides=by_token(B, HKV, S, E),
         dv_strides=by_token(B, HKV, S, EV),
-        scale=0.25,
-        lists=BlockLists(
-            (steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (ROWS, ROWS), 1, 1, 128, 128
+        softmax_scale=0.25, deterministic=True, needs=ALL,
+        mods=BackwardMods(
+            header=header, has_score_mod=True, score_mod_bytes=48, mask_mod_bytes=8,
+            lists=BlockLists(
+                (steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (ROWS, ROWS), 1, 1, 128,
+                128,
+            ),
+            captured=(CapturedGradient(HQ * 7, "float32"),), sites=1, scattered=False,
         ),
-        header=header, has_score_mod=True, score_mod_bytes=48, mask_mod_bytes=8,
-        captured=(CapturedGradient(HQ * 7, "float32"),), sites=1, scattered=False, deterministic=True,
-        needs=ALL,
     )  # fmt: skip
     assert "q_idx >= kv_idx" in header[1] and GRAD in header[1]
     assert launch.score_mod[-8:] == bytes(8)  # where gradients are is not known yet
@@ -312,18 +316,19 @@ def test_where_scores_are_added_one_by_one(world: World, indices: str, scattered
         f"score + bias({indices})", {"bias": table()}, grad="grad", capture_grads={"bias": (indices, "grad")}
     )
     call(plain(), score_mod=mod)
-    assert only(world).call.scattered == scattered
+    assert only(world).call.mods.scattered == scattered
 
 
 def test_nothing_optional(world: World) -> None:
     dq, dk, dv, captured = call(plain())
     launch = only(world)
     assert captured == {} and launch.captured == []
-    assert launch.addresses[10:] == (0, 0, 0, 0) and launch.addresses.dlse == 0
-    assert launch.call.lists is None and launch.call.dlse_strides == (0, 0, 0)
-    assert not launch.call.has_score_mod and not launch.call.deterministic
-    assert launch.call.scale == E**-0.5 and launch.call.sites == 0 and not launch.call.scattered
-    assert "kIsThere = false" in launch.call.header[1]
+    assert launch.lists == [0, 0, 0, 0] and launch.addresses.dlse == 0
+    assert launch.call.mods.lists is None and launch.call.dlse_strides == (0, 0, 0)
+    assert not launch.call.mods.has_score_mod and not launch.call.deterministic
+    assert launch.call.softmax_scale == E**-0.5
+    assert launch.call.mods.sites == 0 and not launch.call.mods.scattered
+    assert "kIsThere = false" in launch.call.mods.header[1]
 
 
 def test_positional(world: World) -> None:
@@ -395,7 +400,7 @@ def test_captured_gradients(world: World) -> None:
     for dtype in ("float32", "float64", "bfloat16"):
         *_, captured = call(plain(), score_mod=score_mod(dtype=dtype))
         assert captured["bias"].dtype == dtype
-    texts = {launch.call.header for launch in world.flex_backward}
+    texts = {launch.call.mods.header for launch in world.flex_backward}
     assert len(texts) == 3
     call(plain(), score_mod=score_mod(ptr=0x99000, dtype="bfloat16"))
     assert world.flex_backward[-1].prepared is world.flex_backward[-2].prepared
@@ -456,7 +461,7 @@ def test_lists_that_are_no_int32(world: World) -> None:
     mask = mask_of()
     mask.q_indices = mask.q_indices.but(dtype="int64")
     call(plain(), block_mask=mask)
-    assert only(world).addresses[10:] == (0x4000, 0xC1000, 0x6000, 0x7000)
+    assert only(world).lists == [0x4000, 0xC1000, 0x6000, 0x7000]
 
 
 class TestKnownLists:
@@ -474,9 +479,9 @@ class TestKnownLists:
         mask = mask_of()
         assert [self.reads(world, mask) for _ in range(2)] == [self.NAMES, []]
         first, second = world.flex_backward
-        assert first.addresses[10:] == second.addresses[10:] == (0x4000, 0x5000, 0x6000, 0x7000)
+        assert first.lists == second.lists == [0x4000, 0x5000, 0x6000, 0x7000]
         mask.q_indices = mask.q_indices.but(ptr=0xE000)
-        assert self.reads(world, mask) == self.NAMES and world.flex_backward[-1].addresses[11] == 0xE000
+        assert self.reads(world, mask) == self.NAMES and world.flex_backward[-1].lists[1] == 0xE000
 
     def test_lists_that_are_also_those_by_rows(self, world: World) -> None:
         mask = mask_of(full=False)
@@ -488,7 +493,7 @@ class TestKnownLists:
             rawmla.flex_attention(**forward_plain(), block_mask=mask)
             read = self.reads(world, mask)
             assert world.flex[-1].more[1:3] == (0x4000, 0xE000)
-            assert world.flex_backward[-1].addresses[10:12] == (0x4000, 0x5000)
+            assert world.flex_backward[-1].lists[:2] == [0x4000, 0x5000]
         assert not read
 
     def test_full_lists_by_rows_that_come_later(self, world: World) -> None:
@@ -525,7 +530,7 @@ def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None
         "columns": rows,
     }
     launch = only(world)
-    made = launch.addresses[10:]
+    made = launch.lists
     assert read_struct(mask_kernels.LISTS_PARAMS, lists.params) == {
         "states": clear.address,
         "partial_counts": made[0],
@@ -545,7 +550,7 @@ def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None
         "line_tokens": S,
         "entry_tokens": L,
     }
-    assert launch.call.lists == BlockLists(
+    assert launch.call.mods.lists == BlockLists(
         (dense(*leading, COLUMNS),) * 2,
         (dense(*leading, COLUMNS, ROWS)[:3],) * 2,
         (ROWS, ROWS),
@@ -579,7 +584,7 @@ def test_blocks_that_are_walked(world: World, size: tuple[int, int]) -> None:
         setattr(mask, name, getattr(mask, name).but(shape=(1, 1, 8)))
     call(plain(), block_mask=mask)
     assert not world.enqueued
-    lists = only(world).call.lists
+    lists = only(world).call.mods.lists
     assert (lists.block_q, lists.block_k) == (min(size[0], 384), min(size[1], 512))
 
 

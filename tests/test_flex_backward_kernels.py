@@ -18,18 +18,17 @@ from rawmla.flex.functions import header_of, within_blocks
 from rawmla.flex.mods import Backward, Capture, CudaMod, Mod, Site
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
-from rawmla.kernels import flex_backward
-from rawmla.kernels.flex_backward import (
-    IN_ANY_ORDER,
-    IN_DIGITS,
-    IN_UNITS,
-    LARGEST,
-    captured_spec,
+from rawmla.kernels import block_mask, flex_captured
+from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARGEST, captured_spec
+from rawmla.kernels.mha_backward import params_of
+from rawmla.kernels.mha_backward_variants import (
+    BY_KEYS,
+    BY_PRODUCT,
+    Needs,
+    flex_spec,
     forms_of,
     references_spec,
-    spec,
 )
-from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
 
 CAUSAL = CudaMod("q_idx >= kv_idx").mod()
 WINDOW = CudaMod("q_idx >= kv_idx && q_idx - kv_idx < width", {"width": 100}).mod()
@@ -78,21 +77,21 @@ FUNCTIONS: dict[str, tuple[Mod | None, Mod | None]] = {
 }
 ALL_DIMS = (*DIMS, (96, 96))
 MAIN = {
-    (dims, name, form.by_product): spec("bfloat16", *dims, form, header_of(*functions))
+    (dims, name, form.by_product): flex_spec("bfloat16", *dims, form, header_of(*functions))
     for dims in ALL_DIMS
     for name, functions in FUNCTIONS.items()
     for form in forms_of(*dims)
     if form == forms_of(*dims)[0] or (dims, name) == ((128, 128), "softcap, causal")
 }
 MAIN |= {
-    (dims, f"fp16 {name}", forms_of(*dims)[0].by_product): spec(
+    (dims, f"fp16 {name}", forms_of(*dims)[0].by_product): flex_spec(
         "float16", *dims, forms_of(*dims)[0], header_of(*FUNCTIONS[name])
     )
     for dims in ((128, 128), (256, 256))
     for name in ("causal", "softcap, causal")
 }
 SOME = {
-    (dims, name, needs): spec(
+    (dims, name, needs): flex_spec(
         "bfloat16", *dims, forms_of(*dims)[0], header_of(*FUNCTIONS[name]), Needs(*needs, True)
     )
     for dims in ((64, 64), (128, 128), (192, 128), (256, 256))
@@ -115,8 +114,8 @@ CAPTURED = {
     )
 }
 AROUND = (
-    flex_backward.FINISH_SPEC,
-    flex_backward.RANKS_SPEC,
+    flex_captured.FINISH_SPEC,
+    block_mask.RANKS_SPEC,
     *(
         references_spec("bfloat16", d, keys, header_of(*FUNCTIONS["softcap, documents"]))
         for d, keys in ((128, 128), (256, 64))
@@ -175,10 +174,10 @@ def test_others_compile(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("dims", ALL_DIMS, ids=str)
 def test_constants_of_the_forms(dims: tuple[int, int]) -> None:
     for form in forms_of(*dims):
-        one = spec("bfloat16", *dims, form, header_of(*FUNCTIONS["softcap, causal"]))
+        one = flex_spec("bfloat16", *dims, form, header_of(*FUNCTIONS["softcap, causal"]))
         conditions = [f"kTileKeys == {form.tile_keys}", f"kThreads == {form.threads}"]
         assert_in_kernel(one, [*conditions, "kFlex && kTrims && kHasDerivative"])
-        plain = spec("bfloat16", *dims, form, header_of(None, None))
+        plain = flex_spec("bfloat16", *dims, form, header_of(None, None))
         assert_in_kernel(plain, [*conditions, "!kTrims && !kHasDerivative"])
 
 
@@ -187,10 +186,10 @@ def test_constants_of_captured_gradients(pass_: int) -> None:
     assert_in_kernel(
         captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)),
         [
-            f"kTileKeys == {flex_backward._CAPTURED_KEYS}",
-            f"sizeof(CapturedCell) == {flex_backward._CELL_BYTES}",
-            f"sizeof(CapturedDigits) == {flex_backward._DIGITS_BYTES}",
-            f"kElementsTogether == {flex_backward._ELEMENTS_TOGETHER}",
+            f"kTileKeys == {flex_captured.CAPTURED_KEYS}",
+            f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
+            f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
+            f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
             "2 * kRegisters + kProducerRegisters <= 3 * 168",
         ],
     )
@@ -205,20 +204,20 @@ STRUCTS: list[tuple[KernelSpec, ParamStruct]] = [
     *[
         (
             MAIN[(64, 64), name, False],
-            flex_backward.params_of(*map(bytes_of, FUNCTIONS[name])),
+            params_of((bytes_of(FUNCTIONS[name][0]), bytes_of(FUNCTIONS[name][1]))),
         )
         for name in FUNCTIONS
     ],
     (
         MAIN[(256, 256), "softcap, documents", True],
-        flex_backward.params_of(bytes_of(SOFTCAP), bytes_of(DOCUMENTS)),
+        params_of((bytes_of(SOFTCAP), bytes_of(DOCUMENTS))),
     ),
     (
         CAPTURED[(64, 64), "by key", IN_ANY_ORDER],
-        flex_backward.params_of(bytes_of(BY_KEY), bytes_of(DOCUMENTS)),
+        params_of((bytes_of(BY_KEY), bytes_of(DOCUMENTS))),
     ),
-    (flex_backward.FINISH_SPEC, flex_backward.CAPTURED_FINISH_PARAMS),
-    (flex_backward.RANKS_SPEC, flex_backward.RANKS_PARAMS),
+    (flex_captured.FINISH_SPEC, flex_captured.CAPTURED_FINISH_PARAMS),
+    (block_mask.RANKS_SPEC, block_mask.RANKS_PARAMS),
 ]
 
 
@@ -241,5 +240,5 @@ def test_without_a_score_function_there_is_room_for_a_gradient() -> None:
 def test_a_mistake_in_a_gradient_is_shown_where_it_is() -> None:
     mod = CudaMod("score", grad="grad * wrong_name").mod(backward=True)
     with pytest.raises(rawmla.CompileError) as caught:
-        jit.build(spec("bfloat16", 64, 64, BY_KEYS, header_of(mod, None)))
+        jit.build(flex_spec("bfloat16", 64, 64, BY_KEYS, header_of(mod, None)))
     assert 'identifier "wrong_name" is undefined' in caught.value.user_lines

@@ -16,30 +16,38 @@ from rawmla.errors import KernelNotReadyError
 from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import block_mask, flex_backward, mha_backward
+from rawmla.kernels import block_mask, flex_captured, mha_backward
 from rawmla.kernels.block_mask import BlockLists
-from rawmla.kernels.flex_backward import (
-    CapturedGradient,
-    FlexBackwardAddresses,
-    FlexBackwardCall,
-    PreparedFlexBackward,
+from rawmla.kernels.flex_captured import CapturedGradient
+from rawmla.kernels.mha_backward import (
+    BackwardAddresses,
+    BackwardCall,
+    BackwardMods,
+    PreparedMhaBackward,
+    params_of,
 )
-from rawmla.kernels.mha_backward import BY_KEYS, BY_PRODUCT, Needs
+from rawmla.kernels.mha_backward_variants import BY_KEYS, BY_PRODUCT, Needs, flex_spec
 
 LOG2_E = 1 / math.log(2)
 ROWS, COLUMNS = 3, 4
 Q_BLOCKS = -(-L // 64)
 LISTS = BlockLists((steps(1, 1, COLUMNS),) * 2, (steps(1, 1, COLUMNS, ROWS)[:3],) * 2, (9, 2), 1, 1, 128, 128)
-CALL = FlexBackwardCall(
-    device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, seqlen_q=L, seqlen_k=S, d_qk=E, d_v=EV,
+HEADER = header_of(None, None)
+CALL = BackwardCall(
+    device=0, dtype="bfloat16", b=B, k_batches=B, h_q=HQ, h_kv=HKV, d_qk=E, d_v=EV, varlen=False,
+    max_seqlen_q=L, max_seqlen_k=S, total_q=L, total_k=S,
     q_strides=(1 << 20, 128, 1 << 15), k_strides=(1 << 21, 128, 1 << 16), v_strides=(1 << 22, 64, 1 << 17),
     out_strides=(1, 8, 16), dout_strides=(1 << 18, 64, 1 << 12), lse_strides=(4, 5, 6),
     dlse_strides=(7, 8, 9),
-    dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), scale=0.25, lists=LISTS,
-    header=header_of(None, None), has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, captured=(),
-    sites=0, scattered=False, deterministic=False, needs=Needs(True, True, True, False),
+    dq_strides=(10, 11, 12), dk_strides=(13, 14, 15), dv_strides=(16, 17, 18), softmax_scale=0.25,
+    deterministic=False, needs=Needs(True, True, True, False),
+    mods=BackwardMods(
+        header=HEADER, has_score_mod=False, score_mod_bytes=8, mask_mod_bytes=8, lists=LISTS, captured=(),
+        sites=0, scattered=False,
+    ),
 )  # fmt: skip
-ADDRESSES = FlexBackwardAddresses(*range(0x1000, 0xF000, 0x1000))
+ADDRESSES = BackwardAddresses(*range(0x1000, 0xB000, 0x1000))
+OF_LISTS = [*range(0xB000, 0xF000, 0x1000)]
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
 SCRATCH = 1 << 20
 MAIN = ("mha_backward", "mha_backward_by_product")
@@ -87,14 +95,22 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[], meta={"spill_stores": 0}))
     monkeypatch.setattr(jit, "tensor_map", lambda address, *what: address.to_bytes(128, "little"))
     monkeypatch.setattr(jit, "clear", clear)
-    monkeypatch.setattr(flex_backward, "_form_of", BoundedTable(4))
+    monkeypatch.setattr(mha_backward, "_form_of", BoundedTable(4))
     return launched
 
 
-def launch(score_mod: bytes = bytes(8), **changes: Any) -> PreparedFlexBackward:
-    made = PreparedFlexBackward(CALL._replace(**changes), lambda: False)
+def changed(seqlen_q: int = L, seqlen_k: int = S, **changes: Any) -> BackwardCall:
+    """The call with other members, of its `BackwardMods` too."""
+    assert CALL.mods is not None
+    mods = {name: changes.pop(name) for name in BackwardMods._fields if name in changes}
+    lengths = {"max_seqlen_q": seqlen_q, "total_q": seqlen_q, "max_seqlen_k": seqlen_k, "total_k": seqlen_k}
+    return CALL._replace(mods=CALL.mods._replace(**mods), **lengths, **changes)
+
+
+def launch(score_mod: bytes = bytes(8), **changes: Any) -> PreparedMhaBackward:
+    made = PreparedMhaBackward(changed(**changes), lambda: False)
     captured = [0x50000 + i for i in range(len(changes.get("captured", ())))]
-    made.launch(0x51, ADDRESSES, score_mod, bytes(8), captured, SCRATCH)
+    made.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, score_mod, bytes(8), captured)
     return made
 
 
@@ -103,11 +119,11 @@ def read(one: Any) -> dict[str, Any]:
     structs = {
         "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
         "mha_backward_finish": mha_backward.FINISH_PARAMS,
-        "block_mask_ranks": flex_backward.RANKS_PARAMS,
+        "block_mask_ranks": block_mask.RANKS_PARAMS,
         "block_mask_scatter": block_mask.SCATTER_PARAMS,
-        "flex_captured_finish": flex_backward.CAPTURED_FINISH_PARAMS,
+        "flex_captured_finish": flex_captured.CAPTURED_FINISH_PARAMS,
     }
-    declared = structs.get(one.name) or flex_backward.params_of(8, 8)
+    declared = structs.get(one.name) or params_of((8, 8))
     members = [x for x in declared.members if x.name not in ("score_mod", "mask_mod")]
     return read_struct(SimpleNamespace(size=declared.size, members=members), one.params)
 
@@ -122,7 +138,7 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
     prepare, main, finish = told
     places = B * HQ * Q_BLOCKS
     assert [x.grid for x in told] == [places, B * HKV * 4, places]
-    assert main.spec == flex_backward.spec("bfloat16", E, EV, BY_KEYS, CALL.header)
+    assert main.spec == flex_spec("bfloat16", E, EV, BY_KEYS, HEADER)
     first, second, last = map(read, told)
     names = ("out", "dout", "lse", "dlse")
     assert [first[name] for name in names] == [getattr(ADDRESSES, name) for name in names]
@@ -138,8 +154,8 @@ def test_three_kernels(told: list[SimpleNamespace]) -> None:
     expected = {
         "dk": ADDRESSES.dk,
         "dv": ADDRESSES.dv,
-        "q_num_blocks": ADDRESSES.q_num_blocks,
-        "full_q_indices": ADDRESSES.full_q_indices,
+        "q_num_blocks": OF_LISTS[0],
+        "full_q_indices": OF_LISTS[3],
         "b": B,
         "heads_kv": HKV,
         "group": HQ // HKV,
@@ -188,8 +204,8 @@ def test_columns_of_the_sums_of_dq(told: list[SimpleNamespace], d_qk: int, d_v: 
 @pytest.mark.parametrize("scale", (0.25, -3.0, 0.0))
 def test_scores_in_natural_units(told: list[SimpleNamespace], scale: float) -> None:
     """A function gets scaled scores; without one the exponent scales them. dq and dk are scaled anyhow."""
-    launch(scale=scale, has_score_mod=True)
-    launch(scale=scale)
+    launch(softmax_scale=scale, has_score_mod=True)
+    launch(softmax_scale=scale)
     for main, score_scale, log2 in ((told[2], scale, LOG2_E), (told[5], 1.0, scale * LOG2_E)):
         found = read(main)
         assert (found["score_scale"], found["scale"]) == (score_scale, scale)
@@ -221,7 +237,7 @@ def test_a_fixed_order(told: list[SimpleNamespace], dims: tuple[int, int]) -> No
     assert [x.name for x in told[1:5]] == names
     states = read(scatter)
     assert clear.address == states["states"] == read(ranks)["states"] and clear.size >= ROWS * COLUMNS
-    assert (states["kv_num_blocks"], states["full_kv_indices"]) == (ADDRESSES[10], ADDRESSES[13])
+    assert (states["kv_num_blocks"], states["full_kv_indices"]) == (OF_LISTS[0], OF_LISTS[3])
     assert (states["rows"], states["columns"], states["list_columns"]) == (COLUMNS, ROWS, (3, 2))
     tiles = 1 if dims[0] == 128 else 2
     assert read(ranks) | {"states": 0, "ranks": 0} == {
@@ -284,13 +300,13 @@ def test_captured_gradients(told: list[SimpleNamespace]) -> None:
     assert [x.name for x in told[3:]] == ["clear", "clear", "flex_captured_gradients", "flex_captured_finish"]
     assert (first.address, first.size) == (0x50000, 40) and second.size == 28
     assert SCRATCH <= second.address
-    at = next(x for x in flex_backward.params_of(24, 8).members if x.name == "score_mod").offset
+    at = next(x for x in params_of((24, 8)).members if x.name == "score_mod").offset
     assert struct.unpack_from("<3Q", captured.params, at) == (0, first.address, second.address)
     assert (captured.grid, captured.pdl) == (B * HKV * 4, False)
-    assert dict(captured.spec.defines)["PASS"] == flex_backward.IN_ANY_ORDER
+    assert dict(captured.spec.defines)["PASS"] == flex_captured.IN_ANY_ORDER
     found = read(finish)
     assert (found["sums"], found["out"], found["count"], found["dtype"]) == (second.address, 0x50001, 7, 1)
-    assert not found["largest"] and found["sums_are"] == flex_backward.FLOATS
+    assert not found["largest"] and found["sums_are"] == flex_captured.FLOATS
     # The main kernel adds to none.
     assert struct.unpack_from("<3Q", told[1].params, at) == (0, 0, 0)
 
@@ -309,13 +325,13 @@ def test_captured_gradients_in_a_fixed_order(
     )  # fmt: skip
     largest, first, second, *passes, one, other = told[3:]
     assert [x.size for x in (largest, first, second)] == [8, *[16 * x.elements for x in captured]]
-    assert [dict(x.spec.defines)["PASS"] for x in passes] == [flex_backward.LARGEST, flex_backward.IN_UNITS]
+    assert [dict(x.spec.defines)["PASS"] for x in passes] == [flex_captured.LARGEST, flex_captured.IN_UNITS]
     assert passes[0].params == passes[1].params
     terms = 3 * B * HQ * L * S
     for i, finish in enumerate((one, other)):
         found = read(finish)
         assert (found["largest"], found["out"]) == (largest.address + 4 * i, 0x50000 + i)
-        assert found["sums_are"] == flex_backward.CELLS
+        assert found["sums_are"] == flex_captured.CELLS
         assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
 
 
@@ -325,13 +341,13 @@ def test_captured_gradients_digit_by_digit(told: list[SimpleNamespace]) -> None:
     launch(bytes(24), captured=captured, sites=3, score_mod_bytes=24, lists=None, deterministic=True)
     first, second, one_pass, *finish = told[3:]
     assert [x.size for x in (first, second)] == [6400, 3200] and first.address % 128 == 0
-    assert dict(one_pass.spec.defines)["PASS"] == flex_backward.IN_DIGITS
-    at = next(x for x in flex_backward.params_of(24, 8).members if x.name == "score_mod").offset
+    assert dict(one_pass.spec.defines)["PASS"] == flex_captured.IN_DIGITS
+    at = next(x for x in params_of((24, 8)).members if x.name == "score_mod").offset
     assert struct.unpack_from("<3Q", one_pass.params, at) == (0, first.address, second.address)
     for i, (one, sums) in enumerate(zip(finish, (first, second), strict=True)):
         found = read(one)
         assert (found["sums"], found["largest"], found["out"]) == (sums.address, 0, 0x50000 + i)
-        assert found["sums_are"] == flex_backward.DIGITS
+        assert found["sums_are"] == flex_captured.DIGITS
 
 
 @pytest.mark.parametrize(
@@ -355,16 +371,14 @@ def test_the_other_form_where_functions_would_spill(
     monkeypatch.setattr(jit, "build", build)
     for _ in range(2):
         launch()
-    assert {x.spec for x in told if x.name in MAIN} == {
-        flex_backward.spec("bfloat16", E, EV, form, CALL.header)
-    }
+    assert {x.spec for x in told if x.name in MAIN} == {flex_spec("bfloat16", E, EV, form, HEADER)}
     assert len(built) == 1 and read(told[1])["tiles_per_head"] == -(-S // form.tile_keys)
 
 
 def test_wide_heads_have_one_form(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("there is nothing to choose"))
     launch(d_qk=192)
-    assert told[1].spec == flex_backward.spec("bfloat16", 192, EV, BY_PRODUCT, CALL.header)
+    assert told[1].spec == flex_spec("bfloat16", 192, EV, BY_PRODUCT, HEADER)
 
 
 def test_nothing_is_built_in_a_capture(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,14 +389,14 @@ def test_nothing_is_built_in_a_capture(told: list[SimpleNamespace], monkeypatch:
     monkeypatch.setattr(jit, "get_kernel", not_loaded)
     monkeypatch.setattr(jit, "build", lambda spec: pytest.fail("built in a capture"))
     with pytest.raises(KernelNotReadyError):
-        PreparedFlexBackward(CALL, lambda: True)
+        PreparedMhaBackward(CALL, lambda: True)
 
 
 def test_kernels_do_not_depend_on_sizes(told: list[SimpleNamespace]) -> None:
     for changes in (
         {},
         {"b": 7, "k_batches": 1, "h_q": 4, "seqlen_q": 1, "seqlen_k": 10_000},
-        {"scale": 0.5, "lists": None},
+        {"softmax_scale": 0.5, "lists": None},
         {"d_qk": 120, "d_v": 50, "deterministic": True},
     ):
         launch(**changes)
@@ -397,7 +411,7 @@ def test_maps_are_kept(told: list[SimpleNamespace], monkeypatch: pytest.MonkeyPa
     mapped: list[Any] = []
     monkeypatch.setattr(jit, "tensor_map", lambda *what: mapped.append(what) or bytes(128))
     made = launch()
-    made.launch(0x51, ADDRESSES, bytes(8), bytes(8), [], SCRATCH)
+    made.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, bytes(8), bytes(8), [])
     q, dout, k, v = mapped
     assert [what[0] for what in mapped] == [ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v]
     assert [what[2][0] for what in mapped] == [E, EV, E, EV]

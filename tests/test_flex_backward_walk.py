@@ -14,7 +14,7 @@ import pytest
 from cuda_probe import source
 from host_mods import compiled, needs_host_compiler
 
-from rawmla.kernels.flex_backward import RANKS_SPEC
+from rawmla.kernels.block_mask import RANKS_SPEC
 
 pytestmark = needs_host_compiler
 ROWS = 64  # query tokens of a step

@@ -27,8 +27,9 @@ from rawmla.kernels import (
     block_mask,
     common,
     default_specs,
-    flex_backward,
-    mha_backward,
+    flex_captured,
+    mha_backward_clear,
+    mha_backward_variants,
     mha_forward_variants,
     mla_cache_gather,
     mla_cache_rows,
@@ -251,7 +252,7 @@ def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.paged_specs(
         "bfloat16", [64]
     )
-    wanted = [*mha_backward.specs("float16", 96, 96), mha_backward.CLEAR_SPEC]
+    wanted = [*mha_backward_variants.specs("float16", 96, 96), mha_backward_clear.CLEAR_SPEC]
     dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha_backward", **dims) == wanted
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted}
@@ -304,8 +305,8 @@ def test_setmaxnreg_moves_what_the_launch_gives(spec: KernelSpec) -> None:
 
 WITH_USER_TEXT = (
     block_mask.states_spec(header_of(None, CudaMod("q_idx >= kv_idx").mod())),
-    flex_backward.captured_spec("bfloat16", 128, 128, flex_backward.IN_ANY_ORDER, header_of(BY_QUERY, None)),
-    flex_backward.references_spec("bfloat16", 128, 128, header_of(None, None)),
+    flex_captured.captured_spec("bfloat16", 128, 128, flex_captured.IN_ANY_ORDER, header_of(BY_QUERY, None)),
+    mha_backward_variants.references_spec("bfloat16", 128, 128, header_of(None, None)),
 )
 # Of each kernel the variant with the most shared memory: some of mla_combine have none.
 A_VARIANT_OF_EACH = {

@@ -15,7 +15,8 @@ from test_mha_calls import optional as forward_optional
 from test_mha_calls import plain as forward_plain
 
 import rawmla
-from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, Needs
+from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall
+from rawmla.kernels.mha_backward_variants import Needs
 from rawmla.kernels.mha_forward import NO_BOUND
 
 OUT = (TOTAL_Q, H_Q, D_V)
@@ -283,6 +284,7 @@ EXPECTED = BackwardCall(
     device=0,
     dtype="bfloat16",
     b=B,
+    k_batches=B,
     h_q=H_Q,
     h_kv=H_KV,
     d_qk=D_QK,

@@ -18,17 +18,15 @@ from rawmla import jit
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
-from rawmla.kernels import mha_backward
-from rawmla.kernels.mha_backward import (
+from rawmla.kernels import mha_backward, mha_backward_clear, mha_backward_variants
+from rawmla.kernels.mha_backward import BackwardAddresses, PreparedMhaBackward, params_of, section_of
+from rawmla.kernels.mha_backward_variants import (
     ALL,
     BY_KEYS,
     BY_KEYS_WIDE,
     BY_PRODUCT,
-    BackwardAddresses,
     Needs,
-    PreparedMhaBackward,
     form_of,
-    section_of,
     specs,
 )
 
@@ -42,10 +40,10 @@ DTYPES = ("bfloat16", "float16")
 FLAGS = tuple(itertools.product((False, True), repeat=3))  # softcap, ALiBi, sinks with dlse
 STRUCTS: dict[str, ParamStruct] = {
     "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
-    "mha_backward": mha_backward.PARAMS,
-    "mha_backward_by_product": mha_backward.PARAMS,
+    "mha_backward": params_of(),
+    "mha_backward_by_product": params_of(),
     "mha_backward_finish": mha_backward.FINISH_PARAMS,
-    "mha_backward_clear": mha_backward.CLEAR_PARAMS,
+    "mha_backward_clear": mha_backward_clear.CLEAR_PARAMS,
 }
 MAIN = {
     (dtype, *dims, *flags): specs(dtype, *dims, *flags)[1]
@@ -80,7 +78,7 @@ QUICK = {
 }
 AROUND = [
     *dict.fromkeys(x for dtype in DTYPES for d in (64, 128) for x in specs(dtype, d, d)[::2]),
-    mha_backward.CLEAR_SPEC,
+    mha_backward_clear.CLEAR_SPEC,
 ]
 QUICK.update(AROUND)
 BY_NAME: dict[str, KernelSpec] = {
@@ -200,14 +198,14 @@ def test_constants_of_the_backward() -> None:
         assert_in_kernel(
             spec,
             [
-                f"kBlockRows == {mha_backward.BLOCK_ROWS}",
+                f"kBlockRows == {mha_backward_variants.BLOCK_ROWS}",
                 f"kTileKeys == {form.tile_keys}",
                 f"kThreads == {form.threads}",
                 f"kStages == {dict(spec.defines).get('STAGES', 2)}",
                 *([] if form.by_product else [f"kDsStages == {1 if form.is_wide else 2}"]),
             ],
         )
-    assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])
+    assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward_clear._CLEARED_ROWS}"])
 
 
 EVERY_PLACE = {
@@ -228,7 +226,7 @@ def test_layout_of_the_backward(spec: KernelSpec) -> None:
     assert_in_kernel(
         spec,
         [
-            f"sizeof(SharedMemoryPlan) + 2 * {mha_backward._BARRIER_BYTES} > SMEM_BYTES",
+            f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
             f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(d_qk)}",
             f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
         ],
@@ -365,12 +363,13 @@ def test_scratch_of_the_backward(
     (_, given), (_, of_main), *_ = launches.enqueued
     lse, delta, accum, *_ = given[5:8]
     rows = 8 * 3 * 64
-    assert (lse, delta, accum) == (0x100000, 0x100000 + 4 * rows, 0x100000 + 8 * rows)
+    weighs = has_dlse and sink_dtype is not None
+    after_delta = 0x100000 + 8 * rows
+    assert (lse, delta, accum) == (0x100000, 0x100000 + 4 * rows, after_delta + 4 * rows * weighs)
     sizes = [4 * rows, 4 * rows, 4 * columns * rows, 4 * 8 * 3 if sink_dtype else 0]
     around = [launches.params[name] for name in ("mha_backward_prepare", "mha_backward_finish")]
     assert [params["accum_columns"] for params in around] == [columns] * 2
     assert launches.grids["mha_backward_finish"] == (8 * 3, -(-columns // 64), 1)
-    weighs = has_dlse and sink_dtype is not None
     sizes.append(4 * rows if weighs else 0)
     turns_bytes = 4 * 8 * 3 if deterministic else 0
     sizes.append(turns_bytes)
@@ -380,7 +379,7 @@ def test_scratch_of_the_backward(
     end = 0x100000 + prepared.scratch_bytes - -(-turns_bytes // 128) * 128
     assert turns in (0, end)
     if weighs:
-        assert weights == end - 4 * rows
+        assert weights == after_delta
     assert of_main[2][0] == ADDRESSES.dout
     assert of_main[5:10] == (lse, delta, weights, accum, turns)
 
@@ -390,11 +389,12 @@ def test_scratch_of_the_backward(
 )
 def test_tiles_of_keys(launches: Launches, d_qk: int, d_v: int, keys: int) -> None:
     """The grid and the boxes of K and V follow the form of the schedule."""
-    call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, max_seqlen_k=1000, total_k=1000)
+    call = EXPECTED._replace(d_qk=d_qk, d_v=d_v, varlen=False, b=2, k_batches=2)
+    call = call._replace(max_seqlen_k=1000, total_k=1000)
     PreparedMhaBackward(call, lambda: False).launch(0x51, ADDRESSES, 0x100000)
     tiles = -(-1000 // keys)
     main = "mha_backward" if keys == 128 else "mha_backward_by_product"
-    assert launches.loaded == ["mha_backward_prepare", main, "mha_backward_finish"]
+    assert set(launches.loaded) == {"mha_backward_prepare", main, "mha_backward_finish"}
     assert launches.grids[main] == (call.h_kv * call.b * tiles, 1, 1)
     assert launches.params[main]["tiles_per_head"] == tiles
     (maps,) = [given[1:5] for name, given in launches.enqueued if name == main]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
-from ..kernels.mha_backward import Needs
+from ..kernels.mha_backward_variants import Needs
 from .arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
 from .backward import gradients
 from .block_mask import lacks_columns

@@ -12,10 +12,11 @@ from ..call.arrays import READERS, Fields, NewArray, address_of, aligned_strides
 from ..call.checks import as_bool, as_scale, check_kind
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
-from ..kernels import flex_backward
+from ..kernels import mha_backward
 from ..kernels.block_mask import BlockLists, Grid, ListAddresses
-from ..kernels.flex_backward import CapturedGradient, FlexBackwardAddresses, FlexBackwardCall
-from ..kernels.mha_backward import ALL, BLOCK_ROWS, Needs
+from ..kernels.flex_captured import CapturedGradient
+from ..kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
+from ..kernels.mha_backward_variants import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
 from .arrays import (
     FP8,
@@ -168,7 +169,7 @@ class _Checked(NamedTuple):
     """What follows from the kinds of the arrays, which passed the checks."""
 
     forward: FlexChecked
-    strides: dict[str, tuple[int, int, int]]  # as `FlexBackwardCall` names them
+    strides: dict[str, Any]  # as `BackwardCall` names them
     copied: tuple[bool, ...]  # q, k, v, out and dout
     lists: BlockLists | None
     list_copies: tuple[bool, bool, bool, bool]
@@ -182,7 +183,7 @@ class _Prepared(NamedTuple):
     allocate: Callable[[], list[Any]]
     """Makes what is needed of dq, dk, dv and the captured gradients, and the scratch, or None."""
     launch: Callable[..., None] | None
-    """Enqueues the kernels, as `PreparedFlexBackward.launch`; None: all gradients are 0."""
+    """Enqueues the kernels, as `PreparedMhaBackward.launch`; None: all gradients are 0."""
     scratch_bytes: int
 
 
@@ -273,11 +274,12 @@ def backpropagate(
             mask_bytes = mask.with_last_address(states).packed
         prepared.launch(
             framework.current_stream(device),
-            FlexBackwardAddresses(*addresses, *of_lists),
+            BackwardAddresses(*addresses),
+            scratch_ptr,
+            *of_lists,
             score_bytes,
             mask_bytes,
             [framework.pointer(x) for x in made],
-            scratch_ptr,
         )
         del copies, list_copies  # until here
     captured = dict.fromkeys([name for name, _ in names])
@@ -378,30 +380,35 @@ def _prepare(
         for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
             jit.get_kernel(spec, device, capturing=capturing)
     sites = () if score is None or score.backward is None else score.backward.sites
-    prepared = flex_backward.PreparedFlexBackward(
-        FlexBackwardCall(
+    prepared = mha_backward.PreparedMhaBackward(
+        BackwardCall(
             device=device,
             dtype=inputs.q[3],
             b=forward.b,
             k_batches=forward.k_batches,
             h_q=forward.h_q,
             h_kv=forward.h_kv,
-            seqlen_q=forward.seqlen_q,
-            seqlen_k=forward.seqlen_k,
             d_qk=forward.d_qk,
             d_v=forward.d_v,
+            varlen=False,
+            max_seqlen_q=forward.seqlen_q,
+            max_seqlen_k=forward.seqlen_k,
+            total_q=forward.seqlen_q,
+            total_k=forward.seqlen_k,
             **checked.strides,
-            scale=scale,
-            lists=lists,
-            header=header_of(score, mask),
-            has_score_mod=score is not None,
-            score_mod_bytes=score_bytes,
-            mask_mod_bytes=mask_bytes,
-            captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in of_captures]),
-            sites=len(sites),
-            scattered=any(site.by_q and site.by_kv for site in sites),
+            softmax_scale=scale,
             deterministic=deterministic,
             needs=needs,
+            mods=BackwardMods(
+                header=header_of(score, mask),
+                has_score_mod=score is not None,
+                score_mod_bytes=score_bytes,
+                mask_mod_bytes=mask_bytes,
+                lists=lists,
+                captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in of_captures]),
+                sites=len(sites),
+                scattered=any(site.by_q and site.by_kv for site in sites),
+            ),
         ),
         capturing,
     )

@@ -1,12 +1,12 @@
-"""Host side of cuda_src/kernels/block_mask_states.cu, block_mask_lists.cu and block_mask_scatter.cu: block
-masks from functions, and from lists whose blocks the attention kernel cannot walk.
+"""Host side of the block_mask kernels in cuda_src/kernels: block masks from functions, and from lists whose
+blocks the attention kernel cannot walk; and the order in which tiles of keys add to dq.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
@@ -16,12 +16,15 @@ __all__ = [
     "LISTS_PARAMS",
     "LISTS_SPEC",
     "NO_LISTS",
+    "RANKS_PARAMS",
+    "RANKS_SPEC",
     "SCATTER_PARAMS",
     "SCATTER_SPEC",
     "BlockLists",
     "Grid",
     "ListAddresses",
     "lists",
+    "ranks",
     "scatter",
     "states",
     "states_params",
@@ -233,3 +236,47 @@ def scatter(
         columns=given.columns,
     )
     kernel.launch((min(ceil_div(all_rows, _WARPS), _CTAS), 1, 1), params, stream)
+
+
+_RANKS_THREADS, _RANKS_CTAS = 128, 2048
+RANKS_PARAMS = ParamStruct(
+    POINTER("states", "ranks"),
+    I64("all_rows"),
+    I32("rows", "columns", "tiles"),
+)
+RANKS_SPEC = jit.KernelSpec("block_mask_ranks", (), threads=_RANKS_THREADS, smem_bytes=0)
+
+
+def ranks(
+    mask: Grid,
+    lists: BlockLists,
+    addresses: Sequence[int],
+    places: tuple[int, int],
+    tile_keys: int,
+    *,
+    device: int,
+    stream: int,
+    capturing: Callable[[], bool],
+) -> None:
+    """Enqueue what finds the order in which tiles of ``tile_keys`` keys add to dq.
+
+    ``mask`` has the lists' columns as rows, ``addresses`` are those of the lists, and ``places`` those of a
+    byte and of 4 bytes for each block.
+    """
+    to_states, to_ranks = places
+    where: Any = {"device": device, "stream": stream, "capturing": capturing}
+    jit.clear(to_states, ceil_div(mask.blocks, 4) * 4, stream, device)
+    partial, full = lists.columns
+    columns = min(partial, mask.columns), min(full, mask.columns)
+    scatter(mask, lists._replace(columns=columns), addresses, to_states, **where)
+    all_rows = mask.batches * mask.heads * mask.columns
+    params = RANKS_PARAMS.pack(
+        states=to_states,
+        ranks=to_ranks,
+        all_rows=all_rows,
+        rows=mask.columns,
+        columns=mask.rows,
+        tiles=ceil_div(lists.block_k, tile_keys),
+    )
+    kernel = jit.get_kernel(RANKS_SPEC, device, capturing=capturing)
+    kernel.launch((min(ceil_div(all_rows, _RANKS_THREADS), _RANKS_CTAS), 1, 1), params, stream)

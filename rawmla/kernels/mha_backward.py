@@ -1,54 +1,47 @@
 """Host side of mha_backward.cu and mha_backward_by_product.cu in cuda_src/kernels, and of the kernels before
-and after them: gradients of dense multi-head attention.
+and after them: gradients of multi-head attention, with functions of the user's too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct
-from ..jit.spec import MAX_SMEM_BYTES
-from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, offsets_in_scratch, stride_params
-from .mha_forward import NO_BOUND
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type
+from ..jit.table import BoundedTable
+from . import block_mask
+from .block_mask import NO_LISTS, BlockLists, Grid
+from .common import CHUNK, FLOAT_DTYPES, ceil_div, offsets_in_scratch, stride_params
+from .flex_captured import CAPTURED_KEYS, CapturedGradient, PreparedCaptured, terms_log2
+from .mha_backward_clear import prepare_clear
+from .mha_backward_variants import (
+    BLOCK_ROWS,
+    BY_KEYS,
+    Form,
+    Needs,
+    flex_spec,
+    form_of,
+    forms_of,
+    references_spec,
+    specs,
+    specs_around,
+)
+from .mha_forward import NO_BOUND, scale_params
 from .mha_forward_variants import padded
 from .mha_maps import MAX_MAPS, key_map
 
 __all__ = [
-    "ALL",
-    "FINISH_PARAMS",
-    "PARAMS",
-    "PREPARE_PARAMS",
-    "BackwardAddresses",
-    "BackwardCall",
-    "Needs",
-    "PreparedMhaBackward",
-    "specs",
+    *("FINISH_PARAMS", "PREPARE_PARAMS", "BackwardAddresses", "BackwardCall", "BackwardMods"),
+    *("PreparedMhaBackward", "params_of"),
 ]
 
-BLOCK_ROWS = 64
-_BARRIER_BYTES = 640
+_FEW_SPILLS = 256
+"""Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
+at d 128; consumers that share one product double what is added to dq, which takes nearly the step again.
+"""
 Strides = tuple[int, int, int]
-
-
-class Needs(NamedTuple):
-    """Which gradients of a call somebody needs."""
-
-    dq: bool
-    dk: bool
-    dv: bool
-    others: bool
-    """dsink; in flex attention those of captured arrays."""
-
-    @property
-    def main(self) -> bool:
-        """Whether the kernel of dq, dk and dv has something to compute."""
-        return self.dq or self.dk or self.dv
-
-
-ALL = Needs(True, True, True, True)
 
 
 class BackwardAddresses(NamedTuple):
@@ -64,13 +57,26 @@ class BackwardAddresses(NamedTuple):
     dq: int
     dk: int
     dv: int
-    cu_seqlens_q: int
-    cu_seqlens_k: int
-    seqused_q: int
-    seqused_k: int
-    alibi_slopes: int
-    attn_sink: int
-    dsink: int
+    cu_seqlens_q: int = 0
+    cu_seqlens_k: int = 0
+    seqused_q: int = 0
+    seqused_k: int = 0
+    alibi_slopes: int = 0
+    attn_sink: int = 0
+    dsink: int = 0
+
+
+class BackwardMods(NamedTuple):
+    """Functions of scores and masks, and the blocks that they are called for."""
+
+    header: tuple[str, str]  # name and text
+    has_score_mod: bool
+    score_mod_bytes: int
+    mask_mod_bytes: int
+    lists: BlockLists | None  # by columns: strides of (batch, head, column); None: all keys are attended
+    captured: tuple[CapturedGradient, ...]  # that are needed
+    sites: int  # of them all
+    scattered: bool  # a place depends on query and key, so that scores are added one by one
 
 
 class BackwardCall(NamedTuple):
@@ -81,6 +87,7 @@ class BackwardCall(NamedTuple):
     device: int
     dtype: str
     b: int
+    k_batches: int  # of k and v: b or 1
     h_q: int
     h_kv: int
     d_qk: int
@@ -101,15 +108,16 @@ class BackwardCall(NamedTuple):
     dk_strides: Strides
     dv_strides: Strides
     softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_stride_b: int
-    has_alibi: bool
-    sink_dtype: str | None  # None: there are no sinks
-    has_dlse: bool
     deterministic: bool  # dq is summed in a fixed order
     needs: Needs
+    window_left: int = NO_BOUND
+    window_right: int = NO_BOUND
+    softcap: float = 0.0
+    alibi_stride_b: int = 0
+    has_alibi: bool = False
+    sink_dtype: str | None = None  # None: there are no sinks
+    has_dlse: bool = False
+    mods: BackwardMods | None = None
 
 
 PREPARE_PARAMS = ParamStruct(
@@ -126,33 +134,43 @@ PREPARE_PARAMS = ParamStruct(
         "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
     ),
 )  # fmt: skip
-CHANGING = (
-    "q_map", "dout_map", "k_map", "v_map", "lse", "delta", "weights", "dq_accum", "turns", "dk", "dv",
-    "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes",
-)  # fmt: skip
 
 
-def params_of(more_changing: Sequence[Declaration] = (), more: Iterable[Declaration] = ()) -> ParamStruct:
-    """Params of cuda_src/mha/backward_params.cuh with further members: some that change from launch to
-    launch, and some at the end.
-    """
+@cache
+def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
+    """Params of cuda_src/mha/backward_params.cuh; ``mod_bytes``: of what score_mod and mask_mod read."""
+    changing = [
+        *TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
+        *POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
+        *POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
+    ]
+    of_lists: list[Declaration] = []
+    if mod_bytes is not None:
+        score, mask = mod_bytes
+        changing += [
+            *POINTER("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "ranks", "largest"),
+            *bytes_type("ScoreMod", score)("score_mod"),
+            *bytes_type("MaskMod", mask)("mask_mod"),
+        ]
+        of_lists = [
+            *I64("counts_strides", "lists_strides", length=6),
+            *I32("list_rows", length=2),
+            *I32("mask_batches", "mask_heads", "mask_rows", "mask_columns", "block_rows", "block_k"),
+            *I32("q_blocks", "requests", "terms_log2"),
+        ]
     return ParamStruct(
-        TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
-        POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
-        POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
-        more_changing,
+        changing,
         I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
         I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
         I64("blocks"),
         I32("b", "heads_kv", "group", "d_qk", "d_v", "seqlen_q", "seqlen_k", "total_q", "total_k"),
         I32("window_left", "window_right", "tiles_per_head", "section", "alibi_stride_b"),
         F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
-        more,
-        changing=(*CHANGING, *(one.name for one in more_changing)),
+        of_lists,
+        changing=[one.name for one in changing],
     )
 
 
-PARAMS = params_of()
 FINISH_PARAMS = ParamStruct(
     POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
@@ -161,168 +179,6 @@ FINISH_PARAMS = ParamStruct(
     F32("scale"),
     changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
-CLEAR_PARAMS = ParamStruct(
-    POINTER("cu_seqlens_q", "cu_seqlens_k"),
-    POINTER("gradients", elements=("dq", "dk", "dv")),
-    I64("strides_s", "strides_h", length=3),
-    I32("tokens", "heads", "columns", "first_ctas", length=3),
-    I32("b"),
-    changing=("cu_seqlens_q", "cu_seqlens_k", "dq", "dk", "dv"),
-)
-
-
-class Form(NamedTuple):
-    """How the consumers of a CTA share its work; docs/kernels/mha_backward.md has the forms."""
-
-    kernel: str
-    is_wide: bool
-    tile_keys: int
-    threads: int
-
-    @property
-    def by_product(self) -> bool:
-        """Whether consumers share products instead of keys."""
-        return self.kernel == "mha_backward_by_product"
-
-    def accum_columns(self, d_qk: int) -> int:
-        """Columns of the sums of dQ."""
-        return ceil_div(d_qk, CHUNK) * CHUNK if self.by_product else padded(d_qk)
-
-
-BY_KEYS = Form("mha_backward", False, 128, 384)
-BY_KEYS_WIDE = Form("mha_backward", True, 128, 384)
-BY_PRODUCT = Form("mha_backward_by_product", False, 64, 512)
-CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
-_CLEARED_ROWS = 64
-
-
-def form_of(
-    dtype: str, d_qk: int, d_v: int, softcap: bool, alibi: bool, weights: bool, needs: Needs = ALL
-) -> Form:
-    """The form for a pair of head dimensions that `padded` returned, with the flags of `specs`."""
-    # dK and dV take half a register a column: with more columns a consumer of all products spills.
-    if max(d_qk, d_v) <= 128 and d_qk + d_v <= (224 if softcap and alibi and weights else 256):
-        return BY_KEYS
-    if (d_qk, d_v) == (192, 128) and not (softcap or alibi or weights):
-        if not needs.dq and not needs.dk:
-            return BY_KEYS
-        # In other variants ptxas serialises the products, or P loses bits that dS needs.
-        if dtype == "bfloat16":
-            return BY_KEYS_WIDE
-    return BY_PRODUCT
-
-
-def _bytes_by_keys(is_wide: bool, d_qk: int, d_v: int, has_dq: bool, stages: int) -> int:
-    """Shared memory of mha_backward.cu with a number of stages of Q and dO."""
-    row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
-    ds_bytes = BLOCK_ROWS * 2 * 128 * (1 if is_wide else 2)
-    dq_bytes = 2 * BLOCK_ROWS * 4 * (d_qk // 2 if d_qk > 96 else d_qk)
-    return (
-        128 * row_bytes
-        + stages * BLOCK_ROWS * (row_bytes + 12)
-        + (ds_bytes if has_dq or is_wide else 0)
-        + (dq_bytes if has_dq else 0)
-        + _BARRIER_BYTES
-    )
-
-
-def _bytes_by_product(d_qk: int, d_v: int, places: int) -> int:
-    """Shared memory of mha_backward_by_product.cu with a number of places for chunks of dQ."""
-    row_bytes = 2 * CHUNK * (ceil_div(d_qk, CHUNK) + ceil_div(d_v, CHUNK))
-    factors = ds = BLOCK_ROWS * 2 * 64
-    return (
-        64 * row_bytes
-        + 2 * BLOCK_ROWS * (row_bytes + 12)
-        + ds
-        + factors
-        + BLOCK_ROWS * CHUNK * 4 * places
-        + _BARRIER_BYTES
-    )
-
-
-@cache
-def specs(
-    dtype: str,
-    d_qk: int,
-    d_v: int,
-    softcap: bool = False,
-    alibi: bool = False,
-    weights: bool = False,
-    needs: Needs = ALL,
-) -> tuple[jit.KernelSpec, jit.KernelSpec, jit.KernelSpec]:
-    """The variants of the three kernels, in the order of their launch.
-
-    ``weights``: there are sinks and dlse.
-    """
-    form = form_of(dtype, padded(d_qk), padded(d_v), softcap, alibi, weights, needs)
-    prepare, finish = specs_around(dtype, d_v)
-    features = {"SOFTCAP": softcap, "ALIBI": alibi, "WEIGHTS": weights}
-    return prepare, variant(dtype, d_qk, d_v, form, features, needs), finish
-
-
-def specs_around(dtype: str, d_v: int) -> tuple[jit.KernelSpec, jit.KernelSpec]:
-    """The variants of the kernels before and behind the main one."""
-    kind = ("DTYPE", DTYPES[dtype])
-    lanes = ("LANES", 8 if d_v <= CHUNK else 16)  # of a row, 16 bytes each
-    return (
-        jit.KernelSpec("mha_backward_prepare", (kind, lanes), threads=128, smem_bytes=0),
-        jit.KernelSpec("mha_backward_finish", (kind,), threads=128, smem_bytes=0),
-    )
-
-
-_FEATURES = {"ALIBI": False, "FLEX": False, "SOFTCAP": False, "WEIGHTS": False}
-
-
-def variant(
-    dtype: str,
-    d_qk: int,
-    d_v: int,
-    form: Form,
-    features: dict[str, bool],
-    needs: Needs,
-    headers: tuple[tuple[str, str], ...] = (),
-) -> jit.KernelSpec:
-    """The variant of the main kernel in a form."""
-    d_qk, d_v = padded(d_qk), padded(d_v)
-    if form.is_wide and needs.dq:
-        needs = ALL  # ptxas would serialise what is left without dk or dv; what nobody needs is not stored
-    if form.by_product:
-        parts = ceil_div(d_qk, CHUNK)
-        places, smem_bytes = next(
-            (n, smem_bytes)
-            for n in range(parts, 0, -1)
-            for smem_bytes in [_bytes_by_product(d_qk, d_v, n)]
-            if parts % n == 0 and smem_bytes <= MAX_SMEM_BYTES
-        )
-        of_form: tuple[tuple[str, int], ...] = (("DQ_PLACES", places),)
-    else:
-        stages, smem_bytes = next(
-            (n, smem_bytes)
-            for n in (3, 2)
-            for smem_bytes in [_bytes_by_keys(form.is_wide, d_qk, d_v, needs.dq, n)]
-            if smem_bytes <= MAX_SMEM_BYTES
-        )
-        of_form = (("STAGES", stages), ("WIDE", form.is_wide))
-    return jit.KernelSpec(
-        form.kernel,
-        (
-            *of_form,
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-            ("D_V", d_v),
-            ("NEEDS_DK", needs.dk),
-            ("NEEDS_DQ", needs.dq),
-            ("NEEDS_DV", needs.dv),
-            *(_FEATURES | features).items(),
-        ),
-        threads=form.threads,
-        smem_bytes=smem_bytes,
-        headers=headers,
-        # Variants for some gradients are too many to be compiled by every NVRTC before a user does.
-        may_lose=not (needs.dq and needs.dk and needs.dv),
-    )
-
-
 _L2_BYTES = 20 << 20
 """What tiles that run together may read and add to of queries, in a good part of L2."""
 
@@ -354,163 +210,290 @@ class PreparedMhaBackward:
     def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         self._call = call
-        needs = call.needs
-        # What sinks leave to a row is a number of its own then: mha_backward_prepare.cu says why.
-        self._has_weights = call.sink_dtype is not None and call.has_dlse
-        flags = call.softcap > 0, call.has_alibi, self._has_weights
-        needs_finish = needs.dq or (call.sink_dtype is not None and needs.others)
-        kernels = [
-            jit.get_kernel(spec, call.device, capturing=capturing) if is_needed else None
-            for spec, is_needed in zip(
-                specs(call.dtype, call.d_qk, call.d_v, *flags, needs),
-                (True, needs.main, needs_finish),
-                strict=True,
-            )
-        ]
-        form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, needs)
-        self._tile_keys = tile_keys = form.tile_keys
-        seqlen_q, seqlen_k = call.max_seqlen_q, call.max_seqlen_k
-        blocks = call.b * ceil_div(seqlen_q, BLOCK_ROWS)
-        tiles_per_head = ceil_div(seqlen_k, tile_keys)
-        tiles = call.b * tiles_per_head
+        self._capturing = capturing
+        needs, mods = call.needs, call.mods
+        form, kernel = _load(call, capturing)
+        self._tile_keys = form.tile_keys
+        self._accum_columns = form.accum_columns(call.d_qk)
+        self._blocks = call.b * ceil_div(call.max_seqlen_q, BLOCK_ROWS)
         if call.varlen:  # at most
-            blocks = call.total_q // BLOCK_ROWS + call.b
-            tiles = min(tiles, call.total_k // tile_keys + call.b)
-        accum_columns = form.accum_columns(call.d_qk)
-        rows = call.h_q * blocks * BLOCK_ROWS
-        self._places, self.scratch_bytes = offsets_in_scratch((
+            self._blocks = call.total_q // BLOCK_ROWS + call.b
+        self._has_weights = _has_weights(call)
+        self._mask = _mask_of(call)
+        ranked_blocks = self._mask.blocks if self._mask is not None and call.deterministic and needs.dq else 0
+        if ranked_blocks:
+            for one in (block_mask.SCATTER_SPEC, block_mask.RANKS_SPEC):
+                jit.get_kernel(one, call.device, capturing=capturing)
+        self._struct = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes))
+        self._prepare, self._finish = self._prepare_around()
+        self._main = None if kernel is None else self._prepare_tiles(kernel, self._tile_keys)
+        self._references = self._prepare_references()
+        self._captured = None
+        if mods is not None:
+            self._captured = PreparedCaptured(call, mods, self._prepare_tiles, capturing)
+        self._clear = prepare_clear(call, capturing) if call.varlen and needs.main else None
+        rows = call.h_q * self._blocks * BLOCK_ROWS
+        self._offsets, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
             4 * rows,  # delta
-            4 * rows * accum_columns if needs.dq else 0,  # dq_accum
-            4 * call.h_q * blocks if call.sink_dtype is not None else 0,  # dsink_parts
-            4 * rows if self._has_weights else 0,  # weights
-            4 * call.h_q * blocks if call.deterministic and needs.dq else 0,  # turns
+            4 * rows * (self._has_weights or (mods is not None and mods.has_score_mod)),  # or references
+            4 * rows * self._accum_columns * needs.dq,  # dq_accum
+            4 * call.h_q * self._blocks * (call.sink_dtype is not None),  # dsink_parts
+            4 * call.h_q * self._blocks * (call.deterministic and needs.dq),  # turns
+            ranked_blocks,  # states
+            4 * ranked_blocks,  # ranks
+            *(() if self._captured is None else self._captured.scratch_sizes),
         ))  # fmt: skip
-        sink_dtype = FLOAT_DTYPES[call.sink_dtype or "float32"]
-        sizes = {"b": call.b, "seqlen_q": seqlen_q, "total_q": call.total_q, "blocks": blocks}
-        prepare = PREPARE_PARAMS.pack(
+        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, dout, k and v
+
+    def launch(self, stream: int, addresses: BackwardAddresses, scratch: int, *of_mods: Any) -> None:
+        """Enqueue the kernels: those of the gradients that are needed, and with segments one for tokens of no
+        request. ``scratch`` is the address of 128-byte aligned scratch.
+
+        ``of_mods``: with `BackwardMods`, the addresses of the lists by columns; the parameters of score_mod,
+        without addresses of gradients, and of mask_mod, of `rawmla.flex.mods.Form.pack`; the addresses of the
+        gradients of captured arrays.
+        """
+        call = self._call
+        (
+            q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
+            alibi_slopes, attn_sink, dsink,
+        ) = addresses  # fmt: skip
+        lse_log2, delta, of_rows, accum, dsink_parts, turns, states, ranks, *captured = [
+            scratch + offset for offset in self._offsets
+        ]
+        accum *= call.needs.dq
+        turns *= call.needs.dq and call.deterministic
+        ranks *= turns != 0 and self._mask is not None
+        dsink_parts *= call.sink_dtype is not None
+        weights = of_rows * self._has_weights
+        self._prepare(
+            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
+            turns, cu_seqlens_q, seqused_q,
+        )  # fmt: skip
+
+        def arguments(tile_keys: int, score_mod: bytes | None = None) -> tuple[Any, ...]:
+            """Those of a kernel whose tiles have so many keys."""
+            maps = self._maps_of((q, dout, k, v), tile_keys)
+            given = (
+                stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
+                seqused_q, seqused_k, alibi_slopes,
+            )  # fmt: skip
+            if score_mod is None:
+                return given
+            return (*given, *lists, ranks, largest, score_mod, mask_mod)
+
+        if self._captured is None:
+            if self._main is not None:
+                self._main(*arguments(self._tile_keys))
+            if self._finish is not None:
+                self._finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
+            if self._clear is not None:
+                self._clear(stream, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
+            return
+        *lists, score_mod, mask_mod, results = of_mods
+        weights = of_rows  # references of rows stand in their place
+        largest = self._captured.largest(captured)
+        if ranks and self._mask is not None and call.mods is not None and call.mods.lists is not None:
+            block_mask.ranks(
+                self._mask, call.mods.lists, lists, (states, ranks), self._tile_keys,
+                device=call.device, stream=stream, capturing=self._capturing,
+            )  # fmt: skip
+        for launch in (self._references, self._main):
+            if launch is not None:
+                launch(*arguments(self._tile_keys, score_mod))
+        if self._finish is not None:
+            self._finish(stream, accum, dq, 0, 0, 0)
+        self._captured.launch(stream, arguments, score_mod, results, captured)
+
+    def _prepare_around(self) -> tuple[Callable[..., object], Callable[..., object] | None]:
+        """The kernel before the main one, and that after it where there is something for it."""
+        call = self._call
+        prepare, finish = specs_around(call.dtype, call.d_v)
+        sizes = {
+            "b": call.b,
+            "seqlen_q": call.max_seqlen_q,
+            "total_q": call.total_q,
+            "blocks": self._blocks,
+            "accum_columns": self._accum_columns,
+            "sink_dtype": FLOAT_DTYPES[call.sink_dtype or "float32"],
+        }
+        kernel = jit.get_kernel(prepare, call.device, capturing=self._capturing)
+        params = PREPARE_PARAMS.pack(
             **stride_params("out", call.out_strides),
             **stride_params("dout", call.dout_strides),
             **stride_params("lse", call.lse_strides),
             **stride_params("dlse", call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
-            accum_columns=accum_columns,
-            sink_dtype=sink_dtype,
             **sizes,
         )
-        has_masks = min(call.window_left, call.window_right) < NO_BOUND
-        section = section_of(
-            call.h_q // call.h_kv, seqlen_q, call.d_qk, call.d_v, call.deterministic, has_masks
+        grid = (call.h_q * self._blocks, 1, 1)
+        before = kernel.prepare(grid, params, PREPARE_PARAMS.changing, pdl=True).launch
+        if not (call.needs.dq or (call.sink_dtype is not None and call.needs.others)):
+            return before, None
+        kernel = jit.get_kernel(finish, call.device, capturing=self._capturing)
+        params = FINISH_PARAMS.pack(
+            **stride_params("dq", call.dq_strides), d_qk=call.d_qk, scale=call.softmax_scale, **sizes
         )
-        if call.varlen:
-            section = max(n for n in range(1, section + 1) if call.h_kv % n == 0)
-        # As in mha_forward: softcap * tanh(scale / softcap * s), and everything behind it in base 2
-        factor = (call.softcap or call.softmax_scale) * LOG2_E
-        main = PARAMS.pack(
+        chunks = ceil_div(self._accum_columns, CHUNK) if call.needs.dq else 1
+        grid = (call.h_q * self._blocks, chunks, 1)
+        return before, kernel.prepare(grid, params, FINISH_PARAMS.changing, pdl=True).launch
+
+    def _prepare_tiles(self, kernel: jit.Kernel, tile_keys: int) -> Callable[..., object]:
+        """A kernel whose CTAs have a tile of so many keys each."""
+        call = self._call
+        tiles = call.k_batches * ceil_div(call.max_seqlen_k, tile_keys)
+        if call.varlen:  # at most
+            tiles = min(tiles, call.total_k // tile_keys + call.b)
+        params = self._packed(tile_keys)
+        # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
+        pdl = call.mods is None
+        return kernel.prepare((call.h_kv * tiles, 1, 1), params, self._struct.changing, pdl=pdl).launch
+
+    def _prepare_references(self) -> Callable[..., object] | None:
+        """The kernel that finds references of rows whose lse is far from 0, as a score function makes."""
+        call, mods = self._call, self._call.mods
+        if mods is None or not mods.has_score_mod or not (call.needs.main or mods.captured):
+            return None
+        one = references_spec(call.dtype, call.d_qk, self._tile_keys, mods.header)
+        kernel = jit.get_kernel(one, call.device, capturing=self._capturing)
+        params = self._packed(self._tile_keys)
+        # The kernel before waits for all that came earlier: what functions read is there.
+        grid = (call.h_q * self._blocks, 1, 1)
+        return kernel.prepare(grid, params, self._struct.changing, pdl=True).launch
+
+    def _packed(self, tile_keys: int) -> bytes:
+        """The parameters of a kernel whose tiles have so many keys."""
+        call = self._call
+        requests = call.b // call.k_batches if call.mods else 1
+        return self._struct.pack(
             **stride_params("dk", call.dk_strides),
             **stride_params("dv", call.dv_strides),
+            blocks=self._blocks,
+            b=call.k_batches,
             heads_kv=call.h_kv,
             group=call.h_q // call.h_kv,
             d_qk=call.d_qk,
             d_v=call.d_v,
-            seqlen_k=seqlen_k,
+            seqlen_q=call.max_seqlen_q,
+            seqlen_k=call.max_seqlen_k,
+            total_q=call.total_q,
             total_k=call.total_k,
             window_left=call.window_left,
             window_right=call.window_right,
-            tiles_per_head=tiles_per_head,
-            section=section,
+            tiles_per_head=ceil_div(call.max_seqlen_k, tile_keys),
+            section=_section(call, requests),
             alibi_stride_b=call.alibi_stride_b,
-            softmax_scale_log2=1.0 if call.has_alibi else factor,
-            score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
-            score_factor=factor,
             scale=call.softmax_scale,
-            **sizes,
+            **scale_params(call),
+            **({} if call.mods is None else self._list_params(call.mods, requests)),
         )
-        finish = FINISH_PARAMS.pack(
-            **stride_params("dq", call.dq_strides),
-            d_qk=call.d_qk,
-            accum_columns=accum_columns,
-            sink_dtype=sink_dtype,
-            scale=call.softmax_scale,
-            **sizes,
-        )
-        finish_grid = (call.h_q * blocks, ceil_div(accum_columns, CHUNK) if needs.dq else 1, 1)
-        grids = ((call.h_q * blocks, 1, 1), (call.h_kv * tiles, 1, 1), finish_grid)
-        self._launches = [
-            None if kernel is None else kernel.prepare(grid, params, struct.changing, pdl=True).launch
-            for kernel, grid, params, struct in zip(
-                kernels,
-                grids,
-                (prepare, main, finish),
-                (PREPARE_PARAMS, PARAMS, FINISH_PARAMS),
-                strict=True,
-            )
-        ]
-        self._clear = _prepare_clear(call, capturing) if call.varlen and needs.main else None
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}
 
-    def launch(self, stream: int, addresses: BackwardAddresses, scratch: int) -> None:
-        """Enqueue the kernels: those of the gradients that are needed, and with segments one for tokens of no
-        request. ``scratch`` is the address of 128-byte aligned scratch.
-        """
-        (
-            q, k, v, out, dout, lse, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            alibi_slopes, attn_sink, dsink,
-        ) = addresses  # fmt: skip
-        lse_log2, delta, accum, dsink_parts, weights, turns = [scratch + place for place in self._places]
-        if not self._has_weights:
-            weights = 0
-        if not self._call.needs.dq:
-            accum = 0
-        if not (self._call.deterministic and self._call.needs.dq):
-            turns = 0
-        prepare, main, finish = self._launches
-        assert prepare is not None
-        prepare(
-            stream, out, dout, lse, dlse, lse_log2, delta, accum, attn_sink, dsink_parts, weights,
-            turns, cu_seqlens_q, seqused_q,
-        )  # fmt: skip
-        if main is not None:
-            arrays = q, dout, k, v
-            maps = self._maps.get(arrays) or self._encode(arrays)
-            main(
-                stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
-                seqused_q, seqused_k, alibi_slopes,
-            )  # fmt: skip
-        if finish is not None:
-            finish(stream, accum, dq, cu_seqlens_q, dsink_parts, dsink)
-        if self._clear is not None:
-            self._clear(stream, cu_seqlens_q, cu_seqlens_k, dq, dk, dv)
+    def _list_params(self, mods: BackwardMods, requests: int) -> dict[str, Any]:
+        """The members that a call with `BackwardMods` has besides."""
+        lists, mask = mods.lists or NO_LISTS, self._mask
+        return {
+            "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
+            "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+            "list_rows": tuple(min(most, mask.columns if mask else 0) for most in lists.columns),
+            "mask_batches": lists.batches,
+            "mask_heads": lists.heads,
+            "mask_rows": mask.columns if mask else 0,
+            "mask_columns": mask.rows if mask else 0,
+            "block_rows": ceil_div(lists.block_q, BLOCK_ROWS),
+            "block_k": lists.block_k,
+            "q_blocks": self._blocks // self._call.b,
+            "requests": requests,
+            "terms_log2": terms_log2(self._call, mods),
+        }
 
-    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
+    def _maps_of(self, arrays: tuple[int, ...], tile_keys: int) -> tuple[bytes, ...]:
+        """The tensor maps of q, dout, k and v, with boxes of so many keys."""
+        key = (*arrays, tile_keys)
+        found = self._maps.get(key)
+        if found is not None:
+            return found
         call = self._call
         dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        batches = 1 if call.varlen else call.b
+        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
+
+        def of_queries(address: int, d: int, strides: Strides) -> bytes:
+            return key_map(address, dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+
+        def of_keys(address: int, d: int, strides: Strides) -> bytes:
+            return key_map(address, dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+
         q, dout, k, v = arrays
         if len(self._maps) >= MAX_MAPS:
             self._maps.clear()
-        maps = self._maps[arrays] = (
-            key_map(q, dtype, call.d_qk, BLOCK_ROWS, call.h_q, call.total_q, batches, call.q_strides),
-            key_map(dout, dtype, call.d_v, BLOCK_ROWS, call.h_q, call.total_q, batches, call.dout_strides),
-            key_map(k, dtype, call.d_qk, self._tile_keys, call.h_kv, call.total_k, batches, call.k_strides),
-            key_map(v, dtype, call.d_v, self._tile_keys, call.h_kv, call.total_k, batches, call.v_strides),
+        maps = self._maps[key] = (
+            of_queries(q, call.d_qk, call.q_strides),
+            of_queries(dout, call.d_v, call.dout_strides),
+            of_keys(k, call.d_qk, call.k_strides),
+            of_keys(v, call.d_v, call.v_strides),
         )
         return maps
 
 
-def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
-    kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
-    tokens = (call.total_q * call.needs.dq, call.total_k * call.needs.dk, call.total_k * call.needs.dv)
-    ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
-    strides = (call.dq_strides, call.dk_strides, call.dv_strides)
-    params = CLEAR_PARAMS.pack(
-        strides_s=tuple(token for _, token, _ in strides),
-        strides_h=tuple(head for _, _, head in strides),
-        tokens=tokens,
-        heads=(call.h_q, call.h_kv, call.h_kv),
-        columns=(call.d_qk, call.d_qk, call.d_v),
-        first_ctas=(0, ctas[0], ctas[0] + ctas[1]),
-        b=call.b,
+def _has_weights(call: BackwardCall) -> bool:
+    """Whether what sinks leave to a row is a number of its own: mha_backward_prepare.cu says why."""
+    return call.sink_dtype is not None and call.has_dlse
+
+
+def _load(call: BackwardCall, capturing: Callable[[], bool]) -> tuple[Form, jit.Kernel | None]:
+    """The form of a call and the main kernel; None where nobody needs its results."""
+    if call.mods is not None:
+        if not call.needs.main:
+            return BY_KEYS._replace(tile_keys=CAPTURED_KEYS), None
+        return _load_with_mods(call, call.mods, capturing)
+    flags = call.softcap > 0, call.has_alibi, _has_weights(call)
+    form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, call.needs)
+    if not call.needs.main:
+        return form, None
+    _, chosen, _ = specs(call.dtype, call.d_qk, call.d_v, *flags, call.needs)
+    return form, jit.get_kernel(chosen, call.device, capturing=capturing)
+
+
+_form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)
+"""By the variant in the better form: that which is used."""
+
+
+def _load_with_mods(
+    call: BackwardCall, mods: BackwardMods, capturing: Callable[[], bool]
+) -> tuple[Form, jit.Kernel]:
+    """The same with functions: consumers share a product where these leave them no registers else."""
+    best, *others = forms_of(call.d_qk, call.d_v)
+    first = flex_spec(call.dtype, call.d_qk, call.d_v, best, mods.header, call.needs)
+    form = best if not others else _form_of.get(first)
+    if form is None:
+        if capturing():
+            return best, jit.get_kernel(first, call.device, capturing=capturing)
+        jit.require_supported(call.device)
+        built = jit.build(first)
+        is_slow = built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
+        form = _form_of[first] = others[0] if is_slow else best
+    chosen = flex_spec(call.dtype, call.d_qk, call.d_v, form, mods.header, call.needs)
+    return form, jit.get_kernel(chosen, call.device, capturing=capturing)
+
+
+def _mask_of(call: BackwardCall) -> Grid | None:
+    """The blocks of the mask, columns as lines: those of the keys are its rows."""
+    lists = call.mods and call.mods.lists
+    if not lists:
+        return None
+    return Grid(
+        lists.batches, lists.heads, call.max_seqlen_k, call.max_seqlen_q, lists.block_k, lists.block_q
     )
-    return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
+
+
+def _section(call: BackwardCall, requests: int) -> int:
+    """KV heads whose tiles run together; ``requests``: how many have the same keys."""
+    has_masks = min(call.window_left, call.window_right) < NO_BOUND
+    if call.mods is not None:
+        has_masks = call.mods.lists is not None
+    readers = call.h_q // call.h_kv * requests
+    section = section_of(readers, call.max_seqlen_q, call.d_qk, call.d_v, call.deterministic, has_masks)
+    if call.varlen:
+        section = max(n for n in range(1, section + 1) if call.h_kv % n == 0)
+    return section

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type
@@ -27,9 +27,12 @@ from .mha_forward_variants import (
 from .mha_maps import MAX_MAPS, NO_MAP, key_map, query_map
 from .paged_cache import PagedCache, cache_params, page_maps
 
+if TYPE_CHECKING:
+    from .mha_backward import BackwardCall
+
 __all__ = [
     *("NO_BOUND", "MhaForwardAddresses", "MhaForwardCall", "ModAddresses", "Mods"),
-    *("PreparedMhaForward", "params_of"),
+    *("PreparedMhaForward", "params_of", "scale_params"),
 ]
 
 NO_BOUND = 2**30
@@ -230,7 +233,7 @@ class PreparedMhaForward:
             section=_section(call, heads) if unequal else 1,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
             alibi_stride_b=call.alibi_stride_b,
-            **_scale_params(call),
+            **scale_params(call),
             **cache_params(cache, call.d_v),
             **({} if mods is None else _list_params(call, mods, tile.keys)),
         )
@@ -365,7 +368,7 @@ def _section(call: MhaForwardCall, heads: int) -> int:
     return min(all_heads, 1 << most.bit_length() - 1)
 
 
-def _scale_params(call: MhaForwardCall) -> dict[str, float]:
+def scale_params(call: MhaForwardCall | BackwardCall) -> dict[str, float]:
     """What scores are multiplied by."""
     scale = call.softmax_scale
     if call.mods is not None:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from ..jit import KernelSpec
 from . import (
     block_mask,
-    flex_backward,
-    mha_backward,
+    flex_captured,
+    mha_backward_clear,
+    mha_backward_variants,
     mha_forward_variants,
     mla_cache_gather,
     mla_cache_write,
@@ -124,8 +125,10 @@ def _mha_backward(
     dtypes: Iterable[str], mha_backward_head_dims: Iterable[tuple[int, int]]
 ) -> list[KernelSpec]:
     head_dims = list(mha_backward_head_dims)
-    specs = [spec for dtype in dtypes for dims in head_dims for spec in mha_backward.specs(dtype, *dims)]
-    return [*specs, mha_backward.CLEAR_SPEC] if specs else []
+    specs = [
+        spec for dtype in dtypes for dims in head_dims for spec in mha_backward_variants.specs(dtype, *dims)
+    ]
+    return [*specs, mha_backward_clear.CLEAR_SPEC] if specs else []
 
 
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
@@ -137,8 +140,8 @@ def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
     # Those without functions, which depend on no option; the others are of a call.
     if not mha_head_dims:
         return []
-    masks = [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, flex_backward.RANKS_SPEC]
-    return [*masks, flex_backward.FINISH_SPEC]
+    masks = [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, block_mask.RANKS_SPEC]
+    return [*masks, flex_captured.FINISH_SPEC]
 
 
 def _metadata() -> list[KernelSpec]:

@@ -14,7 +14,7 @@ import torch
 from ..call.arrays import READERS
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
 from ..call.checks import as_bool
-from ..kernels.mha_backward import Needs
+from ..kernels.mha_backward_variants import Needs
 from .arguments import fresh_out_strides, packed_parts, walked
 from .gradients import gradients, varlen_gradients
 

@@ -9,7 +9,8 @@ from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_gi
 from ..call.checks import as_bool, as_softmax_scale, check_kind, check_place
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
-from ..kernels.mha_backward import BackwardAddresses, BackwardCall, Needs
+from ..kernels.mha_backward import BackwardAddresses, BackwardCall
+from ..kernels.mha_backward_variants import Needs
 from .arguments import (
     as_length,
     as_softcap,
@@ -44,7 +45,7 @@ class _BackwardChecked(NamedTuple):
 
     inputs: Checked
     copied: tuple[bool, bool]  # dout and out
-    strides: dict[str, Strides]  # of all but q, k and v, as `BackwardCall` names them
+    strides: dict[str, Any]  # of all but q, k and v, as `BackwardCall` names them
     calls: Memo[_Prepared]
 
 
@@ -162,7 +163,7 @@ def _check(arrays: Arrays, more: _Gradients) -> _BackwardChecked:
     inputs = check_arrays(SEPARATE, arrays)
     _, q_shape, _, dtype, *_ = arrays.q
     sizes = inputs.sizes
-    strides: dict[str, Strides] = {}
+    strides: dict[str, Any] = {}
     copied = []
     wanted = (*q_shape[:-1], sizes.d_v)
     for name, view in (("dout", more.dout), ("out", more.out)):
@@ -226,6 +227,7 @@ def _prepare(checked: _BackwardChecked, key: tuple[Any, ...], arrays: Arrays, mo
             device=device,
             dtype=arrays.q[3],
             b=inputs.b,
+            k_batches=inputs.b,
             h_q=sizes.h_q,
             h_kv=sizes.h_kv,
             d_qk=sizes.d_qk,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..call import tracing
 from ..call.arrays import READERS, Fields
-from ..kernels.mha_backward import ALL, Needs
+from ..kernels.mha_backward_variants import ALL, Needs
 from .arguments import either
 from .backward import backpropagate
 from .traced import operators

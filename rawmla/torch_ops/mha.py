@@ -15,7 +15,7 @@ import torch
 
 from .. import reference
 from ..call import autograd
-from ..kernels.mha_backward import ALL, Needs
+from ..kernels.mha_backward_variants import ALL, Needs
 from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
 from ..mha.gradients import gradients, varlen_gradients

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..call.checks import as_bool
-from ..kernels.mha_backward import Needs
+from ..kernels.mha_backward_variants import Needs
 from ..mha.arguments import as_window, check_options, packed_parts
 
 __all__ = [

@@ -19,7 +19,7 @@ from flex_backward_calls import (
 from gpu_support import forget_prepared_calls, torch
 
 import rawmla
-from rawmla.kernels import flex_backward
+from rawmla.kernels import flex_captured
 from rawmla.testing.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
@@ -65,23 +65,23 @@ def test_score_and_mask(score: str, mask: str, form: str) -> None:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """The passes over the scores that calls take for captured gradients, as `kernels.flex_backward` has them;
+    """The passes over the scores that calls take for captured gradients, as `kernels.flex_captured` has them;
     to be cleared between calls.
     """
     found: set[int] = set()
-    original = flex_backward.captured_spec
+    original = flex_captured.captured_spec
 
     def recorded(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str, str]) -> Any:
         found.add(pass_)
         return original(dtype, d_qk, d_v, pass_, header)
 
-    monkeypatch.setattr(flex_backward, "captured_spec", recorded)
+    monkeypatch.setattr(flex_captured, "captured_spec", recorded)
     forget_prepared_calls()
     yield found
     forget_prepared_calls()
 
 
-IN_CELLS, IN_DIGITS = {flex_backward.LARGEST, flex_backward.IN_UNITS}, {flex_backward.IN_DIGITS}
+IN_CELLS, IN_DIGITS = {flex_captured.LARGEST, flex_captured.IN_UNITS}, {flex_captured.IN_DIGITS}
 FIXED_ORDERS = {
     "bias h q k": IN_CELLS,
     "relative table": IN_CELLS,
@@ -98,7 +98,7 @@ def assert_repeats(call: BackwardInputs, passes: set[int], in_order: set[int], f
     """Raise unless dk and dv of some calls have the same bits, and with `deterministic` everything, which
     then is summed in this way.
     """
-    for options, wanted in (({}, {flex_backward.IN_ANY_ORDER}), ({"deterministic": True}, in_order)):
+    for options, wanted in (({}, {flex_captured.IN_ANY_ORDER}), ({"deterministic": True}, in_order)):
         passes.clear()
         want = backward_of(call, form, **options)
         assert passes == wanted
@@ -143,7 +143,7 @@ def test_deterministic_algorithms_of_torch(name: str, form: str, passes: set[int
         results = [backward_of(call, form) for _ in range(5)]
         assert passes <= FIXED_ORDERS[name]
         backward_of(call, form, deterministic=False)
-        assert flex_backward.IN_ANY_ORDER in passes
+        assert flex_captured.IN_ANY_ORDER in passes
     finally:
         torch.use_deterministic_algorithms(False)
     for got in results:

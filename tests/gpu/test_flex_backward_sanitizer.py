@@ -15,7 +15,7 @@ from test_flex_sanitizer import on_gpu
 from test_mha_backward_sanitizer import copied
 
 from rawmla.flex.backward import gradients
-from rawmla.kernels.mha_backward import Needs
+from rawmla.kernels.mha_backward_variants import Needs
 from rawmla.testing.flex import FlexCase, FlexInputs, with_mask_mod
 from rawmla.testing.flex_backward import (
     FlexGradients,

@@ -10,7 +10,7 @@ from mha_backward_calls import BackwardInputs, backward_of
 from mha_calls import attend
 from test_mha_sanitizer import on_gpu
 
-from rawmla.kernels.mha_backward import Needs
+from rawmla.kernels.mha_backward_variants import Needs
 from rawmla.mha.gradients import gradients
 from rawmla.testing.mha import MhaCase, make_mha_inputs
 from rawmla.testing.mha_backward import (
