@@ -45,18 +45,16 @@ def test_small_calls(emulator: Emulator, which: tuple[int, bool]) -> None:
     assert any(label.startswith(MAIN_KERNELS) for label in emulator.launched)
 
 
-SCHEDULED = (MHA_CASES[1][0], MHA_CASES[3][0], WIDE, BY_PRODUCT)
-
-
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
+@pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize(
-    "which",
-    full_unless(lambda which: which[0] % 2 == which[1], itertools.product(range(4), (False, True))),
-    ids=lambda which: f"{SCHEDULED[which[0]].id}-{which[1]}",
+    "case", (MHA_CASES[1][0], MHA_CASES[3][0], WIDE, BY_PRODUCT), ids=lambda case: case.id
 )
-def test_other_schedules(emulator: Emulator, which: tuple[int, bool], seeds: tuple[int, ...]) -> None:
+def test_other_schedules(
+    emulator: Emulator, case: MhaCase, deterministic: bool, seeds: tuple[int, ...]
+) -> None:
     for emulator.seed in seeds:
-        check("mha_backward", SCHEDULED[which[0]], "out", which[1])
+        check("mha_backward", case, "out", deterministic)
 
 
 @pytest.mark.parametrize(
