@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 _SERVER = """
-import importlib, json, os, runpy, signal, sys, types
+import atexit, importlib, json, os, runpy, signal, sys, threading, types
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what imports may print
 exec(sys.argv[1])
@@ -43,11 +43,27 @@ first, arguments = ("", arguments[1:]) if program == "-c" else (os.path.dirname(
 sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *rest]
 sys.argv[:] = [program, *arguments]
 importlib.invalidate_caches()
-if program == "-c":
-    sys.modules["__main__"] = main = types.ModuleType("__main__")
-    exec(compile(given["arguments"][1], "<string>", "exec"), vars(main))
-else:
-    runpy.run_path(program, run_name="__main__")
+status = 0
+try:
+    if program == "-c":
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(given["arguments"][1], "<string>", "exec"), vars(main))
+    else:
+        runpy.run_path(program, run_name="__main__")
+except SystemExit as end:
+    status = end.code or 0
+    if not isinstance(status, int):
+        status = print(status, file=sys.stderr) or 1
+except BaseException:
+    sys.excepthook(*sys.exc_info())
+    status = 1
+for thread in threading.enumerate():
+    if thread is not threading.main_thread() and not thread.daemon:
+        thread.join()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status & 255)  # Python would take a second to clear torch away
 """
 
 

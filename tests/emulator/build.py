@@ -68,7 +68,7 @@ extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params);
 """
     defines = [f"-D{name}={value}" for name, value in spec.macros]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge.
-    flags = ["-O1", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
+    flags = ["-O0", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
     return ctypes.CDLL(str(build_library(spec.name, files, ["entry.cpp"], flags, folder)))
 
 
