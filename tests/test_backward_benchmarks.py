@@ -543,14 +543,21 @@ def test_beside_a_peer_all_are_timed_as_calls(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_enqueued_calls_are_timed_as_a_graph_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the host's time before the first kernel."""
     from test_scripts import on_fake_gpu
 
     from benchlib import turns
 
     gpu = on_fake_gpu(monkeypatch, 5e-3)
     monkeypatch.setattr(turns, "torch", gpu.torch)
+    monkeypatch.setattr(turns, "time", gpu.time)
     launches = gpu.torch.cuda.CUDAGraph()
-    timer = turns.Enqueued(launches.replay, 10)
+
+    def calls() -> None:
+        gpu.now += 1e-3  # of the host, before anything is enqueued
+        launches.replay()
+
+    timer = turns.Enqueued(calls, 10)
     assert not gpu.runs
     assert timer.without_rests(5).us == pytest.approx(500, rel=0.01) and not gpu.naps
     assert timer.rested(5).us == pytest.approx(500, rel=0.01)

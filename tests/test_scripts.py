@@ -1080,9 +1080,13 @@ class FakeGPU:
                 stream=Context,
                 graph=Context,
                 synchronize=lambda: Stream().synchronize(),
+                _sleep=self.hold_back,
             )
         )
         self.time = types.SimpleNamespace(perf_counter=lambda: self.now, sleep=self.sleep)
+
+    def hold_back(self, cycles: int) -> None:
+        self.free_at = max(self.now, self.free_at) + cycles / 2e9
 
     def sleep(self, seconds: float) -> None:
         self.naps.append((self.now, seconds))

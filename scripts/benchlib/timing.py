@@ -81,6 +81,9 @@ class Graph:
         """Enqueue the captured calls on the current stream."""
         self.graph.replay()
 
+    def hold_back(self) -> None:
+        """Enqueue nothing: a graph is on its way at once."""
+
     def rested(self, replays: int) -> Timing:
         """Warm up and time replays back to back. The GPU idles between them if they would last longer than
         FULL_CLOCK_SECONDS together, and afterwards for COOL_DOWN times as long as the timed replays.
@@ -146,6 +149,7 @@ class Graph:
         samples = []
         for _ in range(replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.hold_back()
             start.record()
             self.replay()
             end.record()

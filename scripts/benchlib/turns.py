@@ -24,6 +24,9 @@ GRAPH_FLOPS = 15 * 10**11
 """Operations of one graph at most, unless one call has more: 3 ms or so. Longer ones would need longer
 rests."""
 
+CYCLES_PER_SECOND = 2 * 10**9
+"""Of a GPU, about."""
+
 BackwardCase = MhaBackwardCase | FlexBackwardCase
 
 
@@ -35,10 +38,19 @@ class Enqueued(Graph):
         self.calls = calls
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
+        self._host_seconds = 0.0
 
     def replay(self) -> None:
         """Enqueue the calls."""
+        begin = time.perf_counter()
         self.calls()
+        self._host_seconds = time.perf_counter() - begin
+
+    def hold_back(self) -> None:
+        """Let the GPU wait twice as long as the host took to enqueue the calls the last time. Else the host's
+        time up to the first kernel counts, which differs by a quarter of a millisecond between libraries.
+        """
+        torch.cuda._sleep(int(2 * self._host_seconds * CYCLES_PER_SECOND))
 
 
 def calls_per_graph(case: BackwardCase) -> int:
