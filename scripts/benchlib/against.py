@@ -9,7 +9,7 @@ from typing import Any
 
 from . import record
 from .columns import OURS, Row
-from .families import Case, all_cases, case_named, family_of, named
+from .families import all_cases, case_named, family_of, named
 
 WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
 """How a figure was taken -> the field of a result row that holds it (see `families.ATTENTION_METHOD`)."""
@@ -120,14 +120,14 @@ def _list_timings(row: Row, label: str) -> dict[str, float]:
     return found
 
 
-def _is_of(stored: Row, case: Case) -> bool:
-    fields = {"batch_invariant": False, **case.fields()}
+def _is_of(stored: Row, fields: Row) -> bool:
     keys = METADATA_FIELDS if fields["op"] == "metadata" else MATCH_FIELDS
     return all(stored[key] == fields.get(key) for key in keys if key in stored)
 
 
 def _from_list(rows: list[Any], key: str) -> list[Stored]:
     label = key.split("@")[0]
+    cases = [(case.id, {"batch_invariant": False, **case.fields()}) for case in all_cases()]
     found = []
     for row in rows:
         if not isinstance(row, dict) or not ("b" in row or "s_kv" in row):
@@ -137,7 +137,7 @@ def _from_list(rows: list[Any], key: str) -> list[Stored]:
             row = {**DENSE_DEFAULTS, **row}
         row.setdefault("batch_invariant", False)
         for name, us in _list_timings(row, label).items():
-            found += [Stored(name, case.id, {LIST_WAY: us}) for case in all_cases() if _is_of(row, case)]
+            found += [Stored(name, case, {LIST_WAY: us}) for case, fields in cases if _is_of(row, fields)]
     return found
 
 

@@ -1,6 +1,7 @@
 """The cases of flex attention: masks and score functions, operation and byte counts."""
 
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 BLOCK = 128
@@ -73,8 +74,7 @@ class FlexCase:
 
     def density(self) -> float:
         """The share of blocks of BLOCK x BLOCK positions that have an attended one."""
-        rows = self.attended(BLOCK)
-        return sum(map(len, rows)) / len(rows) ** 2
+        return _density(self)
 
     def flops(self) -> int:
         """Multiplications and additions of Q·K^T and P·V in the blocks that `density` counts."""
@@ -88,6 +88,12 @@ class FlexCase:
     def fields(self) -> dict[str, Any]:
         """What identifies the case, as the leading fields of a result row."""
         return {"op": "flex_attention", **asdict(self)}
+
+
+@cache  # pages and tables ask for it again and again
+def _density(case: FlexCase) -> float:
+    rows = case.attended(BLOCK)
+    return sum(map(len, rows)) / len(rows) ** 2
 
 
 @dataclass(frozen=True)

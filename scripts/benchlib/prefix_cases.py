@@ -1,5 +1,6 @@
 """The cases of prefix prefill: lengths, operation and byte counts."""
 
+import functools
 import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -60,8 +61,7 @@ class PrefixCase:
 
     def flops(self) -> int:
         """Multiplications and additions of Q·K^T and P·V over the positions that each query sees."""
-        intervals = (self.visible(token) for queries in self.query_lengths() for token in range(queries))
-        return 4 * self.d * self.h_q * sum(end - begin for begin, end in intervals)
+        return 4 * self.d * self.h_q * _positions(self)
 
     def bytes_moved(self) -> int:
         """Bytes that must cross device memory: q and the requests' own k and v read once, and what any query
@@ -75,6 +75,13 @@ class PrefixCase:
     def fields(self) -> dict[str, Any]:
         """What identifies the case, as the leading fields of a result row."""
         return {"op": "prefix_prefill", **asdict(self)}
+
+
+@functools.cache  # pages and tables ask for it again and again
+def _positions(case: PrefixCase) -> int:
+    """What all query tokens see, together."""
+    intervals = (case.visible(token) for queries in case.query_lengths() for token in range(queries))
+    return sum(end - begin for begin, end in intervals)
 
 
 def prefix_cases() -> list[PrefixCase]:
