@@ -125,7 +125,6 @@ AROUND = (
 
 QUICK = {
     ((128, 128), "softcap, documents", False),
-    ((128, 128), "factor, causal", False),
     ((128, 128), "softcap, causal", True),
     ((128, 128), "fp16 softcap, causal", False),
     ((64, 64), "ALiBi, causal", False),

@@ -93,7 +93,6 @@ IDS = [
 
 QUICK = {
     "bfloat16 64x64 both",
-    "float16 128x128 mask",
     "bfloat16 128x128 both max",
     "float16 192x128 mask",
     "bfloat16 256x256 both",
