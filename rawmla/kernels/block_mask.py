@@ -63,7 +63,7 @@ class Grid(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """Lists of partial and of full blocks as they lie: strides in elements of (batch, head, row)."""
+    """Memory layout of the lists of partial and full blocks: strides in elements of (batch, head, row)."""
 
     counts_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
     lists_strides: tuple[tuple[int, int, int], tuple[int, int, int]]
@@ -89,7 +89,7 @@ class ListAddresses(NamedTuple):
 
 @cache
 def states_params(mask_mod_bytes: int) -> ParamStruct:
-    """Params of block_mask_states.cu for a function with parameters of so many bytes."""
+    """Params of block_mask_states.cu for a mask function whose parameters take ``mask_mod_bytes`` bytes."""
     return ParamStruct(
         bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
         POINTER("states"),
@@ -260,8 +260,8 @@ def ranks(
 ) -> None:
     """Enqueue what finds the order in which tiles of ``tile_keys`` keys add to dq.
 
-    ``mask`` has the lists' columns as rows, ``addresses`` are those of the lists, and ``places`` those of a
-    byte and of 4 bytes for each block.
+    ``mask`` has the lists' columns as rows. ``addresses``: of the lists. ``places``: addresses of one byte
+    and of 4 bytes for each block.
     """
     to_states, to_ranks = places
     where: Any = {"device": device, "stream": stream, "capturing": capturing}

@@ -17,13 +17,13 @@ D_QK = (576, 512)
 D_ROPE = 64
 """The last of them; in q they may be an array of their own."""
 D_V = 512
-"""The first columns, which are those of V."""
+"""The first columns, which are also V."""
 BLOCK_TOKENS = 64
 """KV tokens of a block, the unit of a plan."""
 TILE_ROWS = 64
 """Query rows of a tile, which one CTA attends."""
 Q_UNIT = 8
-"""Kernels count strides and offsets of q in so many elements, 16 bytes, and in 32 bits."""
+"""Elements in the unit of strides and offsets of q, 16 bytes; kernels store them in 32 bits."""
 CHUNK = 64
 """Columns of a 16-bit tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
 LOG2_E = log2(e)
@@ -36,13 +36,13 @@ MAX_GRID_YZ = 65_535
 """CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_SPLITS = 32
-"""A batch-invariant plan cuts a request into at most so many splits of at least so many blocks."""
+"""Limits of a batch-invariant plan: the fewest blocks of a split, and the most splits of a request."""
 
 
 def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -> int:
     """How many splits scratch needs room for, when no request has more than ``max_blocks`` blocks.
 
-    0: no request can be split. Where a request's splits lie is decided in cuda_src/mla/plan.cuh.
+    0: no request can be split. cuda_src/mla/plan.cuh assigns the splits to requests.
     """
     if max_blocks <= 1:
         return 0
@@ -56,7 +56,7 @@ def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -
 def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> dict[str, int]:
     """Members of the parameter structs: strides of q and of its RoPE columns, in units of `Q_UNIT` elements.
 
-    Only that of a dimension of one element, which is never stepped over, can exceed 32 bits.
+    Only the stride of a dimension of one element, which is never used, can exceed 32 bits.
     """
     names = ("stride_b", "stride_s", "stride_h")
     return {
@@ -72,7 +72,7 @@ def stride_params(name: str, strides: tuple[int, ...]) -> dict[str, int]:
 
 
 def offsets_in_scratch(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Where arrays of so many bytes lie in scratch, each aligned, and the bytes of all of them."""
+    """Aligned offsets in scratch of arrays with the given sizes in bytes, and the size of the scratch."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

@@ -145,8 +145,8 @@ class PreparedCaptured:
     ) -> None:
         """Enqueue the kernels.
 
-        ``arguments``: from the keys of a tile and the parameters of score_mod to those of a pass. ``results``
-        and ``scratch``: addresses.
+        ``arguments`` makes the arguments of a pass from the keys of a tile and the parameters of score_mod.
+        ``results`` and ``scratch`` are addresses.
         """
         if not results:
             return

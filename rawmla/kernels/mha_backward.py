@@ -247,7 +247,7 @@ class PreparedMhaBackward:
         self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, dout, k and v
 
     def launch(self, stream: int, addresses: BackwardAddresses, scratch: int, *of_mods: Any) -> None:
-        """Enqueue the kernels: those of the gradients that are needed, and with segments one for tokens of no
+        """Enqueue the kernels of the gradients that are needed, and with segments one for tokens of no
         request. ``scratch`` is the address of 128-byte aligned scratch.
 
         ``of_mods``: with `BackwardMods`, the addresses of the lists by columns; the parameters of score_mod,
@@ -273,7 +273,7 @@ class PreparedMhaBackward:
         )  # fmt: skip
 
         def arguments(tile_keys: int, score_mod: bytes | None = None) -> tuple[Any, ...]:
-            """Those of a kernel whose tiles have so many keys."""
+            """The arguments of a kernel whose tiles have ``tile_keys`` keys."""
             maps = self._maps_of((q, dout, k, v), tile_keys)
             given = (
                 stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
@@ -341,7 +341,7 @@ class PreparedMhaBackward:
         return before, kernel.prepare(grid, params, FINISH_PARAMS.changing, pdl=True).launch
 
     def _prepare_tiles(self, kernel: jit.Kernel, tile_keys: int) -> Callable[..., object]:
-        """A kernel whose CTAs have a tile of so many keys each."""
+        """Prepare a kernel whose CTAs have a tile of ``tile_keys`` keys each."""
         call = self._call
         tiles = call.k_batches * ceil_div(call.max_seqlen_k, tile_keys)
         if call.varlen:  # at most
@@ -364,7 +364,7 @@ class PreparedMhaBackward:
         return kernel.prepare(grid, params, self._struct.changing, pdl=True).launch
 
     def _packed(self, tile_keys: int) -> bytes:
-        """The parameters of a kernel whose tiles have so many keys."""
+        """Pack the parameters of a kernel whose tiles have ``tile_keys`` keys."""
         call = self._call
         requests = call.b // call.k_batches if call.mods else 1
         return self._struct.pack(
@@ -409,7 +409,7 @@ class PreparedMhaBackward:
         }
 
     def _maps_of(self, arrays: tuple[int, ...], tile_keys: int) -> tuple[bytes, ...]:
-        """The tensor maps of q, dout, k and v, with boxes of so many keys."""
+        """The tensor maps of q, dout, k and v, with boxes of ``tile_keys`` keys."""
         key = (*arrays, tile_keys)
         found = self._maps.get(key)
         if found is not None:
@@ -478,7 +478,7 @@ def _load_with_mods(
 
 
 def _mask_of(call: BackwardCall) -> Grid | None:
-    """The blocks of the mask, columns as lines: those of the keys are its rows."""
+    """The blocks of the mask, transposed: its rows are blocks of keys."""
     lists = call.mods and call.mods.lists
     if not lists:
         return None

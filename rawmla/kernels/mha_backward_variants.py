@@ -29,7 +29,7 @@ class Needs(NamedTuple):
     dk: bool
     dv: bool
     others: bool
-    """dsink; in flex attention those of captured arrays."""
+    """dsink; in flex attention the gradients of captured arrays."""
 
     @property
     def main(self) -> bool:

@@ -38,8 +38,8 @@ _MIN_BLOCKS = 4
 def num_splits(tiles: int, key_blocks: int, sms: int, split_bytes: int) -> int:
     """Into how many parts the keys of a call are split; 1 unless few tiles leave multiprocessors idle.
 
-    ``split_bytes`` is the size of a split's results, `state_bytes`. It is that of all rows of the arrays, so
-    it can be large where few of them are of requests.
+    ``split_bytes`` is the size of a split's results, `state_bytes`. It counts all rows of the arrays, so it
+    can be large where few of them belong to requests.
     """
     if tiles >= 0.8 * sms:
         return 1
@@ -60,7 +60,7 @@ class Combine(NamedTuple):
     splits: int
     b: int
     heads: int
-    seqlen_q: int  # tokens of a head that lie together: of a request, or of all
+    seqlen_q: int  # contiguous tokens of a head: of a request, or of all
     rows: int
     d_v: int
     d_accum: int  # columns of a split's row
@@ -121,5 +121,5 @@ class PreparedCombine:
         attn_sink: int,
         out_scale: int = 0,
     ) -> None:
-        """Enqueue the kernel, behind the one that wrote the splits to ``scratch``. Others as in `PARAMS`."""
+        """Enqueue the kernel after the one that wrote the splits to ``scratch``. Others as in `PARAMS`."""
         self._launch(stream, *self.places(scratch), out, lse, cu_seqlens_q, attn_sink, out_scale)

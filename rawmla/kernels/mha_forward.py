@@ -59,9 +59,9 @@ class MhaForwardCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
 
     Strides are of the dimensions (batch, token, head), multiples of 8, and 0 for a broadcast dimension. With
-    `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths are
-    those of the longest request, without the tokens in a cache. `total_q` and `total_k` are the tokens of the
-    arrays, of one request without `varlen`.
+    `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths
+    belong to the longest request, without the tokens in a cache. `total_q` and `total_k` are the tokens of
+    the arrays, of one request without `varlen`.
     """
 
     device: int
@@ -418,7 +418,7 @@ def _combine(call: MhaForwardCall, splits: int, capturing: Callable[[], bool]) -
         splits=splits,
         b=call.b,
         heads=call.h_q,
-        seqlen_q=call.lse_strides[1],  # rows lie as in lse
+        seqlen_q=call.lse_strides[1],  # rows are ordered as in lse
         rows=_rows(call),
         d_v=call.d_v,
         d_accum=padded(call.d_v),

@@ -60,7 +60,7 @@ def tile_of(d_qk: int, d_v: int, changes_scores: bool = False, pages: Pages = NO
     """The tile of a pair of head dimensions.
 
     ``changes_scores``: there is a softcap or ALiBi. The numbers of registers below were found by compiling:
-    with more keys some variant spills, by one of the compilers that tests/test_kernels_compile.py asks.
+    with more keys some variant spills by one of the NVRTCs that .ci/run compiles with.
     """
     d_qk, d_v = padded(d_qk), padded(d_v)
     # O, S and P of a thread: d_v / 2, keys / 2 and keys / 4 registers, besides those for everything else. A
@@ -141,7 +141,7 @@ def _variant(
     """The variant with a tile, for head dimensions that `padded` returned."""
     row_bytes = tile.rows * CHUNK * 2
     smem_bytes = row_bytes * _chunks(d_qk) + tile.keys * _key_bytes(d_qk, d_v, pages) + _BARRIER_BYTES
-    # O lies where Q was, but where there is room for both.
+    # O reuses the memory of Q unless there is room for both.
     out_buffer = smem_bytes + row_bytes * _chunks(d_v) <= MAX_SMEM_BYTES
     smem_bytes += row_bytes * (_chunks(d_v) if out_buffer else max(0, _chunks(d_v) - _chunks(d_qk)))
     return jit.KernelSpec(

@@ -31,7 +31,7 @@ def _rows_per_cta(is_paged: bool) -> int:
 
 @cache
 def spec(format: CacheFormat, is_paged: bool) -> jit.KernelSpec:
-    """The variant for a format: gathers requests by their block table or, not paged, a cache as it lies."""
+    """The variant for a format: gathers requests by their block table, or a cache in order."""
     defines = (("FORMAT", format.code), ("PAGED", int(is_paged)))
     return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS[is_paged], smem_bytes=0)
 
@@ -66,9 +66,9 @@ def launch(
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one row of the output.
 
-    Strides of the table and of ``out`` are in elements, those of the cache in bytes. Not ``is_paged``: row r
-    is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its first
-    token on.
+    Strides of the table and of ``out`` are in elements, strides of the cache in bytes. Not ``is_paged``: row
+    r is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its
+    first token on.
     """
     kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
     page_magic, page_shift = divisor(page_block_size)

@@ -32,14 +32,14 @@ class CacheFormat(NamedTuple):
     code : int
         Value of the define FORMAT.
     d_nope : int
-        Columns before those of RoPE.
+        Columns before the RoPE columns.
     d_qk : int
         All columns.
     token_bytes : int
         Bytes of a token, which are the last dimension of a cache.
     row_bytes : int
-        Bytes from a token's values to those of the next token in a contiguous block. "model1" stores the
-        scales of a block behind its rows.
+        Bytes from a token's values to the next token's in a contiguous block. "model1" stores the scales of
+        a block after its rows.
     alignment : int
         The cache's address and its strides in bytes are multiples of this.
     is_quantized : bool

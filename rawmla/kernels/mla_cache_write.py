@@ -62,8 +62,8 @@ def launch(
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one token.
 
-    Strides of the sources are in elements, those of the cache in bytes. ``slots`` 0: token t goes to slot t,
-    and the sources are blocks ``source_block_stride`` apart. ``sources_are_aligned``: every row of both
+    Strides of the sources are in elements, strides of the cache in bytes. ``slots`` 0: token t goes to slot
+    t, and the sources are blocks ``source_block_stride`` apart. ``sources_are_aligned``: every row of both
     sources begins at a multiple of 16 bytes.
     """
     kernel = jit.get_kernel(spec(format, slots != 0), device, capturing=capturing)

@@ -1,6 +1,6 @@
 """Host side of cuda_src/kernels/mla_combine.cu: merges the splits of split requests.
 
-Also where splits lie in scratch (cuda_src/mla/splits.cuh), which the attention kernels write.
+Also the layout of splits in scratch (cuda_src/mla/splits.cuh), which the attention kernels write.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Mapping(NamedTuple):
 
 
 _BATCH_INVARIANT = Mapping(1, 4)
-# By how many rows of split requests there are at most: so many run at once under the mapping.
+# The most rows of split requests for a mapping, which run at once under it.
 _UP_TO_ROWS = {
     Mapping(8, 8): 132,
     Mapping(8, 4): 264,

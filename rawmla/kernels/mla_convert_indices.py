@@ -59,7 +59,7 @@ def launch(
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one of its n * s_q rows.
 
-    Strides are in elements, those of indices and out for the dimensions n and s_q. ``request_ids`` 0: the
+    Strides are in elements; indices and out have them for the dimensions n and s_q. ``request_ids`` 0: the
     i-th of the n belongs to request i. ``counts``, int32 [rows], gets the number of valid indices of each
     row, which are moved to its front; 0: they stay where they are.
     """

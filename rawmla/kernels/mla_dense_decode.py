@@ -1,4 +1,4 @@
-"""Host side of cuda_src/kernels/mla_dense_decode*.cu and of the combine behind them."""
+"""Host side of cuda_src/kernels/mla_dense_decode*.cu and of the combine after them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 _MAX_MAPS = 1024  # caches whose tensor maps are kept; a model has one for each layer
 FEW_ROWS = 16
-"""Up to so many query rows of a KV head have a kernel of their own."""
+"""The most query rows of a KV head for which mla_dense_decode_few_rows.cu runs."""
 # No more than the kernel needs, so that CTAs of the combine find room beside it and are there when it ends.
 _FEW_ROWS_SMEM_BYTES = 202_752
 BOX_ROWS = (64, 32, 16)
@@ -85,7 +85,7 @@ PARAMS = ParamStruct(
 class DenseDecodeCall(NamedTuple):
     """What stays the same when a decode call is repeated on other arrays: sizes, and strides in elements.
 
-    ``q_rope_strides`` are those of the last 64 columns of q, which may be another array.
+    ``q_rope_strides`` belong to the last 64 columns of q, which may be another array.
     ``block_table_stride`` is the stride of its rows, ``max_seqlen`` the tokens that a row has pages for.
     """
 

@@ -41,7 +41,7 @@ _SHORT_PART_FACTOR, _MAX_SHORT_PART = 32, 16
 class UniformPlan(NamedTuple):
     """A plan for requests that all have ``blocks`` blocks, given by three numbers instead of arrays.
 
-    On a line, request i has its blocks from i * ``pitch`` on, and partition p takes those of the p-th
+    On a line, request i has its blocks from i * ``pitch`` on, and partition p takes the blocks in the p-th
     interval of ``length``. See UniformPlan in cuda_src/mla/plan.cuh.
     """
 
@@ -120,7 +120,7 @@ def num_sm_parts_sparse(sm_count: int, s_q: int, h_q: int) -> int:
 def uniform_plan(b: int, blocks: int, num_parts: int) -> UniformPlan:
     """The plan that mla_metadata.cu makes for ``b`` requests of ``blocks`` blocks each.
 
-    Only its idle rows may lie elsewhere: here all of them come last.
+    Only its idle rows may have another place: here all of them come last.
     """
     fixed = min(_MAX_FIXED_COST, b * blocks // num_parts // _FIXED_COST_DIVISOR)
     shortest = 1
@@ -165,8 +165,8 @@ def launch(
     """Enqueue the planning of a batch; arrays are given as device addresses.
 
     ``sched_meta`` is int32 [num_parts, 8]. ``num_splits`` is int32 [splits_length], at least b + 1 of them;
-    those behind repeat the last, so that requests of a larger batch have no splits. ``object_layout``: the
-    columns of sched_meta have the order of a FlashMLASchedMeta, else that of a bare tensor
+    further ones repeat the last, so that requests of a larger batch have no splits. ``object_layout``: the
+    columns of sched_meta have the order of a FlashMLASchedMeta, else of a bare tensor
     (cuda_src/mla/plan.cuh).
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)

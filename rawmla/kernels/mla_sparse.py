@@ -1,4 +1,4 @@
-"""Host side of cuda_src/kernels/mla_sparse_*.cu, which share a Params struct, and the combine behind them."""
+"""Host side of cuda_src/kernels/mla_sparse_*.cu, which share a Params struct, and the combine after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ __all__ = [
 _NO_MAPS = (bytes(jit.TENSOR_MAP_BYTES), bytes(jit.TENSOR_MAP_BYTES))
 _MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
-"""Up to so many heads over "v32" caches have a kernel of their own, which does not round keys to bfloat16."""
+"""The most heads over "v32" caches for which mla_sparse_fp8_few_heads.cu runs: it does not round keys to
+bfloat16.
+"""
 # Blocks of a partition on average. With fewer, what the two CTAs of a cluster send each other is not hidden.
 _CLUSTER_MIN_BLOCKS = 4
 
@@ -61,7 +63,7 @@ class SparseAddresses(NamedTuple):
     selected: int = 0
 
 
-_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # so many come first; prefill has all
+_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # the first ones; prefill has all
 _CHANGING = (
     *("q_map", "q_rope_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
     *("o_accum", "lse_accum_log2", "o_scale_log2"),
@@ -120,7 +122,7 @@ NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
 class SparseCall(NamedTuple):
     """What stays the same when a call is repeated on other arrays; strides of q and out in elements.
 
-    ``q_rope_strides`` are those of the last 64 columns of q, which may be another array. ``format`` is the
+    ``q_rope_strides`` belong to the last 64 columns of q, which may be another array. ``format`` is the
     name of a cache format in `rawmla.kernels.mla_cache_rows.FORMATS`. The addresses of cache rows are
     multiples of ``load_bytes``.
 
@@ -128,8 +130,8 @@ class SparseCall(NamedTuple):
     2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
     topk_length all the same. Over bf16 rows its requests may be groups
     of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
-    h_q counts the heads of all tokens of a group, s_q is 1, and the second stride of q is that of the tokens
-    in a group.
+    h_q counts the heads of all tokens of a group, s_q is 1, and the second stride of q is between the tokens
+    of a group.
     """
 
     device: int

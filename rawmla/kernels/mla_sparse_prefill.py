@@ -1,7 +1,7 @@
 """Sparse prefill, composed of other kernels: it has no CUDA source of its own.
 
-Attention is that of `mla_sparse`, with every query token a request of its own. Three ways to get there are
-tried in this order:
+The kernels of `mla_sparse` attend, with every query token as a request of its own. Three ways to get there
+are tried in this order:
 
 - An FP8 cache is copied to bf16 rows (`mla_cache_gather`), which then are attended.
 - Query tokens with few heads are attended in groups that fill a tile (`mla_unite_selections`).
@@ -23,7 +23,7 @@ __all__ = ["PrefillAddresses", "Prepared", "SparsePrefillCall", "prepare", "spec
 
 _ALIGNMENT = 16  # bytes, of arrays in scratch
 _ROWS_ALIGNMENT = 128  # of copied rows: aligned 128 bytes of a row then are one cache line
-# An FP8 cache is copied when its rows are selected so many times each, on average. 1,024 tokens with 128
+# An FP8 cache is copied when its rows are selected this often each, on average. 1,024 tokens with 128
 # heads over rows that are selected 8, 12 and 16 times took 1,193, 1,134 and 1,132 us from the FP8 rows, and
 # 1,186, 1,069 and 1,041 us with copies.
 _COPIED_WHEN_SELECTED = 8
@@ -40,8 +40,8 @@ _UNITED_SCRATCH = 64 << 20  # bytes of united selections that are in scratch at 
 class SparsePrefillCall(NamedTuple):
     """What stays the same when a prefill call is repeated on other arrays.
 
-    Strides are those of tokens and heads, in elements. ``cache``, ``load_bytes`` and ``lse_factor`` are as in
-    `SparseCall`; the index_stride_b of ``cache`` is that of query tokens. ``limited``: there is a
+    Strides are of tokens and heads, in elements. ``cache``, ``load_bytes`` and ``lse_factor`` are as in
+    `SparseCall`; the index_stride_b of ``cache`` is between query tokens. ``limited``: there is a
     topk_length. ``batch_invariant``: the bits of a token's result may depend on nothing but the token.
     """
 
@@ -91,7 +91,7 @@ class PrefillAddresses(NamedTuple):
 
 
 def specs(format: str) -> list[jit.KernelSpec]:
-    """The variants that prefill over a cache format needs besides those of plan and combine."""
+    """The variants that prefill over a cache format needs besides the variants of plan and combine."""
     found = mla_sparse.specs(format, max_logits=True)
     widths = {known.d_qk for known in FORMATS[format]}
     if format in QUANTIZED:
@@ -208,7 +208,7 @@ def _load(specs: Iterable[jit.KernelSpec], call: SparsePrefillCall, capturing: C
 
 
 class _Layout:
-    """The layout of scratch: arrays one behind the other, given as offsets in bytes."""
+    """The layout of scratch: arrays one after the other, given as offsets in bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -252,7 +252,7 @@ class _PreparedTokens:
     def _uniform_plan(self, tokens: int) -> mla_metadata.UniformPlan:
         """The plan of a chunk, if it needs no kernel because all tokens select equally many rows.
 
-        In a batch-invariant call no token is split, since where the cuts lie depends on the number of tokens.
+        In a batch-invariant call no token is split, since the cuts depend on the number of tokens.
         Tokens that a topk_length makes shorter then leave their part of the GPU idle.
         """
         call = self._call
@@ -307,7 +307,7 @@ class _PreparedGroups:
     """Query tokens are attended in groups, in chunks of as many as scratch has room for.
 
     For each chunk: what the tokens of a group select is united, a plan is made, and a group is attended as
-    one token with the heads of all its tokens. The tokens behind the last whole group are attended one by
+    one token with the heads of all its tokens. The tokens after the last whole group are attended one by
     one.
 
     Scratch has the bits of rows that are not finite, the plan, the united selections of a chunk and the

@@ -37,7 +37,7 @@ __all__ = ["OPERATIONS", "OPTIONS", "all_specs", "default_specs", "specs_of"]
 class Option(NamedTuple):
     """What may be chosen among the variants of operations.
 
-    ``every`` selects all variants. ``allows`` tells which values are allowed; None: those of ``every``.
+    ``every`` selects all variants. ``allows`` says which values are allowed; None: the values in ``every``.
     """
 
     default: tuple[Any, ...]
@@ -200,7 +200,7 @@ def _options_of(operation: str) -> list[str]:
 
 def all_specs() -> list[KernelSpec]:
     """The variants of every option. Dense attention and prefix prefill have others: of softcap, ALiBi, FP8
-    output, some gradients, other head dimensions; flex attention those of each function.
+    output, some gradients, other head dimensions; flex attention has variants for each function.
     """
     return specs_of((), **{name: option.every for name, option in OPTIONS.items()})
 

@@ -17,13 +17,13 @@ _PIECE_TOKENS = 16
 
 
 class PagedCache(NamedTuple):
-    """A cache whose keys come before those of k. Strides are in elements of the cache, for (block, head)."""
+    """A cache whose keys come before the keys in k. Strides are in its elements, for (block, head)."""
 
     dtype: str  # one of CACHE_DTYPES
     num_blocks: int
     block_size: int
-    x: int  # dimensions that lie together in k_cache
-    v_pack: int  # tokens that lie together in an interleaved v_cache; 0: not interleaved
+    x: int  # contiguous dimensions in k_cache
+    v_pack: int  # contiguous tokens in an interleaved v_cache; 0: not interleaved
     k_strides: tuple[int, int]
     v_strides: tuple[int, int]
     table_stride: int  # of the rows of block_table, in its elements
@@ -48,7 +48,7 @@ class PagedCache(NamedTuple):
         return 8 if self.dtype == "same" else 16
 
     def by_tma(self, d: int) -> bool:
-        """Whether TMA can copy pages as they lie: cuda_src/mha/paged_keys.cuh."""
+        """Whether TMA can copy pages without a gather: cuda_src/mha/paged_keys.cuh."""
         return (
             self.x == self.together
             and d % self.together == 0
