@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("rawmla/kernels",)
+FOLDERS = ("rawmla/engines", "rawmla/jit", "rawmla/kernels")
 BETTER = {
     "that of": "the noun",
     "those of": "the noun",

@@ -84,7 +84,7 @@ class Framework(Protocol):
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
 
     def determinism(self) -> bool:
-        """Whether the framework as a whole is told to give the same bits always."""
+        """Whether the framework as a whole is set to give the same bits always."""
 
 
 class ArrayView(NamedTuple):
@@ -113,7 +113,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @lru_cache
 def aligned_strides(shape: tuple[int, ...], multiple: int = 8) -> tuple[int, ...]:
-    """In elements: those of an array whose rows are padded to a multiple of so many, else contiguous."""
+    """Strides in elements of an array whose rows are padded to ``multiple``, and which else is contiguous."""
     return (*contiguous_strides((*shape[:-1], _aligned(shape[-1], multiple)))[:-1], 1)
 
 
@@ -303,7 +303,7 @@ class CupyFramework:
         *others, last = arrays
 
         def make(array: NewArray, more_bytes: int = 0) -> tuple[Any, Any]:
-            """The array, and so many bytes more of its allocation."""
+            """Make the array, and a view of ``more_bytes`` further bytes of its allocation."""
             if len(array) == 2 and not more_bytes:
                 return self.empty(*array, device), None
             shape, dtype_name, strides = _with_strides(array)

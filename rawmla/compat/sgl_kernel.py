@@ -1,9 +1,9 @@
 """`sgl_kernel.flash_mla` (sglang-kernel 0.4.10) by its names and argument orders, computed by rawmla.
 
 Also the order of SGLang 0.5.23's module sglang.kernels.ops.attention.flash_mla_interface. It differs from
-that of `flash_mla`: `descale_q` and `descale_k` stand before `is_fp8_kvcache`, so None in the tenth place
-could be either. Bare tensors of a plan have the row order of a plan object here, because this module's own
-`get_mla_metadata` makes them so; those of `rawmla.get_mla_metadata` have another one.
+the order of `flash_mla`: `descale_q` and `descale_k` stand before `is_fp8_kvcache`, so None in the tenth
+place could be either. Bare tensors of a plan have the row order of a plan object here, because this module's
+own `get_mla_metadata` makes them so; tensors of `rawmla.get_mla_metadata` have another one.
 """
 
 from __future__ import annotations

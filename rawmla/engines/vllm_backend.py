@@ -77,7 +77,7 @@ class RawMLABackend(FlashMLABackend):
 
 
 class RawMLAMetadataBuilder(FlashMLAMetadataBuilder):
-    """Loads the kernels; the plan is that of the patched `get_mla_metadata`, filled by the first layer."""
+    """Loads the kernels; the patched `get_mla_metadata` makes the plan, which the first layer fills."""
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -316,9 +316,9 @@ def _as_argument(q: Any) -> Any:
 
 
 def _reserve(tokens: int, heads: int, keys: int, dtype: str = "bfloat16") -> None:
-    """Allocate and free what one call with so many query tokens, each over so many keys, takes at most.
+    """Allocate and free the most that a call with these numbers of query tokens and keys takes.
 
-    That is `out`, lse and the splits. A plan has no more partitions than fill the GPU with tiles of query
+    It takes `out`, lse and the splits. A plan has no more partitions than fill the GPU with tiles of query
     rows, and each of them has at most two splits; a batch-invariant plan cuts every request by its length.
     """
     device = torch.cuda.current_device()

@@ -230,7 +230,7 @@ def export(compiled: CompiledKernel, folder: Path) -> Path:
     return write_entry(folder, compiled.spec.name, meta["source_key"], compiled.cubin, meta)
 
 
-# Not stored: they depend on who asks. `threads` and `dynamic_shared_bytes` are no part of a cubin.
+# Not stored: they depend on the call. `threads` and `dynamic_shared_bytes` are no part of a cubin.
 _META_OF_CALL = ("origin", "threads", "dynamic_shared_bytes")
 
 

@@ -84,7 +84,7 @@ class Driver:
         self._check(function, getattr(self.library, function)(*arguments))
 
     def call_in_any_context(self, function: str, *arguments: Any) -> None:
-        """`call` of what asks for a context and does not care which.
+        """`call` of a function that needs a context, whichever it is.
 
         A thread may have none although kernels are loaded: torch's threads of autograd begin so.
         """
