@@ -482,7 +482,7 @@ EXPECTED = MhaForwardCall(
 
 
 def changed(call: MhaForwardCall, mods: Arguments, **more: Any) -> MhaForwardCall:
-    """A call with other members; ``mods``: those of its functions and lists."""
+    """Replace members of a call; ``mods``: members of its `Mods`."""
     assert call.mods is not None
     return call._replace(mods=call.mods._replace(**mods), **more)
 

@@ -472,7 +472,7 @@ EXPECTED = MhaForwardCall(
 
 
 def changed(call: MhaForwardCall, cache: Arguments, **more: Any) -> MhaForwardCall:
-    """A call with other members; ``cache``: those of its cache."""
+    """Replace members of a call; ``cache``: members of its `PagedCache`."""
     assert call.cache is not None
     return call._replace(cache=call.cache._replace(**cache), **more)
 

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("rawmla/engines", "rawmla/jit", "rawmla/kernels")
 BETTER = {
-    "that of": "the noun",
-    "those of": "the noun",
+    "that of": "repeat the noun",
+    "those of": "repeat the noun",
     "so many": "the parameter's name, or 'the most'",
     "behind": "after",
     "told": "the argument or message",

@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 CAPTURED_KEYS = 128
-"""Of a tile."""
+"""Keys of a tile of flex_captured_gradients.cu."""
 _CAPTURED_THREADS = 384
 _BARRIER_BYTES = 512
 _CELL_BYTES = 16
 _DIGITS_BYTES, _ELEMENTS_TOGETHER = 3200, 32  # of CapturedDigits
 _MOST_ELEMENTS = 1 << 20
-"""Of captured gradients that are summed digit by digit, in 100 MiB of scratch."""
+"""The most elements of captured gradients that are summed digit by digit: their sums take 100 MiB."""
 _MOST_TERMS_LOG2 = 39
-"""Of the numbers that may be added before a digit overflows."""
+"""The exponent of the most terms that can be added before a digit overflows."""
 _FINISH_THREADS, _FINISH_CTAS = 256, 1024
 
 

@@ -10,10 +10,10 @@ from .common import CHUNK
 __all__ = ["MAX_MAPS", "NO_MAP", "key_map", "query_map"]
 
 MAX_MAPS = 1024
-"""Of maps that a prepared call keeps, by the addresses of its arrays."""
+"""The most sets of maps that a prepared call keeps, by the addresses of its arrays."""
 NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 _ROWS = 64
-"""Of a warpgroup."""
+"""Query rows of a warpgroup, the rows of a box."""
 
 
 def query_map(

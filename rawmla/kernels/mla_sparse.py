@@ -130,8 +130,8 @@ class SparseCall(NamedTuple):
     2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
     topk_length all the same. Over bf16 rows its requests may be groups
     of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
-    h_q counts the heads of all tokens of a group, s_q is 1, and the second stride of q is between the tokens
-    of a group.
+    h_q counts the heads of all tokens in a group, s_q is 1, and the second stride of q leads from one token
+    of the group to the next.
     """
 
     device: int

@@ -25,7 +25,7 @@ GRAPH_FLOPS = 15 * 10**11
 rests."""
 
 CYCLES_PER_SECOND = 2 * 10**9
-"""Of a GPU, about."""
+"""A GPU's clock, rounded up."""
 
 BackwardCase = MhaBackwardCase | FlexBackwardCase
 
