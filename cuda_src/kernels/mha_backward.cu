@@ -1,9 +1,9 @@
 // Gradients of multi-head attention: dK and dV of a tile of keys, and what it adds to dQ. With P and dS of a
 // block of 64 query tokens, dV += P^T dO, dK += dS^T Q and dQ += dS K, where P = exp(S - lse), dS = P (dO V^T
 // - delta). With FLEX, score and mask functions of the user's and lists of blocks.
-// docs/kernels/mha_backward.md and flex_backward.md have the reasons; rawmla/kernels/mha_backward.py or, with
-// FLEX, flex_backward.py chooses the variant. kernels/mha_backward_by_product.cu has the head dimensions
-// whose dK and dV leave a consumer too few registers.
+// docs/kernels/mha_backward.md and flex_backward.md have the reasons; rawmla/kernels/mha_backward_variants.py
+// chooses the variant. kernels/mha_backward_by_product.cu has the head dimensions whose dK and dV leave a
+// consumer too few registers.
 //
 // Grid: a CTA for each tile of 128 keys of a KV head. It walks the blocks of queries that see the keys, last
 // first, each for all query heads of the group.

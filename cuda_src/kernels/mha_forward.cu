@@ -1,7 +1,7 @@
 // Multi-head attention, forward (Hopper, sm_90a): varlen or fixed lengths, interval masks, groups of query
 // heads. Keys are in arrays and, with PAGED, in pages of a cache before them; with FLEX, functions of the
-// user's and lists of blocks. docs/kernels/mha_forward.md has the reasons; rawmla/kernels/mha_forward.py,
-// prefix_prefill.py with PAGED and flex_forward.py with FLEX choose the variant and its parameters.
+// user's and lists of blocks. docs/kernels/mha_forward.md has the reasons;
+// rawmla/kernels/mha_forward_variants.py chooses the variant.
 //
 //   S = Q K^T, with softcap, ALiBi or the score function, masked;  P = softmax(scale S);  O = P V
 //

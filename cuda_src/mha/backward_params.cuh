@@ -1,5 +1,4 @@
-// Parameters of the backward pass of multi-head attention. rawmla/kernels/mha_backward.py or, with FLEX,
-// flex_backward.py fills them in.
+// Parameters of the backward pass of multi-head attention. rawmla/kernels/mha_backward.py fills them in.
 #pragma once
 #include "common/types.cuh"
 #if FLEX
