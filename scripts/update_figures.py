@@ -46,13 +46,13 @@ NOT_STORED = (
 )
 WHAT_IS_SHOWN = (
     "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
-    "and as the least of them. Above 1 rawmla is faster. [Every case](docs/performance.md), "
+    "and as the least of them. Above 1 rawmla is faster. [Every case in µs](docs/performance.md), "
     "[how it is measured](docs/benchmark.md)."
 )
 FOOTNOTE = (
-    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ Not "
-    "rested: a stored time of the other library on the same GPU model over rawmla's, both timed without "
-    "rests. Under load the other library was not timed."
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A stored "
+    "time of the other library on the same GPU model over rawmla's, which is timed without rests; such ratios "
+    "move by up to 10 %. Under load the other library was not timed."
 )
 
 
@@ -97,7 +97,7 @@ def describe_tests(parts: Sequence[record.Part]) -> str:
             sentences.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
     again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
     if again:
-        sentences.append(f"{again} of the record's results are of a second run")
+        sentences.append(f"results of a second run: {again}")
     return "; ".join(sentences) + "."
 
 

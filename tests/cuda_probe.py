@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
+from typing import Any
+from unittest import mock
 
 from rawmla import jit
 from rawmla.jit import KernelSpec, nvrtc
@@ -54,11 +56,12 @@ def assert_in_kernel(spec: KernelSpec, conditions: Iterable[str], declarations: 
     _compile(SourceSet(sources.main_name, main, sources.headers), options)
 
 
-def assert_no_losses(spec: KernelSpec) -> None:
+def assert_no_losses(spec: KernelSpec) -> Ptx:
     """Compile a variant; raise AssertionError if ptxas says that something in it costs speed, or if an SM has
-    no room for a CTA of it.
+    no room for a CTA of it. Returns the variant's PTX.
     """
-    built = jit.build(spec)
+    ptx = Ptx(spec)
+    built = ptx.built
     assert built.cubin[:4] == b"\x7fELF" and spec.name.encode() in built.cubin
     assert built.losses == []
     frames = re.findall(
@@ -70,6 +73,7 @@ def assert_no_losses(spec: KernelSpec) -> None:
     warp_registers = -(-built.meta["registers"] // 8) * 8 * 32
     assert spec.threads % 32 == 0 and warp_registers * spec.threads // 32 <= REGISTERS_PER_SM
     assert spec.smem_bytes + built.meta["static_shared_bytes"] <= MAX_SMEM_BYTES
+    return ptx
 
 
 def assert_products_are_not_serialised(built: CompiledKernel) -> None:
@@ -78,12 +82,34 @@ def assert_products_are_not_serialised(built: CompiledKernel) -> None:
     assert not re.search(r"C75(0[4-9]|1[0-58])", built.log), built.log
 
 
-def ptx(spec: KernelSpec) -> str:
-    """The PTX of a variant."""
-    options = [
-        option for option in nvrtc.compiler_options(spec) if not option.startswith(("-arch", "--ptxas"))
-    ]
-    return _ptx(collect(find_source_root(), spec.name, spec.headers), options)
+class Ptx:
+    """A compiled variant and its PTX, of one compilation unless the cache has the variant."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.spec = spec
+        self._kept: str | None = None
+        fetch = nvrtc._fetch
+
+        def keep(compiler: Any, program: Any, what: str) -> bytes:
+            if what == "CUBIN":
+                self._kept = fetch(compiler, program, "PTX").decode()
+            return fetch(compiler, program, what)
+
+        with mock.patch.object(nvrtc, "_fetch", keep):
+            self.built = jit.build(spec)
+
+    def moves(self) -> list[tuple[str, int]]:
+        """The setmaxnreg in it: inc or dec, and to how many registers."""
+        if self._kept is None:
+            options = [
+                option
+                for option in nvrtc.compiler_options(self.spec)
+                if not option.startswith(("-arch", "--ptxas"))
+            ]
+            sources = collect(find_source_root(), self.spec.name, self.spec.headers)
+            self._kept = _ptx(sources, options)
+        found = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", self._kept)
+        return [(kind, int(count)) for kind, count in found]
 
 
 def assemble(text: str) -> str:

@@ -17,10 +17,11 @@ from functools import cache
 from pathlib import Path
 
 _SERVER = """
-import atexit, importlib, json, os, runpy, signal, sys, threading, types
+import atexit, gc, importlib, json, os, runpy, signal, sys, threading, types
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # what imports may print
 exec(sys.argv[1])
+gc.freeze()  # a child that goes through it all copies its pages
 outside = os.environ.get("PYTHONPATH", "").split(os.pathsep)
 rest = [folder for folder in sys.path[1:] if folder not in outside]
 for line in sys.stdin:

@@ -61,7 +61,9 @@ def compiled(text: str) -> ctypes.CDLL:
     """The library of a C++ text, which is compiled once for all processes of a user."""
     folder = Path(tempfile.gettempdir()) / f"rawmla-host-mods-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return ctypes.CDLL(str(build_library("mods", {"mods.cpp": text}, ["mods.cpp"], ["-O0", "-w"], folder)))
+    # To look through C++'s libraries takes the linker long.
+    flags = ["-O0", "-w", "-nostdlib", "-lm", "-lgcc"]
+    return ctypes.CDLL(str(build_library("mods", {"mods.cpp": text}, ["mods.cpp"], flags, folder)))
 
 
 def _called() -> str:

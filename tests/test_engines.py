@@ -58,7 +58,8 @@ def state():
     ours = [name for name in names if getattr(interface, name).__module__.startswith("rawmla.")]
     answers = [interface.is_flashmla_dense_supported(), interface.is_flashmla_sparse_supported()]
     watchers = sum(type(finder).__name__ == "_Watcher" for finder in sys.meta_path)
-    cuda = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
+    torch = sys.modules.get("torch")
+    cuda = torch is not None and torch.cuda.is_initialized()
     return {"ours": ours, "same": same, "answers": answers, "watchers": watchers, "cuda": cuda}
 """
 
@@ -256,6 +257,8 @@ def test_a_wrong_mode_is_named(tree: Path) -> None:
 
 SPAWN = """\
 import multiprocessing
+if __name__ != "__main__":
+    sys.modules["torch"] = None  # importing it takes seconds
 from rawmla.engines.vllm import register
 register()
 def child(queue):
@@ -275,7 +278,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_children_are_patched(tree: Path, method: str) -> None:
     (tree / "children.py").write_text(PROBE + SPAWN.format(method=method))
-    code = "import subprocess; print(subprocess.check_output([sys.executable, 'children.py'], text=True))"
+    code = f"import runpy; runpy.run_path({str(tree / 'children.py')!r}, run_name='__main__')"
     got, _ = run(tree, code)
     assert got == {**PATCHED, "watchers": 1}
 

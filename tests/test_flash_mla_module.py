@@ -215,6 +215,7 @@ assert flash_mla.get_mla_metadata(None, 128, 1)[1] is None and compat.status()["
 
 SCRIPT = """
 import multiprocessing, sys
+sys.modules["torch"] = None  # importing it takes seconds, in either process
 import flash_mla
 
 def child(queue):
@@ -262,7 +263,9 @@ assert flash_mla.has_legacy()
         succeeds(code, tmp_path, compat.SITE)
 
     def test_exit_status(self, tmp_path: Path) -> None:
-        command = ("-m", "rawmla", "flash-mla", "--", "-c", "import sys, flash_mla; sys.exit(7)")
+        """Of a program of one line, which finds the module too."""
+        code = "import importlib.util, sys; sys.exit(7 * bool(importlib.util.find_spec('flash_mla')))"
+        command = ("-m", "rawmla", "flash-mla", "--", "-c", code)
         assert run("", tmp_path, arguments=command).returncode == 7
 
     @pytest.mark.parametrize("arguments", ((), ("--",), ("--path", "--", "x.py"), ("x.py",)))

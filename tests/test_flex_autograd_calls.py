@@ -8,12 +8,14 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import flex_on_cpu
 import numpy as np
 import pytest
 from flex_on_cpu import Launches
+from full_cases import full_unless
 
 import rawmla
 from rawmla import preload
@@ -274,10 +276,18 @@ def check(case: Case, of: str = "both", needs: tuple[str, ...] | None = None) ->
     return ours
 
 
-@pytest.mark.parametrize("form", ("python", "cuda"))
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("score", SCORES)
-def test_gradients(launches: Launches, score: str, mask: str, form: str) -> None:
+FORMS = ("python", "cuda")
+IN_ONE_FORM = [
+    (score, mask, FORMS[(i + j) % 2]) for i, score in enumerate(SCORES) for j, mask in enumerate(MASKS)
+]
+"""Each pair of functions once, and each function in both forms."""
+
+
+@pytest.mark.parametrize(
+    "which", full_unless(lambda which: which in IN_ONE_FORM, product(SCORES, MASKS, FORMS)), ids="-".join
+)
+def test_gradients(launches: Launches, which: tuple[str, str, str]) -> None:
+    score, mask, form = which
     check(Case(launches, score, mask, form=form))
     assert len(launches.forward) == len(launches.backward) == 1
 
@@ -780,7 +790,7 @@ def dynamo() -> Iterator[Any]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+@pytest.mark.parametrize("backend", full_unless(lambda name: name != "eager", ("eager", "aot_eager")))
 def test_torch_compile(launches: Launches, dynamo: Any, backend: str) -> None:
     """Gradients go through the call, from the graph behind it to the one before it."""
     case = Case(launches, "table", "documents")

@@ -53,7 +53,7 @@ def compile_kernels(compiled: Callable[[KernelSpec], Any], *functions: Any) -> N
         )
         for function in functions
     ]
-    compiled(flex_spec("bfloat16", 128, 128, tile_in_blocks(128, 128).keys, False, header_of(score, mask)))
+    compiled(flex_spec("bfloat16", 64, 64, tile_in_blocks(64, 64).keys, False, header_of(score, mask)))
     if mask is not None:
         compiled(states_spec(header_of(None, mask)))
 

@@ -50,7 +50,7 @@ CASES = (
 )
 
 
-def points(name: str, count: int = 300) -> tuple[Any, Any]:
+def points(name: str, count: int = 100) -> tuple[Any, Any]:
     draw = torch.Generator().manual_seed(7)
     scores = 2 * torch.randn(count, generator=draw)
     if name == "reciprocal":

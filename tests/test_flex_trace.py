@@ -169,7 +169,7 @@ MASK_MODS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _points(count: int = 200) -> tuple[Any, Any]:
+def _points(count: int = 100) -> tuple[Any, Any]:
     scores = torch.randn(count, generator=_draw(7)) * 2
     extents = (B, H, LENGTH, LENGTH)
     return scores, torch.stack([torch.randint(0, n, (count,), generator=_draw(n)) for n in extents], dim=1)
@@ -227,7 +227,7 @@ def test_in_threads() -> None:
     unpatched, found = torch.nn.Module.__call__, []
 
     def run() -> None:
-        for _ in range(20):
+        for _ in range(10):
             try:
                 found.append(trace(lambda s, b, h, q, k: s + TABLE[q], "score_mod").text)
             except AssertionError as error:

@@ -414,7 +414,7 @@ def test_old_temporary_folders_are_removed(project: Project) -> None:
 
 def fail(one: builder.Builder, project: Project, number: int) -> Path:
     """What is saved of a kernel that does not compile."""
-    project.write("kernels/tiny.cu", f"{number} " * 1000)
+    project.write("kernels/tiny.cu", f"{number} " * 4000)
     with pytest.raises(builder.CompileError) as caught:
         one.build(tiny())
     assert caught.value.source_path is not None
@@ -427,12 +427,12 @@ def test_saved_failures_are_bounded_too(project: Project) -> None:
     one = project.builder()
     old = fail(one, project, 1)
     os.utime(old.parents[1], (1, 1))
-    for number in range(2, 20):
+    for number in range(2, 8):
         new = fail(one, project, number)
     assert not old.exists() and new.exists()
     assert sum(size for _, size, _ in one.cache.entries()) <= project.max_bytes
     os.utime(new.parents[1], (1, 1))
-    fail(one, project, 19)  # again: used now
+    fail(one, project, 7)  # again: used now
     assert time.time() - new.parents[1].stat().st_mtime < 60
     os.utime(new.parents[1], (1, 1))
     project.write("kernels/tiny.cu", KERNEL)
@@ -450,7 +450,7 @@ def test_failures_that_the_cache_does_not_take_are_bounded(
     project.max_bytes = 40_000
     one = project.builder()
     with pytest.warns(RuntimeWarning, match="in memory"):
-        saved = [fail(one, project, number) for number in range(20)]
+        saved = [fail(one, project, number) for number in range(8)]
     assert saved[-1].exists() and not saved[0].exists()
     (folder,) = (project.root / "temporary").iterdir()
     assert sum(size for _, size, _ in DiskCache(folder, 0).entries()) <= project.max_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cuda_probe import assert_in_header, assert_in_kernel, assert_no_losses, ptx
+from cuda_probe import assert_in_header, assert_in_kernel, assert_no_losses
 from full_cases import full_unless
 from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_params
 from test_flex_backward_kernels import BY_QUERY
@@ -47,15 +46,16 @@ from rawmla.testing import plans
 SPECS = all_specs()
 # One variant of each, for decoding and for prefill
 BY_KERNEL = {family(spec): spec for spec in reversed(SPECS)}
-# What every run compiles: for prefill two.
-QUICK = {
-    spec
-    for (name, prefill), spec in BY_KERNEL.items()
-    if not prefill or name in ("mla_combine", "mla_sparse_fp8_cluster")
-}
 BACKWARD = {
     *("mha_backward_prepare", "mha_backward", "mha_backward_by_product", "mha_backward_finish"),
     "mha_backward_clear",
+}
+# What every run compiles: sparse attention as for prefill, which has more to do. Kernels of the backward have
+# a file of their own.
+QUICK = {
+    spec
+    for (name, prefill), spec in BY_KERNEL.items()
+    if (prefill or name not in SPARSE_DECODE) and name not in BACKWARD
 }
 
 
@@ -266,39 +266,29 @@ def test_warmup_takes_numbers_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spec", full_unless(lambda spec: spec in QUICK, SPECS), ids=lambda spec: spec.label)
 def test_compiles_without_spills(spec: KernelSpec) -> None:
-    assert_no_losses(spec)
-    assert "-arch=sm_90a" in jit.build(spec).meta["options"]
-
-
-@pytest.mark.parametrize(
-    "spec",
-    full_unless(
-        lambda spec: spec in QUICK,
-        dict.fromkeys([*default_specs(), *(spec for name in SPARSE_DECODE for spec in of(name))]),
-    ),
-    ids=lambda spec: spec.label,
-)
-def test_setmaxnreg_moves_what_the_launch_gives(spec: KernelSpec) -> None:
-    """One per role, in steps of 8, some up, some down, and no more in all than what the launch gave.
-
-    Warpgroups of one role share an instruction.
+    """And setmaxnreg moves what the launch gives: one per role, in steps of 8, some up, some down, and no
+    more in all than what the launch gave. Warpgroups of one role share an instruction.
     """
+    variant = assert_no_losses(spec)
+    assert "-arch=sm_90a" in variant.built.meta["options"]
+    if spec.name in ("mha_forward", *BACKWARD):  # tests/test_mha_backward_kernels.py has what they move
+        return
     sharing = {
         "mla_sparse_fp8": (2, 1, 2),
         "mla_sparse_fp8_cluster": (1, 1, 2),
         "mla_sparse_fp8_few_heads": (1, 4, 1),
     }
-    moves = re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", ptx(spec))
+    moves = variant.moves()
     if spec.name not in ("mla_dense_decode", *SPARSE_DECODE):
         assert not moves
         return
-    launched = jit.build(spec).meta["registers"]
-    counts = [int(count) for _, count in moves]
+    launched = variant.built.meta["registers"]
+    counts = [count for _, count in moves]
     warpgroups = sharing.get(spec.name, (1,) * len(moves))
     assert len(warpgroups) == len(moves) and sum(warpgroups) == spec.threads // 128, moves
     assert {kind for kind, _ in moves} == {"inc", "dec"}
     assert all(count % 8 == 0 and 24 <= count <= 256 for count in counts)
-    assert all((int(count) >= launched) == (kind == "inc") or int(count) == launched for kind, count in moves)
+    assert all((count >= launched) == (kind == "inc") or count == launched for kind, count in moves)
     moved = sum(count * several for count, several in zip(counts, warpgroups, strict=True))
     assert moved <= sum(warpgroups) * launched, (moves, launched)
 
@@ -322,12 +312,14 @@ def test_a_variant_of_each_kernel() -> None:
 @pytest.mark.parametrize("spec", A_VARIANT_OF_EACH.values(), ids=lambda spec: spec.name)
 def test_a_kernel_refuses_a_launch_that_does_not_fit(spec: KernelSpec) -> None:
     """Other threads than it is written for, or too little shared memory: nobody gets a cubin for them."""
+    wrong = {"smem_bytes": 16} if spec.smem_bytes else {}
+    texts = ["SMEM_BYTES is what the launch asks for"] * bool(spec.smem_bytes)
     if spec.name != "mla_metadata":  # is written for any number
-        with pytest.raises(AssertionError, match="THREADS is what the launch gives"):
-            assert_in_kernel(replace(spec, threads=spec.threads + 32), [])
-    if spec.smem_bytes:
-        with pytest.raises(AssertionError, match="SMEM_BYTES is what the launch asks for"):
-            assert_in_kernel(replace(spec, smem_bytes=16), [])
+        wrong["threads"] = spec.threads + 32
+        texts.append("THREADS is what the launch gives")
+    with pytest.raises(AssertionError) as caught:
+        assert_in_kernel(replace(spec, **wrong), [])
+    assert all(text in str(caught.value) for text in texts)
 
 
 def test_constants_of_the_plan_agree() -> None:
@@ -363,75 +355,94 @@ def test_constants_of_the_plan_agree() -> None:
     assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
-def test_constants_of_the_kernels_agree() -> None:
-    for spec in of("mla_metadata"):
-        assert_in_kernel(
-            spec,
-            [
-                f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-                f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
-                f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
-                f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
-                "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
-            ],
-        )
-    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
-        assert_in_kernel(mla_metadata.spec(b), [f"kMaxBatch >= {b}"])
-    names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
-    for spec in (*of("mla_dense_decode"), *of("mla_dense_decode_few_rows")):
-        values = dict(spec.defines)
-        dtype = names[{code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]]
-        conditions = [
-            f"kDtype == {dtype}",
-            f"kDimV == {common.D_V} && kDimV == {reference.D_V}",
-            f"kBlockM == {common.TILE_ROWS}",
-            f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
-            f"kQChunks * 64 == {values['D_QK']}",
+def each_value_once(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """Few variants of a kernel that have each value of each macro among them."""
+    chosen: list[KernelSpec] = []
+    missing = {define for spec in specs for define in spec.defines}
+    while missing:
+        chosen.append(max(specs, key=lambda spec: len(missing.intersection(spec.defines))))
+        missing.difference_update(chosen[-1].defines)
+    return chosen
+
+
+WITH_CONSTANTS = ("mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE)
+QUICK_CONSTANTS = {spec for name in WITH_CONSTANTS for spec in each_value_once(of(name))}
+
+
+def constants_of(spec: KernelSpec) -> list[str]:
+    """What the C++ of a variant calls the numbers that Python has."""
+    values = dict(spec.defines)
+    if spec.name == "mla_metadata":
+        return [
+            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
+            f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
+            f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
+            "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+            *(
+                f"kMaxBatch >= {b}"
+                for b in (1, 512, 513, mla_metadata.MAX_BATCH)
+                if mla_metadata.spec(b) == spec
+            ),
         ]
-        assert_in_kernel(spec, conditions)
-    formats = {"v32": "kV32", "model1": "kModel1"}
-    row_bytes = {name: layout.row_bytes for name, layout in mla_cache_rows.QUANTIZED.items()}
-    for spec in (spec for name in FP8_DECODE for spec in of(name)):
-        values = dict(spec.defines)
-        format = {known.code: name for name, known in mla_cache_rows.QUANTIZED.items()}[values["FORMAT"]]
-        conditions = [
-            f"kFormat == CacheFormat::{formats[format]}",
-            f"kDimV == {common.D_V}",
-            f"kBlockM == {common.TILE_ROWS}",
-            f"kChunks * 64 == {values['D_QK']}"
-            if spec.name == "mla_sparse_fp8"
-            else f"kTiles * (kChunks * 64 + HalfChunk::kCols * kV32) == {values['D_QK']}",
-        ]
-        conditions.append(f"Fp8Row::kRowBytes == {row_bytes[format]}")
-        assert_in_kernel(spec, conditions)
-    for spec in of("mla_sparse_bf16"):
-        values = dict(spec.defines)
-        conditions = [
-            f"kDimV == {common.D_V}",
-            f"kBlockM == {common.TILE_ROWS}",
-            f"16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks == {values['D_QK']}",
-        ]
-        assert_in_kernel(spec, conditions)
-    for spec in of("mla_sparse_fp8_few_heads"):
-        conditions = [
-            f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
-            f"Fp8Row::kRowBytes == {row_bytes['v32']}",
-        ]
-        assert_in_kernel(spec, conditions)
-    for spec in of("mla_combine"):
-        values = dict(spec.defines)
+    if spec.name == "mla_combine":
         dtype = {code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]
         mapping = mla_combine.Mapping(
             *(values[name] for name in ("SPLIT_GROUPS", "SPLITS_AT_ONCE", "ROWS_AT_ONCE"))
         )
         row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
-        assert_in_kernel(
-            spec,
-            [
-                f"kRows == {mapping.rows_per_cta}",
-                f"{row_bytes} == {mla_combine.split_row_bytes(dtype, family(spec)[1])}",
-            ],
-        )
+        return [
+            f"kRows == {mapping.rows_per_cta}",
+            f"{row_bytes} == {mla_combine.split_row_bytes(dtype, family(spec)[1])}",
+        ]
+    if spec.name == "mla_sparse_fp8_few_heads":
+        return [
+            f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
+            f"Fp8Row::kRowBytes == {mla_cache_rows.QUANTIZED['v32'].row_bytes}",
+        ]
+    conditions = [f"kDimV == {common.D_V}", f"kBlockM == {common.TILE_ROWS}"]
+    if spec.name in DENSE_DECODE:
+        names = {"bfloat16": "Dtype::kBf16", "float16": "Dtype::kF16"}
+        dtype = names[{code: name for name, code in common.DTYPES.items()}[values["DTYPE"]]]
+        return [
+            *conditions,
+            f"kDtype == {dtype}",
+            f"kDimV == {reference.D_V}",
+            f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
+            f"kQChunks * 64 == {values['D_QK']}",
+        ]
+    if spec.name == "mla_sparse_bf16":
+        columns = "16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks"
+        return [*conditions, f"{columns} == {values['D_QK']}"]
+    format = {layout.code: name for name, layout in mla_cache_rows.QUANTIZED.items()}[values["FORMAT"]]
+    cpp_names = {"v32": "kV32", "model1": "kModel1"}
+    columns = "kChunks * 64"
+    if spec.name == "mla_sparse_fp8_cluster":
+        columns = "kTiles * (kChunks * 64 + HalfChunk::kCols * kV32)"
+    return [
+        *conditions,
+        f"kFormat == CacheFormat::{cpp_names[format]}",
+        f"{columns} == {values['D_QK']}",
+        f"Fp8Row::kRowBytes == {mla_cache_rows.QUANTIZED[format].row_bytes}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    full_unless(lambda spec: spec in QUICK_CONSTANTS, [spec for name in WITH_CONSTANTS for spec in of(name)]),
+    ids=lambda spec: spec.label,
+)
+def test_constants_of_the_kernels_agree(spec: KernelSpec) -> None:
+    assert_in_kernel(spec, constants_of(spec))
+
+
+def test_metadata_of_any_batch_has_a_variant() -> None:
+    """The constants above are then those of each variant that a batch takes."""
+    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
+        assert mla_metadata.spec(b) in QUICK_CONSTANTS
+
+
+def test_shape_of_the_combine() -> None:
     for rows, batch_invariant, grid_x, mapping in (
         (1000, False, 125, (1, 2, 2)),
         (704, False, 176, (1, 4, 1)),

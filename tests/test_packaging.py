@@ -49,8 +49,8 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("pip is not installed")
     folder = tmp_path_factory.mktemp("site")
     (wheel,) = built.glob("*.whl")
-    options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(folder)]
-    command = [sys.executable, "-m", "pip", "install", *options, str(wheel)]
+    options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), str(wheel)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return folder

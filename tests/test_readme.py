@@ -30,6 +30,13 @@ def blocks() -> dict[str, str]:
     return here | {marker: block_after(marker, LONGER) for marker in FURTHER}
 
 
+def test_the_line_to_change_is_where_the_page_says() -> None:
+    found = re.search(r"Now change `(.+?)` in `(.+?)` to", README)
+    assert found
+    text, path = found.groups()
+    assert (ROOT / path).read_text().count(text) == 1
+
+
 @pytest.mark.parametrize("marker", blocks())
 def test_examples_compile_and_are_short(marker: str) -> None:
     text = blocks()[marker]
@@ -52,6 +59,8 @@ def test_examples_on_the_reference() -> None:
         ('device="cuda"', 'device="cpu"'),
         ("(256, 128, 576", "(16, 128, 576"),  # a sixteenth of the prefill's tokens
         ("(256, 1, 2048)", "(16, 1, 2048)"),
+        ("(2, 1000, 16, 128,", "(2, 200, 16, 128,"),  # a fifth of the tokens of dense attention
+        ("(2, 2, 1000, 4, 128,", "(2, 2, 200, 4, 128,"),
     ):
         assert old in text
         text = text.replace(old, new)
@@ -74,7 +83,7 @@ def test_examples_on_the_gpu() -> None:
 
 def check_examples(torch: Any, names: dict[str, Any]) -> None:
     """Check shapes against the comments, and that results are finite, but for the request without tokens."""
-    tokens, *_ = names["queries"].shape
+    tokens, dense_tokens = names["queries"].shape[0], names["q"].shape[1]
     shapes = {
         "out": (4, 1, 128, 512),
         "lse": (4, 128, 1),
@@ -83,8 +92,8 @@ def check_examples(torch: Any, names: dict[str, Any]) -> None:
         "prefill_out": (tokens, 128, 512),
         "max_logits": (tokens, 128),
         "prefill_lse": (tokens, 128),
-        "dense_out": (2, 1000, 16, 128),
-        "dense_lse": (2, 16, 1000),
+        "dense_out": (2, dense_tokens, 16, 128),
+        "dense_lse": (2, 16, dense_tokens),
     }
     for name, shape in shapes.items():
         result = names[name]

@@ -6,13 +6,12 @@ import io
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 from full_cases import full_unless
@@ -46,11 +45,9 @@ from rawmla.call import tracing  # noqa: E402
 
 OPS = torch.ops.rawmla
 NO_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is None
-BACKENDS = (
-    "eager",
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")),
-)
+BACKENDS = ("eager", "aot_eager", "inductor")
+AOT_EAGER = pytest.mark.parametrize("backend", full_unless(lambda name: name == "aot_eager", BACKENDS))
+AND_INDUCTOR = pytest.mark.parametrize("backend", full_unless(lambda name: name != "eager", BACKENDS))
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +71,19 @@ def assert_equal(got: Any, want: Any) -> None:
         assert torch.equal(one, other)
 
 
+def compiled_by(backend: str, step: Callable[..., Any]) -> Callable[..., Any]:
+    if backend == "inductor" and NO_COMPILER:
+        pytest.skip("needs a C++ compiler")
+    return torch.compile(step, fullgraph=True, backend=backend)
+
+
 # ---- the operators
 
 
-FIRST = {name: case for case, (name, _) in reversed(CASES.items())}.values()
+FIRST = {name: case for case, (name, _) in reversed(CASES.items())}
+QUICK = {case for name, case in FIRST.items() if name.removesuffix("_out") not in FIRST.keys() - {name}}
+QUICK |= {"decode_out", "flash_attn_varlen_backward_out"}
+"""The first case of each operator. One that fills a given out has the checks of the one without."""
 AHEAD_OF_TIME = ("test_aot_dispatch_dynamic",)
 OTHERS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -88,9 +94,8 @@ def test_opcheck(case: str) -> None:
     torch.library.opcheck(op, tuple(args), test_utils=OTHERS)
 
 
-@pytest.mark.parametrize("case", full_unless(lambda case: case in FIRST, CASES))
+@pytest.mark.parametrize("case", full_unless(lambda case: case in QUICK, CASES))
 def test_opcheck_with_dynamic_shapes(case: str) -> None:
-    """One case of each operator, since they take long."""
     op, args = arguments(case)
     torch.library.opcheck(op, tuple(args), test_utils=AHEAD_OF_TIME)
 
@@ -413,13 +418,13 @@ def test_what_is_no_plan_is_named() -> None:
                 rawmla.flash_mla_with_kvcache(*fakes, 512, given)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AOT_EAGER
 def test_compiled_decode(backend: str) -> None:
     made = dense("cpu")
-    assert_equal(torch.compile(decode_step, fullgraph=True, backend=backend)(**made), decode_wanted(made))
+    assert_equal(compiled_by(backend, decode_step)(**made), decode_wanted(made))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AND_INDUCTOR
 def test_compiled_call_with_tensor_plan_and_out(backend: str) -> None:
     """The out is a slice of a larger buffer, whose other half keeps its values."""
 
@@ -434,7 +439,7 @@ def test_compiled_call_with_tensor_plan_and_out(backend: str) -> None:
 
     made, given = dense("cpu"), plan("cpu", 3)
     buffer = torch.ones(3, 2, 8, 512, dtype=torch.bfloat16)
-    whole, *got = torch.compile(step, fullgraph=True, backend=backend)(given, buffer, **made)
+    whole, *got = compiled_by(backend, step)(given, buffer, **made)
     want = decode_wanted(made)
     assert_equal(got, want)
     assert torch.equal(buffer[:, :, 4:] * 2, want[0])
@@ -442,7 +447,7 @@ def test_compiled_call_with_tensor_plan_and_out(backend: str) -> None:
     assert np.array_equal(given[0], reference.plan(made["cache_seqlens"], 5).tensor_rows)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AND_INDUCTOR
 def test_compiled_sparse_step(backend: str) -> None:
     """Write, convert, decode, merge: what one layer of sparse attention does."""
 
@@ -478,7 +483,7 @@ def test_compiled_sparse_step(backend: str) -> None:
     table, slots = int32([[1, 0], [3, 2], [0, 3]], "cpu"), torch.tensor([3, -1, 40])
     given = (make(3, 512), make(3, 64), cache("cpu", "v32"), slots, positions, table, make(3, 1, 4, 576))
     copies = [x.clone() for x in given]
-    got = torch.compile(step, fullgraph=True, backend=backend)(rawmla, *given)
+    got = compiled_by(backend, step)(rawmla, *given)
     assert_equal(got, step(reference, *copies))
     assert_equal(given, copies)
 
@@ -510,7 +515,7 @@ def test_tokens_and_topk() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AOT_EAGER
 def test_compiled_dense_attention(backend: str) -> None:
     """All forms, with and without an out."""
 
@@ -531,7 +536,7 @@ def test_compiled_dense_attention(backend: str) -> None:
     lengths, made = int32([0, 2, 9], "cpu"), varlen("cpu", full=True)
     given = (make(9, 2, 104), make(9, 2, 64), make(9, 3, 2, 32), lengths, made)
     outs = [torch.ones(9, 8, 24, dtype=torch.bfloat16) for _ in range(2)]
-    got = torch.compile(step, fullgraph=True, backend=backend)(rawmla, *given, outs[0])
+    got = compiled_by(backend, step)(rawmla, *given, outs[0])
     want = step(reference, *given, outs[1])
     assert_equal(got, want)
     assert_equal(outs[:1], outs[1:])
@@ -553,7 +558,7 @@ def test_lengths_of_dense_attention() -> None:
     assert counts[0] == counts[2]  # the first call may compile twice: torch tries its floats as inputs
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AOT_EAGER
 @pytest.mark.parametrize("options", ({}, {"full": True}, {"cached": True}), ids=str)
 def test_compiled_prefix_prefill(backend: str, options: dict[str, Any]) -> None:
     """Also into a slice of a larger buffer, and with a scale for the results."""
@@ -568,7 +573,7 @@ def test_compiled_prefix_prefill(backend: str, options: dict[str, Any]) -> None:
     for api in (rawmla, reference):
         made, large = prefix("cpu", **options), torch.zeros(10, 8, 24, dtype=torch.bfloat16)
         fp8 = torch.zeros(10, 4, 32, dtype=torch.uint8)[..., :24]
-        run = torch.compile(step, fullgraph=True, backend=backend) if api is rawmla else step
+        run = compiled_by(backend, step) if api is rawmla else step
         results.append((*run(api, made, large, fp8), made["o"], large, fp8))
     assert_equal(*results)
     o, large = results[0][3:5]
@@ -721,7 +726,7 @@ def step(indices, table):
     return rawmla.convert_indices(indices, table, 16)
 indices = torch.tensor([[3, 17]], dtype=torch.int32)
 table = torch.tensor([[5, 1]], dtype=torch.int32)
-got = torch.compile(step, fullgraph=True, backend="aot_eager")(indices, table)
+got = torch.compile(step, fullgraph=True, backend="eager")(indices, table)
 assert got.tolist() == [[83, 17]], got
 """
 
@@ -734,8 +739,7 @@ assert got.tolist() == [[83, 17]], got
 def test_compiled_call_is_the_first(before: str) -> None:
     """Whatever was imported first, torch.compile finds the operators."""
     text = _FIRST_CALL.format(before=before)
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", text], cwd=root, capture_output=True, text=True, check=False)
+    done = fresh.run(("-c", text), Path(__file__).parents[1], imports="" if before else fresh.IMPORTS)
     assert done.returncode == 0, done.stderr
 
 
@@ -870,20 +874,27 @@ def with_gradients(args: list[Any], *places: int) -> list[Any]:
     return [x.detach().clone().requires_grad_() if i in places else x for i, x in enumerate(args)]
 
 
-@pytest.mark.parametrize(
-    ("case", "places"),
-    (
-        ("flash_attn", (0, 1, 2)),
-        ("flash_attn transposed", (1,)),
-        ("flash_attn padded", (0, 2)),
-        ("flash_attn_varlen", (0, 1, 2)),
-        ("flash_attn_varlen full", (0, 1, 2, 13)),
-        ("flash_attn_varlen full", (13,)),
-    ),
+EVERY_GRADIENT = (("flash_attn", (0, 1, 2)), ("flash_attn_varlen full", (0, 1, 2, 13)))
+SOME_GRADIENTS = (
+    ("flash_attn transposed", (1,)),
+    ("flash_attn padded", (0, 2)),
+    ("flash_attn_varlen", (0, 1, 2)),
+    ("flash_attn_varlen full", (13,)),
 )
+WITH_GRADIENTS = (*EVERY_GRADIENT, *SOME_GRADIENTS)
+
+
+@pytest.mark.parametrize(("case", "places"), WITH_GRADIENTS)
 def test_opcheck_with_gradients(case: str, places: tuple[int, ...]) -> None:
     op, args = arguments(case)
-    torch.library.opcheck(op, tuple(with_gradients(args, *places)))
+    torch.library.opcheck(op, tuple(with_gradients(args, *places)), test_utils=OTHERS)
+
+
+@pytest.mark.parametrize("which", full_unless(lambda which: which in EVERY_GRADIENT, WITH_GRADIENTS), ids=str)
+def test_opcheck_with_gradients_and_dynamic_shapes(which: tuple[str, tuple[int, ...]]) -> None:
+    case, places = which
+    op, args = arguments(case)
+    torch.library.opcheck(op, tuple(with_gradients(args, *places)), test_utils=AHEAD_OF_TIME)
 
 
 def gradients_of(api: Any, made: dict[str, Any], dout: Any, dlse: Any) -> dict[str, Any]:
@@ -951,7 +962,7 @@ def test_what_has_no_gradient() -> None:
                 transform(lambda q: op(q, *args[1:])[0].float().sum())(args[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AND_INDUCTOR
 @pytest.mark.parametrize(
     "form", full_unless(lambda form: form in ("fixed", "qkv"), ("fixed", "varlen", "qkv", "kv"))
 )
@@ -983,7 +994,7 @@ def test_compiled_training(backend: str, form: str) -> None:
         return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() + lse.square().sum()
 
     results = []
-    for run in (torch.compile(step, fullgraph=True, backend=backend), torch.compile(step, backend="eager")):
+    for run in (compiled_by(backend, step), torch.compile(step, backend="eager")):
         given = {name: x.clone().requires_grad_() for name, x in leaves.items()}
         run(given).backward()
         results.append([x.grad for x in given.values()])
@@ -1013,7 +1024,7 @@ def test_compiled_training_of_many_lengths() -> None:
     assert counts[0] == counts[2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@AOT_EAGER
 def test_compiled_plain_backward(backend: str) -> None:
     """Fresh gradients, given ones, one that is given; with a sink and without."""
 
@@ -1037,7 +1048,7 @@ def test_compiled_plain_backward(backend: str) -> None:
     for api in (rawmla, reference):
         given = [torch.ones_like(x) for x in (made["q"], made["k"])]
         given += [torch.ones(13, 2, 32, dtype=torch.bfloat16), torch.ones_like(fixed[1])]
-        run = torch.compile(step, fullgraph=True, backend=backend) if api is rawmla else step
+        run = compiled_by(backend, step) if api is rawmla else step
         results.append([*run(api, made, fixed, dout, dlse, given), *given])
     assert_equal(*results)
     assert bool((results[0][-2][..., :8] == 1).all())

@@ -106,21 +106,29 @@ def check_plan(
         share[0] += split.end_block - split.begin_block
         share[1] += 1
     for request, own in enumerate(by_request):
-        place = f"request {request} ({blocks[request]} blocks): {own}"
         position = 0
         for index, split in enumerate(own):
-            assert split.begin_block == position, f"a gap or an overlap in {place}"
-            assert split.end_block > position or blocks[request] == 0, f"an empty split in {place}"
-            assert batch_invariant or split.index == index, f"splits out of order in {place}"
+            assert split.begin_block == position, f"a gap or an overlap in {_place(request, blocks, own)}"
+            is_empty = split.end_block <= position and blocks[request] > 0
+            assert not is_empty, f"an empty split in {_place(request, blocks, own)}"
+            in_order = batch_invariant or split.index == index
+            assert in_order, f"splits out of order in {_place(request, blocks, own)}"
             position = split.end_block
-        assert position == blocks[request], f"not all blocks covered of {place}"
-        assert own, f"nobody writes the output of {place}"
+        assert position == blocks[request], f"not all blocks covered of {_place(request, blocks, own)}"
+        assert own, f"nobody writes the output of {_place(request, blocks, own)}"
         expected = len(own)
         fits = counts[request] >= 1 if batch_invariant else counts[request] == expected
-        assert fits, f"num_splits counts {counts[request]} splits, the rows have {expected}: {place}"
+        assert fits, (
+            f"num_splits counts {counts[request]} splits, the rows have {expected}: "
+            f"{_place(request, blocks, own)}"
+        )
     if layout == "object" and not batch_invariant:
         _check_flags(rows, counts, b)
     return PlanSummary(tuple(n for n, _ in given.values()), tuple(k for _, k in given.values()))
+
+
+def _place(request: int, blocks: list[int], own: list[Split]) -> str:
+    return f"request {request} ({blocks[request]} blocks): {own}"
 
 
 def _check_flags(rows: NDArray[np.int32], counts: list[int], b: int) -> None:

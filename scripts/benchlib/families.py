@@ -193,8 +193,8 @@ FLEX_METHOD = (
 BACKWARD_METHOD = (
     "Backward: the plain functions, from out, lse and a gradient of out that are there already, in graphs of "
     "at most 1.5 TFLOP or one call; of the libraries beside, the gradients of q, k and v by "
-    "torch.autograd.grad: a row with a library beside is timed as calls that are enqueued one after another, "
-    "ours too. Every figure is the median of three rounds in which all take turns, also where nothing runs "
+    "torch.autograd.grad: a row with a library beside is timed as calls that are enqueued while the GPU "
+    "waits, ours too. Every figure is the median of three rounds in which all take turns, also where nothing runs "
     "beside, and the load is shared out over them. Deterministic: the rested time with deterministic=True, "
     "of graphs in every row. Dense: FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the "
     "forward; the stand-in for FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, "

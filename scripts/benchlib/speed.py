@@ -9,7 +9,7 @@ from .columns import EMPTY, Cells, Row
 from .families import FAMILIES, Family, family_of
 
 STORED_MARK = "¹"
-MARK_NOTE = "¹ Beside stored times of the other library; both were taken without rests."
+MARK_NOTE = "¹ Beside stored times of the other library; rawmla's were taken without rests."
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _library(label: str) -> str:
 
 def cells(speeds: Sequence[Speed]) -> Cells:
     """A row for each family."""
-    figures_of = ("rested mean", "least", "sustained mean", "least")
+    figures_of = ("rested, mean", "least", "sustained, mean", "least")
     table = [["operation", "fastest other library", "cases", *figures_of]]
     for speed in speeds:
         by_way = {mean.way: mean for mean in speed.means}

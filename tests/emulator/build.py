@@ -67,8 +67,10 @@ extern "C" int emulator_param_bytes() {{ return bytes_of({spec.name}); }}
 extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params); }}
 """
     defines = [f"-D{name}={value}" for name, value in spec.macros]
-    # CUDA's int and float overloads, unused variables and the like are nvcc's to judge.
-    flags = ["-O0", "-w", *defines, "-I", str(CUDA), str(machine), f"-Wl,-rpath,{folder.resolve()}"]
+    # CUDA's int and float overloads, unused variables and the like are nvcc's to judge. The machine brings
+    # the libraries: to look through them takes the linker longer than all the rest.
+    flags = ["-O0", "-w", "-nostdlib", *defines, "-I", str(CUDA)]
+    flags += [str(machine), f"-Wl,-rpath,{folder.resolve()}"]
     return ctypes.CDLL(str(build_library(spec.name, files, ["entry.cpp"], flags, folder)))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from rawmla.jit.sources import SourceSet
@@ -27,12 +28,13 @@ def rewritten(sources: SourceSet) -> dict[str, str]:
         if name.startswith("ptx/"):
             files[name] = (INSTEAD / name).read_text()
         else:
-            files[name] = _shared_memory(without_ptx(name, data.decode())[0])
+            files[name] = _rewritten(name, data.decode())
     return files
 
 
-def _shared_memory(text: str) -> str:
-    text = _DYNAMIC.sub(r"unsigned char* const \1 = emulator::dynamic_shared();", text)
+@cache
+def _rewritten(name: str, text: str) -> str:
+    text = _DYNAMIC.sub(r"unsigned char* const \1 = emulator::dynamic_shared();", without_ptx(name, text)[0])
     return _STATIC.sub(
         r"typedef \1 \2_type\3; "
         r"\2_type& \2 = *static_cast<\2_type*>(emulator::static_shared(__LINE__, sizeof(\2_type)));",

@@ -28,7 +28,7 @@ namespace {
 void land(Thread& owner, unsigned count) {
     while (static_cast<int>(count - owner.landed) > 0) {
         for (const auto& copy : owner.landing.front()) copy();
-        owner.landing.pop_front();
+        owner.landing.erase(owner.landing.begin());
         ++owner.landed;
     }
 }
@@ -92,12 +92,12 @@ void bulk_commit() {
 }
 
 void bulk_wait(unsigned left, bool only_reads) {
-    const std::deque<std::shared_ptr<BulkGroup>> groups = thread->bulks;
+    const std::vector<std::shared_ptr<BulkGroup>> groups = thread->bulks;
     for (size_t i = 0; i + left < groups.size(); ++i) {
         const std::shared_ptr<BulkGroup> group = groups[i];
         wait([group, only_reads] { return !(only_reads ? group->to_read : group->to_write); },
              [] { return std::string("bulk copies"); });
-        if (!only_reads) thread->bulks.pop_front();
+        if (!only_reads) thread->bulks.erase(thread->bulks.begin());
     }
 }
 

@@ -1,6 +1,8 @@
 // What a kernel's text finds in CUDA C++ without including it: types, special variables, built-in functions.
 // Those that the sources use, and what a user's score function may call.
 #pragma once
+// C's headers alone: g++ takes longer to read <cmath> than many a kernel.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
 #include <string.h>
 

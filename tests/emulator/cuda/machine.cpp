@@ -27,6 +27,7 @@ constexpr int kMostPause = 60, kIdleTurns = 500;  // nothing can pause for so lo
 void* scheduler_stack_pointer;
 std::string report;
 unsigned spins;
+std::vector<char*> free_stacks;  // kept: to get them from the system takes longer than a short kernel
 void (*kernel)(const void*);
 const void* kernel_params;
 
@@ -92,7 +93,9 @@ void resume(Thread& next) {
 // Registers and local variables that were not set are NaN, as far as they lie in the stack.
 void prepare(Thread& made, int index) {
     made.index = index;
-    made.stack = static_cast<char*>(aligned_alloc(4096, kStackBytes));
+    if (free_stacks.empty()) free_stacks.push_back(static_cast<char*>(aligned_alloc(4096, kStackBytes)));
+    made.stack = free_stacks.back();
+    free_stacks.pop_back();
     memcpy(made.stack, &kEndOfStack, sizeof kEndOfStack);
     memset(made.stack + kStackBytes - kPoisonedBytes, 0xff, kPoisonedBytes);
     void** top = reinterpret_cast<void**>(made.stack + kStackBytes - 64);
@@ -134,7 +137,7 @@ Cluster* start_cluster(unsigned long number, const Index& size, int threads, int
 
 void end(Cluster* ended) {
     for (Cta* one : ended->ctas) {
-        for (Thread& each : one->threads) free(each.stack);
+        for (Thread& each : one->threads) free_stacks.push_back(each.stack);
         free(one->memory);
         delete one;
     }

@@ -1,6 +1,5 @@
 // The state of the emulated machine, shared by its source files.
 #pragma once
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -30,13 +29,13 @@ struct Thread {
     std::function<bool()> may_go_on;     // empty: it can run
     std::function<std::string()> waits;  // what for, for the report of a deadlock
 
-    std::vector<Product> products;                           // not committed
-    std::deque<std::vector<Product>> batches;                // committed, not computed
-    std::vector<std::function<void()>> gathers;              // cp.async that nothing waits for yet
-    std::deque<std::vector<std::function<void()>>> landing;  // those that arrive on a barrier
-    unsigned landed = 0;                                     // how many of these have
-    std::shared_ptr<BulkGroup> bulk;                         // not committed
-    std::deque<std::shared_ptr<BulkGroup>> bulks;
+    std::vector<Product> products;                            // not committed
+    std::vector<std::vector<Product>> batches;                // committed, not computed
+    std::vector<std::function<void()>> gathers;               // cp.async that nothing waits for yet
+    std::vector<std::vector<std::function<void()>>> landing;  // those that arrive on a barrier
+    unsigned landed = 0;                                      // how many of these have
+    std::shared_ptr<BulkGroup> bulk;                          // not committed
+    std::vector<std::shared_ptr<BulkGroup>> bulks;
 };
 
 struct Warp {
@@ -48,8 +47,8 @@ struct Warp {
 };
 
 struct Warpgroup {
-    unsigned computed = 0;      // batches
-    std::deque<int> committed;  // the threads that committed each batch which is not computed
+    unsigned computed = 0;       // batches
+    std::vector<int> committed;  // the threads that committed each batch which is not computed
 };
 
 struct Mbarrier {

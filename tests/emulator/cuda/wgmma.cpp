@@ -3,8 +3,6 @@
 // A batch of products is computed when all threads of the warpgroup have committed it: at once, or not before
 // one of them waits for it, as the seed decides. Whoever overwrites an operand too early, or needs it to be
 // there too late, is found by one of the two.
-#include <immintrin.h>
-
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -20,6 +18,10 @@ namespace {
 
 constexpr int kRows = 64, kDepth = 16, kMostColumns = 256;
 
+float to_float(uint16_t bits, bool is_f16) {
+    return is_f16 ? float(std::bit_cast<_Float16>(bits)) : std::bit_cast<float>(uint32_t(bits) << 16);
+}
+
 // A matrix in shared memory as out[k][row]: 16 bytes, which no swizzle parts, at a time.
 void read_matrix(float* out, int rows, uint64_t desc, bool is_mn_major, bool is_f16) {
     const unsigned start = (desc & 0x3fff) << 4, lbo = (desc >> 16 & 0x3fff) << 4,
@@ -30,10 +32,9 @@ void read_matrix(float* out, int rows, uint64_t desc, bool is_mn_major, bool is_
     if (is_mn_major && !mode) fail("wgmma: an MN-major operand without swizzle");
     const auto unit = [&](unsigned address, float* to, int step) {
         address ^= (address >> 7 & permuted) << 4;
-        unsigned short values[8];
+        uint16_t values[8];
         memcpy(values, shared(address, 16), 16);
-        for (int i = 0; i < 8; ++i)
-            to[i * step] = is_f16 ? _cvtsh_ss(values[i]) : std::bit_cast<float>(unsigned(values[i]) << 16);
+        for (int i = 0; i < 8; ++i) to[i * step] = to_float(values[i], is_f16);
     };
     if (is_mn_major) {
         const int columns = row_bytes / 2;
@@ -65,9 +66,8 @@ void compute(const Product* const (&issued)[kWarpgroup]) {
     if (o.a_in_registers) {
         for (int t = 0; t < kWarpgroup; ++t)
             for (int i = 0; i < 8; ++i) {
-                const unsigned bits = issued[t]->a[i / 2] >> 16 * (i & 1) & 0xffff;
-                a[column_of(t, i) * kRows + row_of(t, i)] =
-                    o.is_f16 ? _cvtsh_ss(bits) : std::bit_cast<float>(bits << 16);
+                const uint16_t bits = issued[t]->a[i / 2] >> 16 * (i & 1);
+                a[column_of(t, i) * kRows + row_of(t, i)] = to_float(bits, o.is_f16);
             }
     } else {
         read_matrix(a, kRows, o.desc_a, o.a_is_mn_major, o.is_f16);
@@ -100,8 +100,8 @@ void compute_batch(Warpgroup& group) {
         for (int t = 0; t < kWarpgroup; ++t) issued[t] = &threads[t].batches.front()[i];
         compute(issued);
     }
-    for (int t = 0; t < kWarpgroup; ++t) threads[t].batches.pop_front();
-    group.committed.pop_front();
+    for (int t = 0; t < kWarpgroup; ++t) threads[t].batches.erase(threads[t].batches.begin());
+    group.committed.erase(group.committed.begin());
     ++group.computed;
 }
 
