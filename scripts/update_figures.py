@@ -50,9 +50,9 @@ WHAT_IS_SHOWN = (
     "[how it is measured](docs/benchmark.md)."
 )
 FOOTNOTE = (
-    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A stored "
-    "time of the other library on the same GPU model over rawmla's, which is timed without rests; such ratios "
-    "move by up to 10 %. Under load the other library was not timed."
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
+    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
+    "such ratios move by up to 10 %. Under load the other library was not timed."
 )
 
 

@@ -57,13 +57,16 @@ def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> by
 
 
 @functools.cache
-def compiled(text: str) -> ctypes.CDLL:
+def compiled(text: str, *flags: str) -> ctypes.CDLL:
     """The library of a C++ text, which is compiled once for all processes of a user."""
     folder = Path(tempfile.gettempdir()) / f"rawmla-host-mods-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    # To look through C++'s libraries takes the linker long.
-    flags = ["-O0", "-w", "-nostdlib", "-lm", "-lgcc"]
-    return ctypes.CDLL(str(build_library("mods", {"mods.cpp": text}, ["mods.cpp"], flags, folder)))
+    all_flags = ["-O0", "-w", *flags]
+    return ctypes.CDLL(str(build_library("mods", {"mods.cpp": text}, ["mods.cpp"], all_flags, folder)))
+
+
+WITHOUT_CPP = ("-nostdlib", "-lm", "-lgcc")
+"""Flags for a text that needs none of C++'s libraries, through which the linker else looks for long."""
 
 
 def _called() -> str:
@@ -84,7 +87,7 @@ extern "C" void run(const float* x, const float* y, int n, float* out) {{
     held = [x.contiguous() for x in arguments]
     out = torch.empty_like(held[0])
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (held[0], held[-1], out)]
-    compiled(text).run(pointers[0], pointers[1], out.numel(), pointers[2])
+    compiled(text, *WITHOUT_CPP).run(pointers[0], pointers[1], out.numel(), pointers[2])
     return out
 
 
@@ -123,7 +126,7 @@ extern "C" void run(void** arrays, const float* scores, const int* at, int n, fl
         *[capture.array.data_ptr() for capture in traced.captures]
     )
     at = indices.to(torch.int32).contiguous()
-    compiled(text).run(
+    compiled(text, *WITHOUT_CPP).run(
         arrays,
         ctypes.c_void_p(scores.data_ptr()),
         ctypes.c_void_p(at.data_ptr()),
@@ -178,7 +181,7 @@ extern "C" void run(const void* bytes, const float* scores, const int* at, const
     places = [Place(x.data_ptr(), tuple(x.shape), x.stride()) for x in captured]
     gradients = {place: torch.zeros(captured[place].shape) for place in traced.backward.gradients}
     packed = pack(traced, places, [x.data_ptr() for x in gradients.values()])
-    library = compiled(text)
+    library = compiled(text, *WITHOUT_CPP)
     assert library.size() == len(packed)
     values, derivatives = torch.empty(n), torch.empty(n)
     found = torch.full((n, sites), -1, dtype=torch.int64)

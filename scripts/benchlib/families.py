@@ -191,17 +191,17 @@ FLEX_METHOD = (
     "any is attended; bytes = q, k, v and out once, lse and max_scores where asked for."
 )
 BACKWARD_METHOD = (
-    "Backward: the plain functions, from out, lse and a gradient of out that are there already, in graphs of "
-    "at most 1.5 TFLOP or one call; of the libraries beside, the gradients of q, k and v by "
+    "Backward: the plain functions, from out, lse and a gradient of out that are there already, in graphs of"
+    " at most 1.5 TFLOP or one call; of the libraries beside, the gradients of q, k and v by "
     "torch.autograd.grad: a row with a library beside is timed as calls that are enqueued while the GPU "
-    "waits, ours too. Every figure is the median of three rounds in which all take turns, also where nothing runs "
-    "beside, and the load is shared out over them. Deterministic: the rested time with deterministic=True, "
-    "of graphs in every row. Dense: FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over the pairs of the "
-    "forward; the stand-in for FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, 1.11 with d 256, "
-    "0.57 with d 192/128 and no mask: about their ratio in earlier runs that had both. Flex: FLOPs = 10 * d "
-    "* h_q * positions in the blocks that the forward counts; a captured table or factor has a gradient too, "
-    "whose cost is the ratio to the time without it, and nothing runs beside a table or a factor. "
-    "Bytes = q, k, v, out, dout, lse, dq, dk and dv once."
+    "waits, ours too. Every figure is the median of three rounds in which all take turns, also where nothing"
+    " runs beside, and the load is shared out over them. Deterministic: the rested time with "
+    "deterministic=True, of graphs in every row. Dense: FLOPs = 2 * h_q * pairs * (3 * d_qk + 2 * d_v) over "
+    "the pairs of the forward; the stand-in for FlashAttention-4 is 0.87 of cuDNN's time, 0.75 with d 96, "
+    "1.11 with d 256, 0.57 with d 192/128 and no mask: about their ratio in earlier runs that had both. "
+    "Flex: FLOPs = 10 * d * h_q * positions in the blocks that the forward counts; a captured table or "
+    "factor has a gradient too, whose cost is the ratio to the time without it, and nothing runs beside a "
+    "table or a factor. Bytes = q, k, v, out, dout, lse, dq, dk and dv once."
 )
 BLOCK_MASK_METHOD = (
     "Block masks: create_block_mask of a causal Python function, traced before; in a graph of 10 calls, and "
