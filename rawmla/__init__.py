@@ -23,35 +23,37 @@ _MODULE_OF = {
     "NVRTCNotFoundError": "errors",
     "NoGPUError": "errors",
     "RawMLAError": "errors",
+    "TracedMod": "flex.mods",
     "UnsupportedGPUError": "errors",
     "and_masks": "flex.block_mask",
     "compat": "",
-    "context_attention_fwd": "mha.prefix",
-    "convert_indices": "mla.indices",
-    "create_block_mask": "flex.create",
-    "dequantize_k_cache": "mla.cache",
-    "flash_attn_backward": "mha.gradients",
-    "flash_attn_func": "mha.attention",
-    "flash_attn_varlen_backward": "mha.gradients",
-    "flash_attn_varlen_func": "mha.attention",
-    "flash_attn_varlen_kvpacked_func": "mha.attention",
-    "flash_attn_varlen_qkvpacked_func": "mha.attention",
-    "flash_mla_sparse_fwd": "mla.sparse_prefill",
-    "flash_mla_with_kvcache": "mla.decode",
-    "flex_attention": "flex.forward",
-    "flex_attention_backward": "flex.backward",
-    "gather_kv_cache": "mla.cache",
-    "get_mla_metadata": "mla.plan",
+    "context_attention_fwd": "api.prefix",
+    "convert_indices": "api.cache",
+    "create_block_mask": "api.flex",
+    "dequantize_k_cache": "api.cache",
+    "flash_attn_backward": "api.dense_backward",
+    "flash_attn_func": "api.dense",
+    "flash_attn_varlen_backward": "api.dense_backward",
+    "flash_attn_varlen_func": "api.dense",
+    "flash_attn_varlen_kvpacked_func": "api.dense",
+    "flash_attn_varlen_qkvpacked_func": "api.dense",
+    "flash_mla_sparse_fwd": "api.sparse_prefill",
+    "flash_mla_with_kvcache": "api.decode",
+    "flex_attention": "api.flex",
+    "flex_attention_backward": "api.flex",
+    "gather_kv_cache": "api.cache",
+    "get_mla_metadata": "api.plan",
     "install_flash_mla": "compat",
-    "merge_attn_states": "mla.merge",
+    "merge_attn_states": "api.cache",
     "noop_mask": "flex.block_mask",
     "or_masks": "flex.block_mask",
-    "quantize_k_cache": "mla.cache",
+    "quantize_k_cache": "api.cache",
     "reference": "",
+    "trace_mod": "api.flex",
     "uninstall_flash_mla": "compat",
     "warmup": "preload",
     "warmup_call": "preload",
-    "write_kv_cache": "mla.cache",
+    "write_kv_cache": "api.cache",
 }
 
 __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
@@ -59,6 +61,26 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
+    from .api.cache import convert_indices as convert_indices
+    from .api.cache import dequantize_k_cache as dequantize_k_cache
+    from .api.cache import gather_kv_cache as gather_kv_cache
+    from .api.cache import merge_attn_states as merge_attn_states
+    from .api.cache import quantize_k_cache as quantize_k_cache
+    from .api.cache import write_kv_cache as write_kv_cache
+    from .api.decode import flash_mla_with_kvcache as flash_mla_with_kvcache
+    from .api.dense import flash_attn_func as flash_attn_func
+    from .api.dense import flash_attn_varlen_func as flash_attn_varlen_func
+    from .api.dense import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+    from .api.dense import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+    from .api.dense_backward import flash_attn_backward as flash_attn_backward
+    from .api.dense_backward import flash_attn_varlen_backward as flash_attn_varlen_backward
+    from .api.flex import create_block_mask as create_block_mask
+    from .api.flex import flex_attention as flex_attention
+    from .api.flex import flex_attention_backward as flex_attention_backward
+    from .api.flex import trace_mod as trace_mod
+    from .api.plan import get_mla_metadata as get_mla_metadata
+    from .api.prefix import context_attention_fwd as context_attention_fwd
+    from .api.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import CompileError as CompileError
@@ -69,33 +91,15 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .errors import NVRTCNotFoundError as NVRTCNotFoundError
     from .errors import RawMLAError as RawMLAError
     from .errors import UnsupportedGPUError as UnsupportedGPUError
-    from .flex.backward import flex_attention_backward as flex_attention_backward
     from .flex.block_mask import BlockMask as BlockMask
     from .flex.block_mask import and_masks as and_masks
     from .flex.block_mask import noop_mask as noop_mask
     from .flex.block_mask import or_masks as or_masks
-    from .flex.create import create_block_mask as create_block_mask
     from .flex.forward import AuxOutput as AuxOutput
     from .flex.forward import AuxRequest as AuxRequest
-    from .flex.forward import flex_attention as flex_attention
     from .flex.mods import CudaMod as CudaMod
-    from .mha.attention import flash_attn_func as flash_attn_func
-    from .mha.attention import flash_attn_varlen_func as flash_attn_varlen_func
-    from .mha.attention import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
-    from .mha.attention import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
-    from .mha.gradients import flash_attn_backward as flash_attn_backward
-    from .mha.gradients import flash_attn_varlen_backward as flash_attn_varlen_backward
-    from .mha.prefix import context_attention_fwd as context_attention_fwd
-    from .mla.cache import dequantize_k_cache as dequantize_k_cache
-    from .mla.cache import gather_kv_cache as gather_kv_cache
-    from .mla.cache import quantize_k_cache as quantize_k_cache
-    from .mla.cache import write_kv_cache as write_kv_cache
-    from .mla.decode import flash_mla_with_kvcache as flash_mla_with_kvcache
-    from .mla.indices import convert_indices as convert_indices
-    from .mla.merge import merge_attn_states as merge_attn_states
+    from .flex.mods import TracedMod as TracedMod
     from .mla.plan import FlashMLASchedMeta as FlashMLASchedMeta
-    from .mla.plan import get_mla_metadata as get_mla_metadata
-    from .mla.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
     from .preload import warmup as warmup
     from .preload import warmup_call as warmup_call
 

@@ -13,18 +13,21 @@ from typing import Any
 import rawmla
 
 from . import jit
-from .call.arrays import READERS, Fields, Framework, is_array
+from .api import cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill
+from .call.arrays import READERS, is_array
 from .call.checks import as_bool
+from .call.frameworks import Fields, Framework
 from .flex import backward as flex_backward
 from .flex import create
-from .flex import forward as flex_forward
 from .flex.arrays import LISTS, MASK_PARTS, Q_LISTS
 from .flex.block_mask import lacks_columns
 from .flex.functions import as_reading
 from .kernels.mha_backward_variants import ALL, Needs
 from .kernels.operations import specs_of
-from .mha import attention, gradients, prefix
-from .mla import cache, decode, indices, merge, plan, sparse_prefill
+from .mha import backward as mha_backward
+from .mha import forward as mha_forward
+from .mha.records import DenseArrays, Gradients, Packing, options_of
+from .mla.plan import is_plan_object
 from .stand_ins import Described, NoFramework, StandIn
 
 __all__ = ["warmup", "warmup_call"]
@@ -159,14 +162,14 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
         raise TypeError(f"function: expected a function of rawmla that takes arrays, got {function!r}")
     if as_bool("backward", backward) and function not in _WITH_BACKWARD:
         raise ValueError(f"backward: expected False, as {function.__name__} has no backward, got True")
-    if function is create.create_block_mask:  # no array tells its framework
-        function = create.load
+    if function is flex.create_block_mask:  # no array tells its framework
+        function = _load_block_mask
     stand_ins = [_stand_in(value) for value in args]
     named = {name: _stand_in(value) for name, value in kwargs.items()}
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
     with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
         results = function(*stand_ins, **named)
-        if backward and function is flex_forward.flex_attention:
+        if backward and function is flex.flex_attention:
             _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
         elif backward:
             _call_backward(
@@ -175,11 +178,11 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
 
 
 _WITH_BACKWARD = (
-    attention.flash_attn_func,
-    attention.flash_attn_varlen_func,
-    attention.flash_attn_varlen_kvpacked_func,
-    attention.flash_attn_varlen_qkvpacked_func,
-    flex_forward.flex_attention,
+    dense.flash_attn_func,
+    dense.flash_attn_varlen_func,
+    dense.flash_attn_varlen_kvpacked_func,
+    dense.flash_attn_varlen_qkvpacked_func,
+    flex.flex_attention,
 )
 
 
@@ -195,27 +198,40 @@ _SECOND_NAMES = {
 def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any, lse: Any) -> None:
     """The call for the gradients of a call with these arguments and results."""
     given = {_SECOND_NAMES.get(name, name): value for name, value in given.items() if value is not None}
-    arrays: list[Any] = [given[name] for name in ("q", "k", "v") if name in given]
-    wholes = [*arrays]
-    for name, count in (("qkv", 3), ("kv", 2)):
-        if name in given:
-            packed = READERS[type(given[name])](given[name], name)
-            _, parts = attention.unpacked(name, packed, given.get("head_dim_qk"), count)
-            arrays += [Described(*fields[:6]) for fields in parts]
-            wholes += [given[name]] * count
-    backward: Callable[..., Any] = gradients.varlen_gradients
-    if function is attention.flash_attn_func:
-        backward = gradients.gradients
-    options = {name: given[name] for name in inspect.signature(backward).parameters if name in given}
-    for name in ("q", "k", "v", "out"):
-        options.pop(name, None)
-    for name in ("cu_seqlens", "max_seqlen"):
-        if name in given:
-            options[f"{name}_q"] = options[f"{name}_k"] = given[name]
-    needs = _needs([*wholes, given.get("attn_sink")])
-    backward(needs, out, *arrays, out, lse, **options)
-    if "attn_sink" in options:  # with a gradient of lse it has a kernel of its own
-        backward(needs, out, *arrays, out, lse, **options, dlse=lse)
+    get, packing = given.get, None
+    q, k, v = wholes = [get("q"), get("k"), get("v")]
+    if "qkv" in given:
+        q, packing = get("qkv"), Packing("qkv", 3, get("head_dim_qk"))
+        wholes = [q] * 3
+    elif "kv" in given:
+        k, packing = get("kv"), Packing("kv", 2, get("head_dim_qk"))
+        wholes = [q, k, k]
+    starts, longest = get("cu_seqlens"), get("max_seqlen")
+    arrays = DenseArrays(
+        q, k, v, get("cu_seqlens_q", starts), get("cu_seqlens_k", starts), get("seqused_q"), get("seqused_k"),
+        get("attn_sink"), get("alibi_slopes"), None,
+    )  # fmt: skip
+    _, views = mha_forward.read(arrays, packing)
+    q, k, v = [Described(*view[:6]) for view in views[:3]]
+    arrays = arrays._replace(q=q, k=k, v=v)
+    lengths = get("max_seqlen_q", longest), get("max_seqlen_k", longest)
+    options = options_of(
+        0.0, get("softmax_scale"), get("causal", False), get("deterministic", False), get("is_varlen", True),
+        get("window_size", (-1, -1)), get("softcap", 0.0), 0,
+        None if function is dense.flash_attn_func else lengths,
+    )  # fmt: skip
+    needs = _needs([*wholes, arrays.attn_sink])
+    gradients = Gradients(out, out, lse, None, None, None, None)
+    mha_backward.backpropagate(arrays, gradients, options, needs)
+    if arrays.attn_sink is not None:  # with a gradient of lse it has a kernel of its own
+        mha_backward.backpropagate(arrays, gradients._replace(dlse=lse), options, needs)
+
+
+def _load_block_mask(*args: Any, **kwargs: Any) -> None:
+    """Check the arguments of a call of `create_block_mask`, and load its kernels."""
+    given = inspect.signature(flex.create_block_mask).bind(*args, **kwargs)
+    given.apply_defaults()
+    create.prepare(**given.arguments)
 
 
 def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
@@ -249,10 +265,10 @@ def _needs(arguments: list[Any]) -> Needs:
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules: tuple[Any, ...] = (attention, cache, create, decode, flex_backward, flex_forward, gradients)
-    modules += (indices, merge, plan, prefix, sparse_prefill)
+    modules: tuple[Any, ...] = (cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill)
     names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
-    return [getattr(module, name) for module, name in names if inspect.isfunction(getattr(module, name))]
+    functions = [getattr(module, name) for module, name in names if name != "trace_mod"]
+    return [function for function in functions if inspect.isfunction(function)]
 
 
 def _read(x: StandIn, name: str) -> Fields:
@@ -274,7 +290,7 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, tuple):
         made = [_stand_in(one) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else tuple(made)  # AuxRequest has fields
-    if plan.is_plan_object(value):
+    if is_plan_object(value):
         copied = copy.copy(value)
         copied.tile_scheduler_metadata = _stand_in(value.tile_scheduler_metadata)
         copied.num_splits = _stand_in(value.num_splits)
@@ -282,7 +298,9 @@ def _stand_in(value: Any) -> Any:
     if hasattr(value, "kv_num_blocks"):  # a BlockMask, also torch's
         parts = {name: getattr(value, name) for name in _MASK if hasattr(value, name)}
         stand_ins = {name: _stand_in(part) for name, part in parts.items()}
-        return SimpleNamespace(**{**stand_ins, **(_columns_of(value) if lacks_columns(value) else {})})
+        kept = {"_kept": getattr(value, "_kept", None)}  # what the mask read of its function
+        columns = _columns_of(value) if lacks_columns(value) else {}
+        return SimpleNamespace(**{**stand_ins, **columns, **kept})
     return StandIn(value) if is_array(value) else value
 
 

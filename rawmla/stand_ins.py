@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import jit
-from .call.arrays import READERS, Fields, NewArray, contiguous_strides
+from .call.arrays import READERS
+from .call.frameworks import Fields, NewArray, contiguous_strides
 
 __all__ = ["Described", "NoFramework", "StandIn"]
 

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 
 import benchlib
 from benchlib import against, ahead, families, files, nogpu, plot, report, source
+from kit.gpu import missing_hopper_reason
 from rawmla.kernels import all_specs
-from rawmla.testing.gpu import missing_hopper_reason
 
 SUSTAINED_TOTAL_SECONDS = 360.0
 """Load of all cases together; with more cases than it has room for, each gets less than --sustain-seconds."""

@@ -26,7 +26,7 @@ import pytest
 if TYPE_CHECKING:
     from emulator import Emulator
 
-from rawmla.testing.gpu import missing_hopper_reason
+from kit.gpu import missing_hopper_reason
 
 GPU_FOLDER = Path(__file__).parent / "gpu"
 

@@ -12,7 +12,7 @@ import pytest
 
 import rawmla
 from rawmla import jit
-from rawmla.call import arrays, memo
+from rawmla.call import arrays, frameworks, memo
 from rawmla.kernels import (
     common,
     mha_backward,
@@ -70,7 +70,7 @@ class FakeFramework:
         return array
 
     def allocator(
-        self, given: Sequence[arrays.NewArray], scratch_bytes: int, device: int
+        self, given: Sequence[frameworks.NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         def allocate() -> list[Any]:
             made = [self.empty(shape, dtype, device) for shape, dtype, *_ in given]
@@ -271,7 +271,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
 
-    def read(x: FakeArray, name: str) -> arrays.Fields:
+    def read(x: FakeArray, name: str) -> frameworks.Fields:
         made.reads.append(name)
         strides = contiguous(x.shape) if x.strides is None else x.strides
         return x.ptr, x.shape, strides, x.dtype, x.device, x.framework or made.framework, x

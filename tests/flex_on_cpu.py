@@ -99,9 +99,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
         launches.given[kind] = reading and reading.mod()
         return bound(reading, kind, *place)
 
-    def as_bound(function: Any, kind: Any, device: int, framework: Any) -> Any:
-        return recorded(named(function, kind, device), kind, device, framework)
-
     class Prepared:
         scratch_bytes = 16
 
@@ -122,8 +119,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     for module in (flex_forward_call, flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
-    monkeypatch.setattr(flex_backward_call, "bound", recorded)
-    monkeypatch.setattr(flex_forward_call, "as_bound", as_bound)
+    for module in (flex_forward_call, flex_backward_call):
+        monkeypatch.setattr(module, "bound", recorded)
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", PreparedForward)
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", PreparedBackward)
     return launches

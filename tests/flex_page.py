@@ -24,6 +24,7 @@ def blocks_of(kind: str) -> dict[str, str]:
 EXAMPLES, CUPY_EXAMPLES = blocks_of("example"), blocks_of("cupy example")
 GRADIENTS = blocks_of("gradients")
 SETUP = re.findall(r"<!-- setup -->\n```python\n(.*?)```", PAGE, re.DOTALL)[0]
+TRACED = re.findall(r"<!-- traced -->\n```python\n(.*?)```", PAGE, re.DOTALL)[0]
 
 
 class Call(NamedTuple):

@@ -17,7 +17,8 @@ import pytest
 from cuda_probe import source
 from emulator.build import build_library, missing_reason
 
-from rawmla.flex.mods import ELEMENTS, Mod, Place, header, reading_of
+from rawmla.flex.header import header
+from rawmla.flex.mods import ELEMENTS, Mod, Place, reading_of
 
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
@@ -51,7 +52,8 @@ inline float2 unpack_f16(u32 bits) { _Float16 x; u16 low = bits; memcpy(&x, &low
 def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
     """The bytes of a ScoreMod or MaskMod, given where its captures lie."""
     frame, _, numbers = reading_of(mod)
-    lie = tuple([x for place in places for x in (place.shape, place.strides)])
+    dtypes = [capture.dtype for capture in mod.captures]
+    lie = tuple([x for p, dtype in zip(places, dtypes, strict=True) for x in (p.shape, p.strides, dtype)])
     packed = frame.make_form(lie).pack([place.ptr for place in places], numbers)
     return packed[: len(packed) - 8 * len(gradients)] + struct.pack(f"<{len(gradients)}Q", *gradients)
 

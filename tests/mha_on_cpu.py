@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rawmla import reference
-from rawmla.call import arrays, memo
+from rawmla.call import arrays, frameworks, memo
 from rawmla.jit import NO_LAUNCH
 from rawmla.kernels import mha_backward, mha_forward
 from rawmla.kernels.mha_forward import NO_BOUND
@@ -31,9 +31,9 @@ class OnCuda(torch.Tensor):  # type: ignore[misc]
 
 def claim_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors pass for CUDA tensors of device 0; new ones are full of NaN."""
-    framework = arrays.TorchFramework(torch)
+    framework = frameworks.TorchFramework(torch)
 
-    def read(x: Any, name: str) -> arrays.Fields:
+    def read(x: Any, name: str) -> frameworks.Fields:
         return (*framework.read(x.as_subclass(OnCuda), name)[:6], x)
 
     def empty_strided(shape: Any, strides: Any, dtype: Any) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawmla.call import arrays
-from rawmla.call.arrays import CupyFramework, NewArray, TorchFramework, inspect
+from rawmla.call import arrays, frameworks
+from rawmla.call.arrays import inspect
+from rawmla.call.frameworks import CupyFramework, NewArray, TorchFramework
 from rawmla.errors import MissingDependencyError
 
 cupy = pytest.importorskip("cupy")
@@ -396,7 +397,7 @@ class TestTorch:
         for array in (source, source.transpose(0, 1), source[:1].expand(5, 3, columns)):
             copy = framework.aligned_copy(array, "q")
             assert torch.equal(copy, array) and not copy.requires_grad and copy.dtype == array.dtype
-            assert copy.stride() == arrays.aligned_strides(tuple(array.shape))
+            assert copy.stride() == frameworks.aligned_strides(tuple(array.shape))
             assert copy.data_ptr() != array.data_ptr()
 
     def test_contiguous_copy(self, torch: Any) -> None:

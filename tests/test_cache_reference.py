@@ -142,19 +142,15 @@ class TestQuantising:
     def test_errors(self) -> None:
         with pytest.raises(ValueError, match="^layout: expected 'v32' or 'model1', got 'v4'"):
             reference.quantize_k_cache(np.zeros((1, 1, 1, 576)), "v4")
-        with pytest.raises(TypeError, match="^layout: expected 'v32' or 'model1', got int"):
-            reference.dequantize_k_cache(np.zeros((1, 1, 1, 576)), 32)
-        with pytest.raises(ValueError, match=r"^k_cache: expected shape .* 576\] .*, got \[1, 1, 1, 512\]"):
+        with pytest.raises(ValueError, match=r"^k_cache: expected shape .* 576\], got \[1, 1, 1, 512\]"):
             reference.quantize_k_cache(np.zeros((1, 1, 1, 512)), "v32")
         with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got int64"):
             reference.quantize_k_cache(np.zeros((1, 1, 1, 576), np.int64), "v32")
-        with pytest.raises(
-            ValueError, match=r"^out: expected shape \[2, 1, 1, 656\] .*, got \[1, 1, 1, 656\]"
-        ):
+        with pytest.raises(ValueError, match=r"^out: expected shape \[2, 1, 1, 656\], got \[1, 1, 1, 656\]"):
             reference.quantize_k_cache(
                 np.zeros((2, 1, 1, 576)), "v32", out=np.zeros((1, 1, 1, 656), np.uint8)
             )
-        with pytest.raises(ValueError, match=r"^cache: expected shape .* 584\] .*, got \[1, 1, 1, 656\]"):
+        with pytest.raises(ValueError, match=r"^cache: expected shape .* 584\], got \[1, 1, 1, 656\]"):
             reference.dequantize_k_cache(np.zeros((1, 1, 1, 656), np.uint8), "model1")
         with pytest.raises(
             TypeError, match="^cache: expected dtype float8_e4m3fn or uint8 or int8, got float32"
@@ -273,26 +269,14 @@ class TestWritingAndGathering:
         cache, rows = empty_cache(kind, 2, 4), bf16_values((3, columns))
         nope, rope, slots = rows[:, :-64], rows[:, -64:], np.arange(3)
         for changed, error, text in (
-            (
-                (nope[:, 1:], rope, cache, slots),
-                ValueError,
-                rf"kv_c: expected shape \[T, {columns - 64}\] for a",
-            ),
-            (
-                (nope, rope[:2], cache, slots),
-                ValueError,
-                r"k_pe: expected shape \[3, 64\] \(T is that of kv_c\)",
-            ),
+            ((nope[:, 1:], rope, cache, slots), ValueError, rf"kv_c: expected shape \[T, {columns - 64}\]"),
+            ((nope, rope[:2], cache, slots), ValueError, r"k_pe: expected shape \[3, 64\], got"),
             (
                 (nope, rope, cache[0], slots),
                 ValueError,
                 r"kv_cache: expected shape \[num_blocks, page_block_size",
             ),
-            (
-                (nope, rope, cache, slots[1:]),
-                ValueError,
-                r"slot_mapping: expected shape \[3\] \(T is that of kv",
-            ),
+            ((nope, rope, cache, slots[1:]), ValueError, r"slot_mapping: expected shape \[3\], got"),
             (
                 (nope, rope, cache, slots * 1.0),
                 TypeError,
@@ -309,10 +293,7 @@ class TestWritingAndGathering:
         out, table = np.zeros((4, columns)), [[0], [1]]
         for changed, text in (
             ((cache, [0], [1, 1], out, [0, 1]), r"block_table: expected shape \[b, max_blocks\], got \[1\]"),
-            (
-                (cache, table, [1], out, [0, 1]),
-                r"cache_seqlens: expected shape \[2\] \(b is that of block_table",
-            ),
+            ((cache, table, [1], out, [0, 1]), r"cache_seqlens: expected shape \[2\], got"),
             ((cache, table, [1, 1], out, [0]), r"workspace_starts: expected shape \[2\]"),
             ((cache, table, [1, 1], out[:, 1:], [0, 1]), rf"out: expected shape \[rows, {columns}\]"),
         ):
@@ -354,15 +335,13 @@ class TestIndices:
     def test_bad_arguments(self) -> None:
         indices = np.zeros((2, 3), np.int32)
         bad: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-            ((indices[0], self.TABLE, 10), {}, r"indices: expected shape \[T, topk\] or \[b, s_q, topk\]"),
-            ((indices, self.TABLE[0], 10), {}, r"block_table: expected shape \[at least 2, max_blocks\]"),
-            ((indices, self.TABLE[:1], 10), {}, r"block_table: expected shape \[at least 2, max_blocks\]"),
-            ((indices, self.TABLE, 0), {}, "page_block_size: expected an int of at least 1, got 0"),
+            ((indices, self.TABLE[0], 10), {}, r"block_table: expected shape \[num_requests, max_blocks\]"),
+            ((indices, self.TABLE[:1], 10), {}, "block_table: expected 2 rows or more, got 1"),
             ((indices, self.TABLE, 10), {"request_ids": [0]}, r"request_ids: expected shape \[2\]"),
             (
                 (indices, self.TABLE, 10),
                 {"out": indices[:1]},
-                r"out: expected shape \[2, 3\], that of indices",
+                r"out: expected shape \[2, 3\], got",
             ),
         ]
         for arguments, options, text in bad:
@@ -415,16 +394,14 @@ class TestMerging:
     def test_bad_arguments(self) -> None:
         out, lse = np.zeros((2, 3, 5, 512)), np.zeros((2, 5, 3))
         bad: list[tuple[Any, Any, type[Exception], str]] = [
-            (out, [lse], TypeError, "outs: expected a list or tuple of arrays, got ndarray"),
             (
                 [out],
                 [lse, lse],
                 ValueError,
-                "lses: expected at least 1, and as many as outs, got 2 lses and 1",
+                "lses: expected as many as outs, 1, got 2",
             ),
-            ([out[..., :9]], [lse], ValueError, r"outs\[0\]: expected shape \[b, s_q, h_q, 512\] or"),
-            ([out, out[1:]], [lse, lse], ValueError, r"outs\[1\]: expected shape \[2, 3, 5, 512\], that of"),
-            ([out], [lse[1:]], ValueError, r"lses\[0\]: expected shape \[2, 5, 3\] for outs of shape"),
+            ([out, out[1:]], [lse, lse], ValueError, r"outs\[1\]: expected shape \[2, 3, 5, 512\], got"),
+            ([out], [lse[1:]], ValueError, r"lses\[0\]: expected shape \[2, 5, 3\], got"),
         ]
         for outs, lses, error, text in bad:
             with pytest.raises(error, match="^" + text):

@@ -277,7 +277,7 @@ def test_info_with_gpus(
 ) -> None:
     infos = [DeviceInfo("NVIDIA H200", 132, (9, 0)), DeviceInfo("NVIDIA L4", 58, (8, 9))]
     monkeypatch.setattr(report, "get_driver", FakeDriver)
-    for module in (report, sys.modules["rawmla.jit.launch"]):
+    for module in (report, sys.modules["rawmla.jit.loading"]):
         monkeypatch.setattr(module, "device_info", lambda device: infos[device])
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     assert cli.main(["info"]) == 0
@@ -293,7 +293,7 @@ def test_info_notices_a_driver_that_is_too_old(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "get_driver", FakeDriver)
-    for module in (report, sys.modules["rawmla.jit.launch"]):
+    for module in (report, sys.modules["rawmla.jit.loading"]):
         monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo("NVIDIA H200", 132, (9, 0)))
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
@@ -360,7 +360,7 @@ def test_info_notices_a_torch_that_is_too_new_for_the_driver(
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(report, "get_driver", FakeDriver)
-    for module in (report, sys.modules["rawmla.jit.launch"]):
+    for module in (report, sys.modules["rawmla.jit.loading"]):
         monkeypatch.setattr(module, "device_info", lambda device: DeviceInfo("NVIDIA H200", 132, (9, 0)))
     assert cli.main(["info"]) == 0
     text = "no: torch 2.15.0 for CUDA 14.1 needs a newer driver than this one for CUDA 13.0"

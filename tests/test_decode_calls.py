@@ -38,7 +38,7 @@ from decode_fakes import (
 )
 
 import rawmla
-from rawmla.call import arrays, memo
+from rawmla.call import arrays, frameworks, memo
 from rawmla.kernels import mla_dense_decode
 from rawmla.mla import dense_decode
 
@@ -350,8 +350,7 @@ class TestKnownCalls:
             rawmla.flash_mla_with_kvcache(**arguments)
         assert [args.k_cache for args in world.decodes] == [0x10000, 0x20000, 0x30000]
         assert len({args.out for args in world.decodes}) == 3
-        (known,) = dense_decode._checked.values()
-        assert len(known.calls) == 1
+        assert len(dense_decode._calls) == 1
 
     @pytest.mark.parametrize(
         ("apply", "field"),
@@ -395,13 +394,15 @@ class TestKnownCalls:
             rawmla.flash_mla_with_kvcache(**arguments)
         assert [args.q for args in world.decodes] == [0x1000, 0xC0000, 0xC0000]
 
-    def test_streams_are_checked_every_time(self, world: World) -> None:
+    @pytest.mark.parametrize("names", [("k_cache",), *[(name,) for name in BATCH], BATCH[2:]])
+    def test_streams_are_checked_every_time(self, world: World, names: tuple[str, ...]) -> None:
         other = FakeFramework("other")
         arguments = dense_arguments()
-        change("k_cache", framework=other)(arguments)
+        for name in names:
+            change(name, framework=other)(arguments)
         rawmla.flash_mla_with_kvcache(**arguments)
         other.stream += 1
-        with pytest.raises(ValueError, match=r"^k_cache: expected a fake array"):
+        with pytest.raises(ValueError, match=rf"^{names[0]}: expected a fake array"):
             rawmla.flash_mla_with_kvcache(**arguments)
 
     def test_what_is_known_stays_bounded(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,8 +412,7 @@ class TestKnownCalls:
             change("k_cache", shape=(pages, PAGE, H_KV, D_QK))(arguments)
             for scale in (0.1, 0.2, 0.3, 0.4, 0.5):
                 rawmla.flash_mla_with_kvcache(**arguments, softmax_scale=scale)
-            assert len(dense_decode._checked) <= 3
-            assert all(len(known.calls) <= 3 for known in dense_decode._checked.values())
+            assert len(dense_decode._calls) <= 3
         assert len(world.decodes) == 40
 
 
@@ -424,14 +424,15 @@ class Exported:
 
 
 class TestBatchOfTheLastCall:
-    """Layers share the block table, the lengths and the plan, which are checked once."""
+    """Layers share the block table, the lengths and the plan, whose arrays are read once."""
 
-    def test_read_once(self, world: World) -> None:
+    def test_plan_is_read_once(self, world: World) -> None:
         arguments = dense_arguments()
         for layer in range(3):
             change("q", ptr=0x100000 * (layer + 1))(arguments)
             rawmla.flash_mla_with_kvcache(**arguments)
-        assert world.reads == ["q", "k_cache", *BATCH, "q", "k_cache", "q", "k_cache"]
+        every_time = ["q", "k_cache", *BATCH[:2]]
+        assert world.reads == [*every_time, *BATCH[2:], *every_time, *every_time]
         batches = {
             (args.block_table, args.block_table_stride, args.cache_seqlens, args.sched_meta, args.num_splits)
             for args in world.decodes
@@ -465,6 +466,14 @@ class TestBatchOfTheLastCall:
         with pytest.raises(ValueError, match=rf"^{name}: expected shape"):
             rawmla.flash_mla_with_kvcache(**arguments)
 
+    @pytest.mark.parametrize("name", BATCH[:2])
+    def test_strides_changed_in_place(self, world: World, name: str) -> None:
+        arguments = dense_arguments()
+        rawmla.flash_mla_with_kvcache(**arguments)
+        arguments[name].strides = (20, 2) if name == "block_table" else (2,)
+        with pytest.raises(ValueError, match=rf"^{name}: expected a contiguous"):
+            rawmla.flash_mla_with_kvcache(**arguments)
+
     def test_another_batch_size(self, world: World) -> None:
         arguments = dense_arguments()
         rawmla.flash_mla_with_kvcache(**arguments)
@@ -496,7 +505,7 @@ class TestBatchOfTheLastCall:
         alive: list[bool] = []
         taken: list[weakref.ref[FakeArray]] = []
 
-        def read(x: Exported, argument: str) -> arrays.Fields:
+        def read(x: Exported, argument: str) -> frameworks.Fields:
             copy = x.array.but()
             taken.append(weakref.ref(copy))
             return arrays.READERS[FakeArray](copy, argument)

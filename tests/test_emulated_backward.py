@@ -10,8 +10,8 @@ from full_cases import full_unless
 from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
-from rawmla.testing.flex import FlexCase
-from rawmla.testing.mha import MhaCase
+from kit.flex import FlexCase
+from kit.mha import MhaCase
 
 if TYPE_CHECKING:
     from emulator import Emulator

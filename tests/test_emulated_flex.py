@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from test_flex_sanitizer import CASES
 
-from rawmla.testing.flex import FlexCase
+from kit.flex import FlexCase
 
 if TYPE_CHECKING:
     from emulator import Emulator

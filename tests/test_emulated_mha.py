@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_mha_sanitizer import CASES, RAGGED
 
-from rawmla.testing.mha import MhaCase, make_mha_inputs
+from kit.mha import MhaCase, make_mha_inputs
 
 if TYPE_CHECKING:
     from emulator import Emulator

@@ -13,8 +13,8 @@ from test_prefill_sanitizer import ROWS
 from test_sparse_sanitizer import CASES as SPARSE_CASES
 
 import rawmla
+from kit import DenseCase, SparseCase, check_close, out_tolerance
 from rawmla import reference
-from rawmla.testing import DenseCase, SparseCase, check_close, out_tolerance
 
 if TYPE_CHECKING:
     from emulator import Emulator

@@ -11,10 +11,9 @@ from full_cases import full_unless
 from test_flex_backward_sanitizer import CASES as FLEX_CASES
 from test_mha_backward_sanitizer import CASES as MHA_CASES
 
+from kit.mha import MhaCase, make_mha_inputs
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
-from rawmla.mha import gradients
-from rawmla.testing.mha import MhaCase, make_mha_inputs
 
 if TYPE_CHECKING:
     from emulator import Emulator
@@ -74,15 +73,14 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
     deterministic = number % 2 == 1
     calls = cases.mha_backward_calls
     call = calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
-    _, arguments, keywords = calls.function_and_arguments(call, deterministic=deterministic)
+    function, arguments, keywords = calls.function_and_arguments(call, deterministic=deterministic)
     fixed = call.inputs.cu_seqlens_q is None
-    function: Any = gradients.gradients if fixed else gradients.varlen_gradients
-    everything = function(ALL, *arguments, **keywords)
+    everything = calls.gradients_of_some(ALL, function, *arguments, **keywords)
     has_sink = everything[3] is not None
     flags = case.softcap > 0, case.alibi is not None, has_sink and of != "out"
     for needs in chosen(number, part, has_sink):
         emulator.launched.clear()
-        got = function(needs, *arguments, **keywords)
+        got = calls.gradients_of_some(needs, function, *arguments, **keywords)
         wanted = needs._replace(others=needs.others and has_sink)
         assert tuple(x is not None for x in got) == wanted
         names = [label.partition("[")[0] for label in emulator.launched]

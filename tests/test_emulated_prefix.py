@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from test_prefix_sanitizer import CASES, FEW, FP8
 
-from rawmla.testing.prefix import PrefixCase
+from kit.prefix import PrefixCase
 
 if TYPE_CHECKING:
     from emulator import Emulator

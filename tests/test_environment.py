@@ -145,6 +145,7 @@ def test_installations_that_would_not_do(
 def test_skipped_tests_are_counted_by_reason(tmp_path: Path, workers: str) -> None:
     """Also whole files, of which pytest itself shows a letter each."""
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "kit").symlink_to(ROOT / "tests" / "kit")
     (tmp_path / "test_a.py").write_text("import pytest\npytest.importorskip('missing_package')\n")
     (tmp_path / "test_b.py").write_text(
         "import pytest\n@pytest.mark.skip(reason='no tool')\n"

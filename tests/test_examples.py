@@ -16,7 +16,7 @@ import fresh
 import pytest
 
 import rawmla
-from rawmla.testing.gpu import missing_hopper_reason
+from kit.gpu import missing_hopper_reason
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

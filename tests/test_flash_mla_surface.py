@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 import rawmla
+from rawmla.api import dense
 from rawmla.compat import flash_mla, sgl_kernel
 from rawmla.compat.flash_mla import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast
-from rawmla.mha import attention
+from rawmla.mha.records import DenseArrays, Packing, options_of
 from rawmla.mla.plan import FlashMLASchedMeta
 
 TABLE = json.loads((Path(__file__).parent / "data" / "flash_mla_surface.json").read_text())
@@ -31,7 +32,6 @@ MODULES = {
 }
 FUNCTIONS = [(version, one) for version, all in TABLE["versions"].items() for one in all]
 SGL, VLLM, TENSORS = "sgl-flash-mla 1.0.0", "vLLM 0.33.0", "FlashMLA with plans of tensors (2025-09)"
-ADDRESS = 0x1000
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -170,7 +170,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]
             ("sparse_prefill", "flash_mla_sparse_fwd", ("out", "max_logits", "lse")),
             ("plan", "get_mla_metadata", ("rows", "splits")),
         ):
-            real = importlib.import_module(f"rawmla.mla.{owner}")
+            real = importlib.import_module(f"rawmla.api.{owner}")
             proxy = SimpleNamespace(**{name: stub(getattr(real, name), result)})
             if hasattr(module, owner):
                 monkeypatch.setattr(module, owner, proxy)
@@ -262,39 +262,41 @@ def test_same_meaning(
 def test_same_meaning_of_dense_attention(
     version: str, function: dict[str, Any], call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What reaches `attend` is what the version's own signature says that the call means."""
+    """What reaches the call path is what the version's own signature says that the call means."""
     assert inspect.unwrap(ours(function)) is getattr(rawmla, function["name"])
-    names = [*inspect.signature(attention.attend).parameters][1:]
+    names = [*inspect.signature(options_of).parameters]
     reached: dict[str, Any] = {}
-    monkeypatch.setattr(
-        attention, "attend", lambda parts, *given: reached.update(zip(names, given, strict=True))
-    )
-    monkeypatch.setattr(attention, "READERS", _Names())
+    packings: list[Packing | None] = []
+
+    def attend(arrays: DenseArrays, options: None, packing: Packing | None = None) -> None:
+        reached.update(arrays._asdict())
+        packings.append(packing)
+
+    def note_options(*given: Any) -> None:
+        reached.update(zip(names, given, strict=False))
+
+    path = SimpleNamespace(options_of=note_options, attend=attend)
+    monkeypatch.setattr(dense, "forward_path", lambda *inputs: path)
     ours(function)(*call[0], **call[1])
     meant = {SECOND_NAMES.get(name, name): value for name, value in meaning(function, call).items()}
-    for packed in ("qkv", "kv"):
-        if packed in meant:  # its parts
-            columns = {"q": 0, "k": meant["head_dim_qk"], "v": 2 * meant["head_dim_qk"]}
-            start = columns[packed[0]]
-            for part in packed:
-                assert reached.pop(part)[0] == ADDRESS + 2 * (columns[part] - start)
-            del meant[packed], meant["head_dim_qk"]
-    for name in ("cu_seqlens", "max_seqlen"):
-        if name in meant:
-            meant[f"{name}_q"] = meant[f"{name}_k"] = meant.pop(name)
+    reached["max_seqlen_q"], reached["max_seqlen_k"] = reached.pop("max_seqlens")
+    (packing,) = packings
+    wanted = None
+    if "qkv" in meant:  # in the place of q, with one cu_seqlens
+        wanted = Packing("qkv", 3, meant.pop("head_dim_qk"))
+        meant["q"], meant["cu_seqlens_q"] = meant.pop("qkv"), meant.pop("cu_seqlens")
+        meant["max_seqlen_q"] = meant["max_seqlen_k"] = meant.pop("max_seqlen")
+        assert reached["k"] is reached["v"] is reached["cu_seqlens_k"] is None
+    elif "kv" in meant:
+        wanted = Packing("kv", 2, meant.pop("head_dim_qk"))
+        meant["k"] = meant.pop("kv")
+        assert reached["v"] is None
+    assert packing == wanted
     for name, value in meant.items():
-        of_array = isinstance(reached[name], tuple) and name != "window_size"
-        assert (reached[name][-1] if of_array else reached[name]) == value, name
+        assert reached[name] == value, name
     assert reached["window_size"] == (-1, -1) and reached["softcap"] == reached["attention_chunk"] == 0
     others = ("attn_sink", "alibi_slopes", "seqused_q", "seqused_k", "out")
     assert all(reached[name] is None for name in others)
-
-
-class _Names(dict[type, Callable[..., Any]]):
-    """Readers that make fields of any array."""
-
-    def __missing__(self, kind: type) -> Callable[..., Any]:
-        return lambda x, name: (ADDRESS, x.shape, (960, 320, 1), x.dtype, 0, None, x)
 
 
 def test_positions_17_and_18(reached: list[tuple[str, dict[str, Any]]]) -> None:

@@ -25,6 +25,7 @@ from rawmla.flex.block_mask import with_columns
 from rawmla.reference._flex import NumpyMod, create_block_mask
 
 torch = pytest.importorskip("torch")
+from rawmla.flex import autograd  # noqa: E402
 
 B, H, H_KV, L, S, E, EV = 2, 4, 2, 140, 150, 16, 8
 TOLERANCE = (
@@ -477,14 +478,32 @@ def test_without_grad_there_is_no_graph(launches: Launches, context: Any) -> Non
 def test_without_tensors_that_require_grad_no_graph_is_looked_for(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rawmla.flex import autograd
-
     monkeypatch.setattr(autograd, "attention", lambda *args: pytest.fail("a graph was made"))
     case = Case(launches, "several", "documents")
     assert not case.call(case.all_leaves(())).requires_grad
 
 
 # ---- what is saved
+
+
+@pytest.mark.parametrize("form", ("python", "cuda"))
+@pytest.mark.parametrize("name", ("query", "key", "value", "table"))
+def test_whether_there_is_a_graph_is_decided_once(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, name: str, form: str
+) -> None:
+    """Arguments before any of them is read, captured tensors before anything is allocated or launched."""
+    case = Case(launches, "table", form=form)
+    read: list[str] = []
+    original = READERS[torch.Tensor]
+    monkeypatch.setitem(READERS, torch.Tensor, lambda x, name: read.append(name) or original(x, name))
+    case.call(case.all_leaves(needs=()))
+    assert [read.count(x) for x in ("query", "key", "value")] == [1, 1, 1] and len(launches.forward) == 1
+    read.clear()
+    monkeypatch.setattr(autograd, "attention", lambda *arguments: "with a graph")
+    assert case.call(case.all_leaves(needs=(name,))) == "with a graph"
+    assert len(launches.forward) == 1 and [x for x in read if not x.startswith("captures")] == (
+        ["query", "key", "value"] if name == "table" else []
+    )
 
 
 def test_functions_are_those_of_the_forward_call(launches: Launches) -> None:

@@ -325,9 +325,8 @@ def test_tensors() -> None:
         ({"lse": np.zeros((B, L, H))}, ValueError, "lse: expected shape"),
         ({"grad_lse": np.zeros((B, H, S))}, ValueError, "grad_lse: expected shape"),
         ({"score_mod": lambda s, b, h, q, k: s}, TypeError, "score_mod: expected a NumpyMod"),
-        ({"enable_gqa": 1}, TypeError, "enable_gqa: "),
         ({"scale": np.inf}, ValueError, "scale: expected a finite float32"),
-        ({"key": torch.zeros(B, H, S, 8).to(torch.float8_e5m2)}, ValueError, "key: expected the dtype of"),
+        ({"key": torch.zeros(B, H, S, 8).to(torch.float8_e5m2)}, TypeError, "key: expected dtype float64"),
     ),
 )  # fmt: skip
 def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from host_mods import differentiate, needs_host_compiler
 
-from rawmla import reference
-from rawmla.reference._flex import NumpyMod, flex_attention_backward
-from rawmla.testing.flex import MASKS, SCORES, FlexCase, FlexInputs, Sizes, attended, make_flex_inputs
-from rawmla.testing.flex import reference as forward
-from rawmla.testing.flex_backward import (
+from kit.flex import MASKS, SCORES, FlexCase, FlexInputs, Sizes, attended, make_flex_inputs
+from kit.flex import reference as forward
+from kit.flex_backward import (
     OF_SCORE,
     FlexGradients,
     captured_tensors,
@@ -25,7 +23,9 @@ from rawmla.testing.flex_backward import (
     probabilities,
     reference_backward,
 )
-from rawmla.testing.mha_backward import FLOAT32
+from kit.mha_backward import FLOAT32
+from rawmla import reference
+from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
@@ -168,7 +168,7 @@ def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_flex_inputs(FlexCase(**SMALL, score="head scale", mask="per head", h_kv=2), "cpu")
     gradients = make_flex_gradients(inputs, "both")
     whole = reference_backward(inputs, gradients)
-    monkeypatch.setattr("rawmla.testing.flex.CHUNK_SCORES", 1)
+    monkeypatch.setattr("kit.flex.CHUNK_SCORES", 1)
     parts = reference_backward(inputs, gradients)
     for name in ("values", "sizes", "floors"):
         for got, want in zip(getattr(parts.rows, name), getattr(whole.rows, name), strict=True):

@@ -28,9 +28,9 @@ from decode_fakes import (
 
 import rawmla
 from rawmla import jit
-from rawmla.call import arrays
+from rawmla.call import arrays, frameworks
 from rawmla.flex import functions
-from rawmla.flex.mods import HEADER_NAME
+from rawmla.flex.header import HEADER_NAME
 from rawmla.kernels import block_mask as mask_kernels
 from rawmla.kernels.block_mask import BlockLists
 from rawmla.kernels.mha_forward import MhaForwardAddresses, MhaForwardCall, ModAddresses, Mods
@@ -153,10 +153,10 @@ BAD_CALLS: list[Case] = [
     ("E 257", "query", ValueError, ("1 to 256", "257"), change("query", shape=(*Q[:3], 257))),
     ("Ev 0", "value", ValueError, ("1 to 256", "got 0"), change("value", shape=(*V[:3], 0))),
     ("Ev 257", "value", ValueError, ("1 to 256", "257"), change("value", shape=(*V[:3], 257))),
-    ("E of key", "key", ValueError, ("128, that of query",), change("key", shape=(*K[:3], 64))),
+    ("E of key", "key", ValueError, ("128, as query has",), change("key", shape=(*K[:3], 64))),
     ("keys of value", "value", ValueError, ("[2, 2, 500, 'Ev']",), change("value", shape=(B, HKV, 499, EV))),
-    ("heads of value", "value", ValueError, ("that of key",), change("value", shape=(B, 4, S, EV))),
-    ("batch of value", "value", ValueError, ("that of key",), change("value", shape=(1, HKV, S, EV))),
+    ("heads of value", "value", ValueError, ("as key has",), change("value", shape=(B, 4, S, EV))),
+    ("batch of value", "value", ValueError, ("as key has",), change("value", shape=(1, HKV, S, EV))),
     (
         "batch of key",
         "key",
@@ -841,7 +841,7 @@ class TestKnownLists:
         assert [self.reads(world, mask) for mask in masks] == [MASK_LISTS, MASK_LISTS[:2]]
         for mask, full in ((masks[0], (0x6000, 0x7000)), (masks[1], (0, 0)), (masks[0], (0x6000, 0x7000))):
             assert self.reads(world, mask) == [] and self.addresses(world) == (0x4000, 0x5000, *full)
-        same_lists = SimpleNamespace(**vars(masks[0]))
+        same_lists = SimpleNamespace(**vars(masks[0]), mask_mod=masks[0].mask_mod)
         assert self.reads(world, same_lists) == []
 
     @pytest.mark.parametrize("name", LISTS)
@@ -1262,7 +1262,7 @@ class TestPythonFunctions:
     def on_device(self, torch: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tensors of the host pass for some of the device of query."""
 
-        def read(x: Any, name: str) -> arrays.Fields:
+        def read(x: Any, name: str) -> frameworks.Fields:
             return x.data_ptr(), x.shape, x.stride(), str(x.dtype)[6:], 0, world.framework, x
 
         monkeypatch.setitem(arrays.READERS, torch.Tensor, read)

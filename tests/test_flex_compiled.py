@@ -9,7 +9,7 @@ from decode_fakes import World, make_world
 
 import rawmla
 from rawmla import jit
-from rawmla.call import arrays
+from rawmla.call import arrays, frameworks
 from rawmla.flex import create
 
 torch: Any = pytest.importorskip("torch")
@@ -23,7 +23,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = make_world(monkeypatch)
     framework: Any = made.framework
 
-    def read(x: Any, name: str) -> arrays.Fields:
+    def read(x: Any, name: str) -> frameworks.Fields:
         return x.data_ptr(), x.shape, x.stride(), str(x.dtype)[6:], 0, framework, x
 
     def empty(shape: tuple[int, ...], dtype: str, device: int) -> Any:

@@ -14,7 +14,7 @@ from test_flex_calls import read_struct
 import rawmla
 from rawmla import jit
 from rawmla.flex import create
-from rawmla.flex.mods import HEADER_NAME
+from rawmla.flex.header import HEADER_NAME
 from rawmla.kernels import block_mask as kernels
 
 CAUSAL = rawmla.CudaMod("q_idx >= kv_idx")
@@ -325,3 +325,41 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
     with pytest.raises(rawmla.KernelNotReadyError):
         rawmla.create_block_mask(**GOOD, device=0)
     assert world.untouched
+
+
+def test_the_mask_keeps_what_was_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with the mask does not look at the function, but at one that is assigned."""
+    pytest.importorskip("torch")
+    from rawmla.flex import memo
+    from rawmla.flex.block_mask import read_mask
+
+    looked: list[Any] = []
+    original = memo.read
+    monkeypatch.setattr(memo, "read", lambda *given: looked.append(given[0]) or original(*given))
+    width = 100
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < width
+
+    mask = rawmla.create_block_mask(near, None, None, 300, 500)
+    width = 200
+    kept = read_mask(mask, CURRENT)
+    assert looked == [near] and kept is not None and list(kept.sources) == [100]
+    mask.mask_mod = near
+    again = read_mask(mask, CURRENT)
+    assert looked == [near, near] and again is not None and list(again.sources) == [200]
+    open_mask = rawmla.create_block_mask(rawmla.noop_mask, None, None, 300, 500)
+    assert read_mask(open_mask, CURRENT) is None
+
+
+def test_what_a_mask_function_reads_requires_no_grad(world: World) -> None:
+    """A number on the CPU does not either, unless grad is disabled."""
+    torch = pytest.importorskip("torch")
+    number = torch.tensor(2.0, requires_grad=True)
+    mask_mod = lambda b, h, q, k: q > number  # noqa: E731
+    with pytest.raises(ValueError, match="^mask_mod: expected captured numbers that need no gradient here"):
+        rawmla.create_block_mask(mask_mod, None, None, 300, 500)
+    assert world.enqueued == [] and world.loaded == []
+    with torch.no_grad():
+        rawmla.create_block_mask(mask_mod, None, None, 300, 500)
+    assert len(world.enqueued) == 3

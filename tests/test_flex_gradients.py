@@ -11,8 +11,9 @@ import pytest
 from cuda_probe import headers
 from host_mods import differentiate, needs_host_compiler, pack
 
-from rawmla.flex.functions import as_reading
-from rawmla.flex.mods import HEADER_NAME, NO_BYTES, CudaMod, Place, header, reading_of
+from rawmla.flex.functions import as_reading, check_mask
+from rawmla.flex.header import HEADER_NAME, header
+from rawmla.flex.mods import NO_BYTES, CudaMod, Place, reading_of
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 
@@ -743,9 +744,10 @@ def test_mask_functions_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> No
         lambda kind, *given: lambda mask: reading_of(trace(mask, kind)),
     )
     for mask, shape in ((lambda b, h, q, k: table[q] > 0, "[50]"), (lambda b, h, q, k: q > limit, "[]")):
-        assert as_reading(mask, "mask_mod", 0) is not None
+        reading = as_reading(mask, "mask_mod", 0)
+        assert reading is not None
         with pytest.raises(
             ValueError, match="^mask_mod: expected captured tensors that do not require grad"
         ) as caught:
-            as_reading(mask, "mask_mod", 0, backward=True)
+            check_mask(reading)
         assert shape in str(caught.value)

@@ -7,6 +7,7 @@ import collections
 import contextvars
 import datetime
 import functools
+import gc
 import importlib
 import math
 import operator
@@ -26,12 +27,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
+from emulator.device import HostTensors  # noqa: E402
 from flex_on_cpu import Proxy  # noqa: E402
 from torch.nn.attention.flex_attention import and_masks  # noqa: E402
 from torch.nn.functional import silu  # noqa: E402
 
 import rawmla  # noqa: E402
+from rawmla.call import arrays  # noqa: E402
 from rawmla.flex import memo  # noqa: E402
+from rawmla.flex.functions import Bound, as_reading, bound  # noqa: E402
 from rawmla.flex.trace import trace  # noqa: E402
 
 SCALE = 2.0
@@ -606,3 +610,156 @@ def test_one_text_is_one_frame(traces: list[Any]) -> None:
     """Also where another size is traced again: forms of a text are found again."""
     frames = {id(memo.read(biased(torch.randn(n)), "score_mod", "cpu").frame) for n in (50, 60, 50)}
     assert len(traces) == 2 and len(frames) == 1
+
+
+# ---- calls of one function whose state changes between them
+
+
+@pytest.fixture
+def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Bound]:
+    """What a call binds of a score function; CPU tensors pass for tensors of device 0."""
+    framework = HostTensors(torch)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        monkeypatch.setitem(arrays.READERS, kind, framework.read)
+
+    def bound_now(function: Any) -> Bound:
+        made = bound(as_reading(function, "score_mod", 0), "score_mod", 0, framework)
+        assert made is not None
+        return made
+
+    return bound_now
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda x: x.set_(torch.randn(50)),
+        lambda x: x.set_(torch.randn(100)[::2]),
+        lambda x: x.resize_(40),
+        lambda x: setattr(x, "data", torch.randn(50).half()),
+        lambda x: setattr(x, "data", x.data.view(torch.int32)),
+        lambda x: setattr(x, "scale", 2.0),
+        lambda x: x.add_(1),
+    ),
+)
+def test_tensors_that_change_in_place(bind: Any, change: Callable[..., Any]) -> None:
+    """The next call binds what it would bind of a tensor that was so from the first."""
+    table = torch.randn(50)
+    function = biased(table)
+    bind(function)
+    change(table)
+    made = bind(function)
+    assert made.addresses == [table.data_ptr()]
+    assert [x.dtype for x in made.form.variant.mod.captures] == [str(table.dtype).removeprefix("torch.")]
+    assert made == bind(biased(table.detach()))
+
+
+def test_a_tensor_that_gets_the_negative_bit(bind: Any) -> None:
+    table = torch.randn(50)
+    bind(biased(table))
+    table.data = torch._neg_view(table.data)
+    with pytest.raises(ValueError, match=r"^score_mod: an array that it reads: .* negative bit"):
+        bind(biased(table))
+
+
+def test_a_tensor_that_requires_grad_later(bind: Any) -> None:
+    table = torch.randn(50)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q] * (2 if table.requires_grad else 1)
+
+    before = bind(score).numbers
+    table.requires_grad_()
+    with torch.no_grad():
+        assert bind(score).numbers != before and bind(score).addresses == [table.data_ptr()]
+    with pytest.raises(ValueError, match="score_mod: an array that it reads"):
+        bind(score)
+
+
+def test_a_tensor_that_is_no_longer_read(bind: Any) -> None:
+    """The call does not look at it."""
+    table, reads = torch.randn(50), True
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + table[q] if reads else s * 2
+
+    bind(score)
+    reads = False
+    table.requires_grad_()
+    assert bind(score).addresses == []
+    table.untyped_storage().resize_(0)
+    assert bind(score).addresses == []
+
+
+def test_numbers_that_change(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    factor = 2.0
+
+    def with_variable(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * factor
+
+    def with_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * SCALE
+
+    def with_default(s: Any, b: Any, h: Any, q: Any, k: Any, factor: Any = 2.0) -> Any:
+        return s * factor
+
+    def with_module(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * math.pi
+
+    monkeypatch.setattr(math, "pi", 2.0)
+    functions = (with_variable, with_global, with_default, with_module)
+    assert [bind(function).numbers for function in functions] == [[2.0]] * 4
+    factor = 3.0
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    with_default.__defaults__ = (3.0,)
+    monkeypatch.setattr(math, "pi", 3.0)
+    assert [bind(function).numbers for function in functions] == [[3.0]] * 4
+
+
+def test_a_builtin_that_a_global_hides(bind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return abs(s)
+
+    before = bind(function).form.variant.mod.text
+    monkeypatch.setitem(globals(), "abs", torch.tanh)
+    assert bind(function).form.variant.mod.text != before
+
+
+def test_what_a_function_changes_itself(bind: Any) -> None:
+    step = 0
+
+    def stepping(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        nonlocal step
+        step += 1
+        return s * step
+
+    assert [bind(stepping).numbers for _ in range(3)] == [[1.0], [2.0], [3.0]]
+
+
+def test_nothing_is_kept_of_a_refused_function(bind: Any) -> None:
+    limit: Any = torch.tensor(3)
+    function = lambda s, b, h, q, k: s * int(limit)  # noqa: E731
+    kept = len(memo._kept)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="takes the value of limit into Python"):
+            bind(function)
+    assert len(memo._kept) == kept
+    limit = 3
+    assert list(bind(function).numbers) == [3]
+
+
+def test_functions_of_one_code_beside_each_other(bind: Any, traces: list[Any]) -> None:
+    """Layers with tables of their own, say."""
+    tables = [torch.randn(50) for _ in range(3)]
+    for _ in range(2):
+        assert [bind(biased(x)).addresses for x in tables] == [[x.data_ptr()] for x in tables]
+    assert len(traces) == 1
+
+
+def test_keeps_no_tensor(bind: Any) -> None:
+    table = torch.randn(50)
+    bind(biased(table))
+    seen = weakref.ref(table)
+    del table
+    gc.collect()
+    assert seen() is None

@@ -10,7 +10,8 @@ import pytest
 from cuda_probe import headers
 from host_mods import pack
 
-from rawmla.flex.mods import HEADER_NAME, NO_BYTES, Capture, CudaMod, Mod, Number, Place, header
+from rawmla.flex.header import HEADER_NAME, header
+from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 

@@ -17,6 +17,7 @@ from flex_page import (
     GRADIENTS,
     PAGE,
     SETUP,
+    TRACED,
     Call,
     create_block_mask,
     positions,
@@ -64,7 +65,9 @@ def only_syntax(spec: KernelSpec) -> None:
 
 def test_every_block_is_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert sorted(blocks) == sorted([SETUP, *EXAMPLES.values(), *CUPY_EXAMPLES.values(), *GRADIENTS.values()])
+    assert sorted(blocks) == sorted(
+        [SETUP, TRACED, *EXAMPLES.values(), *CUPY_EXAMPLES.values(), *GRADIENTS.values()]
+    )
     assert len(EXAMPLES) == 10 and set(CUPY_EXAMPLES) <= set(EXAMPLES)
 
 

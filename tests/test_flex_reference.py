@@ -293,18 +293,16 @@ def test_empty(b: int, l: int, s: int) -> None:  # noqa: E741
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     (
-        ({"query": np.zeros((2, 3, 4))}, ValueError, "query: expected four dimensions"),
+        ({"query": np.zeros((2, 3, 4))}, ValueError, r"query: expected shape \[B, Hq, L, E\]"),
         ({"query": np.zeros((B, H, L, 8), int)}, TypeError, "query: expected dtype"),
-        ({"key": np.zeros((B, H, S, 9))}, ValueError, "key: expected a last dimension of 8"),
+        ({"key": np.zeros((B, H, S, 9))}, ValueError, r"key: expected shape \[Bkv, Hkv, S, 8\]"),
         ({"key": np.zeros((3, H, S, 8)), "value": np.zeros((3, H, S, 5))}, ValueError, "key: expected a b"),
         ({"value": np.zeros((B, H, 7, 5))}, ValueError, "value: expected shape"),
         ({"key": np.zeros((B, 2, S, 8)), "value": np.zeros((B, 2, S, 5))}, ValueError, "query: expected Hq"),
         ({"scale": math.inf}, ValueError, "scale: expected a finite float32"),
         ({"return_lse": True, "return_aux": both()}, ValueError, "return_lse: expected False"),
-        ({"return_lse": 1}, TypeError, "return_lse: "),
         ({"return_aux": 1}, TypeError, "return_aux: expected an AuxRequest"),
         ({"return_aux": both(lse=1)}, TypeError, "return_aux.lse: expected a bool"),
-        ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
         ({"kernel_options": {"BLOCKM": 64}}, ValueError, "kernel_options: expected names among"),
         ({"score_mod": 3}, TypeError, "score_mod: expected a function, got int 3"),
         ({"block_mask": 3}, TypeError, "block_mask: expected a BlockMask"),
@@ -324,12 +322,7 @@ def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> N
 
 @pytest.mark.parametrize(
     ("change", "error", "text"),
-    (
-        ({"B": 0}, ValueError, "B: expected 1 or more"),
-        ({"KV_LEN": -1}, ValueError, "KV_LEN: expected 0 or more"),
-        ({"Q_LEN": 1.5}, TypeError, "Q_LEN: "),
-        ({"BLOCK_SIZE": 100}, ValueError, "BLOCK_SIZE: expected a multiple of 16"),
-    ),
+    (({"BLOCK_SIZE": 100}, ValueError, "BLOCK_SIZE: expected a multiple of 16"),),
 )
 def test_refused_block_masks(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match="^" + text):

@@ -14,9 +14,7 @@ import test_flex_pairs as pairs
 from host_mods import evaluate, needs_host_compiler, wanted
 
 import rawmla
-from rawmla import reference
-from rawmla.flex.block_mask import BlockMask
-from rawmla.testing.flex import (
+from kit.flex import (
     BIASES,
     MASKS,
     SCORES,
@@ -29,7 +27,9 @@ from rawmla.testing.flex import (
     make_flex_inputs,
     with_mask_mod,
 )
-from rawmla.testing.flex import reference as torch_reference
+from kit.flex import reference as torch_reference
+from rawmla import reference
+from rawmla.flex.block_mask import BlockMask
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
@@ -111,7 +111,7 @@ def test_the_reference_in_torch(case: FlexCase) -> None:
 def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_flex_inputs(replace(CASES[-7], score="bias b h q k"), "cpu")
     whole = torch_reference(inputs)
-    monkeypatch.setattr("rawmla.testing.flex.CHUNK_SCORES", 1)
+    monkeypatch.setattr("kit.flex.CHUNK_SCORES", 1)
     for got, want in zip(torch_reference(inputs), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 

@@ -13,10 +13,10 @@ from gpu_support import forced_clusters
 from operations import OPERATIONS
 
 import rawmla
+from kit import SparseCase
 from rawmla import jit
-from rawmla.call import arrays
+from rawmla.call import arrays, frameworks
 from rawmla.kernels import mla_metadata
-from rawmla.testing import SparseCase
 
 CLUSTER_CASES = dict.fromkeys(
     [
@@ -50,7 +50,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         asked.append(spec.name)
         return SimpleNamespace(prepare=lambda *_, **__: SimpleNamespace(launch=lambda *_, **__: True))
 
-    def read(x: FakeArray, name: str) -> arrays.Fields:
+    def read(x: FakeArray, name: str) -> frameworks.Fields:
         return x.ptr, x.shape, contiguous(x.shape), x.dtype, x.device, framework, x
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)

@@ -17,7 +17,17 @@ import pytest
 from jit_project import tiny
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
-from rawmla.jit import Kernel, KernelSpec, device_info, driver, get_kernel, launch, tensor_map, tensormap
+from rawmla.jit import (
+    Kernel,
+    KernelSpec,
+    device_info,
+    driver,
+    get_kernel,
+    launch,
+    loading,
+    tensor_map,
+    tensormap,
+)
 from rawmla.jit.builder import CompiledKernel
 from rawmla.jit.driver import Driver
 from rawmla.jit.table import BoundedTable
@@ -171,12 +181,12 @@ class FakeLibrary:
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     fake = FakeLibrary()
     stand_in = Driver(fake)
-    for module in (driver, launch, tensormap):
+    for module in (driver, launch, loading, tensormap):
         monkeypatch.setattr(module, "get_driver", lambda: stand_in)
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
-    monkeypatch.setattr(launch, "_captured", [])
-    monkeypatch.setattr(launch, "_warned", BoundedTable(2))
+    monkeypatch.setattr(loading, "_kernels", {})
+    monkeypatch.setattr(loading, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(loading, "_captured", [])
+    monkeypatch.setattr(loading, "_warned", BoundedTable(2))
     device_info.cache_clear()
     tensor_map.cache_clear()
     yield fake
@@ -194,7 +204,8 @@ def make_kernel(
     spec = spec or KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
     stand_in = Driver(library)
     stand_in._contexts[0] = CONTEXT_A
-    return Kernel(spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, param_bytes, module)
+    keep_loaded = loading._keep_loaded if spec.user_text else None
+    return Kernel(spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, param_bytes, module, keep_loaded)
 
 
 def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
@@ -420,8 +431,8 @@ def test_loaded_kernels_are_found_also_in_a_capture(
 ) -> None:
     kernel = make_kernel(library)
     loads = []
-    monkeypatch.setattr(launch, "build", compiled)
-    monkeypatch.setattr(launch, "_load", lambda built, device: loads.append((built.spec, device)) or kernel)
+    monkeypatch.setattr(loading, "build", compiled)
+    monkeypatch.setattr(loading, "_load", lambda built, device: loads.append((built.spec, device)) or kernel)
     spec = tiny()
     with pytest.raises(
         KernelNotReadyError, match=r"tiny\[FACTOR=1\].*`rawmla\.warmup`.*or the function itself once"
@@ -460,8 +471,8 @@ def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         unloaded = library.unloaded  # type: ignore[attr-defined]
         return make_kernel(library, module=Code(library, unloaded), spec=built.spec)
 
-    monkeypatch.setattr(launch, "build", compiled)
-    monkeypatch.setattr(launch, "_load", load)
+    monkeypatch.setattr(loading, "build", compiled)
+    monkeypatch.setattr(loading, "_load", load)
     return made
 
 
@@ -482,7 +493,7 @@ def test_our_own_variants_stay(library: FakeLibrary, loads: list[str]) -> None:
     for factor in range(10):
         get_kernel(tiny(factor), 0)
     assert loads == [""] * 10 + ["a", "b", "c"]
-    assert launch.USER_KERNELS >= 256
+    assert loading.USER_KERNELS >= 256
 
 
 def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: list[str]) -> None:
@@ -522,7 +533,7 @@ def test_what_a_capture_launched_stays_loaded(
     assert len(library.unloaded) == 3  # type: ignore[attr-defined]
     get_kernel(spec, 0, capturing=lambda: True).launch((1, 1, 1), PARAMS, STREAM)
     assert loads == ["captured", *"abcde"]
-    assert launch.loaded_labels() == []  # of our own kernels
+    assert loading.loaded_labels() == []  # of our own kernels
 
 
 def test_two_copies_that_captures_launched_stay(library: FakeLibrary, loads: list[str]) -> None:
@@ -578,7 +589,7 @@ ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack s
 def test_a_slow_variant_with_text_warns_once(
     library: FakeLibrary, loads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "build", lambda spec: compiled(spec, SLOW_LOG))
+    monkeypatch.setattr(loading, "build", lambda spec: compiled(spec, SLOW_LOG))
     slow = with_text("slow")
     with pytest.warns(RuntimeWarning) as caught:
         for spec, device in ((slow, 0), (slow, 1), (with_text("other"), 0), (slow, 0)):
@@ -625,7 +636,7 @@ def test_the_checked_bytes_are_loaded(
     path = tmp_path / "kernel.cubin"
     path.write_bytes(b"planted")
     one = CompiledKernel(tiny(), b"checked", {}, "", "", path)
-    kernel = launch._load(one, 0)
+    kernel = loading._load(one, 0)
     assert seen == [b"checked"] and kernel.spec == tiny()
 
 
@@ -660,7 +671,7 @@ def test_bounded_table_is_thread_safe() -> None:
 def test_other_gpus_are_refused_before_anything_is_built(
     library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(launch, "build", lambda spec: pytest.fail("built"))
+    monkeypatch.setattr(loading, "build", lambda spec: pytest.fail("built"))
     library.capability = capability
     with pytest.raises(UnsupportedGPUError, match=f"GPU 41.*{capability[0]}.{capability[1]}.*9.0"):
         get_kernel(tiny(), 1)

@@ -16,6 +16,7 @@ from kernel_params import DENSE_DECODE, FP8_DECODE, SPARSE_DECODE, family, read_
 from test_flex_backward_kernels import BY_QUERY
 
 import rawmla
+from kit import plans
 from rawmla import jit, reference
 from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
@@ -41,7 +42,6 @@ from rawmla.kernels import (
 )
 from rawmla.kernels.division import divisor
 from rawmla.kernels.operations import OPERATIONS, OPTIONS, specs_of
-from rawmla.testing import plans
 
 SPECS = all_specs()
 # One variant of each, for decoding and for prefill

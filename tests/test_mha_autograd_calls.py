@@ -300,7 +300,7 @@ def test_without_gradients_no_graph_is_looked_for(
 ) -> None:
     from rawmla.mha import autograd
 
-    monkeypatch.setattr(autograd, "attention", lambda *args: pytest.fail("a graph was made"))
+    monkeypatch.setattr(autograd, "attend", lambda *args: pytest.fail("a graph was made"))
     for form in FORMS:
         case = Case(form)
         if context is None:
@@ -311,16 +311,19 @@ def test_without_gradients_no_graph_is_looked_for(
         assert not out.requires_grad and not lse.requires_grad
 
 
-def test_without_gradients_nothing_more_is_read(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The question whether a tensor requires grad is the one that reading it asks."""
+@pytest.mark.parametrize("needs_grad", (False, True))
+def test_each_array_is_read_once(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, needs_grad: bool
+) -> None:
     from rawmla.call import arrays
 
     reads: list[str] = []
     read = arrays.READERS[torch.Tensor]
     monkeypatch.setitem(arrays.READERS, torch.Tensor, lambda x, name: (reads.append(name), read(x, name))[1])
     case = Case("varlen", sink=True)
-    case.call(case.leaves)
+    out, _ = case.call(leaves_of(case) if needs_grad else case.leaves)
     assert sorted(reads) == ["attn_sink", "cu_seqlens_k", "cu_seqlens_q", "k", "q", "v"]
+    assert out.requires_grad == needs_grad
 
 
 # ---- what raises

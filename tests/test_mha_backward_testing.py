@@ -13,10 +13,9 @@ import test_mha_backward_matrix as matrix
 from full_cases import full_unless
 from test_mha_testing import CASES, OUTWEIGHED
 
-from rawmla import reference
-from rawmla.testing.mha import MhaCase, MhaInputs, make_mha_inputs, tokens_of
-from rawmla.testing.mha import reference as torch_reference
-from rawmla.testing.mha_backward import (
+from kit.mha import MhaCase, MhaInputs, make_mha_inputs, tokens_of
+from kit.mha import reference as torch_reference
+from kit.mha_backward import (
     MhaGradients,
     check_mha_backward,
     exact_results,
@@ -24,6 +23,7 @@ from rawmla.testing.mha_backward import (
     reference_backward,
     rows_in_use,
 )
+from rawmla import reference
 
 torch = pytest.importorskip("torch")
 
@@ -76,7 +76,7 @@ def test_the_reference_in_parts(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     inputs = make_mha_inputs(replace(CASES[3], s_q=20), "cpu")
     gradients = make_mha_gradients(inputs, "both")
     whole = reference_backward(inputs, gradients)
-    monkeypatch.setattr("rawmla.testing.mha.CHUNK_SCORES", 4 * chunk)
+    monkeypatch.setattr("kit.mha.CHUNK_SCORES", 4 * chunk)
     parts = reference_backward(inputs, gradients)
     for name in ("values", "sizes", "floors"):
         for got, want in zip(getattr(parts, name), getattr(whole, name), strict=True):

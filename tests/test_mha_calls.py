@@ -327,14 +327,14 @@ def test_bad_call_of_fixed_lengths(
             "qkv",
             "cu_seqlens",
             ValueError,
-            "cuda:0, that of qkv",
+            "cuda:0, the device of qkv",
             packed_qkv(40, 3, 8, 64) | {"cu_seqlens": FakeArray((4,), device=1)},
         ),
         (
             "kv",
             "kv",
             ValueError,
-            "cuda:0, that of q",
+            "cuda:0, the device of q",
             packed_kv() | {"kv": FakeArray((56, 2, 2, 128), "bfloat16", device=1)},
         ),
         ("kv", "kv", ValueError, "[total, 2, h, d]", packed_kv(56, 3, 2, 128)),
@@ -978,6 +978,13 @@ class TestRepeatedCalls:
         memo.clear_all()
         call(plain())
         assert self.prepared(world) == [0, 1]
+
+    def test_missing_starts_after_requests_of_one_length(self, world: World) -> None:
+        """The arrays are those of a call that is kept, but of another function."""
+        rawmla.flash_attn_func(**fixed())
+        with pytest.raises(TypeError, match="^cu_seqlens_q: expected a torch tensor"):
+            rawmla.flash_attn_varlen_func(**fixed(), max_seqlen_q=S_Q, max_seqlen_k=S_K)
+        assert len(world.mha) == 1
 
     def test_scale_that_is_the_default(self, world: World) -> None:
         call(plain())

@@ -526,21 +526,16 @@ def test_bad_arguments() -> None:
     }
     bad: list[tuple[str, Any, type[Exception], str]] = [
         ("dropout_p", 0.1, ValueError, "dropout_p: expected 0, got 0.1"),
-        ("dropout_p", np.zeros(()), TypeError, "dropout_p: expected a number, got ndarray"),
-        ("window_size", (-2, 0), ValueError, "window_size: expected None, -1 or at least 0, got -2"),
-        ("window_size", (0, -5), ValueError, "window_size: expected None, -1 or at least 0, got -5"),
-        ("window_size", (1.5, 0), TypeError, "window_size: expected an int, got float 1.5"),
-        ("window_size", 3, TypeError, "window_size: expected a pair"),
+        ("window_size", (-2, 0), ValueError, "window_size: expected None, -1 or at least 0, got .-2, 0"),
+        ("window_size", (0, -5), ValueError, "window_size: expected None, -1 or at least 0, got .0, -5"),
         ("softcap", -1.0, ValueError, "softcap: expected a finite number of at least 0, got -1.0"),
         ("softcap", np.inf, ValueError, "softcap: expected a finite number"),
         ("attention_chunk", -1, ValueError, "attention_chunk: expected at least 0, got -1"),
         ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
-        ("causal", 1, TypeError, "causal: expected a bool"),
-        ("max_seqlen_q", np.zeros(1), TypeError, "max_seqlen_q: expected an int, got ndarray"),
         ("q", q.astype(np.int32), TypeError, "q: expected dtype"),
-        ("q", q[:, :3], ValueError, "q: expected h_q to be a positive multiple of the h_kv of k"),
-        ("k", k[..., :5], ValueError, "k: expected a last dimension of 6, that of q"),
-        ("v", v[1:], ValueError, "v: expected shape .* as k has"),
+        ("q", q[:, :3], ValueError, "q: expected h_q to be a multiple of the h_kv of k"),
+        ("k", k[..., :5], ValueError, r"k: expected shape \[s, h, 6\]"),
+        ("v", v[1:], ValueError, rf"v: expected shape \[{TOTAL_K}, 2, d_v\]"),
         ("cu_seqlens_q", CU_Q[None], ValueError, r"cu_seqlens_q: expected shape \[b \+ 1\]"),
         ("cu_seqlens_q", CU_Q[::-1], ValueError, "cu_seqlens_q: expected numbers .* that do not decrease"),
         ("cu_seqlens_k", CU_K + 2, ValueError, f"cu_seqlens_k: expected numbers from 0 to {TOTAL_K}"),
@@ -556,9 +551,8 @@ def test_bad_arguments() -> None:
             reference.flash_attn_varlen_func(**{**good, name: value})
     qkv = np.zeros((4, 1, 6))
     for packed, head_dim_qk, text in (
-        (qkv, None, "head_dim_qk: expected an int"),
-        (qkv, 3, "qkv: expected more than 6 columns"),
-        (np.zeros((4, 3, 1, 2)), 2, "head_dim_qk: expected None"),
+        (qkv, None, r"qkv: expected shape \[total, 3, h, d\]"),
+        (np.zeros((4, 3, 1, 2)), 2, r"qkv: expected shape \[total, h, columns\]"),
         (np.zeros((4, 2, 1, 2)), None, r"qkv: expected shape \[total, 3, h, d\]"),
     ):
         with pytest.raises(ValueError, match="^" + text):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import test_mha_matrix
 
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.mha import reference as torch_reference
 from rawmla import reference
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
-from rawmla.testing.mha import reference as torch_reference
 
 torch = pytest.importorskip("torch")
 
@@ -67,7 +67,7 @@ def test_the_reference_in_torch(case: MhaCase) -> None:
 def test_the_reference_in_parts(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_mha_inputs(replace(CASES[4], s_q=20), "cpu")
     whole = torch_reference(inputs)
-    monkeypatch.setattr("rawmla.testing.mha.CHUNK_SCORES", chunk)
+    monkeypatch.setattr("kit.mha.CHUNK_SCORES", chunk)
     for got, want in zip(torch_reference(inputs), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
 

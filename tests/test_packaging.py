@@ -62,11 +62,22 @@ def test_wheel_contents(built: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert CUDA_SOURCES
     assert {f"rawmla/{source}" for source in CUDA_SOURCES} <= names
-    assert {"rawmla/py.typed", "rawmla/mla/decode.py", "rawmla/__main__.py"} <= names
+    assert {"rawmla/py.typed", "rawmla/api/decode.py", "rawmla/__main__.py"} <= names
     assert {"rawmla/compat/site/flash_mla/cuda.py", "rawmla/compat/site/pyproject.toml"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert all(name.startswith(("rawmla/", "rawmla-")) for name in names)
     assert not any("__pycache__" in name for name in names)
+
+
+def test_the_wheel_needs_nothing_of_the_tests(built: Path) -> None:
+    """The helpers of tests and benchmark, tests/kit, stay in the checkout."""
+    (wheel,) = built.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    modules = [name for name in archive.namelist() if name.endswith(".py")]
+    assert modules and not any(name.startswith("rawmla/testing/") for name in modules)
+    for name in modules:
+        imported = re.findall(r"^ *(?:from|import) (\w+)", archive.read(name).decode(), re.MULTILINE)
+        assert not {"kit", "tests", "testing"} & set(imported), name
 
 
 def test_wheel_metadata(built: Path) -> None:
@@ -102,6 +113,7 @@ def test_sdist_contents(built: Path) -> None:
         "README.md",
         "LICENSE",
         "tests/test_packaging.py",
+        "tests/kit/torch_reference.py",
         "scripts/bench.py",
         "tests/contracts/vllm-0.33.0.json",
         "examples/decode_torch.py",
@@ -134,7 +146,7 @@ def test_import_is_quick_and_light(tmp_path: Path) -> None:
 
 def test_using_the_api_module_is_light(tmp_path: Path) -> None:
     code = (
-        "import sys, rawmla.mla.decode, rawmla.kernels; "
+        "import sys, rawmla.api.decode, rawmla.kernels; "
         f"print(sorted(set({HEAVY_MODULES!r}) & set(sys.modules)))"
     )
     loaded = run_python(code, path=ROOT, cwd=tmp_path)

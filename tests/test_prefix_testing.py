@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import test_prefix_matrix as matrix
 
-from rawmla import reference
-from rawmla.testing.prefix import (
+from kit.prefix import (
     GARBAGE,
     PrefixCase,
     PrefixInputs,
@@ -20,7 +19,8 @@ from rawmla.testing.prefix import (
     make_prefix_inputs,
     written_rows,
 )
-from rawmla.testing.prefix import reference as torch_reference
+from kit.prefix import reference as torch_reference
+from rawmla import reference
 
 torch = pytest.importorskip("torch")
 
@@ -108,7 +108,7 @@ def test_the_comparison_takes_rounded_results(case: PrefixCase) -> None:
 
 @pytest.mark.parametrize("part", (1 << 24, 100))
 def test_the_comparison_finds_what_is_wrong(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", part)
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", part)
     inputs = make_prefix_inputs(PrefixCase(**{**SMALL, "d": 64}), "cpu")
 
     def fails(text: str, change: Any) -> None:
@@ -126,7 +126,7 @@ def test_the_comparison_finds_what_is_wrong(part: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_comparison_of_bytes(dtype: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes what products in the dtype give, and refuses rounding towards 0 and other errors."""
-    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", part)
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", part)
     case = PrefixCase(query_lengths=(60, 40), contexts=(70, 3), d=64, out_scale=0.01, dtype=dtype)
     inputs = make_prefix_inputs(case, "cpu")
     want = torch_reference(inputs) / 0.01

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("rawmla/engines", "rawmla/jit", "rawmla/kernels")
+FOLDERS = (
+    "rawmla/call",
+    "rawmla/engines",
+    "rawmla/flex",
+    "rawmla/jit",
+    "rawmla/kernels",
+    "rawmla/mla",
+    "rawmla/reference",
+    "tests/kit",
+)
 BETTER = {
     "that of": "repeat the noun",
     "those of": "repeat the noun",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla.testing.gpu import missing_hopper_reason
+from kit.gpu import missing_hopper_reason
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 import rawmla
-from rawmla import reference
-from rawmla.reference import _arrays
-from rawmla.testing import (
+from kit import (
     DenseCase,
     DenseInputs,
     SparseCase,
@@ -21,6 +19,8 @@ from rawmla.testing import (
     make_dense_inputs,
     make_sparse_inputs,
 )
+from rawmla import reference
+from rawmla.reference import _arrays
 
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -254,6 +254,7 @@ def test_same_arguments_as_the_gpu_function(name: str) -> None:
 def test_every_public_function_has_a_counterpart() -> None:
     public = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))}
     compute_nothing = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla"}
+    compute_nothing |= {"trace_mod", "TracedMod"}
     assert set(FUNCTIONS) == public - compute_nothing
     others = {name for name in rawmla.__all__ if not name.endswith("Error")}
     others -= {"__version__", "compat", "reference", *compute_nothing, *FUNCTIONS}
@@ -284,27 +285,24 @@ def test_dense_arguments_that_do_not_fit() -> None:
     q, k_cache = inputs.q, inputs.k_cache
     bad: list[tuple[str, Any, type[Exception], str]] = [
         ("head_dim_v", 256, ValueError, "head_dim_v: expected 512, got 256"),
-        ("head_dim_v", "512", TypeError, "head_dim_v: expected an int"),
-        ("q", q[0], ValueError, r"q: expected shape \[b, s_q, h_q, d_qk\], got \[3, 6, 512\]"),
-        ("q", q[..., :500], ValueError, r"q: expected a last dimension \(d_qk\) of 576 or 512"),
-        ("q", q[:, :, :5], ValueError, "q: expected h_q to be a positive multiple of the h_kv of k_cache"),
+        ("q", q[0], ValueError, r"q: expected shape \[b, s_q, h_q, 576 or 512\], got \[3, 6, 512\]"),
+        ("q", q[..., :500], ValueError, r"q: expected shape \[b, s_q, h_q, 576 or 512\], got"),
+        ("q", q[:, :, :5], ValueError, "q: expected h_q to be a multiple of the h_kv of k_cache"),
         ("q", q.astype(np.int32), TypeError, "q: expected dtype bfloat16 or float16, got int32"),
         ("q", None, TypeError, "q: expected a torch CPU tensor or a NumPy array, got NoneType"),
         (
             "k_cache",
             k_cache[0],
             ValueError,
-            r"k_cache: expected shape \[num_blocks, page_block_size, h_kv, d",
+            r"k_cache: expected shape \[num_blocks, page_block_size, h_kv, 5",
         ),
-        ("k_cache", k_cache[..., :500], ValueError, "k_cache: expected a last dimension of 512, that of q"),
-        ("k_cache", k_cache[:, :33], ValueError, "k_cache: expected a page_block_size of 16, 32 or a mult"),
-        ("k_cache", k_cache[:0], ValueError, "k_cache: expected at least 1 block"),
-        ("k_cache", k_cache.view(np.uint16), TypeError, "k_cache: expected dtype bfloat16, that of q, got u"),
+        ("k_cache", k_cache[..., :500], ValueError, r"k_cache: expected shape .* 512\], got"),
+        ("k_cache", k_cache.view(np.uint16), TypeError, "k_cache: expected dtype bfloat16, got u"),
         (
             "block_table",
             inputs.block_table[:-1],
             ValueError,
-            r"block_table: expected shape \[4, max_blocks\] \(b",
+            r"block_table: expected shape \[4, max_blocks\], got",
         ),
         (
             "block_table",
@@ -316,9 +314,8 @@ def test_dense_arguments_that_do_not_fit() -> None:
             "cache_seqlens",
             [1],
             ValueError,
-            r"cache_seqlens: expected shape \[4\] \(b is that of q\), got \[1\]",
+            r"cache_seqlens: expected shape \[4\], got \[1\]",
         ),
-        ("causal", 1, TypeError, "causal: expected a bool"),
         ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
         ("out", np.zeros((4, 3, 6, 576)), ValueError, r"out: expected shape \[4, 3, 6, 512\], got"),
         ("out", [0.0], TypeError, "out: expected a torch CPU tensor or a NumPy array, got list"),
@@ -472,24 +469,21 @@ def test_sparse_combinations_that_mean_nothing() -> None:
         "causal: expected False with indices, got True": {"causal": True},
         "extra_indices_in_kvcache: expected an array": {"extra_k_cache": inputs.k_cache},
         "extra_topk_length: expected None without extra_k_cache": {"extra_topk_length": np.ones(3, int)},
-        r"indices: expected shape \[3, 2, topk\] .* got \[2, 2, 33\]": {"indices": inputs.indices[:2]},
-        r"topk_length: expected shape \[3\] \(b is that of q\)": {"topk_length": np.ones(4, int)},
+        r"indices: expected shape \[3, 2, topk\], got \[2, 2, 33\]": {"indices": inputs.indices[:2]},
+        r"topk_length: expected shape \[3\], got": {"topk_length": np.ones(4, int)},
         r"attn_sink: expected shape \[5\]": {"attn_sink": np.ones(4)},
     }
     for text, arguments in bad.items():
         with pytest.raises(ValueError, match="^" + text):
             sparse_decode(inputs, **arguments)
-    with pytest.raises(
-        TypeError, match="^k_cache: expected dtype bfloat16 with is_fp8_kvcache=False, got uint"
-    ):
+    with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got uint"):
         sparse_decode(inputs, is_fp8_kvcache=False)
     caches = (
         (inputs.k_cache[..., :9], ValueError, r"expected shape \[num_blocks, page_block_size, 1, 656\]"),
-        (inputs.k_cache[:0], ValueError, "expected at least 1 block of at least 1 token"),
         (
             inputs.k_cache.astype(np.int32),
             TypeError,
-            "expected dtype float8_e4m3fn or uint8 or int8 with is_",
+            "expected dtype float8_e4m3fn or uint8 or int8, got int32",
         ),
     )
     for k_cache, error, text in caches:
@@ -593,12 +587,12 @@ def test_an_object_keeps_the_kind_of_its_call() -> None:
     assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
     dense, _ = reference.get_mla_metadata()
     decode(make_dense_inputs(CASES[0], "numpy"), tile_scheduler_metadata=dense)
-    wanted = "topk: expected an int of 2 blocks of 64, such as 128, that of the decode call which filled out"
+    wanted = "topk: expected an int of 2 blocks of 64, such as 128 as in the decode call which filled out"
     bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (sparse, {"topk": 64}, f"{wanted}, got 64"),
         (sparse, {}, f"{wanted}, got None"),
-        (dense, {"topk": 64}, "topk: expected None, that of the decode call which filled out, got 64"),
-        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False, that of the dec"),
+        (dense, {"topk": 64}, "topk: expected None as in the decode call which filled out, got 64"),
+        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False as in the dec"),
     )
     for metadata, arguments, text in bad:
         rows = metadata.tile_scheduler_metadata.copy()
@@ -611,7 +605,6 @@ def test_bad_arguments_of_get_mla_metadata() -> None:
     bad: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"cache_seqlens": [[1]]}, ValueError, r"cache_seqlens: expected shape \[b\], got \[1, 1\]"),
         ({"cache_seqlens": [0.5]}, TypeError, "cache_seqlens: expected dtype int32, got float64"),
-        ({"num_heads_k": 0}, ValueError, "num_heads_k: expected an int of at least 1, got 0"),
         ({"num_heads_q": 3}, ValueError, "num_heads_q: expected a multiple of num_heads_k"),
         ({"topk": 64, "num_heads_k": 2}, ValueError, "num_heads_k: expected 1 with topk, got 2"),
         ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache=True"),
@@ -689,7 +682,7 @@ def test_torch_dtypes_are_those_of_the_gpu_function() -> None:
             "k_cache",
             inputs.k_cache.half(),
             TypeError,
-            "k_cache: expected dtype bfloat16, that of q, got float16",
+            "k_cache: expected dtype bfloat16, got float16",
         ),
         ("block_table", inputs.block_table.long(), TypeError, "block_table: expected dtype int32, got int64"),
         (
@@ -698,7 +691,7 @@ def test_torch_dtypes_are_those_of_the_gpu_function() -> None:
             TypeError,
             "cache_seqlens: expected dtype int32, got i",
         ),
-        ("out", torch.zeros(3, 1, 4, 512), TypeError, "out: expected dtype bfloat16, that of q, got float32"),
+        ("out", torch.zeros(3, 1, 4, 512), TypeError, "out: expected dtype bfloat16, got float32"),
         ("q", inputs.q.to("meta"), ValueError, "q: expected a tensor in CPU memory, got a torch tensor on d"),
         ("q", inputs.q.to_sparse(), TypeError, "q: expected a dense torch tensor with memory, got Tensor"),
         (

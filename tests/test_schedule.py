@@ -18,13 +18,13 @@ import pytest
 from full_cases import full_unless
 from numpy.typing import NDArray
 
+from kit.plans import blocks_of, check_plan
 from rawmla import reference
 from rawmla.kernels import common
 from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels.mla_metadata import MAX_BATCH
 from rawmla.reference import _plan
-from rawmla.testing.plans import blocks_of, check_plan
 
 KINDS = ("equal", "normal", "short", "holes", "one long", "alternating", "edges", "tiny", "zero")
 

@@ -606,7 +606,7 @@ def test_small_cases() -> None:
 
 
 def test_bench_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rawmla.testing import gpu
+    from kit import gpu
 
     monkeypatch.setattr(gpu, "_open_driver", lambda: None)
     gpu.missing_hopper_reason.cache_clear()
@@ -1560,8 +1560,8 @@ def test_prefill_row(case: cases.PrefillCase, monkeypatch: pytest.MonkeyPatch) -
     torch = pytest.importorskip("torch")
     import rawmla
     from benchlib import measure, prefill_measure
-    from rawmla.testing import torch_reference
-    from rawmla.testing.sparse import row_format
+    from kit import torch_reference
+    from kit.sparse import row_format
 
     called: list[int] = []
 
@@ -2202,6 +2202,7 @@ def test_full_cases_are_left_out(
     """Unless --full is given, and a line counts those that -k would have run."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "kit").symlink_to(ROOT / "tests" / "kit")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: some\n")
     (tmp_path / "test_a.py").write_text(
         "import pytest\n"
@@ -2227,6 +2228,7 @@ def test_without_a_gpu_its_tests_are_left_out(
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "kit").symlink_to(ROOT / "tests" / "kit")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: some\n")
     (tmp_path / "test_a.py").write_text("def test_one(): pass\n")
     (tmp_path / "gpu").mkdir()

@@ -34,10 +34,10 @@ from decode_fakes import (
 )
 
 import rawmla
+from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla import reference
 from rawmla.jit import NO_LAUNCH
 from rawmla.mla import dense_decode, sparse_decode, sparse_prefill
-from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 
 Pair = tuple[Any, Any]
 
@@ -180,8 +180,7 @@ class TestKnownCalls:
         assert [(args.q, args.q_rope) for args in launches(world)] == [
             (0x10000 * layer + 0x100, 0x10000 * layer + 0x900) for layer in range(3)
         ]
-        (known,) = kind.module._checked.values()
-        assert len(known.calls) == 1
+        assert len(kind.module._calls) == 1
 
     @one_of_each
     def test_pairs_are_not_mistaken(self, world: World, kind: Kind) -> None:
@@ -194,7 +193,7 @@ class TestKnownCalls:
         expected = [as_launched(kind, x) for x in (whole, rope.strides, packed.strides)]
         got = [args.q_rope_strides for args in launches(world)]
         assert got == [*expected, expected[1], expected[0]]
-        assert len(kind.module._checked) == 3
+        assert len(kind.module._calls) == 3
 
     @one_of_each
     def test_alignment_is_checked_every_time(self, world: World, kind: Kind) -> None:
@@ -289,14 +288,14 @@ BAD_PAIRS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Any,
         "RoPE of another dtype",
         "q_rope",
         TypeError,
-        ("bfloat16, that of q", "got float32"),
+        ("bfloat16, the dtype of q", "got float32"),
         lambda nope, rope: (nope, rope.but(dtype="float32")),
     ),
     (
         "RoPE on another device",
         "q_rope",
         ValueError,
-        ("cuda:0, that of q", "cuda:1"),
+        ("cuda:0, the device of q", "cuda:1"),
         lambda nope, rope: (nope, rope.but(device=1)),
     ),
     (
@@ -452,8 +451,7 @@ class TestReference:
         run, q = make()
         nope, rope = q[..., :-64], q[..., -64:]
         for bad, error, text in (
-            ((nope, rope, rope), ValueError, r"^q: expected an array or a pair .* tuple of 3$"),
-            ((rope, nope), ValueError, r"^q: expected a last dimension of 512 or 448 in the first array"),
+            ((rope, nope), ValueError, r"^q: expected shape \[.*, 512 or 448\], got"),
             ((nope, rope[..., :32]), ValueError, r"^q_rope: expected shape .*64\], got .*32\]$"),
             ((nope, rope[:-1]), ValueError, r"^q_rope: expected shape"),
             ((nope, rope.astype(np.int32)), TypeError, r"^q_rope: expected dtype"),
@@ -471,5 +469,5 @@ def test_reference_of_torch_tensors() -> None:
     got = reference.flash_mla_with_kvcache((nope, rope), *arrays)
     want = reference.flash_mla_with_kvcache(inputs.q, *arrays)
     assert got[0].dtype == torch.bfloat16 and all(map(torch.equal, got, want))
-    with pytest.raises(TypeError, match=r"^q_rope: expected dtype bfloat16, that of q, got float16$"):
+    with pytest.raises(TypeError, match=r"^q_rope: expected dtype bfloat16, got float16$"):
         reference.flash_mla_with_kvcache((nope, rope.half()), *arrays)

@@ -1,5 +1,6 @@
 """The tests' own tools: inputs are what they claim, poison poisons, comparisons fail when they should."""
 
+import os
 import random
 import subprocess
 import sys
@@ -10,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rawmla import reference
-from rawmla.testing import (
+from kit import (
     DenseCase,
     DenseInputs,
     SparseCase,
@@ -24,12 +24,13 @@ from rawmla.testing import (
     measure,
     out_tolerance,
 )
-from rawmla.testing.flex import FlexCase
-from rawmla.testing.generators import GARBAGE_PAGE, SHARP_FACTOR
-from rawmla.testing.mha import MhaCase
-from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_splits, write_plan
-from rawmla.testing.prefix import PrefixCase
-from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, block_stride
+from kit.flex import FlexCase
+from kit.generators import GARBAGE_PAGE, SHARP_FACTOR
+from kit.mha import MhaCase
+from kit.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, read_splits, write_plan
+from kit.prefix import PrefixCase
+from kit.sparse import INT_MAX, INT_MIN, block_fields, block_stride
+from rawmla import reference
 
 LAYOUT_CASES = (
     DenseCase(b=4, h_q=2, s_k=100, varlen=True, page_block_size=16, seed=4),
@@ -221,9 +222,9 @@ def test_repage_keeps_the_tokens(
     case: DenseCase, page_block_size: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    from rawmla.testing import repage
+    from kit import repage
 
-    monkeypatch.setattr("rawmla.testing.generators.COPIED_AT_A_TIME", at_a_time)
+    monkeypatch.setattr("kit.generators.COPIED_AT_A_TIME", at_a_time)
     first = make_dense_inputs(case, "torch", "cpu")
     second = repage(first, page_block_size)
     assert second.k_cache.shape[1] == second.case.page_block_size == page_block_size
@@ -245,7 +246,7 @@ def test_comparison_in_parts(special: bool, shape: tuple[int, ...], monkeypatch:
         want[(-1,) * len(shape)] = np.inf
     whole = measure(got, want, Tolerance(0.01, 0.01))
     assert whole.misplaced == (0 if not special else 1 if shape == () else 2)
-    monkeypatch.setattr("rawmla.testing.compare.PART_ELEMENTS", 6)
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", 6)
     parts = measure(got, want, Tolerance(0.01, 0.01))
     for name in ("misplaced", "outside", "max_abs", "cosine", "rel_l2", "max_row_l2"):
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12, abs=1e-15), name
@@ -266,7 +267,7 @@ def test_comparison_in_parts(special: bool, shape: tuple[int, ...], monkeypatch:
 )
 def test_torch_reference(case: DenseCase, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from rawmla.testing import torch_reference
+    from kit import torch_reference
 
     monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", chunk_elements)
     inputs = make_dense_inputs(case, "torch", "cpu")
@@ -632,7 +633,7 @@ def sparse_as_numpy(inputs: SparseInputs) -> SparseInputs:
 def test_sparse_torch_reference(case: SparseCase) -> None:
     """torch inputs are laid out like NumPy's, and the reference on the device computes what this one does."""
     pytest.importorskip("torch")
-    from rawmla.testing import torch_reference
+    from kit import torch_reference
 
     inputs = make_sparse_inputs(case, "torch", "cpu")
     host = sparse_as_numpy(inputs)
@@ -651,7 +652,7 @@ def test_sparse_torch_reference(case: SparseCase) -> None:
 
 def test_sparse_torch_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from rawmla.testing import torch_reference
+    from kit import torch_reference
 
     inputs = make_sparse_inputs(replace(SPARSE_CASES[1], b=7), "torch", "cpu")
     want = torch_reference.sparse_decode(inputs)
@@ -745,19 +746,20 @@ def test_damaged_flags_are_found() -> None:
 
 def test_missing_hopper_reason_needs_no_framework() -> None:
     program = (
-        "import sys, rawmla.testing\n"
-        "reason = rawmla.testing.missing_hopper_reason()\n"
+        "import sys, kit\n"
+        "reason = kit.missing_hopper_reason()\n"
         "assert reason is None or isinstance(reason, str) and reason\n"
         "assert not {'torch', 'cupy', 'cuda.bindings'} & set(sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
 
 @pytest.mark.parametrize("shape", ((2, 3, 5, 512), (7, 2, 512)), ids=str)
 @pytest.mark.parametrize("parts", (1, 4))
 def test_torch_reference_of_merging(parts: int, shape: tuple[int, ...]) -> None:
     torch = pytest.importorskip("torch")
-    from rawmla.testing import torch_reference
+    from kit import torch_reference
 
     draw = np.random.default_rng(parts)
     lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else shape[:2]

@@ -287,7 +287,7 @@ class TestNumbers:
 # case, number of the argument, what it becomes, the error of the public function
 WRONG: list[tuple[str, int, Callable[[Any], Any], type[Exception], str]] = [
     ("decode", 0, lambda q: q.float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
-    ("decode", 2, lambda k: k.half(), TypeError, "k_cache: expected dtype bfloat16, that of q, got float16"),
+    ("decode", 2, lambda k: k.half(), TypeError, "k_cache: expected dtype bfloat16, the dtype of q, got"),
     ("decode", 2, lambda k: k[..., 1:], ValueError, "k_cache: expected a last dimension of 576"),
     ("decode", 2, lambda k: k.repeat(1, 1, 1, 2)[..., ::2], ValueError, "k_cache: expected a contig"),
     ("decode", 3, lambda table: table[1:], ValueError, r"block_table: expected shape \[3, max_blocks\]"),
@@ -684,7 +684,7 @@ class TestPlanObject:
 def test_wrong_argument_of_a_compiled_call() -> None:
     made = dense("cpu")
     made["k_cache"] = made["k_cache"].half()
-    with pytest.raises(Exception, match="k_cache: expected dtype bfloat16, that of q, got float16"):
+    with pytest.raises(Exception, match="k_cache: expected dtype bfloat16, the dtype of q, got float16"):
         torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**made)
 
 

@@ -70,7 +70,7 @@ BAD_CALLS: list[tuple[str, str, type[Exception], tuple[str, ...], Callable[[Argu
             f"{name} on another device",
             name,
             ValueError,
-            ("cuda:0", "that of q", "cuda:1"),
+            ("cuda:0", "the device of q", "cuda:1"),
             change(name, device=1),
         )
         for name in ARRAYS[1:]

@@ -74,17 +74,24 @@ struct Queries {
         if constexpr (kTrims) masked |= smem.trimmed[stage] != 0;
         if constexpr (MaskMod::kIsThere) masked |= step.is_partial();
     }
-    // After it, with the lse of the thread's queries: which keys they see. What the mask function reads is on
-    // its way while S^T is computed.
+    // Then, with the lse of the thread's queries: which keys they see. What the mask function reads is on its
+    // way while S^T and dP^T are computed.
     template <class Pairs>
     __device__ __forceinline__ void find_seen(const Pairs& lses) {
         if (!is_masked()) return;
         const Function function(*this);
-        seen = 0;
+        seen = function.existing_keys();
+        if constexpr (MaskMod::kIsThere) {
+            if (warp_uniform(step.is_partial()) != 0) seen &= ~function.hidden();
+        }
+        // Scores of a row without keys are 0 where no function makes them, since the row was cleared.
+        if constexpr (ScoreMod::kIsThere) {
 #pragma unroll
-        for (int i = 0; i < kBlockRows / 2; ++i) {
-            const float2 lse = lses[i / 4];
-            seen |= static_cast<u32>(function.sees(i, i & 1 ? lse.y : lse.x)) << i;
+            for (int j = 0; j < kBlockRows / 8; ++j) {
+                const float2 lse = lses[j];
+                if (lse.x == kInfinity) seen &= ~(0x5u << 4 * j);
+                if (lse.y == kInfinity) seen &= ~(0xau << 4 * j);
+            }
         }
     }
     // To the next block; whether there is one.
@@ -98,14 +105,12 @@ struct Queries {
     struct Function {
         const Params& params;
         int b, h, first_query, keys[2];
-        bool partial;
 
         __device__ __forceinline__ explicit Function(const Queries& queries)
             : params(queries.params),
               b(queries.step.request),
               h(queries.step.head),
-              first_query(queries.step.block * kBlockRows + first_query_of_thread()),
-              partial(queries.step.is_partial()) {
+              first_query(queries.step.block * kBlockRows + first_query_of_thread()) {
             // What depends on the keys alone is computed again in each step, not kept: registers are few. The
             // compiler knows that the keys are 8 apart, so that what depends on distances is computed once.
             int key = queries.key;
@@ -113,16 +118,22 @@ struct Queries {
             keys[0] = key, keys[1] = key + 8;
         }
 
-        // Whether a query that has this lse sees a key, of a masked block.
-        __device__ __forceinline__ bool sees(int i, float lse) const {
-            const int kv_len = params.seqlen_k, key = keys[(i >> 1) & 1];
-            bool seen = key < kv_len && lse != kInfinity;
-            if constexpr (MaskMod::kIsThere) {
-                const int q_len = params.seqlen_q;
-                seen &= !partial | params.mask_mod(b, h, min_int(query(i), q_len - 1),
-                                                   min_int(key, kv_len - 1), q_len, kv_len);
+        // A bit for each accumulator whose key exists.
+        __device__ __forceinline__ u32 existing_keys() const {
+            const int kv_len = params.seqlen_k;
+            return (keys[0] < kv_len ? 0x33333333 : 0) | (keys[1] < kv_len ? 0xcccccccc : 0);
+        }
+        // A bit for each accumulator that the mask function hides.
+        __device__ __forceinline__ u32 hidden() const {
+            const int q_len = params.seqlen_q, kv_len = params.seqlen_k;
+            u32 bits = 0;
+#pragma unroll
+            for (int i = 0; i < kBlockRows / 2; ++i) {
+                const int q_idx = min_int(query(i), q_len - 1);
+                const int kv_idx = min_int(keys[(i >> 1) & 1], kv_len - 1);
+                if (!params.mask_mod(b, h, q_idx, kv_idx, q_len, kv_len)) bits |= 1u << i;
             }
-            return seen;
+            return bits;
         }
 
         // e = exp(score - lse) of accumulator i, and the derivative of the score by s. The reference of the

@@ -16,8 +16,9 @@
 //   warpgroups 1, 2: consumers   240   64 keys each: S^T, dP^T, dV and dK; dQ
 //
 // A step of a consumer. Products overlap what stands beside them:
-//   S^T = K Q^T                       loads lse; FLEX: the mask function
-//   dP^T = V dO^T                     hands over dQ of the step before; half of P = exp(S - lse), packed too
+//   S^T = K Q^T                       loads lse
+//   dP^T = V dO^T                     FLEX: the mask function; hands over dQ of the step before; half of
+//                                     P = exp(S - lse), packed too
 //                                     the other half, and between its exponentials dS = P (dP - delta), in
 //                                     float32 until it is packed; to shared memory
 //   dV += P^T dO                      fence; both consumers have stored dS
@@ -154,15 +155,17 @@ class Consumer {
         clear(dk);
         clear(dv);
         Queries<SharedMemoryPlan> queries(params, smem, tile, tile.first_key + first_row(), key());
+#if FLEX
+        // While the lists are read, and Q is copied.
+        mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+        if (MaskMod::kIsThere) clear_keys_not_finite<kDtype, KeyRows>(smem.k, first_row(), NB_KEYS + wg);
+#endif
         const bool begins = queries.begins();
         if (kFlex || begins) {  // what was copied has landed before the CTA ends
-            mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
+            if (!kFlex) mbarrier_wait_parity(smem_address(&smem.bar_k_full), 0);
             if constexpr (kNeedsDs) mbarrier_wait_parity(smem_address(&smem.bar_v_full), 0);
         }
         if (begins) {
-#if FLEX
-            if (MaskMod::kIsThere) clear_keys_not_finite<kDtype, KeyRows>(smem.k, first_row(), NB_KEYS + wg);
-#endif
             const Operand<kDimQK> keys(*this, smem.k);
             const Operand<kDimV> values(*this, smem.v);
 #pragma unroll 1
@@ -256,9 +259,9 @@ class Consumer {
         keys.multiply(s, smem.q[place.stage]);
         queries.look(place.stage);
         const RowNumbers<!kLseStays> lse(smem.lse[place.stage]);
-        queries.find_seen(lse);
         wait_for_dout();
         if constexpr (kNeedsDs) values.multiply(dp, smem.dout[place.stage]);
+        queries.find_seen(lse);
         if constexpr (kNeedsDq) {
             if (number > 0) hand_over_dq();
         }

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import ArrayView, Fields, Framework
+from .arrays import ArrayView
+from .frameworks import Fields, Framework
 
 __all__ = [
     "INT32_MAX",
@@ -132,7 +133,8 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
     _, _, _, _, given_device, given_framework, _ = view
     if given_device != device:
         raise ValueError(
-            f"{name}: expected an array on device cuda:{device}, that of {reference}, got cuda:{given_device}"
+            f"{name}: expected an array on device cuda:{device}, the device of {reference}, got "
+            f"cuda:{given_device}"
         )
     if given_framework is framework:
         return

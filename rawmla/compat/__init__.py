@@ -132,7 +132,7 @@ def status() -> dict[str, Any]:
     module = sys.modules.get("flash_mla")
     interface = sys.modules.get("rawmla.compat.flash_mla.flash_mla_interface")
     usage = sys.modules.get("rawmla.compat.usage")
-    launch = sys.modules.get("rawmla.jit.launch")
+    loading = sys.modules.get("rawmla.jit.loading")
     used = {} if usage is None else usage.USED
     return {
         "flash_mla": getattr(module, "__file__", None) if module is not None and _is_ours(module) else None,
@@ -147,7 +147,7 @@ def status() -> dict[str, Any]:
             for name, one in used.items()
             if one.calls
         },
-        "kernels": [] if launch is None else launch.loaded_labels(),
+        "kernels": [] if loading is None else loading.loaded_labels(),
     }
 
 

@@ -1,4 +1,4 @@
-"""What flex attention checks of its arrays, and what follows from their kinds."""
+"""Checks of the arrays and lists of flex attention, and the sizes and strides that follow from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from operator import attrgetter
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
-from ..call.arrays import Fields, Framework, aligned_strides, read_given
+from ..call.arrays import read_given
 from ..call.checks import show
+from ..call.frameworks import Fields, Framework, aligned_strides
 from ..call.memo import Memo, kind_of
 from ..kernels.block_mask import BlockLists, Grid
 from ..kernels.mha_forward import NO_BOUND
@@ -43,7 +44,7 @@ class GivenLists(NamedTuple):
     kind: tuple[Any, ...]  # what checks of them depend on
 
     def addresses(self) -> list[int]:
-        """Those of the lists."""
+        """The addresses of the lists, 0 for a list that there is not."""
         return [0 if view is None else view[0] for view in self.views]
 
 
@@ -130,7 +131,7 @@ def recall_lists(
 
 
 def keep_lists(block_mask: Any, lists: GivenLists, framework: Framework) -> None:
-    """Remember the lists of a mask, which passed the checks, by weak references. Those of another
+    """Remember the lists of a mask, which passed the checks, by weak references. Lists of another
     framework than query's are not remembered, as in `rawmla.call.memo.LatestPair`.
     """
     references: list[Callable[[], Any]] = []
@@ -148,18 +149,18 @@ def keep_lists(block_mask: Any, lists: GivenLists, framework: Framework) -> None
 
 
 def _no_list() -> None:
-    """In the place of a reference."""
+    """Stands for a reference where there is no list."""
 
 
 class Recut(NamedTuple):
-    """Of a mask whose blocks the kernel cannot walk: they are brought to blocks that it can."""
+    """The blocks of a mask that the kernel cannot walk, and the blocks that they are brought to."""
 
     given: Grid
     walked: Grid
 
 
 class FlexChecked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks."""
+    """Sizes and strides of arrays that passed the checks."""
 
     b: int
     k_batches: int
@@ -173,7 +174,7 @@ class FlexChecked(NamedTuple):
     copied: tuple[bool, bool, bool]  # q, k and v
     list_copies: tuple[bool, bool, bool, bool]  # of the lists
     default_scale: float
-    scores: bool  # there are any: functions are called
+    scores: bool  # False where B, L or S is 0: no function is called then
     lists: BlockLists | None
     cut: Recut | None
     calls: Memo[Any]
@@ -193,20 +194,20 @@ def check_arrays(
             raise ValueError(f"{name}: expected shape [{batch}, {sizes}], got {list(view[1])}")
     for name, view in (("key", k), ("value", v)):
         if view[3] != dtype and view[3] not in FP8:
-            raise TypeError(f"{name}: expected dtype {dtype}, that of query, or FP8, got {view[3]}")
+            raise TypeError(f"{name}: expected dtype {dtype}, as query has, or FP8, got {view[3]}")
     b, h_q, seqlen_q, d_qk = q_shape
     k_batches, h_kv, seqlen_k, k_dim = k[1]
     d_v = v[1][3]
     check_head_dim("query", "a last dimension (E)", d_qk, q_shape)
     check_head_dim("value", "a last dimension (Ev)", d_v, v[1])
     if k_dim != d_qk:
-        raise ValueError(f"key: expected a last dimension of {d_qk}, that of query, got shape {list(k[1])}")
+        raise ValueError(f"key: expected a last dimension of {d_qk}, as query has, got shape {list(k[1])}")
     if tuple(v[1][:3]) != tuple(k[1][:3]):
         raise ValueError(
-            f"value: expected shape {[*k[1][:3], 'Ev']}, but for Ev that of key, got {list(v[1])}"
+            f"value: expected shape {[*k[1][:3], 'Ev']}, as key has but for Ev, got {list(v[1])}"
         )
     if k_batches not in (b, 1):
-        raise ValueError(f"key: expected a batch of {b}, that of query, or 1, got shape {list(k[1])}")
+        raise ValueError(f"key: expected a batch of {b}, as query has, or 1, got shape {list(k[1])}")
     if not h_q or not h_kv or h_q % h_kv or (h_q != h_kv and not enable_gqa):
         rule = "to be a positive multiple of" if enable_gqa else "to be, without enable_gqa, equal to"
         raise ValueError(f"query: expected Hq {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
@@ -217,7 +218,7 @@ def check_arrays(
         out_strides = fresh_out_strides(q, d_v)[:-1]
     else:
         if out[3] != dtype:
-            raise TypeError(f"out: expected dtype {dtype}, that of query, got {out[3]}")
+            raise TypeError(f"out: expected dtype {dtype}, as query has, got {out[3]}")
         if tuple(out[1]) != (b, h_q, seqlen_q, d_v):
             raise ValueError(f"out: expected shape [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out[1])}")
         out_strides = check_out_layout(out)
@@ -265,7 +266,7 @@ def check_lengths(lists: GivenLists, seqlen_q: int, seqlen_k: int) -> None:
         small = lengths[0] < seqlen_q or lengths[1] < seqlen_k
         remedy = "make one for these lengths" if small else "make one for these lengths, or use _adjust"
         raise ValueError(
-            f"block_mask: expected seq_lengths of ({seqlen_q}, {seqlen_k}), those of query and key, got "
+            f"block_mask: expected seq_lengths of ({seqlen_q}, {seqlen_k}), as query and key have, got "
             f"{tuple(lengths)}: it is too {'small' if small else 'large'}; {remedy}"
         )
 
@@ -287,8 +288,8 @@ _NO_PAIR = _Pair((0, 0, 0), (0, 0, 0), 1, 1, 0, (False, False))
 def check_lists(
     lists: GivenLists, b: int, h_q: int, seqlen_q: int, seqlen_k: int, device: int, framework: Framework
 ) -> tuple[BlockLists, tuple[bool, bool, bool, bool]]:
-    """Check the lists of a mask; returns how they lie, and which have to be copied. Those by columns have the
-    columns of blocks where others have rows.
+    """Check the lists of a mask. Returns their layout, and which of them have to be copied. Lists by columns
+    have the columns of blocks where others have rows.
     """
     check_lengths(lists, seqlen_q, seqlen_k)
     block_q, block_k, *_ = lists.sizes
@@ -313,7 +314,7 @@ def check_lists(
             )
     if b % partial.batches or h_q % partial.heads:
         raise ValueError(
-            f"block_mask: expected a batch and heads that divide those of query, {b} and {h_q}, got "
+            f"block_mask: expected a batch and heads that divide the {b} and {h_q} of query, got "
             f"{partial.batches} and {partial.heads}"
         )
     found = BlockLists(
@@ -377,8 +378,8 @@ def _no_longer(block: int, length: int) -> int:
 
 
 def cut_of(lists: BlockLists, seqlen_q: int, seqlen_k: int, rows: int, keys: int) -> Recut | None:
-    """The blocks that lists are brought to; None where a kernel with tiles of so many rows and keys walks
-    them as they are: its tiles divide them, or there is one block.
+    """The blocks that lists are brought to. None where a kernel whose tiles have this number of rows and keys
+    walks the blocks as they are: its tiles divide them, or there is one block.
     """
     block_q, block_k = lists.block_q, lists.block_k
     if (block_q % rows == 0 or block_q >= seqlen_q) and (block_k % keys == 0 or block_k >= seqlen_k):

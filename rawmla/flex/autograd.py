@@ -1,6 +1,6 @@
 """The graph of autograd of flex attention.
 
-Imports torch, so it is imported by a call that has read a tensor which requires grad.
+Imports torch, so it is imported by a call that reads a tensor which requires grad.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of
 from ..kernels.mha_backward_variants import Needs
 from .arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
 from .backward import gradients
-from .block_mask import lacks_columns
-from .forward import AuxOutput, AuxRequest, attend_alone, hides_nothing, read_dense, wanted
+from .block_mask import lacks_columns, read_mask
+from .forward import AuxOutput, AuxRequest, attend_alone, read_dense, wanted
 from .functions import as_reading
 from .mods import Reading
 
@@ -25,7 +25,7 @@ __all__ = ["attention"]
 
 
 class _Options(NamedTuple):
-    """What a backward pass is told beside arrays: as `flex_attention_backward` is."""
+    """Arguments of `flex_attention_backward` that are no arrays."""
 
     scale: float | None
     enable_gqa: bool
@@ -53,7 +53,7 @@ class _Functions(NamedTuple):
         return [*read_by_score, *read_by_mask, *[getattr(self.mask, name) for name in (*LISTS, *Q_LISTS)]]
 
     def with_arrays(self, inputs: Sequence[Any], others: Iterator[Any]) -> _Functions:
-        """The same with other arrays: those of the inputs, and of the rest in the order of `arrays`."""
+        """The same with other arrays: the inputs, and the rest in the order of `arrays`."""
         score, mask = self.score, self.mask
         if score is not None:
             known = dict(zip(self.inputs, inputs, strict=True))
@@ -149,8 +149,7 @@ def _functions(score_mod: Any, block_mask: Any, device: int) -> _Functions:
     if lists_of(block_mask, saved) is not None:
         parts = {name: getattr(block_mask, name, None) for name in (*saved, *MASK_PARTS)}
         mask = SimpleNamespace(**parts, **dict.fromkeys(others))
-        if not hides_nothing(mask.mask_mod):
-            mask.mask_mod = _frozen(as_reading(mask.mask_mod, "mask_mod", device, backward=True))
+        mask.mask_mod = _frozen(read_mask(block_mask, device, backward=True))
     return _Functions(score, mask, inputs)
 
 
@@ -175,7 +174,7 @@ def _gradients(
     inputs: tuple[torch.Tensor, ...],
     saved: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
-    """`Call.backward`; ``names`` are those of the captured tensors among ``inputs``."""
+    """`Call.backward`; ``names`` has a name for each captured tensor among ``inputs``."""
     query, key, value, *captured = inputs
     others = (x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True))
     functions = without.with_arrays(captured, others)

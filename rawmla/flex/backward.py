@@ -1,4 +1,4 @@
-"""Gradients of flex attention: `flex_attention_backward`, from its arguments to the launch."""
+"""One call of `flex_attention_backward`, from its arguments to the launch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 from .. import jit
 from ..call import tracing
-from ..call.arrays import READERS, Fields, NewArray, address_of, aligned_strides, read_given
+from ..call.arrays import READERS, address_of, read_given
 from ..call.checks import as_bool, as_scale, check_kind
+from ..call.frameworks import Fields, NewArray, aligned_strides
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import mha_backward
 from ..kernels.block_mask import BlockLists, Grid, ListAddresses
 from ..kernels.flex_captured import CapturedGradient
 from ..kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
-from ..kernels.mha_backward_variants import ALL, BLOCK_ROWS, Needs
+from ..kernels.mha_backward_variants import BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
 from .arrays import (
     FP8,
@@ -32,102 +33,18 @@ from .arrays import (
     lists_of,
     recall_lists,
 )
-from .block_mask import lacks_columns, with_columns
-from .forward import hides_nothing, read_dense
+from .block_mask import lacks_columns, read_mask, with_columns
+from .forward import read_dense
 from .functions import as_reading, bound, check_on_device, header_of, packed_of, within_blocks
 from .mods import Reading, reading_of
 from .traced import between_graphs
 
-__all__ = ["backpropagate", "flex_attention_backward", "gradients"]
+__all__ = ["backpropagate", "gradients"]
 
 _FURTHER = ("key", "value", "grad_out", "out", "lse", "grad_lse", *[f"block_mask.{x}" for x in Q_LISTS])
 _SCRATCH_STEP = 128
 _MOST_KEYS = 128
 """Of a tile."""
-
-
-def flex_attention_backward(
-    grad_out: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    lse: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    *,
-    grad_lse: Any = None,
-    deterministic: bool | None = None,
-) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Gradients of `flex_attention`, from its results and their gradients.
-
-    Scores s are computed again as there. With `p = exp(s - lse)` where a key is attended, else 0, and
-    `DELTA = sum(grad_out * out) - grad_lse` of a row, the gradient of what score_mod gives is
-    `p * (grad_out @ value.T - DELTA)`, and ds what its derivative makes of it, 0 where nothing is attended.
-    `dq = scale * ds @ key`, `dk = scale * ds.T @ query`, `dv = p.T @ grad_out`, summed in float32 over what
-    shares a key: the heads of a group, and all requests where Bkv is 1. p and ds are rounded to the dtype of
-    query before their products. With score_mod, an lse beyond 2**14 * ln(2) in magnitude is computed again
-    from the scores, since float32 rounds it too much: a row may be filled whole with -1e9.
-
-    Parameters
-    ----------
-    grad_out : array
-        `[B, Hq, L, Ev]` in query's dtype, gradient of out.
-    query, key, value, score_mod, block_mask, scale, enable_gqa
-        As given to `flex_attention`; key and value in query's dtype. `CudaMod` has `grad`, and
-        `capture_grads` for arrays that have gradients. The lists by columns of block_mask (`q_num_blocks`,
-        `q_indices`, `full_q_num_blocks`, `full_q_indices`) say what is attended; where torch tensors or CuPy
-        arrays have none, they are made of those by rows.
-    out, lse : array
-        Its results, lse float32 `[B, Hq, L]` with any strides. out and grad_out are read where they lie under
-        the rules for query, or copied once.
-    grad_lse : array, optional
-        float32 `[B, Hq, L]`, gradient of lse; None: 0.
-    deterministic : bool, optional
-        dk and dv of the same call always have the same bits. With True, so have dq and the gradients of
-        captured arrays; else these are summed in any order. None is torch's
-        torch.use_deterministic_algorithms where query is a torch tensor, else False.
-
-    Returns
-    -------
-    dq, dk, dv : array
-        Of the shapes of query, key and value in their dtype, dimensions in the order of strides of these.
-    captured : dict of str to array
-        By the name of the variable, or in `CudaMod.captures`: the gradients of tensors that score_mod reads
-        and that require grad, and of other arrays in `CudaMod.capture_grads`. Of the array's shape and dtype,
-        contiguous; summed in float32. None of one that the result does not depend on.
-
-    Raises
-    ------
-    TypeError, ValueError, NotImplementedError, RawMLAError
-        As `flex_attention`; ValueError too where other arrays than these have no lists by columns, a CudaMod
-        no derivative, or a tensor that mask_mod reads requires grad. Raised before anything is allocated or
-        launched, but for lists by columns.
-
-    Notes
-    -----
-    Allocates the copies, the results and scratch: in float32, for each query row and head, rows rounded
-    up to 64, E rounded up to 64 (32 with some functions) and 2 numbers more, 3 with score_mod; a float32
-    number for each element of a captured gradient in another dtype. With `deterministic`: 5 bytes for
-    each block of the mask, and for each element of captured gradients 16, or 100 where one pass sums
-    them. Blocks that are no multiple of 64 x 128 take scratch as in `flex_attention`. Enqueues the
-    copies, also of lists as in `flex_attention`, and three kernels, with score_mod four, on the current
-    stream. For such blocks a clearing and two kernels are added, and as many with `deterministic` and a
-    mask; for captured gradients one kernel, and for each of them a clearing and, if it is not summed in
-    place, a kernel. With `deterministic` there is a second pass over the scores for captured gradients
-    where an element's index depends on both q_idx and kv_idx, and where they have more than 2**20
-    elements together or 2**39 terms. Never synchronises. Graph captures and torch.compile are as for
-    `flex_attention`.
-
-    The operation is what torch derives for its function flex_attention
-    (torch.nn.attention.flex_attention).
-    """
-    return gradients(
-        ALL, grad_out, query, key, value, out, lse, score_mod, block_mask, scale, enable_gqa, grad_lse,
-        deterministic,
-    )  # fmt: skip
 
 
 def gradients(
@@ -166,7 +83,7 @@ class _Inputs(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks."""
+    """Sizes and strides of arrays that passed the checks."""
 
     forward: FlexChecked
     strides: dict[str, Any]  # as `BackwardCall` names them
@@ -178,7 +95,7 @@ class _Checked(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What a call does."""
+    """How to run one kind of call: an allocator for its results, and a prepared launch."""
 
     allocate: Callable[[], list[Any]]
     """Makes what is needed of dq, dk, dv and the captured gradients, and the scratch, or None."""
@@ -217,9 +134,10 @@ def backpropagate(
     inputs = _Inputs(q, k, v, dout_view, out_view, lse_view, read_given(grad_lse, "grad_lse"))
     device, framework = q[4], q[5]
     recalled = None if block_mask is None else recall_lists(block_mask, framework, Q_LISTS)
+    by_columns = block_mask
     if lacks_columns(block_mask) and lists_of(block_mask) is not None:
-        block_mask = with_columns(block_mask)
-    lists = recalled or lists_of(block_mask, Q_LISTS)
+        by_columns = with_columns(block_mask)
+    lists = recalled or lists_of(by_columns, Q_LISTS)
     kind = (*[kind_of(view) for view in inputs], None if lists is None else lists.kind, enable_gqa)
     latest_kind, checked = _checked.latest
     if latest_kind != kind:
@@ -229,15 +147,15 @@ def backpropagate(
     if lists is not None and recalled is None:
         further += lists.views
         if checked.lists is not None and True not in checked.list_copies:
-            keep_lists(block_mask, lists, framework)
+            keep_lists(by_columns, lists, framework)
     for name, view in zip(_FURTHER, further, strict=False):
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
     score_read = as_reading(score_mod, "score_mod", device, backward=True)
     mask_read = None
-    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask_read = as_reading(block_mask.mask_mod, "mask_mod", device, backward=True)
+    if checked.lists is not None:
+        mask_read = read_mask(block_mask, device, backward=True)
     if checked.cut is not None:
         inside = within_blocks(mask_read and mask_read.mod(), checked.cut.given, by_columns=True)
         mask_read = reading_of(inside)
@@ -348,7 +266,7 @@ def _check(inputs: _Inputs, lists: GivenLists | None, enable_gqa: bool) -> _Chec
 
 
 def _by_token(strides: Sequence[int]) -> tuple[int, int, int]:
-    """Those of (request, head, token) as (request, token, head)."""
+    """Strides of (request, head, token) in the order (request, token, head)."""
     request, head, token = strides
     return request, token, head
 
@@ -436,8 +354,8 @@ def _addresses(checked: _Checked, inputs: _Inputs, results: Sequence[Any]) -> tu
 def _lists(
     checked: _Checked, lists: GivenLists | None, scratch: int, inputs: _Inputs
 ) -> tuple[list[Any], Sequence[int], int]:
-    """The lists that had to be copied, the addresses of those that are walked, and that of the states of the
-    given blocks where these are others; enqueues what makes them.
+    """Enqueue the copies of lists, and the kernels that bring them to other blocks. Returns the copies, which
+    the caller keeps alive, the addresses of the lists for the kernel, and the address of the block states.
     """
     alive: list[Any] = []
     of_lists = [0, 0, 0, 0]
@@ -470,7 +388,7 @@ def _by_columns(grid: Grid) -> Grid:
 
 
 def _lists_in_scratch(grid: Grid) -> BlockLists:
-    """How the lists by columns lie that the kernels of a call make."""
+    """The layout of the lists by columns that the kernels of a call write to its scratch."""
     rows, columns = grid.rows, grid.columns
     counts = (grid.heads * columns, columns, 1)
     lists = (grid.heads * rows * columns, rows * columns, rows)

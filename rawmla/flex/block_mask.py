@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .. import jit
 from ..call.checks import as_int, show
+from .block_lists import (
+    Lists,
+    check_lists,
+    dense_of,
+    listed,
+    numpy_of,
+    picture,
+    places_of,
+    transposed,
+)
+from .functions import as_reading, check_mask
+from .mods import Reading
 
 __all__ = [
-    *("BlockMask", "and_masks", "as_block_size", "as_ordinal", "lacks_columns", "noop_mask", "or_masks"),
-    "with_columns",
+    *("BlockMask", "and_masks", "as_block_size", "as_ordinal", "hides_nothing", "lacks_columns"),
+    *("noop_mask", "or_masks", "read_mask", "with_columns"),
 ]
 
 Mask = Callable[..., Any]
@@ -51,7 +64,7 @@ def and_masks(*mask_mods: Mask) -> Mask:
     Raises
     ------
     TypeError
-        One is no callable. CUDA text, also that of a `CudaMod`, is joined by ``&&``.
+        One is no callable. CUDA text, also in a `CudaMod`, is joined by ``&&``.
 
     Notes
     -----
@@ -85,7 +98,7 @@ def or_masks(*mask_mods: Mask) -> Mask:
     Raises
     ------
     TypeError
-        One is no callable. CUDA text, also that of a `CudaMod`, is joined by ``||``.
+        One is no callable. CUDA text, also in a `CudaMod`, is joined by ``||``.
 
     Notes
     -----
@@ -112,17 +125,10 @@ def _check_callable(mask_mods: Sequence[Any], operator: str) -> None:
             )
 
 
-class _Lists(NamedTuple):
-    """How many blocks each row of blocks has `[.., rows]`, and which `[.., rows, columns]`, int32."""
-
-    counts: Any
-    indices: Any
-
-
 class BlockMask:
     """The blocks of a mask: which are attended, and which of these without asking the mask function.
 
-    A *partial* block is in `kv_indices`: flex attention asks `mask_mod` for each of its positions. A *full*
+    A *partial* block is in `kv_indices`: flex attention calls `mask_mod` for each of its positions. A *full*
     one is in `full_kv_indices`: all its positions are attended. What is in neither list is not attended.
 
     Attributes
@@ -137,8 +143,8 @@ class BlockMask:
         them of those by rows.
     BLOCK_SIZE : (int, int)
         Query tokens and keys of a block.
-    mask_mod : callable or CudaMod
-        `mask_mod(b, h, q_idx, kv_idx)`.
+    mask_mod : callable, TracedMod, CudaMod or str
+        `mask_mod(b, h, q_idx, kv_idx)`. It is read once, see Notes.
 
     Notes
     -----
@@ -147,6 +153,12 @@ class BlockMask:
 
     Arrays are made with the framework of the lists, on its current stream; what reads them on the host says
     that it waits for the device.
+
+    `create_block_mask` reads the function, or else the first call with the mask. Later calls compute with the
+    numbers, tensor objects and sizes that the function read then, without a look at the function. A variable
+    of the function that gets another number or another tensor changes nothing: assign `mask_mod`, which the
+    next call reads again. Values of tensors are read when a kernel runs, so changes in place are seen. A mask
+    that is made of this one, by `to` or for other lengths, reads the function for itself.
     """
 
     def __init__(
@@ -169,7 +181,7 @@ class BlockMask:
             (q_num_blocks, q_indices, "q"),
             (full_q_num_blocks, full_q_indices, "full_q"),
         ):
-            _check_lists(counts, indices, name)
+            check_lists(counts, indices, name)
         if kv_num_blocks is None:
             raise ValueError("kv_num_blocks: expected an array, got None")
         self.seq_lengths = seq_lengths
@@ -201,17 +213,17 @@ class BlockMask:
             (kv_num_blocks, kv_indices, "kv"),
             (full_kv_num_blocks, full_kv_indices, "full_kv"),
         ):
-            _check_lists(counts, indices, name)
+            check_lists(counts, indices, name)
         q_size, kv_size = as_block_size(BLOCK_SIZE)
         rows, columns = kv_indices.shape[-2:]
         if seq_lengths is None:
             seq_lengths = (rows * q_size, columns * kv_size)
-        by_columns = full_by_columns = _Lists(None, None)
+        by_columns = full_by_columns = Lists(None, None)
         if compute_q_blocks:
             columns = -(-seq_lengths[1] // kv_size)
-            by_columns = _transposed(_Lists(kv_num_blocks, kv_indices), columns)
+            by_columns = transposed(Lists(kv_num_blocks, kv_indices), columns)
             if full_kv_num_blocks is not None:
-                full_by_columns = _transposed(_Lists(full_kv_num_blocks, full_kv_indices), columns)
+                full_by_columns = transposed(Lists(full_kv_num_blocks, full_kv_indices), columns)
         return cls(
             seq_lengths,
             kv_num_blocks,
@@ -225,6 +237,20 @@ class BlockMask:
             (q_size, kv_size),
             noop_mask if mask_mod is None else mask_mod,
         )
+
+    @property
+    def mask_mod(self) -> Any:
+        """The mask function."""
+        return self._mask_mod
+
+    @mask_mod.setter
+    def mask_mod(self, function: Any) -> None:
+        self._mask_mod = function
+        self._kept: tuple[int, Reading | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: all but the reading of the function."""
+        return {**self.__dict__, "_kept": None}
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The lengths, lists, block sizes and the function; lengths and sizes as pairs unless `flatten`."""
@@ -257,9 +283,9 @@ class BlockMask:
     def to_dense(self) -> Any:
         """int32 `[B, H, rows, columns]`, a new array: 1 where a block is attended. Does not wait."""
         columns = max(self.kv_indices.shape[-1], -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
-        dense = _dense(_Lists(self.kv_num_blocks, self.kv_indices), columns)
+        dense = dense_of(Lists(self.kv_num_blocks, self.kv_indices), columns)
         if self.full_kv_num_blocks is not None:
-            dense = dense | _dense(_Lists(self.full_kv_num_blocks, self.full_kv_indices), columns)
+            dense = dense | dense_of(Lists(self.full_kv_num_blocks, self.full_kv_indices), columns)
         return dense
 
     def to_string(self, grid_size: int | tuple[int, int] = PICTURE_SIDE, limit: int = PICTURES) -> str:
@@ -271,14 +297,14 @@ class BlockMask:
         dense = self.to_dense().tolist()
         batch = self.kv_indices.shape[:-2]
         pictures: list[str] = []
-        for place in _places(batch):
+        for place in places_of(batch):
             if len(pictures) == limit:
                 pictures.append("...")
                 break
             rows = dense
             for index in place:
                 rows = rows[index]
-            pictures.append("\n".join([str(place), *_picture(rows, grid_size)]))
+            pictures.append("\n".join([str(place), *picture(rows, grid_size)]))
         return "\n\n".join(pictures)
 
     def __str__(self) -> str:
@@ -301,14 +327,14 @@ class BlockMask:
         q_len, kv_len = self.seq_lengths
         if len(kept) == batch + 1:
             q_len = self._tokens_of(kept[batch])
-        return self._changed(lambda lists: _Lists(*[x[kept] for x in lists]), (q_len, kv_len), _unset_mask)
+        return self._changed(lambda lists: Lists(*[x[kept] for x in lists]), (q_len, kv_len), _unset_mask)
 
     def _changed(
-        self, change: Callable[[_Lists], _Lists], seq_lengths: tuple[int, int], mask_mod: Any
+        self, change: Callable[[Lists], Lists], seq_lengths: tuple[int, int], mask_mod: Any
     ) -> BlockMask:
         """The mask with other lists by rows."""
-        partial = change(_Lists(self.kv_num_blocks, self.kv_indices))
-        full = _Lists(self.full_kv_num_blocks, self.full_kv_indices)
+        partial = change(Lists(self.kv_num_blocks, self.kv_indices))
+        full = Lists(self.full_kv_num_blocks, self.full_kv_indices)
         if full.counts is not None:
             full = change(full)
         return BlockMask.from_kv_blocks(
@@ -340,8 +366,8 @@ class BlockMask:
         q_size, kv_size = self.BLOCK_SIZE
         rows, columns = -(-q_len // q_size), -(-kv_len // kv_size)
 
-        def cut(lists: _Lists) -> _Lists:
-            return _listed(_dense(_Lists(lists.counts[..., :rows], lists.indices[..., :rows, :]), columns))
+        def cut(lists: Lists) -> Lists:
+            return listed(dense_of(Lists(lists.counts[..., :rows], lists.indices[..., :rows, :]), columns))
 
         return self._changed(cut, (q_len, kv_len), self.mask_mod)
 
@@ -378,6 +404,31 @@ def with_columns(mask: Any) -> BlockMask:
     )  # fmt: skip
 
 
+def hides_nothing(mask_mod: Any) -> bool:
+    """Whether a function is `noop_mask`, or torch's of that name."""
+    if mask_mod is noop_mask:
+        return True
+    theirs = sys.modules.get("torch.nn.attention.flex_attention")
+    return mask_mod is getattr(theirs, "noop_mask", noop_mask)
+
+
+def read_mask(block_mask: Any, device: int, backward: bool = False) -> Reading | None:
+    """Read the function of a mask, unless the mask keeps a reading for this device. None where the function
+    hides nothing. With `backward`, check that the function reads nothing that requires grad.
+    """
+    kept = getattr(block_mask, "_kept", None)
+    if kept is None or kept[0] != device:
+        mask_mod = block_mask.mask_mod
+        reading = None if hides_nothing(mask_mod) else as_reading(mask_mod, "mask_mod", device)
+        kept = device, reading
+        if isinstance(block_mask, BlockMask):
+            block_mask._kept = kept
+    _, reading = kept
+    if backward and reading is not None:
+        check_mask(reading)
+    return reading
+
+
 def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
     """BLOCK_SIZE as (query tokens, keys)."""
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
@@ -391,7 +442,7 @@ def as_block_size(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def as_ordinal(device: Any) -> int:
-    """The ordinal of a CUDA device; that of the current one for None and "cuda"."""
+    """The ordinal of a CUDA device. None and "cuda" are the current device."""
     if device is None or device == "cuda":
         return jit.current_device()
     if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
@@ -432,58 +483,8 @@ def _check_rows(rows: Any) -> None:
     )
 
 
-def _check_lists(counts: Any, indices: Any, name: str) -> None:
-    if (counts is None) != (indices is None):
-        raise ValueError(f"{name}_num_blocks and {name}_indices: expected both or none of them")
-    if counts is not None and (len(indices.shape) < 2 or tuple(indices.shape[:-1]) != tuple(counts.shape)):
-        raise ValueError(
-            f"{name}_indices: expected shape [.., rows, columns] where {name}_num_blocks is [.., rows], got "
-            f"{list(indices.shape)} and {list(counts.shape)}"
-        )
-
-
-def _dense(lists: _Lists, columns: int) -> Any:
-    """int32 `[.., rows, columns]`: 1 where a block is in the lists."""
-    counts, indices = lists
-    wide = _zeros_like(indices, (*indices.shape[:-1], columns + 1))
-    width = indices.shape[-1]
-    order = _range_like(indices, width)
-    # Entries past the count mean nothing; those past the columns are dropped.
-    listed = (order < counts[..., None]) & (indices >= 0) & (indices < columns)
-    places = indices * listed + columns * ~listed
-    _put_ones(wide, places)
-    return wide[..., :columns]
-
-
-def _transposed(lists: _Lists, columns: int) -> _Lists:
-    """Lists by columns: of each of so many key blocks, its query blocks, ascending; others behind them."""
-    return _listed(_dense(lists, columns).swapaxes(-1, -2))
-
-
-def _listed(dense: Any) -> _Lists:
-    """Lists of the places of ones, ascending, with the others behind them."""
-    counts = dense.sum(-1)
-    return _Lists(
-        counts.int() if _numpy_of(dense) is None else counts.astype("int32"), _stable_order(1 - dense)
-    )
-
-
-# The few operations that torch names in another way than NumPy and CuPy do
-
-
-def _numpy_of(array: Any) -> Any:
-    """CuPy for an array of CuPy, NumPy for one of NumPy, as `rawmla.reference` has them; None for torch."""
-    if isinstance(array, np.ndarray):
-        return np
-    if not hasattr(array, "__cuda_array_interface__") or hasattr(array, "scatter_"):
-        return None
-    import cupy
-
-    return cupy
-
-
 def _moved(array: Any, device: Any) -> Any:
-    if _numpy_of(array) is None:
+    if numpy_of(array) is None:
         return array.to(device)
     if isinstance(array, np.ndarray) and str(device) == "cpu":
         return array
@@ -492,60 +493,3 @@ def _moved(array: Any, device: Any) -> Any:
 
     with cupy.cuda.Device(ordinal):
         return cupy.asarray(array)
-
-
-def _zeros_like(array: Any, shape: Sequence[int]) -> Any:
-    numpy = _numpy_of(array)
-    return array.new_zeros(tuple(shape)) if numpy is None else numpy.zeros(tuple(shape), "int32")
-
-
-def _range_like(array: Any, count: int) -> Any:
-    numpy = _numpy_of(array)
-    if numpy is not None:
-        return numpy.arange(count, dtype="int32")
-    import torch
-
-    return torch.arange(count, dtype=torch.int32, device=array.device)
-
-
-def _put_ones(array: Any, places: Any) -> None:
-    numpy = _numpy_of(array)
-    if numpy is None:
-        array.scatter_(-1, places.long(), 1)
-    else:
-        numpy.put_along_axis(array, places.astype("int64"), 1, axis=-1)
-
-
-def _stable_order(array: Any) -> Any:
-    if _numpy_of(array) is None:
-        return array.contiguous().argsort(dim=-1, stable=True).int()  # with the strides of what it sorts
-    return array.argsort(axis=-1, kind="stable").astype("int32")
-
-
-# ---- pictures
-
-
-def _places(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    places: list[tuple[int, ...]] = [()]
-    for extent in shape:
-        places = [(*place, index) for place in places for index in range(extent)]
-    return places
-
-
-def _picture(rows: list[list[int]], grid_size: int | tuple[int, int]) -> list[str]:
-    """Lines of a picture of a mask, each character the mean of some blocks."""
-    side = grid_size if isinstance(grid_size, tuple) else (grid_size, grid_size)
-    height, width = len(rows), len(rows[0]) if rows else 0
-    row_step, column_step = (
-        max(1, -(-extent // most)) if most > 0 else 1
-        for extent, most in zip((height, width), side, strict=True)
-    )
-    lines = []
-    for top in range(0, height, row_step):
-        line = ""
-        for left in range(0, width, column_step):
-            cells = [x for row in rows[top : top + row_step] for x in row[left : left + column_step]]
-            attended = sum(cells)
-            line += "█" if attended == len(cells) else "░" if attended else " "
-        lines.append(line)
-    return lines

@@ -16,8 +16,8 @@ _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 
 
 class CodeNames:
-    """What code names, with the functions in it. One for all code that is equal: known by identity, which
-    costs less than to hash code.
+    """The names in a code object and in the functions inside of it. Equal code shares one, which is compared
+    by identity, because hashing code is slow.
 
     Attributes
     ----------

@@ -1,15 +1,14 @@
-"""Flex attention: `flex_attention`, from its arguments to the launch."""
+"""One call of `flex_attention`, from its arguments to the launch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..call import tracing
-from ..call.arrays import READERS, Fields, NeedsGradient, NewArray, read_given
+from ..call.arrays import READERS, needs_gradient, read_given
 from ..call.checks import as_bool, as_scale, show
+from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo, kind_of
 from ..kernels import block_mask as mask_kernels
 from ..kernels import mha_forward
@@ -26,23 +25,23 @@ from .arrays import (
     lists_of,
     recall_lists,
 )
-from .block_mask import noop_mask
+from .block_mask import read_mask
 from .functions import (
     IDENTITY,
     Bound,
-    as_bound,
     as_reading,
+    bound,
     check_on_device,
     header_of,
     packed_of,
+    reads_gradient,
     within_blocks,
 )
 from .mods import reading_of
-from .traced import between_graphs
 
 __all__ = [
     *("AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options"),
-    *("flex_attention", "hides_nothing", "read_dense", "wanted"),
+    *("read_dense", "wanted"),
 ]
 
 
@@ -69,133 +68,11 @@ _SCRATCH_STEP = 16
 _FURTHER = ("key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
 
 
-def flex_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any = None,
-    block_mask: Any = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
-    *,
-    return_aux: Any = None,
-    deterministic: bool | None = None,
-    out: Any = None,
-) -> Any:
-    """Attention with a score function and a mask of the caller's, which become part of the kernel.
-
-    For every request b, query head h, query token and key: `s = scale * q @ k` in float32, then
-    `s = score_mod(s, b, h, q_idx, kv_idx)`; positions outside of the listed blocks of `block_mask`, and those
-    of its partial blocks for which `mask_mod(b, h, q_idx, kv_idx)` is False, are left out; then
-    `lse = log(sum(exp(s)))` and `out = exp(s - lse) @ v`. Products take query's dtype and add up in float32,
-    and probabilities are rounded to it before the second product.
-
-    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory. All,
-    also those that the functions read, are on the device of `query`. Arrays of two frameworks in one call
-    need the same current stream in both. Strides are in elements.
-
-    Parameters
-    ----------
-    query : array
-        bfloat16 or float16 `[B, Hq, L, E]`, E 1 to 256.
-    key, value : array
-        `[Bkv, Hkv, S, E]` and `[Bkv, Hkv, S, Ev]` in query's dtype, Ev 1 to 256. Bkv is B, or 1: then all
-        requests read the same. With `enable_gqa` query head h reads KV head `h // (Hq / Hkv)`, and Hq is a
-        multiple of Hkv. Torch tensors of float8_e4m3fn or float8_e5m2 too, which are converted once.
-        query, key and value are read where they lie if their last dimension is contiguous, their address a
-        multiple of 16 bytes, and every other stride 0 or a positive multiple of 8. Any other one is copied
-        once, on the same stream.
-    score_mod : callable, CudaMod or str, optional
-        `score_mod(score, b, h, q_idx, kv_idx)`, score in natural units. A Python function works on 0-d torch
-        tensors and is traced (torch is needed for it); `CudaMod` and its text are CUDA C++. Numbers and
-        tensors that it closes over are read at every call, and others need no new kernel.
-    block_mask : BlockMask, optional
-        Of rawmla, or torch's. Its `seq_lengths` are (L, S). Batch and head are taken modulo those of its
-        lists. Blocks of a multiple of 128 tokens are fast; others, of multiples of 16, are brought to 128
-        at every call. Lists in another dtype than int32, and lists of blocks whose last dimension is not
-        contiguous, are copied at every call. V of a listed block has to be finite. None: everything is
-        attended.
-    scale : float, optional
-        Finite, of magnitude 2**127 at most; None is `E**-0.5`.
-    enable_gqa : bool
-        Hq may be a multiple of Hkv.
-    return_lse : bool
-        Give (out, lse). Not together with `return_aux`.
-    kernel_options : dict, optional
-        torch's promises and tuning names, which change nothing here; BACKEND only as "AUTO".
-    return_aux : AuxRequest, optional
-        Which of lse and max_scores to give: (out, AuxOutput). torch's AuxRequest too.
-    deterministic : bool, optional
-        Whether dq and captured gradients, too, have the same bits always; results, dk and dv of the same call
-        do. None follows torch's switch, as the backward pass finds it.
-    out : array, optional
-        `[B, Hq, L, Ev]` in query's dtype, written and returned. Never copied: 16-byte aligned, last dimension
-        contiguous, other strides positive multiples of 8, no element twice. It must not overlap an input.
-        None where a gradient is needed.
-
-    Returns
-    -------
-    out : array
-        `[B, Hq, L, Ev]` in query's dtype. A fresh one has its dimensions in the order of strides of `query`;
-        where Ev is no multiple of 8, its rows are padded to one. 0 in a row with nothing to attend.
-    lse, max_scores : array
-        float32 `[B, Hq, L]`, natural logarithm of the sum of exponentials, and largest score, after score_mod
-        and masks; -inf in a row with nothing to attend.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
-        gradient is needed that there is none of. Raised before anything is allocated or launched.
-    NotImplementedError
-        A Python function calls an operator that kernels do not have; the text names both. Or query, key or
-        value is a nested tensor, or the call is under make_fx, torch.export or a FakeTensorMode.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, torch, a compiled kernel inside a graph capture;
-        or that CUDA text does not compile, with the caller's line.
-
-    Notes
-    -----
-    Allocates the copies that are named above, the results, and scratch with the framework of `query`: 16
-    bytes, and with blocks that are brought to 128 one byte for each block of the mask and 8 bytes for each of
-    128. Enqueues the copies, the clearing of scratch and one kernel, with such blocks three, on the current
-    stream. Never synchronises, never reads a list or a captured array on the host.
-
-    Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
-    torch that requires grad, out and lse have a graph, max_scores has none. Query, key and value then are
-    tensors of torch and none is float8. score_mod as a `CudaMod` has `grad`, and `capture_grads` of what
-    requires grad. What mask_mod reads requires none. Where block_mask has no lists by columns, the backward
-    makes them. Saved for the backward are inputs, out, lse, the lists, and what the functions read in this
-    call. There is no second derivative.
-
-    torch.compile runs the call between two graphs, through which gradients go.
-
-    Inside a CUDA-graph capture nothing is compiled: a kernel that no call and no `rawmla.warmup_call` has
-    loaded is a `KernelNotReadyError`. Replays follow lists and captured arrays that changed in place. Kernels
-    that were launched there stay loaded until the process ends.
-
-    The operation is the function of this name in torch (torch.nn.attention.flex_attention).
-
-    Examples
-    --------
-    >>> mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 8192, 8192)
-    >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
-    """
-    call = between_graphs().attend if tracing.is_traced(query) else attend
-    return call(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-        deterministic, out,
-    )  # fmt: skip
-
-
 def attend(*arguments: Any) -> Any:
-    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs it."""
-    try:
-        return attend_alone(*arguments)
-    except NeedsGradient:
-        pass
+    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs one."""
+    results = attend_alone(*arguments)
+    if results is not None:
+        return results
     from .autograd import attention  # imports torch
 
     return attention(*arguments)
@@ -215,7 +92,7 @@ def attend_alone(
     deterministic: bool | None,
     out: Any,
 ) -> Any:
-    """`flex_attention` without a graph."""
+    """`flex_attention` without a graph; None where a tensor that the call reads needs one."""
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
@@ -223,6 +100,8 @@ def attend_alone(
     wants_lse, wants_max = wanted(return_lse, return_aux)
     check_options(kernel_options)
     scale = None if scale is None else as_scale(scale)
+    if needs_gradient(query, key, value, out):
+        return None
     q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
     out_view = read_given(out, "out")
     device, framework = q[4], q[5]
@@ -244,21 +123,21 @@ def attend_alone(
         if view is not None and view[5] is not framework:
             check_on_device(name, view, device, framework)
 
-    mask_mod = None
-    if checked.lists is not None and not hides_nothing(block_mask.mask_mod):
-        mask_mod = block_mask.mask_mod
+    score_read, mask_read = as_reading(score_mod, "score_mod", device), None
+    if checked.lists is not None:
+        mask_read = read_mask(block_mask, device)
+    if reads_gradient(score_read) or reads_gradient(mask_read):
+        return None
     if checked.cut is not None:
-        mask_read = as_reading(mask_mod, "mask_mod", device)
-        mask_mod = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
+        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
     if not checked.scores:
-        as_reading(score_mod, "score_mod", device)  # to check it; arrays that it reads may be empty
-        score_mod = None
+        score_read = None  # what it reads may be empty
     if scale is None:
         scale = checked.default_scale
-    if score_mod is None and scale <= 0:
-        score_mod = IDENTITY  # softmax looks for maxima of unscaled scores
-    score = as_bound(score_mod, "score_mod", device, framework)
-    mask = as_bound(mask_mod, "mask_mod", device, framework)
+    if score_read is None and scale <= 0:
+        score_read = IDENTITY  # softmax looks for maxima of unscaled scores
+    score = bound(score_read, "score_mod", device, framework)
+    mask = bound(mask_read, "mask_mod", device, framework)
     variants = score and score.form.variant, mask and mask.form.variant
     call_key = (*variants, scale, wants_lse, wants_max)
     prepared = checked.calls.get(call_key) or checked.calls.keep(
@@ -281,14 +160,6 @@ def attend_alone(
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
-
-
-def hides_nothing(mask_mod: Any) -> bool:
-    """Whether a function is `noop_mask`, or torch's of that name."""
-    if mask_mod is noop_mask:
-        return True
-    theirs = sys.modules.get("torch.nn.attention.flex_attention")
-    return mask_mod is getattr(theirs, "noop_mask", noop_mask)
 
 
 def read_dense(x: Any, name: str) -> Fields:
@@ -330,7 +201,7 @@ def check_options(options: dict[str, Any] | None) -> None:
 
 
 class _Prepared(NamedTuple):
-    """What a call does."""
+    """How to run one kind of call: an allocator for its results, and a prepared launch."""
 
     allocate: Callable[[], list[Any]]
     """Makes out, unless it is given, lse and max_scores where they are wanted, and the scratch, or None."""
@@ -412,7 +283,7 @@ def _prepare(
 
 
 def _lists_in_scratch(grid: Grid) -> BlockLists:
-    """How the lists lie that the kernels of a call make."""
+    """The layout of the lists that the kernels of a call write to its scratch."""
     rows, columns = grid.rows, grid.columns
     counts = (grid.heads * rows, rows, 1)
     lists = (grid.heads * rows * columns, rows * columns, columns)

@@ -1,20 +1,19 @@
-"""Score and mask functions of a call: Python callables, `CudaMod` or CUDA text, as a kernel takes them."""
+"""Score and mask functions of a call: Python callables, `TracedMod`, `CudaMod` or text, for a kernel."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import FunctionType
 from typing import Any, NamedTuple
 
-from ..call.arrays import READERS, WITH_BACKWARD, Framework, NeedsGradient, contiguous_strides
+from ..call.arrays import READERS, needs_gradient
 from ..call.checks import INT32_MAX, check_place, show
+from ..call.frameworks import WITH_BACKWARD, Framework, contiguous_strides
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
+from .header import HEADER_NAME, header
 from .mods import (
-    HEADER_NAME,
     NO_BYTES,
     NO_FUNCTION,
     Capture,
@@ -25,14 +24,13 @@ from .mods import (
     Number,
     Place,
     Reading,
-    header,
+    TracedMod,
     reading_of,
 )
-from .recall import keep_bound, objects_of, recall_bound, states_of
 
 __all__ = [
-    *("IDENTITY", "Bound", "as_bound", "as_reading", "bound", "check_on_device", "header_of", "packed_of"),
-    "within_blocks",
+    *("IDENTITY", "Bound", "as_reading", "bound", "check_mask", "check_numbers", "check_on_device"),
+    *("header_of", "packed_of", "reads_gradient", "traced", "within_blocks"),
 ]
 
 IDENTITY = reading_of(Mod("return score;", (), (), NO_FUNCTION))
@@ -40,9 +38,8 @@ IDENTITY = reading_of(Mod("return score;", (), (), NO_FUNCTION))
 
 
 def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -> Reading | None:
-    """A function that a user gave, traced if it is one of Python, and what it reads now; None for None, and a
-    `Reading` as it is. With `backward`, a score function has gradients, and a mask function has to read
-    nothing that requires grad.
+    """Read a function that a user gave, tracing one of Python. None is None, and a `Reading` stays as it is.
+    With `backward`, a score function has gradients.
 
     Raises
     ------
@@ -51,13 +48,17 @@ def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -
     MissingDependencyError
         It is a Python function, and torch, which traces it, is not installed.
     NotImplementedError, ValueError
-        As `rawmla.flex.trace.trace`, and `CudaMod.mod`; `NeedsGradient` without `backward`.
+        As `rawmla.flex.trace.trace`, and `CudaMod.mod`.
     """
     if function is None:
         return None
     with_gradients = backward and kind == "score_mod"
     if isinstance(function, Reading):
         reading = function
+    elif isinstance(function, TracedMod):
+        if function.kind != kind:
+            raise TypeError(f"{kind}: expected a function of this kind, got a TracedMod of a {function.kind}")
+        reading = function.reading(with_gradients)
     elif isinstance(function, (CudaMod, str)):
         given = CudaMod(function) if isinstance(function, str) else function
         reading = reading_of(given.mod(with_gradients))
@@ -65,16 +66,12 @@ def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -
         reading = _tracer(kind, device, with_gradients)(function)
     else:
         raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    if not with_gradients:
-        _check_numbers(reading.sources, kind)
-        if backward:
-            _check_mask(reading)
     return reading
 
 
 @lru_cache(maxsize=256)
 def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]:
-    """What traces functions of a kind that read tensors of the device."""
+    """The function that traces functions of a kind, whose tensors are on the device."""
     try:
         import torch
     except ImportError as error:
@@ -88,19 +85,39 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]
     return lambda function: memo.read(function, kind, place, backward)
 
 
-def _check_numbers(sources: Sequence[Any], kind: Kind) -> None:
+def traced(function: Any, kind: Kind, device: int) -> TracedMod:
+    """`rawmla.trace_mod` for an ordinal of a device."""
+    if kind not in ("score_mod", "mask_mod"):
+        raise ValueError(f"kind: expected 'score_mod' or 'mask_mod', got {kind!r}")
+    if isinstance(function, (CudaMod, TracedMod)) or not callable(function):
+        raise TypeError(f"function: expected a Python function, got {show(function)}")
+    reading = _tracer(kind, device, False)(function)
+    gradients: Any = None
+    if kind == "score_mod":
+        try:
+            gradients = _tracer(kind, device, True)(function)
+        except (NotImplementedError, ValueError) as error:
+            gradients = type(error)(*error.args)  # without the frames of its traceback
+    from .names import names_of
+
+    return TracedMod(kind, reading, names_of(function, reading.arrays), gradients)
+
+
+def reads_gradient(reading: Reading | None) -> bool:
+    """Whether torch makes a graph of a call that reads this function."""
+    return reading is not None and needs_gradient(*reading.arrays, *reading.sources)
+
+
+def check_numbers(reading: Reading, kind: Kind) -> None:
     """Check that numbers need no gradient. Those on the CPU are no arrays that a reader sees."""
-    if (
-        True in [getattr(source, "requires_grad", False) for source in sources]
-        and sys.modules["torch"].is_grad_enabled()
-    ):
-        raise NeedsGradient(
+    if needs_gradient(*reading.sources):
+        raise ValueError(
             f"{kind}: expected captured numbers that need no gradient here, got requires_grad=True with grad "
             f"enabled; call under torch.no_grad(). {WITH_BACKWARD}"
         )
 
 
-def _check_mask(reading: Reading) -> None:
+def check_mask(reading: Reading) -> None:
     """Check that a mask function reads nothing that requires grad."""
     for source in (*reading.arrays, *reading.sources):
         if getattr(source, "requires_grad", False):
@@ -111,7 +128,7 @@ def _check_mask(reading: Reading) -> None:
 
 
 class Bound(NamedTuple):
-    """A function with what it reads in a call."""
+    """A function with the addresses and numbers of a call."""
 
     form: Form
     addresses: list[int]  # of its arrays
@@ -126,55 +143,39 @@ class Bound(NamedTuple):
 
 
 def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
-    """A function of a call with where its arrays lie and the values of its numbers; None for None. Arrays of
-    a function with gradients are read without their own: theirs are results.
+    """Bind a function to the addresses of its arrays and the values of its numbers, as they are in this call;
+    None is None. A function with gradients reads its arrays without a graph, since their gradients are
+    results.
 
     Raises
     ------
     TypeError, ValueError
-        An array cannot be read, lies on another device, or has a size that no kernel takes.
+        An array cannot be read, is on another device, or has a size that no kernel takes.
     """
     if reading is None:
         return None
     frame, arrays, sources = reading
     name = f"{kind}: an array that it reads"
     addresses: list[int] = []
-    lie: tuple[Any, ...] = ()
+    kinds: tuple[Any, ...] = ()
     for array in arrays:
         if array.__class__ is Place:
-            ptr, shape, strides = array
+            (ptr, shape, strides), dtype = array, "uint8"
         else:
             if frame.mod.backward is not None and getattr(array, "requires_grad", False):
                 array = array.detach()
-            ptr, shape, strides, _, on, of, _ = view = READERS[type(array)](array, name)
+            ptr, shape, strides, dtype, on, of, _ = view = READERS[type(array)](array, name)
             if on != device or of is not framework:
                 check_on_device(name, view, device, framework)
         addresses.append(ptr)
-        lie += (shape, strides)
+        kinds += (shape, strides, dtype)
     numbers = [x if isinstance(x, (int, float)) else x.item() for x in sources]
-    form = frame.forms.get(lie)
+    form = frame.forms.get(kinds)
     if form is None:
-        for shape in lie[::2]:
-            _check_sizes(shape, name)
-        form = frame.make_form(lie)
+        for capture, shape, dtype in zip(frame.mod.captures, kinds[::3], kinds[2::3], strict=True):
+            _check_capture(capture, shape, dtype, name)
+        form = frame.make_form(kinds)
     return Bound(form, addresses, numbers, form.pack(addresses, numbers))
-
-
-def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Bound | None:
-    """`bound` of `as_reading`, for calls without gradients; found again where a Python function reads the
-    very objects of an earlier call.
-    """
-    objects = objects_of(function) if type(function) is FunctionType else None
-    if objects is None:
-        return bound(as_reading(function, kind, device), kind, device, framework)
-    recalled: Bound | None = recall_bound(objects, kind, device, framework)
-    if recalled is not None:
-        return recalled
-    states = states_of(objects)
-    reading = as_reading(function, kind, device)
-    result = bound(reading, kind, device, framework)
-    keep_bound(function, objects, states, kind, device, framework, reading, result)
-    return result
 
 
 def packed_of(function: Bound | None) -> bytes:
@@ -182,7 +183,17 @@ def packed_of(function: Bound | None) -> bytes:
     return NO_BYTES if function is None else function.packed
 
 
-def _check_sizes(shape: Sequence[int], name: str) -> None:
+def _check_capture(capture: Capture, shape: Sequence[int], dtype: str, name: str) -> None:
+    """Check an array against the text, which may be older than its dtype and shape."""
+    if dtype != capture.dtype:
+        raise TypeError(
+            f"{name}: expected dtype {capture.dtype}, as when the function was traced, got {dtype}"
+        )
+    if len(shape) != capture.rank:
+        raise ValueError(
+            f"{name}: expected {capture.rank} dimensions, as when the function was traced, got shape "
+            f"{list(shape)}"
+        )
     if not all(0 < size <= INT32_MAX for size in shape):
         raise ValueError(f"{name}: expected dimensions of 1 to 2**31 - 1, got shape {list(shape)}")
 
@@ -199,17 +210,17 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
     if given_framework is framework or framework.current_stream(device) == NO_LAUNCH:
         if view[4] != device:
             raise ValueError(
-                f"{name}: expected an array on device cuda:{device}, that of query, got cuda:{view[4]}"
+                f"{name}: expected an array on device cuda:{device}, as query is, got cuda:{view[4]}"
             )
     else:
         check_place(name, view, device, framework, "query")
 
 
 def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
-    """The mask function that hides what lies in an empty block of the grid and shows what lies in a full one,
-    asking ``mask`` in partial ones. The last array that it reads has the states of the blocks
+    """The mask function that hides each position in an empty block of the grid, shows each in a full block,
+    and calls ``mask`` in a partial one. The last array that it reads has the states of the blocks
     (cuda_src/flex/block_states.cuh), at an address that is still to be put in its `Place`. With
-    ``by_columns`` those of a column of blocks lie one after the other.
+    ``by_columns`` the states of one column of blocks are consecutive.
     """
     captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
     batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]

@@ -3,8 +3,8 @@
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
 functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
 value. The functions of a few modules are trusted to give the same for the same arguments. A function that
-reads anything else, such as an object, a module or a class of a user's, the time, or how a tensor lies in
-memory, is traced at every call.
+reads anything else, such as an object, a module or a class of a user's, the time, or the layout of a
+tensor in memory, is traced at every call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import count, repeat
 from typing import Any, Literal, NamedTuple
 
@@ -25,27 +25,33 @@ from .code import Chain, CodeNames, names_in
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["read", "reads_of", "stands_alone"]
+__all__ = ["read"]
 
 MAX_TRACES = 256
 MAX_COMPARED = 10_000
-"""Objects that a function reads: to compare more takes milliseconds, as a trace does."""
+"""Objects of a function that are compared at most: more of them take milliseconds, as a trace does."""
 
 
 class _Unknown(Exception):
-    """What a function reads cannot be compared."""
+    """A function reads an object that cannot be compared."""
 
 
 class _Kept:
-    """A trace without the caller's tensors: it has their places among those that the function reads."""
+    """A trace without the caller's tensors: it has their places among those that the function reads.
 
-    __slots__ = ("captures", "frame", "numbers", "used", "without_tensors")
+    Attributes
+    ----------
+    fixed : tuple or None
+        The values of the numbers; None where a tensor has one.
+    """
+
+    __slots__ = ("captures", "fixed", "frame", "numbers", "used")
 
     def __init__(self, frame: Frame, captures: list[int], numbers: list[_Number]) -> None:
         self.frame = frame
         self.captures = captures
         self.numbers = numbers
-        self.without_tensors = Reading(frame, (), tuple([value for value, _ in numbers]))
+        self.fixed = tuple([x.value for x in numbers]) if all(x.place is None for x in numbers) else None
         self.used = next(_clock)
 
 
@@ -66,7 +72,9 @@ def read(
     device: Any,
     backward: bool = False,
 ) -> Reading:
-    """What stays of a function, and what it reads now; arguments and errors as of `trace`."""
+    """Read a function: its kept trace, or a new one, with the tensors and numbers that it reads now.
+    Arguments and errors are as for `trace`.
+    """
     look = _Look()
     tensors = look.tensors
     try:
@@ -79,13 +87,10 @@ def read(
         _keep(key, reading, tensors)
         return reading
     found.used = next(_clock)
-    if not tensors:
-        return found.without_tensors
-    return Reading(
-        found.frame,
-        [tensors[place] for place in found.captures],
-        found.numbers and [value if place is None else tensors[place] for value, place in found.numbers],
-    )
+    sources: Sequence[Any] | None = found.fixed
+    if sources is None:
+        sources = [value if place is None else tensors[place] for value, place in found.numbers]
+    return Reading(found.frame, [tensors[place] for place in found.captures], sources)
 
 
 def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
@@ -113,19 +118,16 @@ class _Look:
     ----------
     tensors : list
         Those that it found.
-    values : list
-        Those that it found in modules: the module, the name, and the value.
     around : list
         The functions that are being described, one inside of the other.
     left : int
         Objects that it may still compare.
     """
 
-    __slots__ = ("around", "left", "tensors", "values")
+    __slots__ = ("around", "left", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.values: list[tuple[types.ModuleType, str, Any]] = []
         self.around: list[types.FunctionType] = []
         self.left = MAX_COMPARED
 
@@ -178,12 +180,7 @@ def _described_variable(x: Any, chains: tuple[Chain, ...], look: _Look) -> Any:
 
 
 def _described_module(x: types.ModuleType, chains: tuple[Chain, ...], look: _Look) -> Any:
-    described = []
-    for module, name in _values_of(x, chains):
-        value = getattr(module, name)
-        look.values.append((module, name, value))
-        described.append(_described(value, look))
-    return (x, *described)
+    return (x, *[_described(getattr(module, name), look) for module, name in _values_of(x, chains)])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -382,24 +379,3 @@ _NOT_KNOWN = (_Unknown, AttributeError, KeyError, RecursionError, TypeError, Val
 """What `_described` raises where a function reads what cannot be compared: a name that there is not, a
 container that holds itself, what cannot be hashed, a variable without a value yet.
 """
-
-_ALONE = {_described_value, _described_float, _described_trusted, _described_operator}
-
-
-def stands_alone(x: Any) -> bool:
-    """Whether an object that a function reads cannot change while it stays the same object. A module counts
-    as such: `reads_of` lists what a function reads from it.
-    """
-    return type(x) is types.ModuleType or _BY_CLASS[type(x)] in _ALONE
-
-
-def reads_of(function: types.FunctionType) -> list[tuple[types.ModuleType, str, Any]] | None:
-    """What a function reads of modules besides functions that are trusted: the module, the name, and what is
-    there. None for a function that reads what cannot be compared.
-    """
-    look = _Look()
-    try:
-        _described(function, look)
-    except _NOT_KNOWN:
-        return None
-    return look.values

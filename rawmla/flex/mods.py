@@ -16,12 +16,11 @@ from ..call.arrays import inspect, is_array
 from ..call.memo import Memo
 
 __all__ = [
-    *("ELEMENTS", "HEADER_NAME", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
-    *("Number", "Place", "Reading", "Site", "Variant", "header", "reading_of"),
+    *("ELEMENTS", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
+    *("Number", "Place", "Reading", "Site", "TracedMod", "Variant", "reading_of"),
 ]
 
 Kind = Literal["score_mod", "mask_mod"]
-HEADER_NAME = "user/mods.cuh"
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod", "gradient_sink"}
 ELEMENTS = {
@@ -40,7 +39,7 @@ ELEMENTS = {
 
 
 Layout = Literal["kAny", "kSmall", "kSmallRows"]
-"""How a captured array lies: the enum of this name in cuda_src/flex/mods.cuh."""
+"""The layout of a captured array: the enum of this name in cuda_src/flex/mods.cuh."""
 
 
 class Capture(NamedTuple):
@@ -117,9 +116,9 @@ class CudaMod:
         functions only.
     capture_grads : mapping of str to (str, str), optional
         By the name of a floating-point array in `captures` what a score adds to its gradient: indices such
-        as ``"h, q_idx"``, by the rules of those of a reading, and an expression, which can use ``grad`` too.
-        A sequence of such pairs where the array is read at several places. Wanted for tensors of torch that
-        require grad; arrays that are no tensors and are named here have gradients too.
+        as ``"h, q_idx"``, by the rules for indices of a reading, and an expression, which can use ``grad``
+        too. A sequence of such pairs where the array is read at several places. Wanted for tensors of torch
+        that require grad; arrays that are no tensors and are named here have gradients too.
 
     Raises
     ------
@@ -130,8 +129,8 @@ class CudaMod:
 
     Notes
     -----
-    The code is compiled as it stands and runs on the GPU with all that a kernel may do: take none from whom
-    you would not take a program.
+    The code is compiled unchanged and runs on the GPU with full access to its memory. Treat it like any
+    program: do not use code from a source that you do not trust.
     """
 
     def __init__(
@@ -183,8 +182,8 @@ class CudaMod:
         places: dict[str, int] = {}
         for name, capture in self.captures.items():
             if is_array(capture):
-                may_require_grad = backward and getattr(capture, "requires_grad", False)
-                view = inspect(capture.detach() if may_require_grad else capture, f"captures: {name}")
+                requires_grad = getattr(capture, "requires_grad", False)
+                view = inspect(capture.detach() if requires_grad else capture, f"captures: {name}")
                 if view.dtype not in ELEMENTS:
                     raise TypeError(f"captures: expected {name} to be of another dtype, got {view.dtype}")
                 at = f"mod.t{len(captures)}"
@@ -271,78 +270,8 @@ def _pairs(name: Any, given: Any) -> tuple[tuple[str, str], ...]:
 # ---- what a variant of the kernel is made of
 
 
-def header(score: Mod | None, mask: Mod | None) -> str:
-    """The text of the header `HEADER_NAME`: the types ScoreMod and MaskMod."""
-    return "\n".join(
-        [
-            "#pragma once",
-            '#include "flex/mods.cuh"',
-            *_type_of("ScoreMod", score, "float", "float score, ", "score"),
-            *_type_of("MaskMod", mask, "bool", "", "true"),
-            "",
-        ]
-    )
-
-
-def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) -> list[str]:
-    """A type with the captures and numbers of a function as members, which is called as the function is."""
-    fields = []
-    backward = mod.backward if mod is not None else NO_FUNCTION if first else None
-    if mod is not None:
-        fields = [
-            f"Captured<{ELEMENTS[c.dtype]}, {c.rank}, Layout::{c.layout}> t{i};"
-            for i, c in enumerate(mod.captures)
-        ]
-        fields += [f"{'i64' if n.is_integer else 'float'} n{i};" for i, n in enumerate(mod.numbers)]
-    if backward is not None:
-        fields.append(f"float* gradients[{max(1, len(backward.gradients))}];")
-    arguments = f"{first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len"
-    head = f"[[maybe_unused]] const {name}& mod = *this;"
-    return [
-        f"struct {name} {{",
-        f"static constexpr bool kIsThere = {'false' if mod is None else 'true'};",
-        *([] if backward is None else _facts_of(backward)),
-        *(fields or ["i64 nothing;"]),
-        f"__device__ __forceinline__ {result} operator()({arguments}) const {{",
-        head,
-        f"return {neutral};" if mod is None else mod.text,
-        "}",
-        *([] if backward is None else _methods_of(backward, arguments, head)),
-        "};",
-    ]
-
-
-def _facts_of(backward: Backward) -> list[str]:
-    """What a kernel can know of gradients while it is compiled."""
-    bools = {False: "false", True: "true"}
-    sites = [f"{{{x.gradient}, {bools[x.by_q]}, {bools[x.by_kv]}}}" for x in backward.sites]
-    return [
-        f"static constexpr bool kDerivativeIsOne = {bools[backward.is_one]};",
-        f"static constexpr int kGradients = {len(backward.gradients)};",
-        f"static constexpr int kSites = {len(sites)};",
-        f"static constexpr Site kSite[{max(1, len(sites))}] = {{{', '.join(sites)}}};",
-    ]
-
-
-def _methods_of(backward: Backward, arguments: str, head: str) -> list[str]:
-    """The functions that cuda_src/flex/mods.cuh describes at `Site`."""
-    return [
-        f"__device__ __forceinline__ ValueAndDerivative value_and_derivative({arguments}) const {{",
-        head,
-        "[[maybe_unused]] constexpr float grad = 1.0f;",
-        backward.text,
-        "}",
-        "template <class Sink>",
-        "__device__ __forceinline__ void captured_gradients(",
-        f"    [[maybe_unused]] float grad, {arguments}, [[maybe_unused]] Sink& gradient_sink) const {{",
-        head,
-        backward.captured,
-        "}",
-    ]
-
-
 class Place(NamedTuple):
-    """Where a captured array lies: strides in elements."""
+    """The address and the layout of a captured array, strides in elements."""
 
     ptr: int
     shape: Sequence[int]
@@ -360,18 +289,18 @@ class Place(NamedTuple):
 
 
 NO_BYTES = bytes(8)
-"""Of a ScoreMod or MaskMod without a function."""
+"""The bytes of a ScoreMod or MaskMod without a function."""
 
 
 class Reading(NamedTuple):
-    """A function as a call finds it: what it reads now, apart from the rest."""
+    """A function together with the arrays and the numbers that it reads in a call."""
 
     frame: Frame
     arrays: Sequence[Any]  # by captures
     sources: Sequence[Any]  # by numbers: Python numbers, or 0-d tensors of the CPU
 
     def mod(self) -> Mod:
-        """All of it together."""
+        """The function with its arrays and numbers in their places."""
         text, captures, numbers, backward = self.frame.mod
         return Mod(
             text,
@@ -382,23 +311,88 @@ class Reading(NamedTuple):
 
 
 def reading_of(mod: Mod) -> Reading:
-    """A function that was just traced or written, taken apart."""
+    """Take a function apart that was just traced or written."""
     text, captures, numbers, backward = mod
     without = tuple([x._replace(array=None, layout="kAny") for x in captures])
     frame = _frame(Mod(text, without, tuple([x._replace(source=0) for x in numbers]), backward))
     return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
 
 
+class TracedMod:
+    """A Python score or mask function as `rawmla.trace_mod` found it: CUDA text and what the text reads.
+
+    `flex_attention`, `flex_attention_backward`, `create_block_mask` and `BlockMask` take it in the place of
+    the function. No call looks at the Python function again.
+
+    Attributes
+    ----------
+    kind : str
+        "score_mod" or "mask_mod".
+    code : str
+        CUDA statements, the last of which returns. ``mod.t0``, ``mod.t1``, ... are the tensors in `captures`
+        in their order, and ``mod.n0``, ``mod.n1``, ... the numbers.
+    captures : dict of str to torch.Tensor or number
+        The tensors that the function reads, by the names of its variables, and then its numbers by the keys
+        "mod.n0", "mod.n1", ... A 0-d tensor of the CPU is a number.
+    grad : str or None
+        CUDA statements for the gradients of a score function: those that add to the gradients of captured
+        tensors, and then those that return its value and its derivative by the score, where ``grad`` is 1.
+        None for a mask function, and for a score function that has no gradients.
+
+    Notes
+    -----
+    A call reads what `captures` holds: a tensor that changed in place has its new values, also in its new
+    memory. To change the attributes changes no call.
+    """
+
+    def __init__(self, kind: Kind, reading: Reading, names: Sequence[str], gradients: Any) -> None:
+        self.kind = kind
+        self.code = reading.frame.mod.text
+        numbers = {f"mod.n{i}": source for i, source in enumerate(reading.sources)}
+        self.captures = {**dict(zip(names, reading.arrays, strict=True)), **numbers}
+        self.grad: str | None = None
+        if isinstance(gradients, Reading):
+            assert gradients.frame.mod.backward is not None
+            text, _, captured, *_ = gradients.frame.mod.backward
+            self.grad = f"{captured}\n{text}" if captured else text
+        self._reading = reading
+        self._gradients = gradients  # a Reading, or why there is none
+        self._required_grad = [x.requires_grad for x in reading.arrays]
+
+    def reading(self, backward: bool = False) -> Reading:
+        """What a call takes of the function; with `backward`, with its gradients.
+
+        Raises
+        ------
+        NotImplementedError, ValueError
+            With `backward`: the function has no gradients, or a tensor requires grad now that did not.
+        """
+        if not backward:
+            return self._reading
+        if isinstance(self._gradients, Exception):
+            raise type(self._gradients)(*self._gradients.args)
+        for name, array, required in zip(
+            self.captures, self._reading.arrays, self._required_grad, strict=False
+        ):
+            if array.requires_grad and not required:
+                raise ValueError(
+                    f"{self.kind}: expected {name} to require no grad, as when the function was traced, got "
+                    "requires_grad=True; trace it again"
+                )
+        gradients: Reading = self._gradients
+        return gradients
+
+
 class Frame:
-    """A function without what it reads. There is one for one text, so forms are found again where a trace is
-    made anew.
+    """A function without the arrays and numbers that it reads. Functions with equal text share one, so a new
+    trace finds the forms of an older one.
 
     Attributes
     ----------
     mod : Mod
         Its arrays are None, and its numbers 0.
     forms : Memo of Form
-        By how the captures lie: shape and strides of one after the other.
+        By shape, strides and dtype of one capture after the other.
     """
 
     def __init__(self, mod: Mod) -> None:
@@ -406,16 +400,16 @@ class Frame:
         self.forms: Memo[Form] = Memo()
         self._variants: dict[tuple[Layout, ...], Variant] = {}
 
-    def make_form(self, lie: tuple[Any, ...]) -> Form:
-        """A form that is not there yet."""
-        places = [Place(0, *one) for one in zip(lie[::2], lie[1::2], strict=True)]
+    def make_form(self, kinds: tuple[Any, ...]) -> Form:
+        """Make and keep the form for arrays of these shapes, strides and dtypes."""
+        places = [Place(0, *one) for one in zip(kinds[::3], kinds[1::3], strict=True)]
         layouts = tuple([place.layout() for place in places])
         variant = self._variants.get(layouts)
         if variant is None:  # setdefault: two threads that come here together get the same one
             captures = [x._replace(layout=y) for x, y in zip(self.mod.captures, layouts, strict=True)]
             made = Variant(self.mod._replace(captures=tuple(captures)))
             variant = self._variants.setdefault(layouts, made)
-        return self.forms.keep(lie, Form(variant, places))
+        return self.forms.keep(kinds, Form(variant, places))
 
 
 @lru_cache(maxsize=1024)
@@ -424,8 +418,8 @@ def _frame(mod: Mod) -> Frame:
 
 
 class Variant:
-    """A function with the layouts of what it reads, on which the text of a kernel depends. Known by identity,
-    which costs less than to hash the text: it can be part of a key.
+    """A function with the layouts of its arrays, on which the text of a kernel depends. It is compared by
+    identity where it is part of a key, because hashing the text is slow.
     """
 
     __slots__ = ("mod",)
@@ -435,8 +429,8 @@ class Variant:
 
 
 class Form:
-    """How the bytes of a ScoreMod or MaskMod follow from addresses and numbers, where the shapes and the
-    strides of its captures are known.
+    """Packs the bytes of a ScoreMod or MaskMod from addresses and numbers, for captures of known shapes and
+    strides.
 
     Attributes
     ----------
@@ -465,8 +459,8 @@ class Form:
         self._pack = struct.Struct(code if struct.calcsize(code) else "8x").pack
 
     def pack(self, addresses: Sequence[int], numbers: Sequence[int | float]) -> bytes:
-        """The bytes of a ScoreMod or MaskMod, a multiple of 8, given where the captures lie. Those of a
-        function with gradients end with the addresses of these, which are 0 here.
+        """The bytes of a ScoreMod or MaskMod, a multiple of 8, given the addresses of the captures. The
+        bytes of a function with gradients end with the addresses of its gradients, which are 0 here.
         """
         members: list[Any] = []
         for address, lengths in zip(addresses, self._lengths, strict=True):
@@ -487,5 +481,5 @@ class Form:
 
 
 def _padding(code: str) -> str:
-    """Up to a multiple of 8 bytes."""
+    """The padding that brings a struct format to a multiple of 8 bytes."""
     return "x" * (-struct.calcsize(code) % 8)

@@ -1,4 +1,4 @@
-"""Names of the tensors that a function reads: those of the variables that it reads them from."""
+"""Names of the tensors that a function reads: the variables that it reads them from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ UNNAMED = "capture"
 """The name of a tensor that no variable is found to hold."""
 
 MAX_LOOKED_AT = 10_000
-"""Objects: a function may hold a whole program, and names are worth so much."""
+"""Objects after which the search ends: a function can reach a whole program."""
 
 
 def names_of(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """A name for each tensor, all different: that of the variable, attribute or parameter that holds it, with
-    a number behind it where several have it; `UNNAMED` where none is found.
+    """A name for each tensor, all different: the variable, attribute or parameter that holds it, with a
+    number at the end where several have the same, and `UNNAMED` where none is found.
     """
     found = _found(function, {id(tensor) for tensor in tensors})
     names: list[str] = []

@@ -577,7 +577,7 @@ def _choose(writer: Writer, value: Value, indices: Sequence[Any]) -> Value:
 
 
 def _is_at(index: str, place: int, extent: int) -> str:
-    """Whether a `wrapped` index means this one of so many elements."""
+    """Whether a `wrapped` index means the element at ``place`` of ``extent`` elements."""
     if extent == 1:
         return "true"
     if place == 0:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from rawmla.jit.builder import Builder, CompiledKernel, build, default_builder, export
 from rawmla.jit.cache import DiskCache
 from rawmla.jit.driver import NO_DEVICE, DeviceInfo, DeviceNeeded, current_device, device_info
-from rawmla.jit.launch import NO_LAUNCH, Kernel, PreparedLaunch, clear, get_kernel, require_supported
+from rawmla.jit.launch import NO_LAUNCH, Kernel, PreparedLaunch, clear
+from rawmla.jit.loading import get_kernel, require_supported
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.tensormap import TENSOR_MAP_BYTES, tensor_map
 

@@ -1,38 +1,19 @@
-"""Loaded kernels and their launch."""
+"""The launch of a loaded kernel."""
 
 from __future__ import annotations
 
 import ctypes
 import struct
 import sys
-import threading
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rawmla.environment import warn_of_conflicts
-from rawmla.errors import (
-    INSTALL_HINT,
-    KernelNotReadyError,
-    LaunchError,
-    MissingDependencyError,
-    UnsupportedGPUError,
-)
-from rawmla.jit.builder import CompiledKernel, build
-from rawmla.jit.driver import Driver, aligned_buffer, device_info, get_driver
+from rawmla.errors import LaunchError
+from rawmla.jit.driver import Driver, aligned_buffer, get_driver
 from rawmla.jit.spec import KernelSpec
-from rawmla.jit.table import BoundedTable
 
-__all__ = [
-    "NO_LAUNCH",
-    "Kernel",
-    "PreparedLaunch",
-    "clear",
-    "get_kernel",
-    "loaded_labels",
-    "require_supported",
-]
+__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "clear"]
 
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
@@ -49,9 +30,6 @@ _PDL = struct.Struct("<I4xi")
 _ID_CLUSTER_DIMENSION = 4
 _ID_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
-
-_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-
 
 NO_LAUNCH = -1
 """Given as a stream, it makes a launch do nothing: what remains is the loading of the kernel."""
@@ -126,7 +104,9 @@ class Kernel:
         function: int,
         param_bytes: int | None,
         module: object = None,
+        keep_loaded: Callable[[Kernel], None] | None = None,
     ) -> None:
+        """``keep_loaded`` is called once with this kernel, when a stream that is captured launches it."""
         self._module = module  # unloads the code when it is collected
         self.spec = spec
         self.device = device
@@ -141,7 +121,7 @@ class Kernel:
         self._param_bytes = param_bytes
         self._threads = spec.threads
         self._smem_bytes = spec.smem_bytes
-        self._may_be_unloaded = spec.user_text
+        self._keep_loaded = keep_loaded
         self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -202,8 +182,8 @@ class Kernel:
             code = self._enqueue(buffers)
         except (ValueError, TypeError, struct.error) as error:
             raise self._bad_arguments(grid, params, stream, error) from None
-        if stream and self._may_be_unloaded:
-            self._stay_if_captured(stream, buffers)
+        if stream and self._keep_loaded is not None:
+            self._stay_if_captured(stream, buffers, self._keep_loaded)
         free.append(buffers)  # type: ignore[union-attr]
         if code != 0:
             raise self._failed(code, grid, cluster, pdl, stream)
@@ -235,7 +215,9 @@ class Kernel:
         with self._driver.in_context(self._context):
             return self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
 
-    def _stay_if_captured(self, stream: int, buffers: _Buffers) -> None:
+    def _stay_if_captured(
+        self, stream: int, buffers: _Buffers, keep_loaded: Callable[[Kernel], None]
+    ) -> None:
         """Keep the code loaded for good if the stream is being captured: replays need it, and nothing tells
         when the last graph that has it is gone. The legacy default stream, 0, cannot be captured.
         """
@@ -246,9 +228,8 @@ class Kernel:
         if self._is_capturing(handle, buffers.status_ref) != 0:
             self._driver.call_in_any_context("cuStreamIsCapturing", handle, buffers.status_ref)
         if buffers.status.value:
-            self._may_be_unloaded = False
-            _captured.append(self)
-            _kernels.setdefault((self.spec, self.device), self)
+            self._keep_loaded = None
+            keep_loaded(self)
 
     def _failed(self, code: int, grid: object, cluster: object, pdl: bool, stream: int) -> LaunchError:
         return LaunchError(
@@ -336,8 +317,9 @@ class PreparedLaunch:
             code = self._launch_ex(buffers.config_ref, self._function, buffers.argument, None)
         else:
             code = self._kernel._enqueue(buffers)
-        if stream and self._kernel._may_be_unloaded:
-            self._kernel._stay_if_captured(stream, buffers)
+        keep_loaded = self._kernel._keep_loaded
+        if stream and keep_loaded is not None:
+            self._kernel._stay_if_captured(stream, buffers, keep_loaded)
         self._free.append(buffers)
         if code != 0:
             raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
@@ -375,129 +357,3 @@ def clear(address: int, size: int, stream: int, device: int) -> None:
     else:
         with driver.in_context(context):
             driver.call("cuMemsetD32Async", *arguments)
-
-
-# A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
-# Variants with user text have no end: those that a capture launched stay too, and of the others the least
-# recently used go, unless a prepared launch holds them.
-USER_KERNELS = 512
-_kernels: dict[tuple[KernelSpec, int], Kernel] = {}
-_user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
-_captured: list[Kernel] = []  # a list: a variant that was dropped and loaded again is there twice
-_warned: BoundedTable[KernelSpec, bool] = BoundedTable(USER_KERNELS)
-_load_mutex = threading.Lock()
-
-
-def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] | None = None) -> Kernel:
-    """The kernel loaded on ``device``: from this process (a dictionary lookup), else built and loaded.
-
-    Of variants with user text the last `USER_KERNELS` stay loaded, all that were launched while a CUDA graph
-    was captured, and others as long as somebody holds the kernel or a launch prepared from it. If such a
-    variant, or one that may lose, spills, uses local memory or has serialised WGMMA, there is one
-    ``RuntimeWarning`` for it.
-
-    Parameters
-    ----------
-    spec : KernelSpec
-    device : int
-        Device ordinal.
-    capturing : callable, optional
-        Tells whether the caller's stream is being captured into a CUDA graph; nothing is compiled or loaded
-        then. Asked only when the kernel is not loaded.
-
-    Raises
-    ------
-    KernelNotReadyError
-        ``capturing()``, and this process has not loaded the kernel on this device yet.
-    NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
-        See the classes; each text has the remedy.
-    """
-    kernel = _loaded(spec, device)
-    if kernel is not None:
-        return kernel
-    if capturing is not None and capturing():
-        raise KernelNotReadyError(
-            f"kernel {spec.label} is not loaded on device {device} yet, and nothing can be compiled or "
-            "loaded while a CUDA graph is captured: before the capture, call `rawmla.warmup` or, with the "
-            "arguments of the call, `rawmla.warmup_call`, or the function itself once"
-        )
-    with _load_mutex:
-        kernel = _loaded(spec, device)
-        if kernel is None:
-            require_supported(device)
-            compiled = build(spec)
-            kernel = _load(compiled, device)
-            table = _user_kernels if spec.user_text else _kernels
-            table[(spec, device)] = kernel
-            _warn_of_losses(compiled)
-        return kernel
-
-
-def _loaded(spec: KernelSpec, device: int) -> Kernel | None:
-    kernel = _kernels.get((spec, device))
-    return _user_kernels.get((spec, device)) if kernel is None and spec.user_text else kernel
-
-
-def loaded_labels() -> list[str]:
-    """Labels of our own kernels that this process has loaded, on any device."""
-    return sorted({spec.label for spec, _ in list(_kernels) if not spec.user_text})
-
-
-def _warn_of_losses(compiled: CompiledKernel) -> None:
-    losses = compiled.losses
-    if losses and _warned.get(compiled.spec) is None:
-        _warned[compiled.spec] = True
-        text = f"rawmla: {compiled.spec.label} runs slower than it could: {'; '.join(losses)}"
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
-
-
-def require_supported(device: int) -> None:
-    """Raise `UnsupportedGPUError` unless the device has compute capability 9.0 (H100, H200, GH200)."""
-    info = device_info(device)
-    if info.compute_capability != (9, 0):
-        major, minor = info.compute_capability
-        raise UnsupportedGPUError(
-            f"device {device} ({info.name}) has compute capability {major}.{minor}; the kernels of rawmla "
-            "use instructions that exist on 9.0 only (H100, H200, GH200)"
-        )
-
-
-def _load(compiled: CompiledKernel, device: int) -> Kernel:
-    warn_of_conflicts()
-    try:
-        import cupy
-        from cupy.cuda.function import Module
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"loading a kernel needs CuPy ({error}); install it with {INSTALL_HINT}"
-        ) from error
-    spec = compiled.spec
-    driver = get_driver()
-    context = driver.primary_context(device)
-    with cupy.cuda.Device(device), driver.in_context(context):
-        try:
-            module = Module()
-            module.load(compiled.cubin)  # the bytes that were checked, not a file that may be another by now
-            function = module.get_function(spec.name).ptr
-        except cupy.cuda.driver.CUDADriverError as error:
-            raise LaunchError(f"{spec.label} could not be loaded on device {device}: {error}") from error
-        handle = ctypes.c_void_p(function)
-        if driver.has("cuFuncLoad"):  # CUDA 12.4; lazy loading would otherwise happen at the first launch
-            driver.call("cuFuncLoad", handle)
-        driver.call(
-            "cuFuncSetAttribute",
-            handle,
-            ctypes.c_int(_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES),
-            ctypes.c_int(spec.smem_bytes),
-        )
-        param_bytes = _param_bytes(driver, handle)
-    return Kernel(spec, device, compiled.meta, driver, context, function, param_bytes, module)
-
-
-def _param_bytes(driver: Driver, function: ctypes.c_void_p) -> int | None:
-    """Size of the kernel's only parameter; None with a driver older than CUDA 12.4."""
-    if not driver.has("cuFuncGetParamInfo"):
-        return None
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    driver.call("cuFuncGetParamInfo", function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size))
-    return size.value

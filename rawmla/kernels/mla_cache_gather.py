@@ -48,47 +48,19 @@ def launch(
     device: int,
     stream: int,
     capturing: Callable[[], bool],
-    cache: int,
-    block_table: int,
-    cache_seqlens: int,
-    workspace_starts: int,
-    seq_starts: int,
-    out: int,
-    table_stride: int,
-    out_stride: int,
-    block_stride: int,
-    token_stride: int,
-    b: int,
-    table_width: int,
-    num_blocks: int,
     rows: int,
     page_block_size: int,
+    **members: int,
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one row of the output.
 
-    Strides of the table and of ``out`` are in elements, strides of the cache in bytes. Not ``is_paged``: row
-    r is slot r, and the arguments about requests have no effect. ``seq_starts`` 0: every request from its
-    first token on.
+    ``members``: the others of `PARAMS`, but for the divisor. Strides of the table and of ``out`` are in
+    elements, strides of the cache in bytes. Not ``is_paged``: row r is slot r, and the arguments about
+    requests have no effect. ``seq_starts`` 0: every request from its first token on.
     """
     kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
     page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        cache=cache,
-        block_table=block_table,
-        cache_seqlens=cache_seqlens,
-        workspace_starts=workspace_starts,
-        seq_starts=seq_starts,
-        out=out,
-        table_stride=table_stride,
-        out_stride=out_stride,
-        block_stride=block_stride,
-        token_stride=token_stride,
-        b=b,
-        table_width=table_width,
-        num_blocks=num_blocks,
-        rows=rows,
-        page_block_size=page_block_size,
-        page_magic=page_magic,
-        page_shift=page_shift,
+        rows=rows, page_block_size=page_block_size, page_magic=page_magic, page_shift=page_shift, **members
     )
     kernel.launch((ceil_div(rows, _rows_per_cta(is_paged)), 1, 1), params, stream, pdl=True)

@@ -45,45 +45,26 @@ def launch(
     device: int,
     stream: int,
     capturing: Callable[[], bool],
-    kv_c: int,
-    k_pe: int,
     slots: int,
-    slots_are_64bit: bool,
-    cache: int,
-    kv_c_stride: int,
-    k_pe_stride: int,
-    source_block_stride: int,
-    block_stride: int,
-    token_stride: int,
-    num_slots: int,
     tokens: int,
     page_block_size: int,
-    sources_are_aligned: bool,
+    **members: int,
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one token.
 
-    Strides of the sources are in elements, strides of the cache in bytes. ``slots`` 0: token t goes to slot
-    t, and the sources are blocks ``source_block_stride`` apart. ``sources_are_aligned``: every row of both
-    sources begins at a multiple of 16 bytes.
+    ``members``: the others of `PARAMS`, but for the divisor. Strides of the sources are in elements, strides
+    of the cache in bytes. ``slots`` 0: token t goes to slot t, and the sources are blocks
+    ``source_block_stride`` apart. ``sources_are_aligned``: every row of both sources begins at a multiple of
+    16 bytes.
     """
     kernel = jit.get_kernel(spec(format, slots != 0), device, capturing=capturing)
     page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        kv_c=kv_c,
-        k_pe=k_pe,
         slots=slots,
-        cache=cache,
-        kv_c_stride=kv_c_stride,
-        k_pe_stride=k_pe_stride,
-        source_block_stride=source_block_stride,
-        block_stride=block_stride,
-        token_stride=token_stride,
-        num_slots=num_slots,
         tokens=tokens,
         page_block_size=page_block_size,
         page_magic=page_magic,
         page_shift=page_shift,
-        slots_are_64bit=slots_are_64bit,
-        sources_are_aligned=sources_are_aligned,
+        **members,
     )
     kernel.launch((ceil_div(tokens, _TOKENS_PER_CTA), 1, 1), params, stream, pdl=True)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, ParamStruct
 from .common import D_V, DTYPES, ceil_div
-from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
+from .mla_metadata import UNIFORM_PLAN
 
 __all__ = [
     "MAPPINGS",
@@ -152,19 +152,18 @@ def prepare(
     batch_invariant: bool,
     out_strides: tuple[int, ...],
     capturing: Callable[[], bool],
-    lse_factor: float | None = None,
-    uniform: UniformPlan = NOT_UNIFORM,
+    of_prefill: dict[str, Any] | None = None,
 ) -> Callable[..., bool] | None:
     """`PreparedLaunch.launch` of the combine, or None if no request can be split (``max_splits`` 0).
 
     It takes the first members of Params in mla_combine.cu, which are pointers. ``capturing`` is as in
-    `rawmla.jit.get_kernel`; ``lse_factor`` and ``uniform`` are members of Params in prefill.
+    `rawmla.jit.get_kernel`; ``of_prefill`` has the members of Params that only prefill has.
     """
     if not max_splits:
         return None
     by_request = batch_invariant or b <= num_parts
     grid, mapping = launch_shape(s_q * h_q, b, num_parts, by_request, batch_invariant)
-    max_logits = lse_factor is not None
+    max_logits = of_prefill is not None
     kernel = jit.get_kernel(spec(dtype, mapping, max_logits), device, capturing=capturing)
     out_stride_b, out_stride_s, out_stride_h = out_strides
     struct = PARAMS[max_logits]
@@ -178,6 +177,6 @@ def prepare(
         max_splits=max_splits,
         object_layout=object_layout,
         by_request=by_request,
-        **(dict(lse_factor=lse_factor, uniform=uniform) if max_logits else {}),
+        **(of_prefill or {}),
     )
     return kernel.prepare(grid, params, struct.changing, pdl=True).launch

@@ -42,48 +42,35 @@ def launch(
     device: int,
     stream: int,
     capturing: Callable[[], bool],
-    indices: int,
-    block_table: int,
-    request_ids: int,
-    out: int,
     counts: int,
     indices_strides: tuple[int, int],
     out_strides: tuple[int, int],
-    table_stride: int,
     rows: int,
-    s_q: int,
     topk: int,
-    num_requests: int,
-    table_width: int,
     page_block_size: int,
+    **members: int,
 ) -> None:
     """Enqueue the kernel on arrays given as device addresses, for at least one of its n * s_q rows.
 
-    Strides are in elements; indices and out have them for the dimensions n and s_q. ``request_ids`` 0: the
-    i-th of the n belongs to request i. ``counts``, int32 [rows], gets the number of valid indices of each
-    row, which are moved to its front; 0: they stay where they are.
+    ``members``: the others of `PARAMS`, but for the divisor. Strides are in elements; indices and out have
+    them for the dimensions n and s_q. ``request_ids`` 0: the i-th of the n belongs to request i. ``counts``,
+    int32 [rows], gets the number of valid indices of each row, which are moved to its front; 0: they stay
+    where they are.
     """
     row_warps = 1 if topk <= _WARP_COLUMNS else _WARPS
     kernel = jit.get_kernel(spec(row_warps, counts != 0), device, capturing=capturing)
     page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        indices=indices,
-        block_table=block_table,
-        request_ids=request_ids,
-        out=out,
         counts=counts,
         indices_stride_n=indices_strides[0],
         indices_stride_s=indices_strides[1],
         out_stride_n=out_strides[0],
         out_stride_s=out_strides[1],
-        table_stride=table_stride,
         rows=rows,
-        s_q=s_q,
         topk=topk,
-        num_requests=num_requests,
-        table_width=table_width,
         page_block_size=page_block_size,
         page_magic=page_magic,
         page_shift=page_shift,
+        **members,
     )
     kernel.launch((ceil_div(rows, _WARPS // row_warps), 1, 1), params, stream, pdl=True)

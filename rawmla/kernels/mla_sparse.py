@@ -251,6 +251,7 @@ class PreparedSparse:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
         max_logits = call.lse_factor is not None
+        of_prefill = {"lse_factor": call.lse_factor, "uniform": call.uniform} if max_logits else None
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else TILE_ROWS)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
@@ -298,7 +299,7 @@ class PreparedSparse:
             max_splits=splits,
             object_layout=call.object_layout,
             sm_scale_log2=call.softmax_scale * LOG2_E,
-            **(dict(lse_factor=call.lse_factor, uniform=call.uniform) if max_logits else {}),
+            **(of_prefill or {}),
         )
         # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be
         # the one that writes topk_length: such a call must not start early.
@@ -323,8 +324,7 @@ class PreparedSparse:
             batch_invariant=call.batch_invariant,
             out_strides=call.out_strides,
             capturing=capturing,
-            lse_factor=call.lse_factor,
-            uniform=call.uniform,
+            of_prefill=of_prefill,
         )
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:

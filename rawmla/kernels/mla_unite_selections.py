@@ -93,38 +93,18 @@ def unite(
     device: int,
     stream: int,
     capturing: Callable[[], bool],
-    indices: int,
-    topk_length: int,
-    not_finite: int,
-    attn_sink: int,
-    rows: int,
-    counts: int,
-    selected: int,
-    sinks: int,
-    index_stride: int,
     topk: int,
-    num_rows: int,
     group_tokens: int,
     groups: int,
+    **members: int,
 ) -> None:
     """Enqueue the uniting for ``groups`` groups on arrays given as device addresses.
 
-    ``topk_length`` and ``attn_sink`` may be 0. ``rows``, ``counts``, ``selected`` and ``sinks`` are written.
+    ``members``: the others of `UNITE_PARAMS`, but for the capacity. ``topk_length`` and ``attn_sink`` may be
+    0. ``rows``, ``counts``, ``selected`` and ``sinks`` are written.
     """
     kernel = jit.get_kernel(_UNITE, device, capturing=capturing)
     params = UNITE_PARAMS.pack(
-        indices=indices,
-        topk_length=topk_length,
-        not_finite=not_finite,
-        attn_sink=attn_sink,
-        rows=rows,
-        counts=counts,
-        selected=selected,
-        sinks=sinks,
-        index_stride=index_stride,
-        topk=topk,
-        num_rows=num_rows,
-        group_tokens=group_tokens,
-        capacity=capacity(group_tokens, topk),
+        topk=topk, group_tokens=group_tokens, capacity=capacity(group_tokens, topk), **members
     )
     kernel.launch((groups, 1, 1), params, stream, pdl=True)

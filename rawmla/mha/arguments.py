@@ -7,25 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from ..call.arrays import Fields, aligned_strides
 from ..call.checks import (
     STRIDE_LIMIT,
-    as_bool,
     as_int,
     as_softmax_scale,
     check_no_overlap,
     show,
     usable_strides,
 )
+from ..call.frameworks import Fields, aligned_strides
 from ..kernels.mha_forward import NO_BOUND
 
 __all__ = [
     "MAX_HEAD_DIM",
+    "NO_WINDOW",
     "as_length",
     "as_softcap",
     "as_window",
+    "check_chunk",
+    "check_dropout",
     "check_head_dim",
-    "check_options",
     "check_out_layout",
     "check_softcap",
     "either",
@@ -36,6 +37,8 @@ __all__ = [
 ]
 
 MAX_HEAD_DIM = 256
+NO_WINDOW = (-1, -1)
+"""The default of window_size."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 _NUMBERS = (int, float, np.integer, np.floating)
 
@@ -55,22 +58,22 @@ def as_length(name: str, value: Any) -> int:
     return length
 
 
-def check_options(dropout_p: Any, deterministic: Any, attention_chunk: Any) -> None:
-    """Check the arguments that change no result: there is no dropout and no chunk, and order is fixed."""
-    if dropout_p.__class__ is not float or dropout_p != 0.0:
-        _check_number("dropout_p", "0.0", dropout_p)
-        if dropout_p != 0:
-            raise ValueError(f"dropout_p: expected 0.0, as there is no dropout, got {dropout_p}")
-    if deterministic.__class__ is not bool:
-        as_bool("deterministic", deterministic)
-    if attention_chunk.__class__ is not int or attention_chunk:
-        chunk = as_int("attention_chunk", attention_chunk)
-        if chunk < 0:
-            raise ValueError(f"attention_chunk: expected 0 (no chunks), got {chunk}")
-        if chunk:
-            raise ValueError(
-                f"attention_chunk: expected 0, as attention in chunks is not supported yet, got {chunk}"
-            )
+def check_dropout(dropout_p: Any) -> None:
+    """Refuse any dropout."""
+    _check_number("dropout_p", "0.0", dropout_p)
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p: expected 0.0, as there is no dropout, got {dropout_p}")
+
+
+def check_chunk(attention_chunk: Any) -> None:
+    """Refuse attention in chunks."""
+    chunk = as_int("attention_chunk", attention_chunk)
+    if chunk < 0:
+        raise ValueError(f"attention_chunk: expected 0 (no chunks), got {chunk}")
+    if chunk:
+        raise ValueError(
+            f"attention_chunk: expected 0, as attention in chunks is not supported yet, got {chunk}"
+        )
 
 
 def _check_number(name: str, expected: str, value: Any) -> None:
@@ -97,15 +100,14 @@ def check_softcap(softmax_scale: float, softcap: float) -> None:
         )
 
 
-def as_window(window_size: Any, causal: bool) -> tuple[int, int]:
+def as_window(window_size: Any) -> tuple[int, int]:
     """Keys to the left and to the right of the diagonal; `NO_BOUND` where all are visible."""
     if not isinstance(window_size, (tuple, list)):
         raise TypeError(f"window_size: expected a pair of ints, got {show(window_size)}")
     if len(window_size) != 2:
         raise ValueError(f"window_size: expected a pair (left, right), got {len(window_size)} items")
     left, right = window_size
-    left, right = _as_bound(left, "left"), _as_bound(right, "right")
-    return left, 0 if causal else right
+    return _as_bound(left, "left"), _as_bound(right, "right")
 
 
 def _as_bound(value: Any, side: str) -> int:
@@ -157,9 +159,9 @@ def walked(view: Fields, itemsize: int = 2, alignment: int = 16) -> tuple[int, .
 
 
 def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
-    """The dimensions of q but the last in the order of their strides, which is that of a fresh out.
+    """Sort the dimensions of q but the last by their strides, for a fresh out.
 
-    An array that is broadcast along one tells no order, and that of the dimensions holds.
+    An array that is broadcast along one has no such order, and keeps the order of its dimensions.
     """
     axes = list(range(len(shape) - 1))
     if all(strides[axis] > 0 or shape[axis] <= 1 for axis in axes):
@@ -169,7 +171,7 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
 
 
 def fresh_out_strides(q: Fields, d_v: int) -> tuple[int, ...]:
-    """Strides of a fresh out: in the order of those of q, rows padded to a multiple of 8 elements."""
+    """Make strides of a fresh out: dimensions in q's order of strides, rows padded to 8 elements."""
     _, shape, strides, *_ = q
     order = order_of(shape, strides)
     steps = aligned_strides((*[shape[axis] for axis in order], d_v))

@@ -1,75 +1,65 @@
-"""The graph of autograd of eager calls of dense attention; that of operators is in `rawmla.torch_ops.mha`.
+"""The graph of autograd of eager calls of dense attention; `rawmla.torch_ops.mha` has the operators' graph.
 
-Imports torch, so it is imported by a call that has read a tensor which requires grad.
+Imports torch, so it is imported by a call with a tensor that requires grad.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from ..call.arrays import READERS
-from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
-from ..call.checks import as_bool
+from ..call.arrays import READERS, read_given
+from ..call.autograd import Call, check_no_out, check_torch, gradient_of_out
+from ..call.autograd import attend as attend_with_graph
 from ..kernels.mha_backward_variants import Needs
+from . import backward, forward
 from .arguments import fresh_out_strides, packed_parts, walked
-from .gradients import gradients, varlen_gradients
+from .records import DenseArrays, DenseOptions, Gradients, Packing, options_of
 
-__all__ = ["WHAT", "attention"]
+__all__ = ["WHAT", "attend", "options_of"]
 
 WHAT = "dense attention"
 
 
-def attention(
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    arrays: Mapping[str, Any],
-    forward: Mapping[str, Any],
-    backward: Mapping[str, Any],
+def attend(
+    arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A public function of arrays of which one requires grad.
-
-    ``arrays`` are q, k and v, or what holds them, by name; ``forward`` and ``backward`` are the keywords of
-    the function, and of that for its gradients.
-    """
-    check_no_out(forward["out"])
-    as_bool("deterministic", backward["deterministic"])
-    slopes, sink = backward["alibi_slopes"], backward["attn_sink"]
-    if slopes is not None:
-        READERS[type(slopes)](slopes, "alibi_slopes")  # which has no gradient: refused where it requires grad
-    given = {**arrays, **({} if sink is None else {"attn_sink": sink})}
-    with torch.no_grad():
-        views = {name: READERS[type(x)](x, name) for name, x in given.items()}
-    for name, x in given.items():
+    """Compute out and lse with a graph; q, k, v, what holds them, or attn_sink requires grad."""
+    check_no_out(arrays.out)
+    read_given(arrays.alibi_slopes, "alibi_slopes")  # has no gradient: refused where it requires grad
+    names = ("q", "k", "v") if packing is None else ("qkv",) if packing.parts == 3 else ("q", "kv")
+    inputs = arrays[: len(names)]
+    for name, x in zip(names, inputs, strict=True):
         check_torch(name, x)
-    head_dim_qk = forward.get("head_dim_qk")
-    parts = tuple(_parts(name, view[1], head_dim_qk) for name, view in views.items() if name in arrays)
-    others = {name: x for name, x in backward.items() if name != "attn_sink"}
-    saved = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
-    numbers = {name: x for name, x in others.items() if name not in saved}
+    if arrays.attn_sink is not None:
+        check_torch("attn_sink", arrays.attn_sink)
+    indices: list[list[Any]] = [[...] for _ in inputs]  # of q, k and v in an input
+    if packing is not None:
+        shape = tuple(inputs[-1].shape)
+        indices[-1] = packed_parts(packing.name, shape, packing.head_dim_qk, packing.parts)
+    others = arrays._replace(q=None, k=None, v=None, attn_sink=None)
+    if names == ("qkv",):
+        others = others._replace(cu_seqlens_k=others.cu_seqlens_q)
+    saved = {name: x for name, x in others._asdict().items() if isinstance(x, torch.Tensor)}
+    rest = others._replace(**dict.fromkeys(saved))
     call = Call(
         WHAT,
-        partial(function, **arrays, **forward),
-        partial(_gradients, parts, tuple(saved), numbers),
-        (sink, *arrays.values()),
+        partial(forward.attend, arrays, options, packing),
+        partial(_gradients, tuple(indices), tuple(saved), rest, options),
+        (arrays.attn_sink, *inputs),
         tuple(saved.values()),
     )
-    out, lse = attend(call)
+    out, lse = attend_with_graph(call)
     return out, lse
-
-
-def _parts(name: str, shape: tuple[int, ...], head_dim_qk: Any) -> list[Any]:
-    """Where q, k and v, as far as the array holds them, lie in it: indices."""
-    count = {"qkv": 3, "kv": 2}.get(name)
-    return [...] if count is None else packed_parts(name, tuple(shape), head_dim_qk, count)
 
 
 def _gradients(
     parts: tuple[list[Any], ...],
     names: tuple[str, ...],
-    numbers: Mapping[str, Any],
+    rest: DenseArrays,
+    options: DenseOptions,
     needs: tuple[bool, ...],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
@@ -78,7 +68,11 @@ def _gradients(
     inputs: tuple[torch.Tensor, ...],
     others: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor | None, ...]:
-    """`Call.backward` of an eager call; ``names`` are those of ``others``."""
+    """Compute `Call.backward` of an eager call.
+
+    ``parts`` has the indices of q, k and v in each input but the sink, and ``names`` has the names of
+    ``others``, which are tensors; further arrays are in ``rest``.
+    """
     sink, *arrays = inputs
     needs_sink, *needed = needs
     q, k, v = [x[index] for x, indices in zip(arrays, parts, strict=True) for index in indices]
@@ -92,19 +86,17 @@ def _gradients(
         for whole, indices in zip(wholes, parts, strict=True)
         for index in indices
     ]
-    given = {
-        name: target
+    given = [
+        None if target is None or walked(READERS[type(target)](target, name)) is None else target
         for name, target in zip(("dq", "dk", "dv"), targets, strict=True)
-        if target is not None and walked(READERS[type(target)](target, name)) is not None
-    }
-    keywords = {**numbers, **dict(zip(names, others, strict=True)), **given}
-    has_segments = "cu_seqlens_q" in keywords
-    function: Callable[..., Any] = varlen_gradients if has_segments else gradients
+    ]
     of_q, of_k, of_v = [is_needed for is_needed, indices in zip(needed, parts, strict=True) for _ in indices]
-    *made, dsink = function(
-        Needs(of_q, of_k, of_v, needs_sink), gradient_of_out(dout, out), q, k, v, out, lse, **keywords,
-        dlse=dlse, attn_sink=sink,
-    )  # fmt: skip
+    *made, dsink = backward.backpropagate(
+        rest._replace(q=q, k=k, v=v, attn_sink=sink, **dict(zip(names, others, strict=True))),
+        Gradients(gradient_of_out(dout, out), out, lse, dlse, *given),
+        options,
+        Needs(of_q, of_k, of_v, needs_sink),
+    )
     results: list[torch.Tensor | None] = []
     gradients_of_parts = iter(zip(made, targets, strict=True))
     for whole, indices in zip(wholes, parts, strict=True):

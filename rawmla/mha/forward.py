@@ -10,76 +10,58 @@ from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
-from ..call.arrays import Fields, NewArray, address_of, aligned_strides, read_given
-from ..call.checks import (
-    INT32_MAX,
-    as_bool,
-    as_softmax_scale,
-    check_place,
-    check_vector,
-    mixes_frameworks,
-)
-from ..call.memo import Memo, kind_of
+from ..call.arrays import READERS
+from ..call.checks import INT32_MAX, check_place, check_vector, mixes_frameworks
+from ..call.frameworks import Fields, NewArray, aligned_strides
+from ..call.memo import Memo
 from ..kernels import mha_forward
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from .arguments import (
-    as_length,
-    as_softcap,
-    as_window,
     check_head_dim,
-    check_options,
     check_out_layout,
     check_softcap,
     fresh_out_strides,
+    packed_parts,
     walked,
 )
+from .records import DenseArrays, DenseOptions, Packing, options_of
 
 __all__ = [
     "SEPARATE",
-    "Arrays",
     "Checked",
     "Parts",
+    "Views",
     "attend",
     "check_arrays",
     "check_places",
     "copies_of",
+    "kinds_of",
     "of_three",
+    "options_of",
+    "read",
+    "require",
 ]
 
 
 Strides = tuple[int, int, int]
+Views = tuple[Any, ...]
+"""`Fields`, or None, of the arrays of a record in its order."""
 
 
 class Parts(NamedTuple):
-    """What q, k and v are in the arguments of a function: the argument's name and, of a packed array, which
-    part of it, as an index. And the names of the arguments with lengths of queries and of keys.
+    """Where q, k and v are in the arguments of a function: the argument's name, and the index of the part in
+    a packed array. And the names of the arguments with the first tokens of requests.
     """
 
     q: tuple[str, Any]
     k: tuple[str, Any]
     v: tuple[str, Any]
     cu_seqlens: tuple[str, str] = ("cu_seqlens_q", "cu_seqlens_k")
-    max_seqlens: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k")
 
 
 SEPARATE = Parts(("q", None), ("k", None), ("v", None))
 """Arrays of their own."""
-
-
-class Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    k: Fields
-    v: Fields
-    cu_seqlens_q: Fields | None
-    cu_seqlens_k: Fields | None
-    seqused_q: Fields | None
-    seqused_k: Fields | None
-    attn_sink: Fields | None
-    alibi_slopes: Fields | None
-    out: Fields | None
 
 
 class Sizes(NamedTuple):
@@ -99,18 +81,18 @@ class Sizes(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """What a call does."""
+    """How to run one kind of call: an allocator of its results and a prepared launch."""
 
     allocate: Callable[[], list[Any]]
     """Makes out, unless it is given, lse and the scratch, or None."""
     launch: Callable[..., None] | None
     """Enqueues the kernel, as `PreparedMhaForward.launch`; None without requests or queries."""
     varlen: bool
-    """Requests lie where cu_seqlens says."""
+    """The kernel reads cu_seqlens."""
 
 
 class Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks."""
+    """Sizes and strides of arrays that passed the checks."""
 
     b: int
     copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
@@ -123,62 +105,85 @@ class Checked(NamedTuple):
 _checked: Memo[Checked] = Memo(shared=True)
 
 
-def attend(
-    parts: Parts,
-    q: Fields,
-    k: Fields,
-    v: Fields,
-    cu_seqlens_q: Fields | None,
-    cu_seqlens_k: Fields | None,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    deterministic: Any,
-    is_varlen: Any,
-    window_size: Any,
-    softcap: Any,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    attention_chunk: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    out: Any,
-) -> tuple[Any, Any]:
-    """`flash_attn_varlen_func`, or `flash_attn_func` without cu_seqlens. Arguments up to there are read."""
-    check_options(dropout_p, deterministic, attention_chunk)
-    if causal.__class__ is not bool:
-        causal = as_bool("causal", causal)
-    if is_varlen.__class__ is not bool:
-        is_varlen = as_bool("is_varlen", is_varlen)
-    left, right = as_window(window_size, causal)
-    softcap = as_softcap(softcap)
-    if softmax_scale is not None:
-        softmax_scale = as_softmax_scale(softmax_scale)
-    if cu_seqlens_q is not None:
-        max_name_q, max_name_k = parts.max_seqlens
-        max_seqlen_q, max_seqlen_k = as_length(max_name_q, max_seqlen_q), as_length(max_name_k, max_seqlen_k)
-    used_q, used_k = read_given(seqused_q, "seqused_q"), read_given(seqused_k, "seqused_k")
-    sink, slopes = read_given(attn_sink, "attn_sink"), read_given(alibi_slopes, "alibi_slopes")
-    out_view = read_given(out, "out")
-    # In the order of Arrays, which only checks need.
-    views = q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, sink, slopes, out_view
-    kind = tuple([kind_of(view) for view in views])
+def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, Views]:
+    """Read the arrays of a call, in the order of `DenseArrays`; parts of a packed array become arrays."""
+    q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
+    parts = SEPARATE
+    if packing is None:
+        q, k, v = READERS[type(q)](q, "q"), READERS[type(k)](k, "k"), READERS[type(v)](v, "v")
+    elif packing.parts == 3:
+        (of_q, of_k, of_v), (q, k, v) = _unpacked(q, packing)
+        parts = Parts(of_q, of_k, of_v, ("cu_seqlens", "cu_seqlens"))
+    else:
+        q = READERS[type(q)](q, "q")
+        (of_k, of_v), (k, v) = _unpacked(k, packing)
+        parts = Parts(("q", None), of_k, of_v)
+    if starts_q is not None:
+        starts_q = READERS[type(starts_q)](starts_q, parts.cu_seqlens[0])
+    if starts_k is not None:
+        starts_k = READERS[type(starts_k)](starts_k, "cu_seqlens_k")
+    elif packing is not None and packing.parts == 3:
+        starts_k = starts_q
+    if used_q is not None:
+        used_q = READERS[type(used_q)](used_q, "seqused_q")
+    if used_k is not None:
+        used_k = READERS[type(used_k)](used_k, "seqused_k")
+    if sink is not None:
+        sink = READERS[type(sink)](sink, "attn_sink")
+    if slopes is not None:
+        slopes = READERS[type(slopes)](slopes, "alibi_slopes")
+    if out is not None:
+        out = READERS[type(out)](out, "out")
+    return parts, (q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
+
+
+def _unpacked(packed: Any, packing: Packing) -> tuple[list[tuple[str, Any]], list[Fields]]:
+    """Read a packed array; returns its parts for `Parts`, and their fields, of which the array is packed."""
+    name = packing.name
+    ptr, shape, strides, dtype, device, framework, array = READERS[type(packed)](packed, name)
+    itemsize = 2  # of the dtypes that pass the checks
+    parts: list[tuple[str, Any]] = []
+    views: list[Fields] = []
+    for index in packed_parts(name, shape, packing.head_dim_qk, packing.parts):
+        first, second = index
+        if first is ...:
+            sizes, steps = (*shape[:2], second.stop - second.start), strides
+            offset = second.start * strides[2]
+        else:
+            sizes, steps = (shape[0], *shape[2:]), (strides[0], *strides[2:])
+            offset = second * strides[1]
+        parts.append((name, index))
+        views.append((ptr + itemsize * offset, sizes, steps, dtype, device, framework, array))
+    return parts, views
+
+
+def kinds_of(views: tuple[Fields | None, ...]) -> tuple[Any, ...]:
+    """Make the memo's key of a call: all fields but the array, and of an address the alignment alone."""
+    return tuple([x and (x[0] & 15, x[1], x[2], x[3], x[4], x[5]) for x in views])
+
+
+def require(name: str, view: Fields | None) -> Fields:
+    """Refuse an array that was not given, as the reader of any other object does."""
+    return READERS[type(None)](None, name) if view is None else view
+
+
+def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
+    """Compute out and lse."""
+    parts, views = read(arrays, packing)
+    kind = kinds_of(views)
     latest_kind, checked = _checked.latest
     if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
-        checked = _checked.get(kind) or _checked.keep(kind, check_arrays(parts, Arrays(*views)))
+        checked = _checked.get(kind) or _checked.keep(
+            kind, check_arrays(parts, DenseArrays._make(views), options)
+        )
         _checked.latest = kind, checked
-    _, copied, has_others, default_scale, _, calls = checked
+    _, copied, has_others, _, _, calls = checked
     if has_others:
-        check_places(parts, Arrays(*views))
-    if softmax_scale is None:
-        softmax_scale = default_scale
-    check_softcap(softmax_scale, softcap)
-
-    key = (max_seqlen_q, max_seqlen_k, is_varlen, softmax_scale, left, right, softcap)
-    call = calls.get(key) or calls.keep(key, _prepare(checked, key, Arrays(*views)))
+        check_places(parts, views)
+    call = calls.get(options) or calls.keep(options, _prepare(checked, options, DenseArrays._make(views)))
     allocate, launch, varlen = call
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, sink, slopes, out_view = views
     q_ptr, _, _, _, device, framework, _ = q
     k_ptr, v_ptr = k[0], v[0]
     if copied is not None and launch is not None:
@@ -186,29 +191,34 @@ def attend(
         q_ptr, k_ptr, v_ptr = [
             view[0] if copy is None else copy[1] for view, copy in zip((q, k, v), copies, strict=True)
         ]
+    pointer = framework.pointer
     if out_view is None:
         out, lse, scratch = allocate()
-        out_ptr = framework.pointer(out)
+        out_ptr = pointer(out)
     else:
         lse, scratch = allocate()
-        out_ptr = out_view[0]
+        out, out_ptr = arrays.out, out_view[0]
     if launch is not None:
         # In the order of MhaForwardAddresses.
         addresses = (
-            q_ptr, k_ptr, v_ptr, out_ptr, framework.pointer(lse),
-            cu_seqlens_q[0] if varlen else 0, cu_seqlens_k[0] if varlen else 0,  # type: ignore[index]
-            address_of(used_q), address_of(used_k), address_of(sink), address_of(slopes),
+            q_ptr, k_ptr, v_ptr, out_ptr, pointer(lse),
+            cu_seqlens_q[0] if varlen else 0, cu_seqlens_k[0] if varlen else 0,
+            0 if used_q is None else used_q[0], 0 if used_k is None else used_k[0],
+            0 if sink is None else sink[0], 0 if slopes is None else slopes[0],
         )  # fmt: skip
-        scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
+        scratch_ptr = 0 if scratch is None else pointer(scratch)
         launch(framework.current_stream(device), addresses, scratch_ptr)
     return out, lse
 
 
-def check_arrays(parts: Parts, arrays: Arrays) -> Checked:
+def check_arrays(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> Checked:
     """Check the arrays of a call against each other."""
-    q, k, v, cu_seqlens_q, *_ = arrays
-    has_segments = cu_seqlens_q is not None
-    first, (k_name, _), (v_name, _) = parts.q[0], parts.k, parts.v
+    has_segments = options.max_seqlens is not None
+    (first, _), (k_name, _), (v_name, _) = parts[:3]
+    q, k, v = arrays[:3]
+    if has_segments:
+        require(parts.cu_seqlens[0], arrays.cu_seqlens_q)
+        require(parts.cu_seqlens[1], arrays.cu_seqlens_k)
     _, q_shape, _, dtype, _, framework, _ = q
     if dtype != "bfloat16" and dtype != "float16":
         more = "; float32 is not supported yet" if dtype == "float32" else ""
@@ -253,7 +263,7 @@ def check_arrays(parts: Parts, arrays: Arrays) -> Checked:
     for name, counts, shape in ((first, sizes_q, q_shape), (k_name, sizes_k, k_shape)):
         if prod(counts) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
-    b = sizes_q[0] if cu_seqlens_q is None else _check_requests(parts, arrays, cu_seqlens_q)
+    b = _check_requests(parts, arrays) if has_segments else sizes_q[0]
     alibi_stride_b = _check_head_terms(arrays, b, h_q)
     if arrays.out is None:
         out_steps = fresh_out_strides(q, d_v)[:-1]
@@ -285,15 +295,15 @@ def of_three(strides: tuple[int, ...]) -> Strides:
     return request, token, head
 
 
-def _check_requests(parts: Parts, arrays: Arrays, cu_seqlens_q: Fields) -> int:
-    """Check where the requests are said to lie; returns their number."""
+def _check_requests(parts: Parts, arrays: DenseArrays) -> int:
+    """Check cu_seqlens and seqused; returns the number of requests."""
     name_q, name_k = parts.cu_seqlens
-    _, shape, *_ = cu_seqlens_q
+    _, shape, *_ = arrays.cu_seqlens_q
     if len(shape) != 1 or not shape[0]:
         raise ValueError(f"{name_q}: expected shape [b + 1], got {list(shape)}")
     b = shape[0] - 1
     for name, view, length, meaning in (
-        (name_q, cu_seqlens_q, b + 1, "b + 1"),
+        (name_q, arrays.cu_seqlens_q, b + 1, "b + 1"),
         (name_k, arrays.cu_seqlens_k, b + 1, f"b + 1, as {name_q} has"),
         ("seqused_q", arrays.seqused_q, b, f"b, one less than {name_q} has"),
         ("seqused_k", arrays.seqused_k, b, f"b, one less than {name_q} has"),
@@ -303,7 +313,7 @@ def _check_requests(parts: Parts, arrays: Arrays, cu_seqlens_q: Fields) -> int:
     return b
 
 
-def _check_head_terms(arrays: Arrays, b: int, h_q: int) -> int:
+def _check_head_terms(arrays: DenseArrays, b: int, h_q: int) -> int:
     """Check the sink and the slopes; returns the stride of the requests of the latter."""
     if arrays.attn_sink is not None:
         check_vector("attn_sink", arrays.attn_sink, tuple(FLOAT_DTYPES), h_q, "h_q is that of q")
@@ -334,31 +344,38 @@ def _check_out(out: Fields, first: str, q: Fields, d_v: int) -> tuple[int, ...]:
     return check_out_layout(out)
 
 
-def check_places(parts: Parts, arrays: Arrays) -> None:
+def check_places(parts: Parts, views: Views) -> None:
     """Check that all arrays are on the device of q and, if they are of another framework, on its stream."""
-    _, _, _, _, device, framework, _ = arrays.q
-    names = (*[name for name, _ in parts[:3]], *parts.cu_seqlens, *Arrays._fields[5:])
-    for name, view in zip(names, arrays, strict=True):
+    _, _, _, _, device, framework, _ = views[0]
+    names = (*[name for name, _ in parts[:3]], *parts.cu_seqlens, *DenseArrays._fields[5:])
+    for name, view in zip(names, views, strict=True):
         if view is not None:
             check_place(name, view, device, framework, parts.q[0])
 
 
-def _prepare(checked: Checked, key: tuple[Any, ...], arrays: Arrays) -> _Prepared:
+def _prepare(checked: Checked, options: DenseOptions, arrays: DenseArrays) -> _Prepared:
     """Load the kernel of a call and work out its parameters."""
-    max_q, max_k, is_varlen, softmax_scale, left, right, softcap = key
+    softmax_scale = options.softmax_scale
+    if softmax_scale is None:
+        explicit, calls = options._replace(softmax_scale=checked.default_scale), checked.calls
+        return calls.get(explicit) or calls.keep(explicit, _prepare(checked, explicit, arrays))
+    check_softcap(softmax_scale, options.softcap)
+    if options.max_seqlens is not None:
+        require("cu_seqlens_q", arrays.cu_seqlens_q)
+    left, right = options.window
     b = checked.b
     (
         h_q, h_kv, d_qk, d_v, tokens_q, tokens_k, q_strides, k_strides, v_strides, out_steps,
         alibi_stride_b,
     ) = checked.sizes  # fmt: skip
     _, q_shape, _, dtype, device, framework, _ = arrays.q
-    has_segments = arrays.cu_seqlens_q is not None
-    varlen = has_segments
-    if has_segments:
+    varlen = options.max_seqlens is not None
+    if options.max_seqlens is not None:
+        max_q, max_k = options.max_seqlens
         lse_strides = (0, tokens_q)
         lse: NewArray = ((tokens_q, h_q), "float32", (1, max(tokens_q, 1)))
         used = arrays.seqused_q or arrays.seqused_k
-        if not is_varlen and used is None and (b * max_q, b * max_k) == (tokens_q, tokens_k):
+        if not options.is_varlen and used is None and (b * max_q, b * max_k) == (tokens_q, tokens_k):
             # Requests of one length, one after the other: a dimension of the same memory.
             varlen = False
             lse_strides = (max_q, tokens_q)
@@ -397,8 +414,8 @@ def _prepare(checked: Checked, key: tuple[Any, ...], arrays: Arrays) -> _Prepare
             lse_strides=lse_strides,
             softmax_scale=softmax_scale,
             window_left=left,
-            window_right=right,
-            softcap=softcap,
+            window_right=0 if options.causal else right,
+            softcap=options.softcap,
             sink_dtype=None if arrays.attn_sink is None else arrays.attn_sink[3],
             alibi_stride_b=alibi_stride_b,
             has_alibi=arrays.alibi_slopes is not None,

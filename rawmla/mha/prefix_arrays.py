@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..call.arrays import Fields, aligned_strides, contiguous_strides
 from ..call.checks import STRIDE_LIMIT, check_place, check_vector, mixes_frameworks
+from ..call.frameworks import Fields, aligned_strides, contiguous_strides
 from ..call.memo import Memo, PreparedCall
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND
@@ -14,7 +14,7 @@ from ..kernels.paged_cache import PagedCache
 from .arguments import check_head_dim, check_out_layout, walked
 from .forward import of_three
 
-__all__ = ["CACHE_DTYPES", "PrefixArrays", "PrefixChecked", "check_arrays"]
+__all__ = ["CACHE_DTYPES", "PrefixArrays", "PrefixChecked", "PrefixOptions", "check_arrays"]
 
 Strides = tuple[int, int]
 
@@ -33,22 +33,39 @@ _ANY_FP8 = {dtype for dtypes in _FP8_ARRAYS.values() for dtype in dtypes}
 
 
 class PrefixArrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
+    """Arrays of a call by argument name, as the caller gave them or as `Fields`; None: not given.
 
-    q: Fields
-    k: Fields | None
-    v: Fields | None
-    o: Fields
-    k_cache: Fields
-    v_cache: Fields
-    b_loc: Fields
-    b_start_loc: Fields
-    b_seq_len: Fields
-    k_scale: Fields | None
-    v_scale: Fields | None
-    alibi_slopes: Fields | None
-    sinks: Fields | None
-    fp8_out_scale: Fields | None
+    A scale is as the caller gave it, which may be a number, or `Fields`.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    k_cache: Any
+    v_cache: Any
+    b_loc: Any
+    b_start_loc: Any
+    b_seq_len: Any
+    k_scale: Any
+    v_scale: Any
+    alibi_slopes: Any
+    sinks: Any
+    fp8_out_scale: Any
+
+
+class PrefixOptions(NamedTuple):
+    """Options of a call by argument name, as the caller gave them."""
+
+    kv_cache_dtype: Any
+    max_seq_len: Any
+    max_input_len: Any
+    sliding_window: Any
+    sm_scale: Any
+    skip_decode: Any
+    is_block_table_ptr: Any
+    interleaved_v_pack_factor: Any
+    causal: Any
 
 
 class PrefixSizes(NamedTuple):
@@ -67,7 +84,7 @@ class PrefixSizes(NamedTuple):
 
 
 class PrefixChecked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks."""
+    """Sizes and strides of arrays that passed the checks."""
 
     b: int
     copied: tuple[bool, bool, bool] | None  # which of q, k and v have to be copied; None: none
@@ -80,7 +97,7 @@ class PrefixChecked(NamedTuple):
 def check_arrays(
     arrays: PrefixArrays, kv_cache_dtype: str, pack: int, is_block_table_ptr: bool, fp8_out: bool
 ) -> PrefixChecked:
-    """Check the arrays of a call against each other."""
+    """Check the arrays of a call, which are read, against each other."""
     q, own = arrays.q, (arrays.k, arrays.v)
     _, q_shape, _, dtype, device, framework, _ = q
     if dtype != "bfloat16" and dtype != "float16":

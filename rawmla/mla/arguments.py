@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..call.arrays import READERS, Fields, contiguous_strides
+from ..call.arrays import READERS
 from ..call.checks import (
     INT32_MAX,
     as_int,
@@ -14,6 +14,7 @@ from ..call.checks import (
     strides_fit,
     usable_strides,
 )
+from ..call.frameworks import Fields, contiguous_strides
 from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK, Q_UNIT
 from ..kernels.mla_cache_rows import FORMATS, MODEL1
 from ..kernels.mla_sparse import Cache
@@ -32,11 +33,12 @@ __all__ = [
     "q_strides",
     "read_pair",
     "refuse_dense_fp8",
+    "refuse_without_indices",
 ]
 
 
 def check_head_dim_v(head_dim_v: Any, name: str = "head_dim_v") -> None:
-    """`head_dim_v` must be 512."""
+    """Check that `head_dim_v` is 512."""
     if as_int(name, head_dim_v) != D_V:
         raise ValueError(f"{name}: expected {D_V}, got {head_dim_v}")
 
@@ -49,6 +51,17 @@ def refuse_dense_fp8() -> None:
     )
 
 
+def refuse_without_indices(**arrays: Any) -> None:
+    """Raise for the arguments of sparse decoding that were given without `indices`."""
+    given = [name for name, value in arrays.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: expected None without indices, got an array; dense decoding has no such "
+            "argument, so give the selected slots as indices, or leave it out"
+        )
+    refuse_dense_fp8()
+
+
 def check_rows(shape: tuple[int, ...]) -> None:
     """Check that the query rows of a q of this shape can be counted in 32 bits."""
     rows = 1
@@ -59,7 +72,7 @@ def check_rows(shape: tuple[int, ...]) -> None:
 
 
 def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
-    """The arrays of a q that is given as a pair: the columns before RoPE, and those of RoPE."""
+    """Read the arrays of a q that is a pair: the columns before RoPE, and the RoPE columns."""
     if len(q) != 2:
         raise ValueError(f"q: expected an array or a pair (q_nope, q_rope), got a tuple of {len(q)}")
     q_nope, q_rope = q
@@ -67,7 +80,7 @@ def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
 
 
 def check_q_width(q: Fields, q_rope: Fields | None) -> int:
-    """d_qk, the columns of q and of its RoPE array, if that is given; checks the latter against q."""
+    """Check the columns of q, and its RoPE array if it has one; returns d_qk, the columns of both."""
     _, shape, _, dtype, *_ = q
     if q_rope is None:
         if shape[-1] not in D_QK:
@@ -81,25 +94,25 @@ def check_q_width(q: Fields, q_rope: Fields | None) -> int:
         )
     _, rope_shape, _, rope_dtype, *_ = q_rope
     if rope_dtype != dtype:
-        raise TypeError(f"q_rope: expected dtype {dtype}, that of q, got {rope_dtype}")
+        raise TypeError(f"q_rope: expected dtype {dtype}, the dtype of q, got {rope_dtype}")
     if tuple(rope_shape) != (*shape[:-1], D_ROPE):
         raise ValueError(f"q_rope: expected shape {[*shape[:-1], D_ROPE]}, got {list(rope_shape)}")
     return d_qk
 
 
 class QStrides(NamedTuple):
-    """Strides in elements of q and of its RoPE columns, but the last, and where these columns begin."""
+    """The strides of q and of its RoPE columns in elements, but the last, and where these columns begin."""
 
     q: tuple[int, ...]
     q_rope: tuple[int, ...]
     is_copied: bool
-    """Kernels cannot walk q, so that a contiguous copy is attended."""
+    """Kernels cannot walk q, so they attend a contiguous copy."""
     rope_bytes: int
-    """From the address of q to that of the columns, unless they are an array of their own."""
+    """Bytes from the first column of q to its RoPE columns, unless these are an array of their own."""
 
 
 def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
-    """Strides of q. One that kernels cannot walk is to be copied; arrays of a pair are refused."""
+    """Check the strides of q. A q that kernels cannot walk will be copied; such a pair is refused."""
     rope_bytes = 2 * (d_qk - D_ROPE)
     usable = _walked(q)
     if q_rope is None:
@@ -134,7 +147,7 @@ def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
 
 
 def _walked(q: Fields) -> tuple[int, ...] | None:
-    """Strides but the last; None where kernels cannot walk the array."""
+    """Find the strides but the last; None where kernels cannot walk the array."""
     ptr, shape, strides, *_ = q
     usable = usable_strides(shape, strides)
     fits = 0 in shape or strides_fit(ptr, shape, usable)  # in an empty array there is nothing to step over
@@ -146,7 +159,7 @@ def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
     ptr, shape, strides, dtype, _, _, _ = out
     _, q_shape, _, q_dtype, device, framework, _ = q
     if dtype != q_dtype:
-        raise TypeError(f"out: expected dtype {q_dtype}, that of q, got {dtype}")
+        raise TypeError(f"out: expected dtype {q_dtype}, the dtype of q, got {dtype}")
     if tuple(shape) != (*q_shape[:-1], D_V):
         raise ValueError(f"out: expected shape {[*q_shape[:-1], D_V]}, got {list(shape)}")
     check_place("out", out, device, framework, "q")
@@ -163,10 +176,9 @@ def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
 
 
 def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> tuple[Fields, int]:
-    """Check the q of a sparse call, with these dimensions, and that the other arrays are where it is; returns
-    it and d_qk.
+    """Check the q of a sparse call, and that the other arrays are on its device; returns q and d_qk.
 
-    ``views`` is a NamedTuple of the arrays by the names of the arguments.
+    ``axes`` names the dimensions of q. ``views`` is a NamedTuple of the arrays by the names of the arguments.
     """
     q: Fields = views.q
     _, shape, strides, dtype, device, framework, _ = q
@@ -187,8 +199,10 @@ def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> tupl
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:
-    """Check a cache that is read by its slots; returns its format's public name, what kernels take of it
-    (without a selection), and what the addresses of its rows are multiples of.
+    """Check a cache whose rows are read by slot.
+
+    Returns the public name of its format, the cache as kernels take it, still without a selection, and the
+    number of bytes that the addresses of its rows are multiples of.
     """
     formats = [
         (public_name, format)
@@ -211,7 +225,7 @@ def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool)
 
 
 def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, meaning: str) -> Cache:
-    """Check the indices of what is selected from a cache; ``meaning`` says where b and s_q come from."""
+    """Check the indices into a cache; returns the cache with them. ``meaning`` names the source of b, s_q."""
     _, shape, strides, dtype, _, _, _ = view
     if dtype != "int32":
         raise TypeError(f"{name}: expected dtype int32, got {dtype}")
@@ -230,8 +244,8 @@ def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, mea
 
 
 def check_vectors(views: Any, lengths: dict[str, tuple[str, int, str]]) -> None:
-    """Check the vectors that are given: name -> (dtype, length, the dimension of q which that is)."""
+    """Check the vectors that are given; ``lengths`` maps names to dtype, length and dimension of q."""
     for name, (dtype, length, dimension) in lengths.items():
         view = getattr(views, name)
         if view is not None:
-            check_vector(name, view, (dtype,), length, f"{dimension} is that of q")
+            check_vector(name, view, (dtype,), length, f"the {dimension} of q")

@@ -1,21 +1,9 @@
-"""Paged caches around decoding: quantising, writing new tokens, reading them back.
-
-Four layouts of a cache `[num_blocks, page_block_size, 1, columns]` are known by dtype and last dimension;
-RoPE is the last 64 of a row's d_qk columns and stays bfloat16:
-
-- "v32" (DeepSeek-V3.2), bytes, 656: 512 e4m3 values, 4 float32 scales (one per 128 values), 64 bfloat16.
-- "model1" (DeepSeek-V4), bytes, 584, split within a block: first `page_block_size` times 448 e4m3 values
-  and 64 bfloat16, then `page_block_size` times 7 e8m0 scales (one per 64 values) and a zero byte.
-- bfloat16, 576 or 512.
-
-Bytes are uint8, int8 or float8_e4m3fn arrays. The formats are FlashMLA's (github.com/deepseek-ai/FlashMLA).
-"""
+"""Paged caches around decoding: quantising, writing new tokens, reading them back."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -29,52 +17,12 @@ from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
 from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
 from .paged_cache import PagedCache, check_paged_cache
-from .traced import operators
 
-__all__ = ["dequantize_k_cache", "gather_kv_cache", "quantize_k_cache", "write_kv_cache"]
+__all__ = ["dequantize", "gather", "quantize", "write"]
 
 
-def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
-    """Quantise a whole bfloat16 cache.
-
-    The scale of a tile is amax / 448 in float32, at least 2**-126 ("v32"), or the least power of two that
-    is not below max(amax, 1e-4) / 448 ("model1"); amax is the tile's largest magnitude, NaN aside. A value
-    becomes the e4m3 number nearest to value / scale, ties to even, saturating. NaN stays NaN; an infinity
-    makes its tile NaN in "v32" and stays infinite in "model1".
-
-    Parameters
-    ----------
-    k_cache : array
-        bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, d_qk 576 ("v32") or 512 ("model1"), last dimension
-        contiguous, other strides free (below 2**31 elements), any alignment.
-    layout : str
-        "v32" or "model1".
-    out : array, optional
-        The cache to write: bytes `[num_blocks, page_block_size, 1, 656 or 584]`, tokens contiguous within a
-        block, blocks any distance below 2 GiB apart. Address and block stride are multiples of 16 bytes
-        ("v32") or 8 ("model1"). Bytes between blocks are left alone.
-
-    Returns
-    -------
-    array
-        `out`, or a new uint8 array of that shape in the framework of `k_cache`. Blocks of a new "model1"
-        cache begin at multiples of 576 bytes, so it may be a strided view.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
-
-    Notes
-    -----
-    Enqueues one kernel on the current stream of the framework of `k_cache`; never synchronises; legal inside
-    a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
-    `rawmla.reference.quantize_k_cache` gives the same bytes.
-    """
-    if tracing.is_traced(k_cache):
-        return operators().quantize_k_cache(k_cache, layout, out)
+def quantize(k_cache: Any, layout: str, out: Any) -> Any:
+    """Run `rawmla.quantize_k_cache`."""
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
     if source.dtype != "bfloat16":
@@ -120,35 +68,8 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     return out
 
 
-def dequantize_k_cache(cache: Any, layout: str) -> Any:
-    """The bfloat16 cache that a quantised one stands for.
-
-    Parameters
-    ----------
-    cache : array
-        Bytes `[num_blocks, page_block_size, 1, 656 or 584]`, strides and alignment as for `out` of
-        `quantize_k_cache`.
-    layout : str
-        "v32" or "model1".
-
-    Returns
-    -------
-    array
-        bfloat16 `[num_blocks, page_block_size, 1, d_qk]`, contiguous, in the framework of `cache`: e4m3 *
-        scale in float32, rounded to bfloat16, and the RoPE columns as they are.
-
-    Raises
-    ------
-    TypeError, ValueError, RawMLAError
-        As for `quantize_k_cache`; MissingDependencyError if the result would be a CuPy array and ml_dtypes,
-        which has the dtype, is not installed.
-
-    Notes
-    -----
-    Allocation, stream and graph capture as for `quantize_k_cache`.
-    """
-    if tracing.is_traced(cache):
-        return operators().dequantize_k_cache(cache, layout)
+def dequantize(cache: Any, layout: str) -> Any:
+    """Run `rawmla.dequantize_k_cache`."""
     format = _quantized_format(layout)
     source = inspect(cache, "cache")
     given = _paged_cache("cache", source, format)
@@ -181,47 +102,8 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     return out
 
 
-def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
-    """Write new tokens into a paged cache, quantised if its layout is: the bytes of `quantize_k_cache`.
-
-    Parameters
-    ----------
-    kv_c : array
-        bfloat16 `[T, 512]` for caches of "v32" or 576 columns, `[T, 448]` for "model1" or 512 columns: the
-        columns before RoPE. Last dimension contiguous, row stride free (below 2**31 elements), any
-        alignment; rows of 16 bytes' alignment are read faster.
-    k_pe : array
-        bfloat16 `[T, 64]`, the RoPE columns; strides as for `kv_c`.
-    kv_cache : array
-        Written in place; the layout is inferred from dtype and last dimension. Bytes `[num_blocks,
-        page_block_size, 1, 656 or 584]` with strides and alignment as for `out` of `quantize_k_cache`, or
-        bfloat16 `[num_blocks, page_block_size, 1, 576 or 512]` with a 16-byte aligned address and strides
-        that are multiples of 8 elements, below 2 GiB. Blocks may be padded; only the named tokens' bytes
-        change.
-    slot_mapping : array
-        int32 or int64 `[T]`, contiguous: block * page_block_size + offset in the block. A token whose slot is
-        negative or past the cache is skipped. Which of two tokens with one slot stays is undefined.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
-
-    Notes
-    -----
-    Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`; never
-    synchronises; legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[...])` has loaded the
-    kernel ("v32", "model1" or "bf16").
-
-    Examples
-    --------
-    >>> cache = rawmla.quantize_k_cache(k_cache, "v32")
-    >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
-    """
-    if tracing.is_traced(kv_c):
-        return operators().write_kv_cache(kv_c, k_pe, kv_cache, slot_mapping)
+def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """Run `rawmla.write_kv_cache`."""
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
     format = given.format
@@ -237,14 +119,12 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     tokens = nope.shape[0]
     d_rope = format.d_qk - format.d_nope
     if tuple(rope.shape) != (tokens, d_rope):
-        raise ValueError(
-            f"k_pe: expected shape {[tokens, d_rope]} (T is that of kv_c), got {list(rope.shape)}"
-        )
+        raise ValueError(f"k_pe: expected shape {[tokens, d_rope]} (the T of kv_c), got {list(rope.shape)}")
     (nope_step,), (rope_step,) = row_strides("kv_c", nope), row_strides("k_pe", rope)
     _check_int32_strides("kv_c", nope)
     _check_int32_strides("k_pe", rope)
     slots = inspect(slot_mapping, "slot_mapping")
-    check_vector("slot_mapping", slots, ("int32", "int64"), tokens, "T is that of kv_c")
+    check_vector("slot_mapping", slots, ("int32", "int64"), tokens, "the T of kv_c")
     for name, view in (("kv_c", nope), ("k_pe", rope), ("slot_mapping", slots)):
         same_place(name, view, target, "kv_cache")
     if tokens > INT32_MAX:
@@ -270,58 +150,10 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
         )
 
 
-def gather_kv_cache(
-    kv_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    out: Any,
-    *,
-    workspace_starts: Any,
-    seq_starts: Any = None,
+def gather(
+    kv_cache: Any, block_table: Any, cache_seqlens: Any, out: Any, workspace_starts: Any, seq_starts: Any
 ) -> None:
-    """Copy requests' tokens from a paged cache into consecutive rows of a bfloat16 workspace, dequantised.
-
-    Token t of request i, for t from `seq_starts[i]` to `cache_seqlens[i] - 1`, goes to row
-    `workspace_starts[i] + t - seq_starts[i]`. A quantised value is e4m3 * scale in float32, rounded to
-    bfloat16.
-
-    Parameters
-    ----------
-    kv_cache : array
-        A cache of any of the layouts, as for `write_kv_cache`.
-    block_table : array
-        int32 `[b, max_blocks]`, last dimension contiguous, row stride free: page ids of each request, in
-        order. Entries past the needed length are not read. A token whose page is not in the table, or not
-        in the cache, becomes a row of zeros.
-    cache_seqlens : array
-        int32 `[b]`, contiguous: tokens per request, 0 and up.
-    out : array
-        bfloat16 `[rows, d_qk]`, 16-byte aligned, last dimension contiguous, row stride a multiple of 8 and
-        at least d_qk. Rows that no token goes to are left alone, and tokens that would go outside are
-        dropped.
-    workspace_starts : array
-        int32 `[b]`, contiguous: the row of each request's first token, in any order. Where two tokens meet,
-        which stays is undefined.
-    seq_starts : array, optional
-        int32 `[b]`, contiguous: the first token of each request to copy. None: 0.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
-
-    Notes
-    -----
-    Allocates nothing; enqueues one kernel on the current stream of the framework of `kv_cache`; never
-    synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
-    capture as for `write_kv_cache`.
-    """
-    if tracing.is_traced(kv_cache):
-        return operators().gather_kv_cache(
-            kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts
-        )
+    """Run `rawmla.gather_kv_cache`."""
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)
     d_qk = given.format.d_qk
@@ -345,7 +177,7 @@ def gather_kv_cache(
         if view is None:
             continue
         if name in requests:
-            check_vector(name, view, ("int32",), b, "b is that of block_table")
+            check_vector(name, view, ("int32",), b, "the b of block_table")
         same_place(name, view, source, "kv_cache")
     pointers: dict[str, Any] = {name: 0 if view is None else view.ptr for name, view in requests.items()}
     if b and workspace.shape[0]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
-    as_bool,
     as_count,
     check_no_overlap,
     check_vector,
@@ -18,69 +16,14 @@ from ..call.checks import (
 )
 from ..kernels import mla_convert_indices
 from ..kernels.common import MAX_TOPK
-from .traced import operators
 
-__all__ = ["convert_indices"]
+__all__ = ["convert"]
 
 
-def convert_indices(
-    indices: Any,
-    block_table: Any,
-    page_block_size: int,
-    *,
-    request_ids: Any = None,
-    compact: bool = False,
-    out: Any = None,
+def convert(
+    indices: Any, block_table: Any, page_block_size: int, request_ids: Any, compact: bool, out: Any
 ) -> Any:
-    """Slots in a paged cache of token positions within requests: what sparse decoding takes as `indices`.
-
-    The slot of a position is `block_table[request, position // page_block_size] * page_block_size +
-    position % page_block_size`. It is -1 where the position is negative, its page is not in the table or
-    negative there, the slot is above the largest int32, or there is no such request.
-
-    Parameters
-    ----------
-    indices : array
-        int32 `[T, topk]` or `[b, s_q, topk]`, token positions. Last dimension contiguous, other strides
-        free, so rows may be longer than topk.
-    block_table : array
-        int32 `[num_requests, max_blocks]`, last dimension contiguous, row stride free: page ids of each
-        request.
-    page_block_size : int
-        Tokens per page, 1 and up.
-    request_ids : array, optional
-        int32, contiguous, of the length of `indices`: the request that `indices[i]` belongs to. None:
-        request i.
-    compact : bool
-        Move the valid slots of a row to its front, in their order, -1 behind them, and return their number.
-    out : array, optional
-        int32 of the shape of `indices`, last dimension contiguous, rows that do not overlap. May be
-        `indices`.
-
-    Returns
-    -------
-    slots : array
-        `out`, or a new contiguous int32 array of the shape of `indices` in its framework.
-    counts : array
-        With `compact` only: int32 `[T]` or `[b, s_q]`, valid slots per row. For `[T, topk]`, and for s_q 1,
-        this is the `topk_length` of sparse attention.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
-
-    Notes
-    -----
-    Allocates the results with the framework of `indices` and enqueues one kernel on its current stream; never
-    synchronises; legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[...])` has loaded the
-    kernel. Positions past a request's length give slots of whatever stands in its table there.
-    """
-    compact = as_bool("compact", compact)
-    if tracing.is_traced(indices):
-        return operators().convert_indices(indices, block_table, page_block_size, request_ids, compact, out)
+    """Run `rawmla.convert_indices`; ``compact`` is checked already."""
     page = as_count("page_block_size", page_block_size)
     if page > INT32_MAX:
         raise ValueError(f"page_block_size: expected less than 2**31, got {page}")
@@ -117,7 +60,7 @@ def convert_indices(
         slots = _int32("out", out)
         if tuple(slots.shape) != tuple(positions.shape):
             raise ValueError(
-                f"out: expected shape {list(positions.shape)}, that of indices, got {list(slots.shape)}"
+                f"out: expected shape {list(positions.shape)}, the shape of indices, got {list(slots.shape)}"
             )
         same_place("out", slots, positions, "indices")
         given = row_strides("out", slots)
@@ -155,5 +98,5 @@ def _int32(name: str, x: Any) -> ArrayView:
 
 
 def _two(strides: tuple[int, ...]) -> tuple[int, int]:
-    """Row strides of `[n, s_q, topk]`, s_q being 1 where it is not there."""
+    """Extend the row strides of `[n, topk]` to `[n, s_q, topk]`, where s_q is 1."""
     return strides[0], strides[1] if len(strides) == 2 else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..call import tracing
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import (
     INT32_MAX,
@@ -18,57 +17,14 @@ from ..call.checks import (
 from ..kernels import mla_merge_states
 from ..kernels.common import D_V, ceil_div
 from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
-from .traced import operators
 
-__all__ = ["merge_attn_states"]
+__all__ = ["merge"]
 
 _Dims = tuple[int, int, int]  # n, s, h
 
 
-def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None) -> tuple[Any, Any]:
-    """Merge partial attention results, each over a part of the keys, into the result over all of them.
-
-    `out = sum_i exp(lse_i) * out_i / sum_i exp(lse_i)` and `lse = ln(sum_i exp(lse_i))`, in float32.
-
-    Parameters
-    ----------
-    outs : sequence of arrays
-        One for each part, all bfloat16, float16 or float32, of one shape: `[b, s_q, h_q, 512]` (what
-        `flash_mla_with_kvcache` returns) or `[s_q, h_q, 512]`. Last dimension contiguous, addresses and other
-        strides multiples of 16 bytes.
-    lses : sequence of arrays
-        float32, natural logarithm, as many as `outs`: `[b, h_q, s_q]` each (what `flash_mla_with_kvcache`
-        returns), or `[s_q, h_q]` with outs of three dimensions (what `flash_mla_sparse_fwd` returns with
-        `log_base="e"`). Any strides. +inf or -inf marks a row without keys: its out is ignored, NaN or not.
-    out : array, optional
-        Of the shape and dtype of `outs`, strides as theirs, no element twice; written and returned. May be
-        one of `outs`.
-
-    Returns
-    -------
-    out : array
-        In the shape and dtype of `outs`, contiguous unless given, in the framework of the first of them. 0
-        in a row without keys.
-    lse : array
-        float32 in the shape of `lses`, contiguous; +inf in a row without keys.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is of the wrong kind, dtype, shape, stride or device; raised before anything is launched.
-    RawMLAError
-        A subclass says what is missing: GPU, driver, NVRTC, a compiled kernel inside a graph capture.
-
-    Notes
-    -----
-    Any number of parts: up to 32 take one kernel; more are merged 32 at a time into float32 scratch, and the
-    results again. Allocates the results and that scratch with the framework of the first array, enqueues on
-    its current stream, never synchronises; legal inside a CUDA-graph capture once
-    `rawmla.warmup(dtypes=[...])` has loaded the kernels. Sums are in the order of the parts: the same call
-    gives the same bits.
-    """
-    if tracing.is_traced(outs):
-        return operators().merge_attn_states(outs, lses, out)
+def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]:
+    """Run `rawmla.merge_attn_states`."""
     if not isinstance(outs, (list, tuple)) or not isinstance(lses, (list, tuple)):
         wrong, name = (lses, "lses") if isinstance(outs, (list, tuple)) else (outs, "outs")
         raise TypeError(f"{name}: expected a list or tuple of arrays, got {type(wrong).__name__}")
@@ -120,7 +76,10 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
 def _merge_groups(
     parts: list[State], dtype: str, scratch: int, dims: _Dims, call: dict[str, Any]
 ) -> tuple[list[State], str]:
-    """Merge groups of parts into scratch until one launch can merge the rest; returns that, and its dtype."""
+    """Merge groups of parts into scratch until one launch can merge the rest.
+
+    Returns the rest and its dtype.
+    """
     n, s, h = dims
     while len(parts) > MAX_PARTS:
         merged = []
@@ -135,12 +94,12 @@ def _merge_groups(
 
 
 def _state_bytes(rows: int) -> int:
-    """Of a float32 out and its lse, a multiple of 16."""
+    """Count the bytes of a float32 out and its lse, a multiple of 16."""
     return rows * D_V * 4 + ceil_div(rows, 4) * 16
 
 
 def _scratch_states(parts: int) -> int:
-    """How many merged states are kept in between."""
+    """Count the merged states that scratch holds."""
     states = 0
     while parts > MAX_PARTS:
         parts = ceil_div(parts, MAX_PARTS)
@@ -149,7 +108,7 @@ def _scratch_states(parts: int) -> int:
 
 
 def _dims(first: ArrayView) -> _Dims:
-    """Check the first of the outs; returns (b, s_q, h_q), b being 1 where it is not there."""
+    """Check the first of the outs; returns (b, s_q, h_q), where b is 1 if there is no such dimension."""
     if first.dtype not in ITEM_BYTES:
         raise TypeError(f"outs[0]: expected dtype {' or '.join(ITEM_BYTES)}, got {first.dtype}")
     if len(first.shape) not in (3, 4) or first.shape[-1] != D_V:
@@ -171,10 +130,10 @@ def _lse_shape(out: ArrayView) -> tuple[int, ...]:
 def _out_strides(name: str, view: ArrayView, first: ArrayView) -> tuple[int, int, int]:
     """Check an out against the first one; returns its strides in elements."""
     if view.dtype != first.dtype:
-        raise TypeError(f"{name}: expected dtype {first.dtype}, that of outs[0], got {view.dtype}")
+        raise TypeError(f"{name}: expected dtype {first.dtype}, the dtype of outs[0], got {view.dtype}")
     if tuple(view.shape) != tuple(first.shape):
         raise ValueError(
-            f"{name}: expected shape {list(first.shape)}, that of outs[0], got {list(view.shape)}"
+            f"{name}: expected shape {list(first.shape)}, the shape of outs[0], got {list(view.shape)}"
         )
     same_place(name, view, first, "outs[0]")
     strides = row_strides(name, view)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..call.arrays import Fields
 from ..call.checks import INT32_MAX, usable_strides
+from ..call.frameworks import Fields
 from ..kernels.mla_cache_rows import CacheFormat
 
 __all__ = ["BYTE_DTYPES", "PagedCache", "check_paged_cache"]
 
 BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
-"""What the bytes of a quantised cache may be given as."""
+"""The dtypes that the bytes of a quantised cache may have."""
 
 _UINT32_MAX = 2**32 - 1
 
@@ -20,7 +20,7 @@ _UINT32_MAX = 2**32 - 1
 class PagedCache(NamedTuple):
     """A cache `[num_blocks, page_block_size, 1, columns]` that passed the check; strides in bytes.
 
-    ``alignment`` is 16 or 8: what the addresses of all tokens are multiples of.
+    The addresses of all tokens are multiples of ``alignment``, which is 16 or 8.
     """
 
     format: CacheFormat
@@ -40,10 +40,10 @@ def check_paged_cache(
     of: str = "",
     least_alignment: int | None = None,
 ) -> PagedCache:
-    """Check a cache that may be in any of these formats, which dtype and last dimension tell apart.
+    """Check a cache that may be in any of these formats. Its dtype and last dimension say in which.
 
     Tokens of a quantised cache follow each other within a block; all other strides are free, 0 among them.
-    ``of`` says in the text of an error what chose these formats.
+    ``of`` is the part of an error's text that says what chose these formats.
     ``least_alignment``, in bytes, is for kernels that read quantised rows at less than their usual alignment.
     """
     ptr, shape, strides, dtype, _, _, _ = view

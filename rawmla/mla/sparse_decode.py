@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..call.arrays import READERS, Fields, address_of, read_given
+from ..call.arrays import READERS, address_of, read_given
 from ..call.checks import as_softmax_scale, check_streams, mixes_frameworks
-from ..call.memo import BatchPlace, Memo, PreparedCall, kind_of
+from ..call.frameworks import Fields
+from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
-from ..kernels.mla_sparse import NO_CACHE, Cache, SparseCall
+from ..kernels.mla_sparse import NO_CACHE, SparseCall
 from .arguments import (
-    QStrides,
     check_out,
     check_selection,
     check_sparse_cache,
@@ -23,9 +23,23 @@ from .arguments import (
     q_strides,
     read_pair,
 )
-from .plan import PlanConfigs, SchedConfig, compute_plan, mark_plan, resolve_plan
+from .plan import (
+    GivenPlan,
+    PreparedDecode,
+    SchedConfig,
+    check_config,
+    check_plan,
+    compute_plan,
+    fields_of,
+    mark_plan,
+    read_plan,
+)
 
-__all__ = ["decode"]
+__all__ = ["ExtraCache", "decode"]
+
+
+ExtraCache = tuple[Any, Any, Any]
+"""A second cache that is attended in the same softmax: the cache, its indices and how many of them count."""
 
 
 class _Arrays(NamedTuple):
@@ -40,38 +54,12 @@ class _Arrays(NamedTuple):
     extra_indices_in_kvcache: Fields | None
     extra_topk_length: Fields | None
     attn_sink: Fields | None
+    tile_scheduler_metadata: Fields | None  # None: of an empty object
+    num_splits: Fields | None
     out: Fields | None
 
 
-class _Sizes(NamedTuple):
-    """The sizes of the arrays, and their strides in elements."""
-
-    format: str  # as in SparseCall
-    h_q: int
-    d_qk: int
-    load_bytes: int  # what addresses of cache rows are multiples of
-    cache: Cache
-    extra: Cache  # NO_CACHE: there is none
-    q_strides: QStrides
-    out_strides: tuple[int, ...]
-
-
-class _Checked(NamedTuple):
-    """What follows from the kinds of the arrays, which passed the checks."""
-
-    b: int
-    s_q: int
-    place: BatchPlace
-    mixes_frameworks: bool  # some arrays are of another framework than q
-    q_is_copied: bool  # a contiguous copy is needed
-    rope_bytes: int  # from q to its RoPE columns, unless they are an array of their own
-    default_scale: float
-    configs: PlanConfigs
-    calls: Memo[PreparedCall]
-    sizes: _Sizes
-
-
-_checked: Memo[_Checked] = Memo(shared=True)
+_calls: Memo[PreparedDecode] = Memo(shared=True)
 
 
 def decode(
@@ -83,14 +71,12 @@ def decode(
     is_fp8_kvcache: bool,
     indices: Any,
     attn_sink: Any,
-    extra_k_cache: Any,
-    extra_indices_in_kvcache: Any,
     topk_length: Any,
-    extra_topk_length: Any,
+    extra: ExtraCache | None,
     out: Any,
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    """`flash_mla_with_kvcache` with `indices`; booleans are checked already."""
+    """Run `flash_mla_with_kvcache` with `indices`; booleans are checked already."""
     rope_view = None
     if q.__class__ is tuple:
         q_view, rope_view = read_pair(q)
@@ -98,94 +84,96 @@ def decode(
         q_view = READERS[type(q)](q, "q")
     k_view = READERS[type(k_cache)](k_cache, "k_cache")
     indices_view = READERS[type(indices)](indices, "indices")
-    # Most calls leave out most of the others, and a function call for each would be a twentieth of the time.
+    # Most calls leave out most of the other arrays. A function call for each would add a twentieth.
     length_view = None if topk_length is None else READERS[type(topk_length)](topk_length, "topk_length")
     extra_view = extra_indices_view = extra_length_view = extra_kind = None
-    if not (extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
+    if extra is not None:
+        extra_k_cache, extra_indices, extra_topk_length = extra
         extra_view = read_given(extra_k_cache, "extra_k_cache")
-        extra_indices_view = read_given(extra_indices_in_kvcache, "extra_indices_in_kvcache")
+        extra_indices_view = read_given(extra_indices, "extra_indices_in_kvcache")
         extra_length_view = read_given(extra_topk_length, "extra_topk_length")
         extra_kind = kind_of(extra_view), kind_of(extra_indices_view), kind_of(extra_length_view)
     sink_view = None if attn_sink is None else READERS[type(attn_sink)](attn_sink, "attn_sink")
+    plan = read_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant)
+    holder, plan_arrays, batch_invariant = plan
     out_view = None if out is None else READERS[type(out)](out, "out")
-    # In the order of _Arrays, which only checks need.
-    views = (
-        q_view, rope_view, k_view, indices_view, length_view, extra_view, extra_indices_view,
-        extra_length_view, sink_view, out_view,
-    )  # fmt: skip
+    if softmax_scale is not None:
+        softmax_scale = as_softmax_scale(softmax_scale)
     q_ptr, q_shape, q_steps, dtype, device, framework, q_array = q_view
     k_ptr, k_shape, k_steps, k_dtype, k_device, k_framework, _ = k_view
     index_ptr, index_shape, index_steps, index_dtype, index_device, index_framework, _ = indices_view
-    # One flat tuple of what every call has, as in dense decoding.
-    kind = (
-        is_fp8_kvcache,
+    # The key has what checks depend on, as in dense decoding.
+    key = (
+        softmax_scale, is_fp8_kvcache, batch_invariant, holder is None,
         q_ptr & 15, q_shape, q_steps, dtype, device, framework,
         k_ptr & 15, k_shape, k_steps, k_dtype, k_device, k_framework,
-        index_ptr & 15, index_shape, index_steps, index_dtype, index_device, index_framework,
-        rope_view if rope_view is None else kind_of(rope_view),
-        length_view if length_view is None else kind_of(length_view),
-        sink_view if sink_view is None else kind_of(sink_view),
-        out_view if out_view is None else kind_of(out_view),
-        extra_kind,
+        index_shape, index_steps, index_dtype, index_device, index_framework,
+        plan_arrays and plan_arrays.kind, length_view and length_view[1:6], sink_view and sink_view[1:6],
+        rope_view and kind_of(rope_view), out_view and kind_of(out_view), extra_kind,
     )  # fmt: skip
-    latest_kind, checked = _checked.latest
-    if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
-        checked = _checked.get(kind) or _checked.keep(kind, _check(is_fp8_kvcache, _Arrays(*views)))
-        _checked.latest = kind, checked
-    b, s_q, place, mixes_frameworks, q_is_copied, rope_bytes, default_scale, configs, calls, _ = checked
-    if mixes_frameworks:
-        check_streams(_Arrays(*views), device, framework)
-    softmax_scale = default_scale if softmax_scale is None else as_softmax_scale(softmax_scale)
-    plan = resolve_plan(tile_scheduler_metadata, num_splits, enable_batch_invariant, configs, place)
-    plan_arrays, num_parts, is_object, batch_invariant, unmarked = plan
-    if not b or not s_q:
-        return _empty_results(checked, out, q_view)
+    call = _calls.get(key)
+    if call is None or call.mixes_frameworks:
+        rows_view, splits_view = plan_arrays.views if plan_arrays else (None, None)
+        arrays = _Arrays(
+            q_view, rope_view, k_view, indices_view, length_view, extra_view, extra_indices_view,
+            extra_length_view, sink_view, rows_view, splits_view, out_view,
+        )  # fmt: skip
+        call = call or _calls.keep(key, _prepare(arrays, plan, softmax_scale, is_fp8_kvcache))
+        check_streams(arrays, device, framework)
+    allocate, launch, q_is_copied, rope_bytes, _, num_parts, config, config_fields = call
+    if holder is not None and holder.have_initialized:
+        check_config(holder.config, config_fields)
+    if launch is None:
+        *results, lse, _ = allocate()
+        return (results[0] if results else out), lse
 
-    key = (num_parts, is_object, batch_invariant, softmax_scale)
-    call = calls.get(key) or calls.keep(key, _prepare(checked, key, _Arrays(*views)))
-    allocate, launch = call
     if q_is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
-    topk_length_ptr = 0 if length_view is None else length_view[0]
-    extra_ptr = extra_indices_ptr = extra_topk_length_ptr = 0
-    if extra_kind is not None:
+    length_ptr = 0 if length_view is None else length_view[0]
+    extra_ptr = extra_indices_ptr = extra_length_ptr = 0
+    if extra is not None:
         extra_ptr, extra_indices_ptr = address_of(extra_view), address_of(extra_indices_view)
-        extra_topk_length_ptr = address_of(extra_length_view)
+        extra_length_ptr = address_of(extra_length_view)
+    made = None
     if plan_arrays is None:
-        topk, extra_topk = checked.sizes.cache.topk, checked.sizes.extra.topk
-        tokens = mla_metadata.TokenCounts(topk_length_ptr, extra_topk_length_ptr, topk, extra_topk)
-        plan_arrays = compute_plan(plan, b, tokens, device, framework)
-    sched_meta, num_splits_ptr, _, _ = plan_arrays
+        widths = config.topk or 0, config.extra_topk or 0
+        tokens = mla_metadata.TokenCounts(length_ptr, extra_length_ptr, *widths)
+        made = compute_plan(config, num_parts, tokens, device, framework)
+        rows_ptr, splits_ptr = map(framework.pointer, made)
+    else:
+        rows_ptr, splits_ptr, _, _ = plan_arrays
     if out_view is None:
         out, lse, scratch = allocate()
         out_ptr = framework.pointer(out)
     else:
         lse, scratch = allocate()
         out_ptr = out_view[0]
-    # In the order of SparseAddresses, which would take a twentieth of the call to build.
+    # In the order of SparseAddresses. To build one would take a twentieth of the call.
     addresses = (
         q_ptr, q_ptr + rope_bytes if rope_view is None else rope_view[0], k_ptr, extra_ptr, index_ptr,
-        extra_indices_ptr, topk_length_ptr, extra_topk_length_ptr, 0 if sink_view is None else sink_view[0],
-        sched_meta, num_splits_ptr, out_ptr, framework.pointer(lse), 0, 0,
+        extra_indices_ptr, length_ptr, extra_length_ptr, 0 if sink_view is None else sink_view[0],
+        rows_ptr, splits_ptr, out_ptr, framework.pointer(lse), 0, 0,
     )  # fmt: skip
     launch(framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch))
-    if unmarked is not None:
-        mark_plan(plan, configs, plan_arrays)
+    if holder is not None and (made is not None or not holder.have_initialized):
+        mark_plan(holder, config, made)
     return out, lse
 
 
-def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
-    """Check the arrays of a call against each other."""
+def _prepare(
+    arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, is_fp8_kvcache: bool
+) -> PreparedDecode:
+    """Check a call, load its kernels and work out their parameters."""
     q, d_qk = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
-    _, (b, s_q, h_q, _), _, _, device, framework, _ = q
+    _, (b, s_q, h_q, _), _, dtype, device, framework, _ = q
     extra_given = [arrays.extra_k_cache is not None, arrays.extra_indices_in_kvcache is not None]
     if any(extra_given) != all(extra_given):
         missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
         raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
     if arrays.extra_topk_length is not None and not all(extra_given):
         raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
-    of_q = "b and s_q are those of q"
+    of_q = "the b and s_q of q"
     format, cache, load_bytes = check_sparse_cache("k_cache", arrays.k_cache, d_qk, is_fp8_kvcache)
     cache = check_selection(cache, "indices", arrays.indices, b, s_q, of_q)
     extra = NO_CACHE
@@ -203,6 +191,13 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
             "attn_sink": ("float32", h_q, "h_q"),
         },
     )
+    strides = q_strides(q, arrays.q_rope, d_qk)
+    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
+    out_strides: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
+    if arrays.out is not None:
+        out_strides = check_out(arrays.out, q)
+        del results[0]
+    holder, *_, batch_invariant = plan
     config = SchedConfig(
         b,
         s_q,
@@ -214,68 +209,40 @@ def _check(is_fp8_kvcache: bool, arrays: _Arrays) -> _Checked:
         topk=cache.topk,
         extra_page_block_size=extra.page_block_size if extra is not NO_CACHE else None,
         extra_topk=extra.topk or None,
+        enable_batch_invariant=batch_invariant,
     )
-    strides = q_strides(q, arrays.q_rope, d_qk)
-    return _Checked(
-        b=b,
-        s_q=s_q,
-        place=BatchPlace(b, device, framework),
-        mixes_frameworks=mixes_frameworks(arrays),
+    num_parts = check_plan(plan, config, device, framework)
+    scratch_bytes, launch = 0, None
+    if b and s_q:
+        prepared = mla_sparse.PreparedSparse(
+            SparseCall(
+                device=device,
+                format=format,
+                d_qk=d_qk,
+                load_bytes=load_bytes,
+                b=b,
+                s_q=s_q,
+                h_q=h_q,
+                cache=cache,
+                extra=extra,
+                q_strides=strides.q,
+                q_rope_strides=strides.q_rope,
+                num_parts=num_parts,
+                object_layout=holder is not None,
+                batch_invariant=batch_invariant,
+                out_strides=out_strides,
+                softmax_scale=d_qk**-0.5 if softmax_scale is None else softmax_scale,
+            ),
+            framework.capture_query(device),
+        )
+        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
+    return PreparedDecode(
+        allocate=framework.allocator(results, scratch_bytes, device),
+        launch=launch,
         q_is_copied=strides.is_copied,
         rope_bytes=strides.rope_bytes,
-        default_scale=d_qk**-0.5,
-        configs=PlanConfigs.of(config),
-        calls=Memo(),
-        sizes=_Sizes(
-            format=format,
-            h_q=h_q,
-            d_qk=d_qk,
-            load_bytes=load_bytes,
-            cache=cache,
-            extra=extra,
-            q_strides=strides,
-            out_strides=(s_q * h_q * D_V, h_q * D_V, D_V) if arrays.out is None else check_out(arrays.out, q),
-        ),
+        mixes_frameworks=mixes_frameworks(arrays),
+        num_parts=num_parts,
+        config=config,
+        config_fields=fields_of(config),
     )
-
-
-def _empty_results(checked: _Checked, out: Any, q: Fields) -> tuple[Any, Any]:
-    """The results of a call without query tokens."""
-    _, _, _, dtype, device, framework, _ = q
-    b, s_q, h_q = checked.b, checked.s_q, checked.sizes.h_q
-    if out is None:
-        out = framework.empty((b, s_q, h_q, D_V), dtype, device)
-    return out, framework.empty((b, h_q, s_q), "float32", device)
-
-
-def _prepare(checked: _Checked, key: tuple[Any, ...], arrays: _Arrays) -> PreparedCall:
-    """Load the kernels of a call and work out their parameters."""
-    num_parts, is_object, batch_invariant, softmax_scale = key
-    b, s_q = checked.b, checked.s_q
-    format, h_q, d_qk, load_bytes, cache, extra, strides_of_q, out_strides = checked.sizes
-    _, _, _, dtype, device, framework, _ = arrays.q
-    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
-    if arrays.out is not None:
-        del results[0]
-    prepared = mla_sparse.PreparedSparse(
-        SparseCall(
-            device=device,
-            format=format,
-            d_qk=d_qk,
-            load_bytes=load_bytes,
-            b=b,
-            s_q=s_q,
-            h_q=h_q,
-            cache=cache,
-            extra=extra,
-            q_strides=strides_of_q.q,
-            q_rope_strides=strides_of_q.q_rope,
-            num_parts=num_parts,
-            object_layout=is_object,
-            batch_invariant=batch_invariant,
-            out_strides=out_strides,
-            softmax_scale=softmax_scale,
-        ),
-        framework.capture_query(device),
-    )
-    return PreparedCall(framework.allocator(results, prepared.scratch_bytes, device), prepared.launch)

@@ -1,10 +1,10 @@
 """What rawmla computes, written down in plain NumPy and float64, for the CPU.
 
 The functions of rawmla have the same names and arguments here and follow their definitions line by line, with
-nothing tiled, split or rounded in between; `warmup` has no counterpart. They are the oracle of the tests, the
-place to look up what an argument means, and a stand-in for rawmla on a machine without a GPU. They need
-NumPy alone and are slow on purpose: one request, and one query token or head of it, at a time. `plan` is the
-scheduling plan that the GPU computes, equal in every number.
+nothing tiled, split or rounded in between; `warmup` has no counterpart. They are the oracle of the tests, and
+a stand-in for rawmla on a machine without a GPU. They need NumPy alone and are slow on purpose: one request,
+and one query token or head of it, at a time. `plan` is the scheduling plan that the GPU computes, equal in
+every number.
 
 Results come in the kind of the first array:
 
@@ -13,9 +13,12 @@ Results come in the kind of the first array:
 - torch CPU tensors: dtypes are checked as on the GPU, and results are tensors of the dtypes that the GPU
   functions return, rounded at the end.
 
-Strides and addresses are free in both. Wrong arguments raise the errors of the GPU functions; dense attention
-(`flash_attn_*`), prefix prefill (`context_attention_fwd`) and flex attention (`flex_attention`,
-`create_block_mask`) check what their definition needs and no more: they take float32 and any head dimension.
+Strides and addresses are free in both, and so are sizes that only kernels limit: page sizes, and the head
+dimensions of dense attention (`flash_attn_*`), prefix prefill (`context_attention_fwd`) and flex attention
+(`flex_attention`, `create_block_mask`), which take float32 too. Arguments are documented at the functions of
+rawmla. Dtypes and shapes that do not fit are refused here, and arguments that would have no effect; any other
+wrong argument fails where NumPy fails.
+
 Score and mask functions are functions of NumPy arrays or, with tensors, those that the GPU functions take; a
 score function with gradients is a `NumpyMod`. CUDA text does not run here: a `CudaMod` is refused.
 """
@@ -23,23 +26,15 @@ score function with gradients is a `NumpyMod`. CUDA text does not run here: a `C
 from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
 from ._cache import (
     D_V,
-    E4M3_MAX,
     LAYOUTS,
     MODEL1_MIN_AMAX,
     V32_MIN_SCALE,
     CacheLayout,
-    bf16_bits,
     convert_indices,
-    decode_bf16,
-    decode_e4m3,
-    decode_e5m2,
-    decode_e8m0,
     dequantize_k_cache,
-    encode_e4m3,
     gather_kv_cache,
     merge_attn_states,
     quantize_k_cache,
-    round_to_bf16,
     write_kv_cache,
 )
 from ._flex import (
@@ -54,6 +49,16 @@ from ._flex import (
     flex_attention_backward,
     noop_mask,
     or_masks,
+)
+from ._formats import (
+    E4M3_MAX,
+    bf16_bits,
+    decode_bf16,
+    decode_e4m3,
+    decode_e5m2,
+    decode_e8m0,
+    encode_e4m3,
+    round_to_bf16,
 )
 from ._mha import (
     flash_attn_backward,

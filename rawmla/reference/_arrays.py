@@ -1,4 +1,4 @@
-"""Arrays of the caller, seen as NumPy arrays, and the checks that every function of the reference shares.
+"""Arrays of the caller as NumPy arrays, with the dtypes and shapes that a function expects, and results.
 
 torch is looked up in `sys.modules`, where it is if an argument is a tensor: it is never imported here.
 """
@@ -6,6 +6,7 @@ torch is looked up in `sys.modules`, where it is if an argument is a tensor: it 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,9 @@ E5M2_BYTE_DTYPES = ("float8_e5m2", "uint8", "int8")
 INT_DTYPES = ("int32",)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SEEN_AS_BYTES = {*BYTE_DTYPES, *E5M2_BYTE_DTYPES}
+
+Shape = tuple["int | str | Collection[int]", ...]
+"""Dimensions that an array must have: a number, one of several, or the name of one of any size."""
 
 
 class Array(NamedTuple):
@@ -39,12 +43,50 @@ class Array(NamedTuple):
         return self.values.shape
 
 
-def read(x: Any, name: str) -> Array:
-    """The argument `name`: a torch CPU tensor, or whatever NumPy makes an array of."""
-    if not is_tensor(x):
-        values = _as_numpy(x, name)
-        dtype = values.dtype.name
-        return Array(values.view(np.uint8) if dtype in _SEEN_AS_BYTES else values, dtype, False)
+def read(x: Any, name: str, dtypes: tuple[str, ...] | None = None, shape: Shape | None = None) -> Array:
+    """Read the argument `name`: a torch CPU tensor, whatever NumPy makes an array of, or an Array.
+
+    Args:
+        dtypes: the dtypes that are taken, None for all. An array of NumPy may be of any float type where a
+            float type is, and of any integer type where int32 is.
+        shape: the dimensions that are expected, None for any.
+
+    Raises:
+        TypeError: no array, or another dtype.
+        ValueError: another shape; a tensor on a GPU, or one that requires grad.
+    """
+    if isinstance(x, Array):
+        array = x
+    else:
+        array = _read_tensor(x, name) if is_tensor(x) else _read_numpy(x, name)
+    if dtypes is not None and not _is_of(array, dtypes):
+        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {array.dtype}")
+    if shape is not None and not _fits(array.shape, shape):
+        texts = [str(x) if isinstance(x, (int, str)) else " or ".join(map(str, x)) for x in shape]
+        raise ValueError(f"{name}: expected shape [{', '.join(texts)}], got {list(array.shape)}")
+    return array
+
+
+def read_target(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Array:
+    """Read an argument that is written: an array, and nothing that NumPy would make a copy of."""
+    if not is_tensor(x) and not isinstance(x, np.ndarray):
+        raise TypeError(f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}")
+    return read(x, name, dtypes, shape)
+
+
+def _read_numpy(x: Any, name: str) -> Array:
+    refusal = f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}"
+    try:
+        values = np.asarray(x)
+    except (TypeError, ValueError) as error:  # CuPy arrays and ragged lists
+        raise TypeError(f"{refusal} ({error})") from error
+    if values.dtype.hasobject:
+        raise TypeError(refusal)
+    dtype = values.dtype.name
+    return Array(values.view(np.uint8) if dtype in _SEEN_AS_BYTES else values, dtype, False)
+
+
+def _read_tensor(x: Any, name: str) -> Array:
     if x.device.type != "cpu":
         raise ValueError(f"{name}: expected a tensor in CPU memory, got a torch tensor on device {x.device}")
     torch = sys.modules["torch"]
@@ -65,6 +107,25 @@ def read(x: Any, name: str) -> Array:
         raise TypeError(
             f"{name}: expected a dense torch tensor with memory, got {type(x).__name__} of {dtype} ({error})"
         ) from error
+
+
+def _is_of(array: Array, dtypes: tuple[str, ...]) -> bool:
+    """Whether an array is of one of these dtypes; an empty list, of which NumPy makes float64, is."""
+    if array.dtype in dtypes:
+        return True
+    if array.is_torch or "uint8" in dtypes:
+        return False
+    is_float = array.dtype in FLOAT_DTYPES
+    if "int32" not in dtypes:
+        return is_float
+    return array.values.dtype.kind in "iu" or is_float and not array.values.size
+
+
+def _fits(shape: tuple[int, ...], wanted: Shape) -> bool:
+    return len(shape) == len(wanted) and all(
+        isinstance(x, str) or (size == x if isinstance(x, int) else size in x)
+        for size, x in zip(shape, wanted, strict=True)
+    )
 
 
 def is_tensor(x: Any) -> bool:
@@ -91,43 +152,10 @@ def like(values: NDArray[Any], dtype: str, array: Array) -> Any:
     return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
 
 
-def check_target(x: Any, name: str) -> None:
-    """Check that an argument is an array that can be written to."""
-    if not is_tensor(x) and not isinstance(x, np.ndarray):
-        raise TypeError(f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}")
-
-
-def check_dtype(name: str, array: Array, wanted: tuple[str, ...], note: str = "") -> None:
-    """Check an array's dtype. One of NumPy may be of any float type where floats are `wanted`, of any integer
-    type where integers are, and of either when it is empty: NumPy makes float64 of an empty list.
-    """
-    if array.dtype in wanted:
-        return
-    if not array.is_torch and "uint8" not in wanted:
-        is_float = array.dtype in FLOAT_DTYPES
-        if "int32" not in wanted and is_float:
-            return
-        if "int32" in wanted and (array.values.dtype.kind in "iu" or is_float and not array.values.size):
-            return
-    raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}{note}, got {array.dtype}")
-
-
-def check_vector(
-    name: str, array: Array, length: int, meaning: str, wanted: tuple[str, ...] = INT_DTYPES
-) -> None:
-    """Check an array of one dimension; `meaning` says where its length comes from."""
-    check_dtype(name, array, wanted)
-    if array.shape != (length,):
-        raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(array.shape)}")
-
-
-def _as_numpy(x: Any, name: str) -> NDArray[Any]:
-    try:
-        values = np.asarray(x)
-    except (TypeError, ValueError) as error:  # CuPy arrays and ragged lists
-        raise TypeError(
-            f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__} ({error})"
-        ) from error
-    if values.dtype.hasobject:
-        raise TypeError(f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}")
-    return values
+def result(values: NDArray[Any], dtype: str, array: Array, out: Any) -> Any:
+    """A result as `like`, written to `out` if that is given. A tensor `out` is also what is returned."""
+    if out is not None:
+        store(out, ..., values)
+        if is_tensor(out):
+            return out
+    return like(values, dtype, array)

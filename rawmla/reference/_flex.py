@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..call.checks import as_bool, as_int, as_scale, show
+from ..call.checks import as_scale, show
 from ..flex.block_mask import BlockMask, and_masks, noop_mask, or_masks
 from ..flex.forward import AuxOutput, AuxRequest, check_options, wanted
 from ..flex.mods import CudaMod
-from ._arrays import FLOAT_DTYPES, Array, check_dtype, check_target, is_tensor, like, read, store
-from ._cache import decode_e4m3, decode_e5m2
-from ._mha import _sum
+from ._arrays import FLOAT_DTYPES, Array, like, read, read_target, result
+from ._formats import decode_e4m3, decode_e5m2
+from ._heads import weighted_sum
 
 __all__ = [
     "AuxOutput",
@@ -50,8 +50,8 @@ class NumpyMod:
 
     Args:
         function: `(score, b, h, q_idx, kv_idx)`, what `flex_attention` takes.
-        grad: `(grad, score, b, h, q_idx, kv_idx)`: the gradient of the scores `[L, S]`, from that of what
-            `function` gives.
+        grad: `(grad, score, b, h, q_idx, kv_idx)`: the gradient of the scores `[L, S]`, from the
+            gradient of the results of `function`.
         capture_grads: by name an array that `function` reads, and a function of the arguments of `grad` that
             gives `(indices, value)`: what each score adds, and where. Both have shapes that broadcast to
             `[..., L, S]`; dimensions in front are of an array that is read at several places.
@@ -86,57 +86,35 @@ def flex_attention(
     deterministic: bool | None = None,
     out: Any = None,
 ) -> Any:
-    """Attention with a score function and a mask of the caller's.
+    """Attention with a score function and a mask of the caller's as `rawmla.flex_attention`, in float64.
 
-    For every request b, query head h, query token and key: `s = scale * query·key`, then
-    `s = score_mod(s, b, h, q_idx, kv_idx)`. Positions in full blocks of the mask are attended, those in
-    partial blocks where `mask_mod(b, h, q_idx, kv_idx)` holds, and no others.
+    query, key and value are float32 and float64 too, of any head dimension. `kernel_options` and
+    `deterministic` do not change what is computed.
 
     Args:
-        query: `[B, Hq, L, E]`.
-        key, value: `[Bkv, Hkv, S, E]`, `[Bkv, Hkv, S, Ev]`; Bkv is B or 1. float8_e4m3fn and float8_e5m2 too.
         score_mod: a function of NumPy arrays: of scores `[L, S]`, two integers, query tokens `[L, 1]` and
             keys `[1, S]`. Where query is a tensor, also one of 0-d tensors, as on the GPU; `torch.vmap` calls
             it. No CUDA text.
-        block_mask: of rawmla, or torch's. Its mask_mod is such a function, without the scores. None:
-            everything is attended.
-        scale: `E ** -0.5` when None.
-        enable_gqa: Hq may be a multiple of Hkv; query head h reads KV head `h // (Hq // Hkv)`.
-        return_lse: give (out, lse).
-        kernel_options, deterministic: do not change what is computed.
-        return_aux: an AuxRequest, or torch's: give (out, AuxOutput of these).
-        out: optional array `[B, Hq, L, Ev]` that receives the result. A tensor is also what is returned.
-
-    Returns:
-        out: `[B, Hq, L, Ev]`; float64, or a tensor of query's dtype.
-        lse, max_scores: `[B, Hq, L]`, natural logarithm of the sum of `exp` of the scores that are attended,
-        and the largest of these; float64, or float32 tensors.
-        Rows with nothing to attend have out 0, lse and max_scores -inf.
+        block_mask: of rawmla, or torch's. Its mask_mod is such a function, without the scores.
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
         ValueError: shapes that do not fit; `return_lse` together with `return_aux`; a mask of other lengths;
             a function that takes neither tensors nor arrays.
     """
-    q, k, v = (read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
-    _check_shapes(q, k, v, as_bool("enable_gqa", enable_gqa))
-    return_lse = as_bool("return_lse", return_lse)
-    if deterministic is not None:
-        as_bool("deterministic", deterministic)
+    q, k, v = _read_inputs(query, key, value, enable_gqa, tuple(_DECODERS))
     wants_lse, wants_max = wanted(return_lse, return_aux)
     check_options(kernel_options)
     b, h_q, seqlen_q, d_qk = q.shape
     seqlen_k, d_v = v.shape[2:]
     if out is not None:
-        check_target(out, "out")
-        if tuple(out.shape) != (b, h_q, seqlen_q, d_v):
-            raise ValueError(f"out: expected [{b}, {h_q}, {seqlen_q}, {d_v}], got {list(out.shape)}")
+        read_target(out, "out", FLOAT_DTYPES, (b, h_q, seqlen_q, d_v))
     factor = d_qk**-0.5 if scale is None else as_scale(scale)
     score = None if score_mod is None else _Function("score_mod", score_mod, q.is_torch)
     listed, mask = _positions(block_mask, q, k)
     group = h_q // k.shape[1]
     queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
-    results = np.zeros((b, h_q, seqlen_q, d_v))
+    attended = np.zeros((b, h_q, seqlen_q, d_v))
     lse, top = np.full((b, h_q, seqlen_q), -np.inf), np.full((b, h_q, seqlen_q), -np.inf)
     i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
     for request in range(b):
@@ -149,16 +127,14 @@ def flex_attention(
                     scores = score(scores, *at).astype(np.float64)
             visible = _visible(listed, mask, at)
             place = (request, head)
-            results[place], lse[place], top[place] = _attend(scores, visible, values[pair])
-    if out is not None:
-        store(out, ..., results)
-    result = out if is_tensor(out) else like(results, q.dtype, q)
+            attended[place], lse[place], top[place] = _attend(scores, visible, values[pair])
+    returned = result(attended, q.dtype, q, out)
     if return_lse:
-        return result, like(lse, "float32", q)
+        return returned, like(lse, "float32", q)
     if return_aux is None:
-        return result
+        return returned
     further = (wants_lse, lse), (wants_max, top)
-    return result, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in further])
+    return returned, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in further])
 
 
 def flex_attention_backward(
@@ -176,34 +152,19 @@ def flex_attention_backward(
     grad_lse: Any = None,
     deterministic: bool | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Gradients of `flex_attention`, from its results and their gradients.
+    """Gradients of `flex_attention` as `rawmla.flex_attention_backward`, in float64.
 
-    With `p = exp(score - lse)` of a score that is attended, `DELTA = rowsum(grad_out * out) - grad_lse` of a
-    row: the gradient of what score_mod gives is `p * (grad_out·value - DELTA)`. Where nothing is attended it
-    is 0, and so is what follows from it. An lse beyond 2**14 * ln(2) in magnitude is computed again from the
-    scores, since float32 rounds it too much.
+    With score_mod an lse beyond 2**14 * ln(2) in magnitude is computed again from the scores, since float32
+    rounds it too much.
 
     Args:
-        grad_out: `[B, Hq, L, Ev]`, gradient of out.
-        query, key, value, block_mask, scale, enable_gqa: those of `flex_attention`; of one dtype.
-        out, lse: its results, `[B, Hq, L, Ev]` and `[B, Hq, L]`.
         score_mod: with its gradients; None: scores stay as they are.
-        grad_lse: `[B, Hq, L]`, gradient of lse; None: it is not used.
         deterministic: does not change what is computed.
 
     Returns:
-        dq, dk, dv: of the shapes of query, key and value, summed over what shares a head or a batch; float64,
-        or tensors of their dtype.
-        captured: by name the gradients of arrays in `score_mod.capture_grads`, of their shapes.
-
-    Raises:
-        TypeError, ValueError: as `flex_attention`; a score function without gradients.
+        dq, dk, dv, and by name the gradients of arrays in `score_mod.capture_grads`, of their shapes.
     """
-    q, k, v = (read(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value")))
-    _check_shapes(q, k, v, as_bool("enable_gqa", enable_gqa))
-    for name, array in (("key", k), ("value", v)):
-        if array.dtype in _DECODERS:
-            raise ValueError(f"{name}: expected the dtype of query, for gradients, got {array.dtype}")
+    q, k, v = _read_inputs(query, key, value, enable_gqa)
     if score_mod is not None and not isinstance(score_mod, NumpyMod):
         raise TypeError(f"score_mod: expected a NumpyMod, which has gradients, got {show(score_mod)}")
     b, h_q, seqlen_q, d_qk = q.shape
@@ -241,9 +202,9 @@ def flex_attention_backward(
                 for name, (_, gradient) in score_mod.capture_grads.items():
                     indices, added = gradient(grad, products, *at)
                     _add(captured[name], indices, added, visible)
-        dq[place] = factor * _sum(ds, visible, keys[pair])
-        dk[pair] += factor * _sum(ds.T, visible.T, queries[place])
-        dv[pair] += _sum(p.T, visible.T, dout[place])
+        dq[place] = factor * weighted_sum(ds, visible, keys[pair])
+        dk[pair] += factor * weighted_sum(ds.T, visible.T, queries[place])
+        dv[pair] += weighted_sum(p.T, visible.T, dout[place])
     gradients = {}
     for name, total in captured.items():
         assert score_mod is not None
@@ -255,7 +216,7 @@ def flex_attention_backward(
 def _add(
     total: NDArray[np.float64], indices: tuple[Any, ...], added: Any, visible: NDArray[np.bool_]
 ) -> None:
-    """Add what visible scores say to the elements that they name."""
+    """Add the terms of visible scores to the elements at their indices."""
     shape = np.broadcast_shapes(*[np.shape(x) for x in (*indices, added)], visible.shape)
     terms = np.where(visible, np.broadcast_to(added, shape), 0)
     if indices:
@@ -266,11 +227,7 @@ def _add(
 
 def _of_shape(name: str, x: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
     """An array of this shape, as float64."""
-    array = read(x, name)
-    check_dtype(name, array, FLOAT_DTYPES)
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(array.shape)}")
-    return array.values.astype(np.float64)
+    return read(x, name, FLOAT_DTYPES, shape).values.astype(np.float64)
 
 
 def create_block_mask(
@@ -286,37 +243,21 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The blocks of a mask function: which of them are empty, partial or full.
+    """The blocks of a mask function as `rawmla.create_block_mask`, in NumPy arrays.
 
-    A block is full if the function holds for all its positions and it lies inside (Q_LEN, KV_LEN), else
-    partial if it holds for some.
+    A block is full if the function holds for all its positions and all are inside (Q_LEN, KV_LEN), else
+    partial if the function holds for some. Lists are ascending, followed by the other blocks.
 
     Args:
         mask_mod: a function of NumPy arrays: of two integers, query tokens `[Q_LEN, 1]` and keys
             `[1, KV_LEN]`. Where torch is imported, also one of 0-d tensors, as on the GPU; `torch.vmap` calls
             it. No CUDA text.
-        B, H: requests and heads that have masks of their own; None is 1.
-        Q_LEN, KV_LEN: query tokens and keys.
-        BLOCK_SIZE: query tokens and keys of a block.
-        separate_full_blocks: False: full blocks are listed as partial.
         device, _compile, compute_dq_write_order, dq_kv_order: do not change what is computed.
-
-    Returns:
-        A BlockMask of NumPy arrays, int32; lists are ascending, with the other blocks behind their ends.
-
-    Raises:
-        TypeError, ValueError: an argument is no integer, negative, or no block size; mask_mod is no function
-            of tensors or arrays.
     """
     mask = _Function("mask_mod", mask_mod, "torch" in sys.modules)
-    b, h = (1 if x is None else as_int(name, x) for name, x in (("B", B), ("H", H)))
-    lengths = as_int("Q_LEN", Q_LEN), as_int("KV_LEN", KV_LEN)
-    for name, size, least in (("B", b, 1), ("H", h, 1), ("Q_LEN", lengths[0], 0), ("KV_LEN", lengths[1], 0)):
-        if size < least:
-            raise ValueError(f"{name}: expected {least} or more, got {size}")
+    b, h = (1 if x is None else x for x in (B, H))
+    lengths = Q_LEN, KV_LEN
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    if len(sizes) != 2 or any(size < 1 or size % 16 for size in sizes):
-        raise ValueError(f"BLOCK_SIZE: expected a multiple of 16, or a pair of them, got {BLOCK_SIZE!r}")
     rows, columns = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
     some, full = np.zeros((b, h, rows, columns), bool), np.zeros((b, h, rows, columns), bool)
     i, j = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :]
@@ -339,7 +280,7 @@ def create_block_mask(
 
 
 def _lists(is_listed: _Bools) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """How many are listed, and which, ascending, with the others behind them."""
+    """The number of listed blocks, and their indices, ascending, followed by the indices of the others."""
     order = np.argsort(~is_listed, axis=-1, kind="stable")
     return is_listed.sum(-1).astype(np.int32), order.astype(np.int32)
 
@@ -391,7 +332,7 @@ class _Function:
     def _by_torch(self, *arguments: Any) -> Any:
         import torch
 
-        from ..flex.trace import IndexByTensors
+        from ..flex.recording import IndexByTensors
 
         *score, b, h, i, j = arguments
         places = [torch.tensor(np.ravel(x), dtype=torch.int32) for x in (b, h, i, j)]
@@ -406,7 +347,7 @@ class _Function:
 
 
 def _visible(listed: _Listed | None, mask: _Function | None, at: tuple[Any, ...]) -> _Bools:
-    """What is attended by one head of one request, `[L, S]`."""
+    """Return which keys the queries of one head of one request attend, `[L, S]`."""
     request, head, i, j = at
     if listed is None or mask is None:
         return np.ones((len(i), j.shape[1]), bool)
@@ -420,7 +361,7 @@ def _attend(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
     """out, lse and largest scores of one head of one request."""
     weights, lse, top = _softmax(scores, visible)
-    return _sum(weights, visible, v), lse, top
+    return weighted_sum(weights, visible, v), lse, top
 
 
 def _softmax(
@@ -437,7 +378,7 @@ def _softmax(
 
 
 def _positions(block_mask: Any, q: Array, k: Array) -> tuple[_Listed | None, _Function | None]:
-    """What the lists of a mask say of each position, and its function; None: all are attended."""
+    """Expand the lists of a mask to positions, and return its function too; None: all are attended."""
     if block_mask is None:
         return None, None
     if not hasattr(block_mask, "kv_indices"):
@@ -448,7 +389,7 @@ def _positions(block_mask: Any, q: Array, k: Array) -> tuple[_Listed | None, _Fu
         return None, None
     if lengths != (seqlen_q, seqlen_k):
         raise ValueError(
-            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, those of query and key, "
+            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, the lengths of query and key, "
             f"got {lengths}"
         )
     partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlen_q, seqlen_k)
@@ -480,29 +421,19 @@ def _numbers(array: Array) -> NDArray[np.float64]:
     return array.values.astype(np.float64) if decode is None else decode(array.values).astype(np.float64)
 
 
-def _check_shapes(q: Array, k: Array, v: Array, enable_gqa: bool) -> None:
-    check_dtype("query", q, FLOAT_DTYPES)
-    for name, array in (("key", k), ("value", v)):
-        if array.dtype not in _DECODERS:
-            check_dtype(name, array, (q.dtype,), ", that of query")
-    for name, array in (("query", q), ("key", k), ("value", v)):
-        if len(array.shape) != 4 or not array.shape[-1]:
-            raise ValueError(
-                f"{name}: expected four dimensions, the last of them at least 1, got {list(array.shape)}"
-            )
-    if k.shape[3] != q.shape[3]:
-        raise ValueError(
-            f"key: expected a last dimension of {q.shape[3]}, that of query, got shape {list(k.shape)}"
-        )
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"value: expected shape {[*k.shape[:3], 'Ev']}, but for Ev that of key, got {list(v.shape)}"
-        )
+def _read_inputs(
+    query: Any, key: Any, value: Any, enable_gqa: bool, narrow: tuple[str, ...] = ()
+) -> tuple[Array, Array, Array]:
+    """query, key and value; the last two are of the dtype of query or of `narrow`."""
+    q = read(query, "query", FLOAT_DTYPES, ("B", "Hq", "L", "E"))
+    k = read(key, "key", (q.dtype, *narrow), ("Bkv", "Hkv", "S", q.shape[3]))
+    v = read(value, "value", (q.dtype, *narrow), (*k.shape[:3], "Ev"))
     if k.shape[0] not in (q.shape[0], 1):
         raise ValueError(
-            f"key: expected a batch of {q.shape[0]}, that of query, or 1, got shape {list(k.shape)}"
+            f"key: expected a batch of {q.shape[0]}, the batch of query, or 1, got shape {list(k.shape)}"
         )
     h_q, h_kv = q.shape[1], k.shape[1]
-    if not h_q or not h_kv or h_q % h_kv or (h_q != h_kv and not enable_gqa):
-        rule = "to be a positive multiple of" if enable_gqa else "to be, without enable_gqa, equal to"
-        raise ValueError(f"query: expected Hq {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
+    if h_q % h_kv or (h_q != h_kv and not enable_gqa):
+        rule = "a multiple of" if enable_gqa else "without enable_gqa equal to"
+        raise ValueError(f"query: expected Hq to be {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
+    return q, k, v

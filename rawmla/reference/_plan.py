@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..call.checks import as_bool, as_count
-from ._arrays import INT_DTYPES, Array, check_dtype, like, read, store
+from ._arrays import INT_DTYPES, Array, like, read, store
 
 BLOCK_TOKENS = 64
 """Tokens per block; plans cut requests between blocks only."""
@@ -32,8 +31,7 @@ SHORT_PART_FACTOR = 32
 the splits of a request costs time too."""
 
 ROWS_PER_IDLE = 8
-"""Idle rows of a plan of equal requests lie between the others when there is no more than one for so many
-rows."""
+"""Idle rows of a plan of equal requests are spread among the others when at most one row in 8 is idle."""
 
 BATCH_INVARIANT_MIN_BLOCKS = 8
 BATCH_INVARIANT_MAX_SPLITS = 32
@@ -84,32 +82,12 @@ def get_mla_metadata(
     out: Any = None,
     sm_count: int = SM_COUNT,
 ) -> tuple[Any, Any]:
-    """What `rawmla.get_mla_metadata` computes for a GPU with `sm_count` multiprocessors: see `plan`.
+    """Compute the plan of `rawmla.get_mla_metadata` for a GPU with `sm_count` multiprocessors: see `plan`.
 
-    Args:
-        cache_seqlens: integers `[b]`, tokens per request. With `topk` only their number counts.
-        num_q_tokens_per_head_k: `s_q * h_q // h_kv`. `num_heads_per_head_k` is its older name.
-        num_heads_k: `h_kv`; 1 with `topk`.
-        num_heads_q: `h_q`; None means `num_q_tokens_per_head_k * num_heads_k`, that is, s_q = 1.
-        is_fp8_kvcache: needs `topk`; the plan is the same.
-        topk: indices per query token of a sparse call. Every request then has `ceil(topk / 64)` blocks.
-        enable_batch_invariant: cut each request by its own length alone.
-        out: a plan to compute again in place, with its number of rows: `(tile_scheduler_metadata,
-            num_splits)`, or an object. One without arrays gets new ones. `topk` must be that of the call
-            which filled an object, in blocks of 64.
-        sm_count: 132 is an H100 SXM or H200.
-
-    Returns:
-        tile_scheduler_metadata: int32 `[num_sm_parts, 8]`, rows in the order of bare tensors; `out` if that
-        is an object.
-        num_splits: int32 `[b + 1]`; None with an object.
-        `(FlashMLASchedMeta(), None)` without arguments (`enable_batch_invariant` and `sm_count` aside).
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: those of `rawmla.get_mla_metadata`.
+    132 multiprocessors are an H100 SXM or H200. Every request of a sparse call has `ceil(topk / 64)` blocks.
     """
-    batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
-    if as_bool("is_fp8_kvcache", is_fp8_kvcache) and topk is None:
+    batch_invariant = enable_batch_invariant
+    if is_fp8_kvcache and topk is None:
         refuse_dense_fp8()
     if num_heads_per_head_k is not None:
         if num_q_tokens_per_head_k is not None:
@@ -121,14 +99,12 @@ def get_mla_metadata(
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
 
-    lengths = read(cache_seqlens, "cache_seqlens")
-    check_dtype("cache_seqlens", lengths, INT_DTYPES)
-    if len(lengths.shape) != 1:
-        raise ValueError(f"cache_seqlens: expected shape [b], got {list(lengths.shape)}")
+    lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, ("b",))
     b = lengths.shape[0]
-    h_kv = as_count("num_heads_k", num_heads_k)
-    rows_q = as_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k) * h_kv
-    h_q = rows_q if num_heads_q is None else as_count("num_heads_q", num_heads_q)
+    if num_heads_k is None or num_q_tokens_per_head_k is None:
+        raise TypeError("num_heads_k, num_q_tokens_per_head_k: expected an int with cache_seqlens, got None")
+    h_kv, rows_q = num_heads_k, num_q_tokens_per_head_k * num_heads_k
+    h_q = rows_q if num_heads_q is None else num_heads_q
     if h_q % h_kv or rows_q % h_q:
         raise ValueError(
             "num_heads_q: expected a multiple of num_heads_k that divides num_q_tokens_per_head_k * "
@@ -139,7 +115,7 @@ def get_mla_metadata(
     else:
         if h_kv != 1:
             raise ValueError(f"num_heads_k: expected 1 with topk, got {h_kv}")
-        blocks = sparse_blocks(b, as_count("topk", topk))
+        blocks = sparse_blocks(b, topk)
         num_parts = sparse_num_parts(rows_q // h_q, h_q, sm_count)
 
     is_object = isinstance(out, FlashMLASchedMeta)
@@ -171,7 +147,7 @@ def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
         return asked or plan.enable_batch_invariant
     if asked and not plan.config.enable_batch_invariant:
         raise ValueError(
-            "enable_batch_invariant: expected False, that of the decode call which filled out, got True"
+            "enable_batch_invariant: expected False as in the decode call which filled out, got True"
         )
     return plan.config.enable_batch_invariant
 
@@ -187,7 +163,7 @@ def _check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
         planned = f"an int of {blocks} blocks of {BLOCK_TOKENS}, such as {blocks * BLOCK_TOKENS}"
         same = topk is not None and -(-topk // BLOCK_TOKENS) == blocks
     if not same:
-        raise ValueError(f"topk: expected {planned}, that of the decode call which filled out, got {topk}")
+        raise ValueError(f"topk: expected {planned} as in the decode call which filled out, got {topk}")
 
 
 def _given_arrays(out: Any) -> tuple[Any, Any]:
@@ -211,7 +187,7 @@ def use_plan(
 
     Args:
         metadata, num_splits: what the call was given; `metadata` may be None.
-        config: that of the call.
+        config: the configuration of the call.
         blocks: 64-token blocks per request.
         queries: q, which decides what arrays an empty object gets.
     """
@@ -239,7 +215,7 @@ def use_plan(
         planned, wanted = vars(metadata.config), vars(config)
         field = next(name for name in wanted if planned[name] != wanted[name])
         raise ValueError(
-            f"tile_scheduler_metadata: expected a plan for {field} = {wanted[field]}, that of this call, got "
+            f"tile_scheduler_metadata: expected a plan for {field} = {wanted[field]} as in this call, got "
             f"a FlashMLASchedMeta filled for {field} = {planned[field]}; take one from get_mla_metadata() "
             "for each configuration"
         )
@@ -268,12 +244,9 @@ def check_plan(
     names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> None:
     """Check the two arrays of a plan for `b` requests."""
-    rows, splits = read(tiles, names[0]), read(num_splits, names[1])
-    check_dtype(names[0], rows, INT_DTYPES)
-    if len(rows.shape) != 2 or rows.shape[1] != PLAN_COLUMNS or not rows.shape[0]:
-        raise ValueError(f"{names[0]}: expected shape [num_sm_parts, {PLAN_COLUMNS}], got {list(rows.shape)}")
-    check_dtype(names[1], splits, INT_DTYPES)
-    if len(splits.shape) != 1 or splits.shape[0] <= b:
+    read(tiles, names[0], INT_DTYPES, ("num_sm_parts", PLAN_COLUMNS))
+    splits = read(num_splits, names[1], INT_DTYPES, ("n",))
+    if len(splits.values) <= b:
         raise ValueError(
             f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(splits.shape)}"
         )
@@ -362,15 +335,15 @@ def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False
 def plan_blocks(
     blocks: ArrayLike, num_parts: int, batch_invariant: bool = False, room: int | None = None
 ) -> Plan:
-    """The plan for requests of given numbers of blocks; see `sparse_blocks` for those of a sparse batch.
+    """The plan for requests of given numbers of blocks; see `sparse_blocks` for the blocks of a sparse batch.
 
-    All requests lie on one line, each but the first behind a fixed cost, as its units. A unit is what no cut
-    may divide: a block, or in a batch-invariant plan a split, so that a request's own length decides where it
-    is cut. The line is cut into stretches of equal length, `num_parts` or fewer, also because a stretch is
-    not made too short; a partition computes the units that lie in its stretch. Rows without a stretch are
-    idle: the last ones. Several requests of equal length are moved apart so that cuts fall between them, if
-    no partition gets longer: each gets partitions of its own, or each partition whole requests. If few rows
-    are idle then, one follows every so many others, so that the SMs that do nothing are not neighbours.
+    The units of all requests form one line, with a fixed cost before each request but the first. A unit is
+    what no cut may divide: a block, or in a batch-invariant plan a split, so that a request's own length
+    decides where it is cut. The line is cut into at most `num_parts` stretches of equal length, fewer if they
+    would be too short, and a partition computes the units in its stretch. Rows without a stretch are idle:
+    the last ones. Several requests of equal length are moved apart so that cuts fall between them, if no
+    partition gets longer: each gets partitions of its own, or each partition whole requests. If few rows are
+    idle then, they are spread evenly, so that idle SMs are not neighbours.
 
     Args:
         blocks: integers `[b]`, 64-token blocks per request, at least 1.

@@ -7,20 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..call.checks import as_bool, as_int, as_softmax_scale
-from ._arrays import (
-    BYTE_DTYPES,
-    E5M2_BYTE_DTYPES,
-    Array,
-    check_dtype,
-    check_target,
-    check_vector,
-    is_tensor,
-    read,
-    store,
-)
-from ._cache import decode_e4m3, decode_e5m2, encode_e4m3
-from ._mha import Rules, attend, read_sink, visible_keys
+from ..call.checks import as_softmax_scale
+from ._arrays import BYTE_DTYPES, E5M2_BYTE_DTYPES, INT_DTYPES, Array, is_tensor, read, read_target, store
+from ._formats import decode_e4m3, decode_e5m2, encode_e4m3
+from ._heads import Rules, attend, visible_keys
+from ._mha import read_sink
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN = ("auto", "float16", "bfloat16")
@@ -52,112 +43,52 @@ def context_attention_fwd(
     interleaved_v_pack_factor: int = 0,
     causal: bool = True,
 ) -> Any:
-    """Attention of each request's new tokens over its older ones, in a paged cache, and over themselves.
+    """Attention of new tokens over older ones and themselves as `rawmla.context_attention_fwd`, in float64.
 
-    Request r has the rows `b_start_loc[r] .. b_start_loc[r + 1] - 1` of q, query_len of them, and
-    `ctx_len = max(b_seq_len[r] - query_len, 0)` older tokens. Its key at position t is token
-    `t % block_size` of page `b_loc[r, t // block_size]` for t < ctx_len, and row
-    `b_start_loc[r] + t - ctx_len` of k and v from there on. Query j is at position u = ctx_len + j and sees
-    the keys t <= u. Query head h reads KV head `h // (h_q // h_kv)`.
-
-    Args:
-        q: `[tokens, h_q, d]`.
-        k, v: `[tokens, h_kv, d]`. Both None: all keys are read from the cache, by their positions; those from
-            b_seq_len on do not exist.
-        o: `[tokens, h_q, d]`, receives the result; rows of no request are not written. With fp8_out_scale
-            it is float8_e4m3fn or bytes.
-        kv_cache_dtype: "auto", "float16", "bfloat16": the caches are numbers. "fp8", "fp8_e4m3", "fp8_e5m2":
-            they are float8 or bytes, and a value is the float8 number times `k_scale` or `v_scale`.
-        k_cache: `[num_blocks, h_kv, d / x, block_size, x]`.
-        v_cache: `[num_blocks, h_kv, d, block_size]`.
-        b_loc: integers `[b, max_blocks]`. Entries of pages that no query sees are not looked at.
-        b_start_loc, b_seq_len: integers `[b + 1]` and `[b]`.
-        max_seq_len, max_input_len: upper bounds of lengths; they do not change what is computed. The first
-            may be None.
-        k_scale, v_scale: numbers, or arrays of one; ignored for a cache of numbers.
-        alibi_slopes: `[h_q]`; `slope * (t - u)` is added to a score. Needs `causal`.
-        sliding_window: W > 0: a query sees only keys with `u - t < W`.
-        sm_scale: factor on the products, `d ** -0.5` when None.
-        skip_decode: rows of requests with one query are not written.
-        fp8_out_scale: a number, or an array of one: o is the e4m3 number nearest to out / scale, at most 448.
-        sinks: `[h_q]`; `exp(sink)` is one more term of a head's denominator.
-        is_block_table_ptr: entries of b_loc above 0 are addresses in bytes: that of block n of k_cache is the
-            address of its first element, `data_ptr()` in torch and `ctypes.data` in NumPy, plus n strides of
-            the first dimension. So k_cache itself has to be an array in CPU memory here. V is read from the
-            block of the same number. Other entries are numbers of blocks, as without.
-        interleaved_v_pack_factor: y > 0: the memory of a block and head of v_cache is
-            `[block_size / y, d, y]`, under the shape of above.
-        causal: False: a query sees all new tokens of its request.
-
-    Returns:
-        o.
+    Arrays are float32 too, of any head dimension and page size. Rows of no request are not written.
+    `max_seq_len` and `max_input_len` do not change what is computed. With `is_block_table_ptr` k_cache is an
+    array in CPU memory, whose address is its `data_ptr()` in torch and `ctypes.data` in NumPy.
 
     Raises:
-        TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit; k without v; "auto" and its like with a cache of bytes; ALiBi
-            without `causal`.
+        TypeError, ValueError: dtypes and shapes that do not fit; k without v; ALiBi without `causal`.
         IndexError: b_loc is too narrow for a length, or names a page outside the cache, or an address at
             which no block starts.
     """
-    causal, skip_decode = as_bool("causal", causal), as_bool("skip_decode", skip_decode)
-    if max_seq_len is not None:
-        as_int("max_seq_len", max_seq_len)
-    as_int("max_input_len", max_input_len)
-    window = 0 if sliding_window is None else as_int("sliding_window", sliding_window)
     if alibi_slopes is not None and not causal:
         raise ValueError("alibi_slopes: expected None with causal=False, got an array")
     if (k is None) != (v is None):
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing}: expected an array, as {given} is one, or both None, got None")
-
-    queries = read(q, "q")
-    check_dtype("q", queries, _DTYPES)
-    if len(queries.shape) != 3 or not queries.shape[2]:
-        raise ValueError(f"q: expected shape [tokens, h_q, d], got {list(queries.shape)}")
+    queries = read(q, "q", _DTYPES, ("tokens", "h_q", "d"))
     tokens, h_q, d = queries.shape
-    caches = (read(k_cache, "k_cache"), read(v_cache, "v_cache"))
-    cache = _Cache.of(caches, kv_cache_dtype, (k_scale, v_scale), interleaved_v_pack_factor, queries)
-    if not h_q or h_q % cache.h_kv:
+    cache = _Cache.of(
+        k_cache, v_cache, kv_cache_dtype, (k_scale, v_scale), interleaved_v_pack_factor, queries
+    )
+    if h_q % cache.h_kv:
         raise ValueError(
-            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv "
-            f"{cache.h_kv}"
+            f"q: expected h_q to be a multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {cache.h_kv}"
         )
-    own = []
-    for name, x in (("k", k), ("v", v)):
-        if x is not None:
-            array = read(x, name)
-            check_dtype(name, array, (queries.dtype,), ", that of q")
-            if array.shape != (tokens, cache.h_kv, d):
-                raise ValueError(f"{name}: expected shape {[tokens, cache.h_kv, d]}, got {list(array.shape)}")
-            own.append(array.values.astype(np.float64))
-    seq_lens = read(b_seq_len, "b_seq_len")
-    b = seq_lens.shape[0] if seq_lens.shape else 0
-    check_vector("b_seq_len", seq_lens, b, "requests")
-    start_loc = read(b_start_loc, "b_start_loc")
-    check_vector("b_start_loc", start_loc, b + 1, "b is that of b_seq_len, and 1")
-    table = read(b_loc, "b_loc")
-    check_dtype("b_loc", table, ("int32", "int64"))
-    if len(table.shape) != 2 or table.shape[0] != b:
-        raise ValueError(
-            f"b_loc: expected shape [{b}, max_blocks] (b is that of b_seq_len), got {list(table.shape)}"
-        )
-    blocks = _Blocks(k_cache if as_bool("is_block_table_ptr", is_block_table_ptr) else None, cache.num_blocks)
+    own = [
+        read(x, name, (queries.dtype,), (tokens, cache.h_kv, d)).values.astype(np.float64)
+        for name, x in (("k", k), ("v", v))
+        if x is not None
+    ]
+    seq_lens = read(b_seq_len, "b_seq_len", INT_DTYPES, ("b",))
+    b = seq_lens.shape[0]
+    start_loc = read(b_start_loc, "b_start_loc", INT_DTYPES, (b + 1,))
+    table = read(b_loc, "b_loc", ("int32", "int64"), (b, "max_blocks"))
+    blocks = _Blocks(k_cache if is_block_table_ptr else None, cache.num_blocks)
     sink = read_sink("sinks", sinks, h_q)
     slopes = np.zeros(h_q)
     if alibi_slopes is not None:
-        given_slopes = read(alibi_slopes, "alibi_slopes")
-        check_vector("alibi_slopes", given_slopes, h_q, "h_q is that of q", ("float32",))
-        slopes = given_slopes.values.astype(np.float64)
+        slopes = read(alibi_slopes, "alibi_slopes", ("float32",), (h_q,)).values.astype(np.float64)
     out_scale = None if fp8_out_scale is None else _read_scale("fp8_out_scale", fp8_out_scale)
-    check_target(o, "o")
-    target = read(o, "o")
     if out_scale is None:
-        check_dtype("o", target, (queries.dtype,), ", that of q")
+        target = read_target(o, "o", (queries.dtype,), queries.shape)
     else:
-        check_dtype("o", target, BYTE_DTYPES, " with fp8_out_scale")
-    if target.shape != queries.shape:
-        raise ValueError(f"o: expected shape {list(queries.shape)}, that of q, got {list(target.shape)}")
+        target = read_target(o, "o", BYTE_DTYPES, queries.shape)
 
+    window = sliding_window or 0
     scale = d**-0.5 if sm_scale is None else as_softmax_scale(sm_scale, "sm_scale")
     rules = Rules(scale, window - 1 if window > 0 else None, 0 if causal else None)
     for r in range(b):
@@ -201,7 +132,7 @@ class _Cache(NamedTuple):
         k, v: the arrays of the caller.
         decode: what makes numbers of bytes, None if they are numbers.
         scales: factors of k and v, 1 if they are numbers.
-        pack: tokens that lie side by side in V; 0: all of a block.
+        pack: tokens that are adjacent in V; 0: all tokens of a block.
     """
 
     k: NDArray[Any]
@@ -212,38 +143,21 @@ class _Cache(NamedTuple):
 
     @classmethod
     def of(
-        cls, caches: tuple[Array, Array], kv_cache_dtype: str, scales: tuple[Any, Any], pack: int, q: Array
+        cls, k_cache: Any, v_cache: Any, kv_cache_dtype: str, scales: tuple[Any, Any], pack: int, q: Array
     ) -> _Cache:
-        """Check the arguments that say what the cache holds."""
-        if not isinstance(kv_cache_dtype, str):
-            raise TypeError(f"kv_cache_dtype: expected a str, got {type(kv_cache_dtype).__name__}")
+        """Read the arguments that say what the cache holds."""
         if kv_cache_dtype not in (*_PLAIN, *_FP8):
             raise ValueError(
                 f"kv_cache_dtype: expected one of {', '.join((*_PLAIN, *_FP8))}, got {kv_cache_dtype!r}"
             )
-        is_fp8 = kv_cache_dtype in _FP8
-        note = f" with kv_cache_dtype {kv_cache_dtype!r}"
-        for name, cache in zip(("k_cache", "v_cache"), caches, strict=True):
-            if not is_fp8 and cache.dtype in (*BYTE_DTYPES, *E5M2_BYTE_DTYPES):
-                raise ValueError(
-                    f"kv_cache_dtype: expected {', '.join(_FP8)} for a {name} of {cache.dtype}, got "
-                    f"{kv_cache_dtype!r}"
-                )
-            check_dtype(name, cache, _FP8[kv_cache_dtype] if is_fp8 else (q.dtype,), note)
-        k, v = (cache.values for cache in caches)
-        d = q.shape[2]
-        if k.ndim != 5 or not all(k.shape[1:]) or k.shape[2] * k.shape[4] != d:
-            raise ValueError(
-                f"k_cache: expected shape [num_blocks, h_kv, {d} / x, block_size, x] (d is that of q), got "
-                f"{list(k.shape)}"
-            )
-        num_blocks, h_kv, _, block_size, _ = k.shape
-        if v.shape != (num_blocks, h_kv, d, block_size):
-            raise ValueError(
-                f"v_cache: expected shape {[num_blocks, h_kv, d, block_size]}, as k_cache has, got "
-                f"{list(v.shape)}"
-            )
-        pack = as_int("interleaved_v_pack_factor", pack)
+        is_fp8, d = kv_cache_dtype in _FP8, q.shape[2]
+        dtypes = _FP8[kv_cache_dtype] if is_fp8 else (q.dtype,)
+        shape = ("num_blocks", "h_kv", f"{d} / x", "block_size", "x")
+        k = read(k_cache, "k_cache", dtypes, shape).values
+        num_blocks, h_kv, parts, block_size, x = k.shape
+        if parts * x != d:
+            raise ValueError(f"k_cache: expected shape [{', '.join(shape)}], got {list(k.shape)}")
+        v = read(v_cache, "v_cache", dtypes, (num_blocks, h_kv, d, block_size)).values
         if pack < 0 or pack and block_size % pack:
             raise ValueError(
                 f"interleaved_v_pack_factor: expected 0 or a divisor of the block_size {block_size}, got "
@@ -292,7 +206,7 @@ class _Cache(NamedTuple):
 
 
 class _Blocks:
-    """What entries of the block table mean.
+    """Meaning of the entries of a block table.
 
     Args:
         k_cache: the array whose blocks' addresses entries above 0 are, None if they are numbers of blocks.
@@ -304,7 +218,6 @@ class _Blocks:
         self._start = None
         if k_cache is None:
             return
-        check_target(k_cache, "k_cache")
         if is_tensor(k_cache):
             self._start, self._stride = k_cache.data_ptr(), k_cache.stride(0) * k_cache.element_size()
         else:
@@ -326,8 +239,7 @@ def _read_scale(name: str, x: Any) -> float:
     """A scale: a number, or a float32 array of one."""
     if isinstance(x, (float, int)) and not isinstance(x, bool):
         return float(x)
-    array = read(x, name)
-    check_dtype(name, array, ("float32",))
+    array = read(x, name, ("float32",))
     if array.shape not in ((), (1,)):
         raise ValueError(f"{name}: expected a number or shape [] or [1], got {list(array.shape)}")
     return float(array.values.reshape(()))

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from ..mla import metadata
 from ..mla import plan as plans
-from ..mla.plan import FlashMLASchedMeta, PlanConfigs, SchedConfig
+from ..mla.plan import FlashMLASchedMeta, SchedConfig
+from ..mla.sparse_decode import ExtraCache
 
 __all__ = [
     "convert_indices",
@@ -41,18 +43,18 @@ def get_mla_metadata(
     """`rawmla.get_mla_metadata` with arguments."""
     is_object = _is_object(out)
     if is_object:
-        enable_batch_invariant = plans.batch_invariant_of(out, enable_batch_invariant)
-        plans.check_topk_of(out, topk)
+        enable_batch_invariant = metadata.batch_invariant_of(out, enable_batch_invariant)
+        metadata.check_topk_of(out, topk)
     sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, enable_batch_invariant)
     if out is None:
         return _ops.plan.default(cache_seqlens, *sizes)
-    if is_object and plans.is_empty(out):  # arrays of the right size, in the order of bare tensors so far
+    if is_object and metadata.is_empty(out):  # arrays of the right size, in the order of bare tensors so far
         out.tile_scheduler_metadata, out.num_splits = _ops.plan.default(cache_seqlens, *sizes)
-    rows, num_splits = plans.given_arrays(out)
+    rows, num_splits = metadata.given_arrays(out)
     _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
     if not is_object:
         return rows, num_splits
-    plans.note_batch_invariant(out, enable_batch_invariant)
+    metadata.note_batch_invariant(out, enable_batch_invariant)
     return out, None
 
 
@@ -115,14 +117,13 @@ def decode_sparse(
     is_fp8_kvcache: bool,
     indices: Any,
     attn_sink: Any,
-    extra_k_cache: Any,
-    extra_indices_in_kvcache: Any,
     topk_length: Any,
-    extra_topk_length: Any,
+    extra: ExtraCache | None,
     out: Any,
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
     """`rawmla.mla.sparse_decode.decode`."""
+    extra_k_cache, extra_indices, extra_topk_length = extra or (None, None, None)
     q, q_rope = _parts(q)
     b, s_q, h_q, _ = q.shape
     plan = tile_scheduler_metadata
@@ -139,7 +140,7 @@ def decode_sparse(
             is_fp8_kvcache,
             indices.shape[2],
             None if extra_k_cache is None else extra_k_cache.shape[1],
-            None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2],
+            None if extra_indices is None else extra_indices.shape[2],
             batch_invariant,
         )
         rows, num_splits = _arrays_of(plan, config)
@@ -151,7 +152,7 @@ def decode_sparse(
                 None,
                 indices,
                 topk_length,
-                extra_indices_in_kvcache,
+                extra_indices,
                 extra_topk_length,
                 batch_invariant,
             )
@@ -166,7 +167,7 @@ def decode_sparse(
         is_fp8_kvcache,
         attn_sink,
         extra_k_cache,
-        extra_indices_in_kvcache,
+        extra_indices,
         topk_length,
         extra_topk_length,
         batch_invariant,
@@ -199,32 +200,21 @@ def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bo
     """Whether the plan of a call is an object, and whether it is batch-invariant."""
     if _is_object(plan):
         if num_splits is not None:
-            raise ValueError(
-                "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
-                f"{type(num_splits).__name__}"
-            )
+            plans.refuse_splits(num_splits)
         return True, batch_invariant or getattr(plan, "enable_batch_invariant", False)
     if not isinstance(plan, torch.Tensor):
         plans.refuse_what_is_no_plan(plan)
     if num_splits is None:
-        raise ValueError(
-            "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None; pass "
-            "both items of what get_mla_metadata returned"
-        )
+        plans.refuse_no_splits()
     return False, batch_invariant
 
 
 def _arrays_of(plan: FlashMLASchedMeta, config: SchedConfig) -> tuple[Any, Any]:
     """The arrays of an object, which must be one for this configuration; None if it is empty."""
     if plan.have_initialized:
-        values = plans.fields_of(config)
-        plans.check_config(
-            plan.config, PlanConfigs(config, config, values, values), config.enable_batch_invariant
-        )
+        plans.check_config(plan.config, plans.fields_of(config))
     if plan.tile_scheduler_metadata is None and plan.num_splits is not None:
-        raise ValueError(
-            "tile_scheduler_metadata: expected both arrays of the FlashMLASchedMeta or none, got num_splits"
-        )
+        plans.refuse_one_array()
     return plan.tile_scheduler_metadata, plan.num_splits
 
 

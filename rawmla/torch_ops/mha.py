@@ -1,4 +1,4 @@
-"""The operators of dense attention, its backward and prefix prefill, registered as those of
+"""The operators of dense attention, its backward and prefix prefill, registered as in
 `rawmla.torch_ops.mla`.
 
 A window has two arguments, whose bounds are -1 for none. Packed arrays are split before: parts are views. A
@@ -16,9 +16,11 @@ import torch
 from .. import reference
 from ..call import autograd
 from ..kernels.mha_backward_variants import ALL, Needs
+from ..mha import backward, forward, prefix
 from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
-from ..mha.gradients import gradients, varlen_gradients
+from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
+from ..mha.records import DenseArrays, DenseOptions, Gradients, options_of
 from .registration import NoExample, empty_lse, example, register
 
 __all__: list[str] = []
@@ -44,252 +46,95 @@ _PREFIX = (
 )
 
 
-def _varlen(
-    api: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    is_varlen: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    deterministic: bool,
-    out: Any = None,
-) -> Any:
-    return api.flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        0.0,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        window_size=(window_left, window_right),
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        out=out,
-    )
+def _names_in(schema: str) -> list[str]:
+    return [argument.split()[-1] for argument in schema.split(", ")]
 
 
-def _fixed(
-    api: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    deterministic: bool,
-    out: Any = None,
-) -> Any:
-    return api.flash_attn_func(
-        q,
-        k,
-        v,
-        0.0,
-        softmax_scale,
-        causal,
-        (window_left, window_right),
-        softcap,
-        alibi_slopes,
-        deterministic,
-        attn_sink=attn_sink,
-        out=out,
-    )
+class _Form:
+    """Dense attention with or without cu_seqlens, as operators call it.
 
-
-def _varlen_backward(
-    api: Any,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None,
-    causal: bool,
-    is_varlen: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    deterministic: bool,
-    output_mask: list[bool],
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-) -> Any:
-    function = _masked(api, varlen_gradients, "flash_attn_varlen_backward", output_mask)
-    return function(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dq,
-        dk,
-        dv,
-        causal,
-        softmax_scale,
-        is_varlen,
-        dlse=dlse,
-        deterministic=deterministic,
-        window_size=(window_left, window_right),
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-    )
-
-
-def _fixed_backward(
-    api: Any,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dlse: Any,
-    softmax_scale: float | None,
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    deterministic: bool,
-    output_mask: list[bool],
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-) -> Any:
-    function = _masked(api, gradients, "flash_attn_backward", output_mask)
-    return function(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        causal,
-        softmax_scale,
-        dlse=dlse,
-        deterministic=deterministic,
-        window_size=(window_left, window_right),
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-    )
-
-
-def _masked(
-    api: Any, function: Callable[..., Any], name: str, output_mask: list[bool]
-) -> Callable[..., tuple[Any, ...]]:
-    """``function``, or that of the reference under this name, with four results: what is not wanted, or is of
-    no sink, has no elements.
+    ``schema`` has the arguments that all operators of the form share, but for q, k and v.
     """
 
-    def call(dout: Any, *args: Any, **keywords: Any) -> tuple[Any, ...]:
-        if api is reference:
-            made = (*getattr(reference, name)(dout, *args, **keywords), None)
-        else:
-            made = function(Needs(*output_mask), dout, *args, **keywords)
-        if not isinstance(dout, torch.Tensor):  # a stand-in, of which the results do not matter
-            return made
-        wanted = zip(made, output_mask, strict=False)
-        return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
+    def __init__(self, name: str, schema: str) -> None:
+        self.name = name
+        self.names = _names_in(schema)
 
-    return call
+    def records(
+        self, q: Any, k: Any, v: Any, values: tuple[Any, ...], out: Any = None
+    ) -> tuple[DenseArrays, DenseOptions]:
+        """Make the records of a call from the values of the schema's arguments."""
+        given = dict(zip(self.names, values, strict=True))
+        get = given.get
+        arrays = DenseArrays._make([q, k, v, *[get(name) for name in DenseArrays._fields[3:-1]], out])
+        options = options_of(
+            0.0, get("softmax_scale"), get("causal"), get("deterministic"), get("is_varlen", False),
+            (get("window_left"), get("window_right")), get("softcap"), 0,
+            (get("max_seqlen_q"), get("max_seqlen_k")) if "max_seqlen_q" in given else None,
+        )  # fmt: skip
+        return arrays, options
+
+    def keywords(self, values: tuple[Any, ...]) -> dict[str, Any]:
+        """Make keywords of the reference from these values."""
+        given = dict(zip(self.names, values, strict=True))
+        given["window_size"] = (given.pop("window_left"), given.pop("window_right"))
+        return given
+
+    def attend(self, q: Any, k: Any, v: Any, *values: Any, out: Any = None) -> Any:
+        """Compute out and lse with kernels."""
+        arrays, options = self.records(q, k, v, values, out)
+        return forward.attend(arrays, options)
+
+    def attend_in_reference(self, q: Any, k: Any, v: Any, *values: Any, out: Any = None) -> Any:
+        """Compute out and lse with the reference."""
+        return getattr(reference, f"{self.name}_func")(q, k, v, **self.keywords(values), out=out)
+
+    def backpropagate(
+        self, needs: Needs, given: tuple[Any, Any, Any], dout: Any, q: Any, k: Any, v: Any, *others: Any
+    ) -> Result:
+        """Compute dq, dk, dv and dsink with kernels; ``given`` are the first three, or None."""
+        out, lse, dlse, *values = others
+        arrays, options = self.records(q, k, v, tuple(values))
+        made = backward.backpropagate(arrays, Gradients(dout, out, lse, dlse, *given), options, needs)
+        return _without_none(dout, made, needs)
+
+    def backpropagate_in_reference(
+        self, needs: Needs, given: tuple[Any, Any, Any], dout: Any, q: Any, k: Any, v: Any, *others: Any
+    ) -> Result:
+        """Compute the same with the reference."""
+        out, lse, dlse, *values = others
+        function = getattr(reference, f"{self.name}_backward")
+        keywords = {**self.keywords(tuple(values)), **dict(zip(("dq", "dk", "dv"), given, strict=True))}
+        made = function(dout, q, k, v, out, lse, dlse=dlse, **keywords)
+        return _without_none(dout, (*made, None), needs)
 
 
-def _prefix(
-    api: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    kv_cache_dtype: str,
-    k_cache: Any,
-    v_cache: Any,
-    b_loc: Any,
-    b_start_loc: Any,
-    b_seq_len: Any,
-    max_seq_len: int | None,
-    max_input_len: int,
-    k_scale: Any,
-    k_scale_number: float | None,
-    v_scale: Any,
-    v_scale_number: float | None,
-    alibi_slopes: Any,
-    sliding_window: int | None,
-    sm_scale: float | None,
-    skip_decode: bool,
-    fp8_out_scale: Any,
-    fp8_out_scale_number: float | None,
-    *others: Any,
-) -> Any:
-    return api.context_attention_fwd(
-        q,
-        k,
-        v,
-        o,
-        kv_cache_dtype,
-        k_cache,
-        v_cache,
-        b_loc,
-        b_start_loc,
-        b_seq_len,
-        max_seq_len,
-        max_input_len,
-        k_scale_number if k_scale is None else k_scale,
-        v_scale_number if v_scale is None else v_scale,
-        alibi_slopes,
-        sliding_window,
-        sm_scale,
-        skip_decode,
-        fp8_out_scale_number if fp8_out_scale is None else fp8_out_scale,
-        *others,
-    )
+def _without_none(dout: Any, made: tuple[Any, ...], needs: Needs) -> Result:
+    """Replace gradients that are not needed, or are of no sink, by tensors without elements."""
+    if not isinstance(dout, torch.Tensor):  # a stand-in, of which the results do not matter
+        return made
+    wanted = zip(made, needs, strict=False)
+    return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
+
+
+_PREFIX_NAMES = _names_in(_PREFIX.replace("(a!)", ""))
+
+
+def _prefix_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
+    """Make keywords of `context_attention_fwd` from the values of the schema's arguments."""
+    given = dict(zip(_PREFIX_NAMES, values, strict=True))
+    for name in ("k_scale", "v_scale", "fp8_out_scale"):
+        number = given.pop(f"{name}_number")
+        if given[name] is None:
+            given[name] = number
+    return given
+
+
+def _prefill(*values: Any) -> Any:
+    given = _prefix_keywords(values)
+    arrays = PrefixArrays._make([given[name] for name in PrefixArrays._fields])
+    options = PrefixOptions._make([given[name] for name in PrefixOptions._fields])
+    return prefix.prefill(arrays, options)
 
 
 def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -324,53 +169,59 @@ def _empty_dsink(q: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tenso
     return _nothing(q) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
 
 
-def _register(
-    name: str,
-    options: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    empty_lse: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Register a form of dense attention and its backward, and both once more for results that are given.
-
-    ``options`` is what of their schemas all have in common.
-    """
-    names = [argument.split()[-1] for argument in options.split(", ")]
+def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Register a form of dense attention and its backward, and both once more for results that are given."""
+    form = _Form(name, schema)
+    names = form.names
     sink_at = names.index("attn_sink")
 
-    def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *given: Any) -> Any:
-        saved_at = [i for i, x in enumerate(given) if isinstance(x, torch.Tensor) and i != sink_at]
-        numbers = {i: x for i, x in enumerate(given) if not isinstance(x, torch.Tensor)}
+    def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *values: Any) -> Any:
+        tensors = {n: x for n, x in zip(names, values, strict=True) if isinstance(x, torch.Tensor)}
+        numbers = {n: x for n, x in zip(names, values, strict=True) if n not in tensors}
+        sink = tensors.pop("attn_sink", None)
+        saved_names = tuple(tensors)  # without the tensors: autograd alone keeps these
 
         def backpropagate(
             needs: Any, dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
         ) -> tuple[Any, ...]:
             sink, *arrays = inputs
             needs_sink, *needed = needs
-            known = {**numbers, **dict(zip(saved_at, saved, strict=True)), sink_at: sink}
+            known = {**numbers, **dict(zip(saved_names, saved, strict=True)), "attn_sink": sink}
             dout = autograd.gradient_of_out(dout, out)
-            others = [known[i] for i in range(len(known))]
             op = getattr(torch.ops.rawmla, f"{name}_backward").default
+            others = [known[n] for n in names]
             dq, dk, dv, dsink = op(dout, *arrays, out, lse, dlse, *others, [*needed, needs_sink])
             return dsink, dq, dk, dv
 
-        saved = tuple([given[i] for i in saved_at])
-        return autograd.attend(autograd.Call(WHAT, run, backpropagate, (given[sink_at], q, k, v), saved))
+        call = autograd.Call(WHAT, run, backpropagate, (sink, q, k, v), tuple(tensors.values()))
+        return autograd.attend(call)
+
+    def into(attend: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: attend(*args[:-1], out=args[-1])[1]
+
+    def masked(backpropagate: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: backpropagate(Needs(*args[-1]), (None, None, None), *args[:-1])
+
+    def backward_into(backpropagate: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: backpropagate(ALL, args[-3:], *args[:-3])[-1]
 
     register(
-        f"{name}({_ARRAYS}, {options}) -> (Tensor, Tensor)",
-        forward,
+        f"{name}({_ARRAYS}, {schema}) -> (Tensor, Tensor)",
+        form.attend,
+        form.attend_in_reference,
         lambda q, k, v, *args: (_empty_out(q, v), empty_lse(q)),
         (("q", "k", "v", "attn_sink"), graph),
     )
     register(
-        f"{name}_out({_ARRAYS}, {options}, Tensor(a!) out) -> Tensor",
-        lambda *args: forward(*args)[1],
+        f"{name}_out({_ARRAYS}, {schema}, Tensor(a!) out) -> Tensor",
+        into(form.attend),
+        into(form.attend_in_reference),
         lambda q, *args: empty_lse(q),
     )
     register(
-        f"{name}_backward({_BACKWARD}, {options}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-        backward,
+        f"{name}_backward({_BACKWARD}, {schema}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+        masked(form.backpropagate),
+        masked(form.backpropagate_in_reference),
         lambda dout, q, k, v, out, lse, dlse, *args: (
             *[
                 _empty_out(x, x) if wanted else _nothing(q)
@@ -380,12 +231,18 @@ def _register(
         ),
     )
     register(
-        f"{name}_backward_out({_BACKWARD}, {options}, {_GRADIENTS}) -> Tensor",
-        lambda *args: backward(*args[:-3], ALL, *args[-3:])[-1],
+        f"{name}_backward_out({_BACKWARD}, {schema}, {_GRADIENTS}) -> Tensor",
+        backward_into(form.backpropagate),
+        backward_into(form.backpropagate_in_reference),
         lambda dout, q, k, v, out, lse, dlse, *args: _empty_dsink(q, args[sink_at]),
     )
 
 
-_register("flash_attn_varlen", _VARLEN, _varlen, _varlen_backward, _empty_varlen_lse)
-_register("flash_attn", _FIXED, _fixed, _fixed_backward, empty_lse)
-register(f"context_attention_out({_PREFIX}) -> ()", _prefix, None)
+_register("flash_attn_varlen", _VARLEN, _empty_varlen_lse)
+_register("flash_attn", _FIXED, empty_lse)
+register(
+    f"context_attention_out({_PREFIX}) -> ()",
+    _prefill,
+    lambda *values: reference.context_attention_fwd(**_prefix_keywords(values)),
+    None,
+)

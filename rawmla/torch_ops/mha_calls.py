@@ -1,4 +1,4 @@
-"""The operations of `rawmla.mha` as calls of operators: what public functions do while torch traces them.
+"""The call paths of `rawmla.mha` as calls of operators: what public functions do while torch traces them.
 
 torch.compile traces these functions themselves, so they are Python that it can follow. Checks of arrays are
 the operators'.
@@ -12,16 +12,11 @@ import torch
 
 from ..call.checks import as_bool
 from ..kernels.mha_backward_variants import Needs
-from ..mha.arguments import as_window, check_options, packed_parts
+from ..mha.arguments import as_window, check_chunk, check_dropout, packed_parts
+from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
+from ..mha.records import DenseArrays, DenseOptions, Gradients, Packing
 
-__all__ = [
-    "context_attention_fwd",
-    "flash_attn",
-    "flash_attn_backward",
-    "flash_attn_varlen",
-    "flash_attn_varlen_backward",
-    "unpacked",
-]
+__all__ = ["attend", "backpropagate", "options_of", "prefill"]
 
 _ops = torch.ops.rawmla
 
@@ -33,19 +28,7 @@ def refuse_tensors(**numbers: Any) -> None:
             raise TypeError(f"{name}: expected a number, got a tensor")
 
 
-def unpacked(name: str, packed: Any, head_dim_qk: Any, count: int) -> list[Any]:
-    """The parts of a packed tensor: views."""
-    return [packed[index] for index in packed_parts(name, tuple(packed.shape), head_dim_qk, count)]
-
-
-def flash_attn_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
+def options_of(
     dropout_p: Any,
     softmax_scale: Any,
     causal: Any,
@@ -53,154 +36,59 @@ def flash_attn_varlen(
     is_varlen: Any,
     window_size: Any,
     softcap: Any,
-    attn_sink: Any,
-    alibi_slopes: Any,
     attention_chunk: Any,
-    seqused_q: Any,
-    seqused_k: Any,
-    out: Any,
-) -> tuple[Any, Any]:
-    """`rawmla.flash_attn_varlen_func`."""
-    check_options(dropout_p, deterministic, attention_chunk)
-    refuse_tensors(
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        is_varlen=is_varlen,
-        softcap=softcap,
-    )
-    left, right = as_window(window_size, False)
-    call = (
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        is_varlen,
-        left,
-        right,
-        softcap,
-        attn_sink,
-        alibi_slopes,
-        seqused_q,
-        seqused_k,
-        as_bool("deterministic", deterministic),
-    )
+    max_seqlens: tuple[Any, Any] | None,
+    max_names: tuple[str, str] = ("max_seqlen_q", "max_seqlen_k"),
+) -> DenseOptions:
+    """As `rawmla.mha.records.options_of`, but numbers that may be symbolic are left to the operators."""
+    check_dropout(dropout_p)
+    check_chunk(attention_chunk)
+    refuse_tensors(softmax_scale=softmax_scale, causal=causal, is_varlen=is_varlen, softcap=softcap)
+    if max_seqlens is not None:
+        refuse_tensors(**{max_names[0]: max_seqlens[0], max_names[1]: max_seqlens[1]})
+    window, fixed_order = as_window(window_size), as_bool("deterministic", deterministic)
+    return DenseOptions(max_seqlens, softmax_scale, causal, window, softcap, is_varlen, fixed_order)
+
+
+def _operator(arrays: DenseArrays, options: DenseOptions) -> tuple[str, tuple[Any, ...]]:
+    """The name of the form's operator, and its arguments but for q, k and v: see `rawmla.torch_ops.mha`."""
+    _, _, _, starts_q, starts_k, used_q, used_k, sink, slopes, _ = arrays
+    max_seqlens, scale, causal, (left, right), softcap, is_varlen, deterministic = options
+    masks = (left, right, softcap, sink, slopes)
+    if max_seqlens is None:
+        return "flash_attn", (scale, causal, *masks, deterministic)
+    lengths = (starts_q, starts_k, *max_seqlens)
+    return "flash_attn_varlen", (*lengths, scale, causal, is_varlen, *masks, used_q, used_k, deterministic)
+
+
+def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
+    """As `rawmla.mha.forward.attend`."""
+    q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
+    if packing is not None:
+        packed = q if packing.parts == 3 else k
+        indices = packed_parts(packing.name, tuple(packed.shape), packing.head_dim_qk, packing.parts)
+        parts = [packed[index] for index in indices]
+        if packing.parts == 3:
+            (q, k, v), starts_k = parts, starts_q
+        else:
+            k, v = parts
+        arrays = DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
+    name, call = _operator(arrays, options)
     if out is None:
-        return _ops.flash_attn_varlen.default(*call)
-    return out, _ops.flash_attn_varlen_out.default(*call, out)
+        return getattr(_ops, name).default(q, k, v, *call)
+    return out, getattr(_ops, f"{name}_out").default(q, k, v, *call, out)
 
 
-def flash_attn(
-    q: Any,
-    k: Any,
-    v: Any,
-    dropout_p: Any,
-    softmax_scale: Any,
-    causal: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    deterministic: Any,
-    attn_sink: Any,
-    attention_chunk: Any,
-    out: Any,
-) -> tuple[Any, Any]:
-    """`rawmla.flash_attn_func`."""
-    check_options(dropout_p, deterministic, attention_chunk)
-    refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
-    left, right = as_window(window_size, False)
-    deterministic = as_bool("deterministic", deterministic)
-    call = (q, k, v, softmax_scale, causal, left, right, softcap, attn_sink, alibi_slopes, deterministic)
-    if out is None:
-        return _ops.flash_attn.default(*call)
-    return out, _ops.flash_attn_out.default(*call, out)
-
-
-def flash_attn_varlen_backward(
-    needs: Needs,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    causal: Any,
-    softmax_scale: Any,
-    is_varlen: Any,
-    dlse: Any,
-    deterministic: Any,
-    window_size: Any,
-    softcap: Any,
-    attn_sink: Any,
-    alibi_slopes: Any,
-    seqused_q: Any,
-    seqused_k: Any,
+def backpropagate(
+    arrays: DenseArrays, gradients: Gradients, options: DenseOptions, needs: Needs
 ) -> tuple[Any, ...]:
-    """`rawmla.mha.gradients.varlen_gradients`."""
-    refuse_tensors(
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        is_varlen=is_varlen,
-        softcap=softcap,
-    )
-    left, right = as_window(window_size, False)
-    call = (
-        *(dout, q, k, v, out, lse, dlse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        *(softmax_scale, causal, is_varlen, left, right, softcap, attn_sink, alibi_slopes),
-        *(seqused_q, seqused_k, as_bool("deterministic", deterministic)),
-    )
-    return _backward("flash_attn_varlen_backward", call, needs, (dq, dk, dv))
-
-
-def flash_attn_backward(
-    needs: Needs,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dq: Any,
-    dk: Any,
-    dv: Any,
-    causal: Any,
-    softmax_scale: Any,
-    dlse: Any,
-    deterministic: Any,
-    window_size: Any,
-    softcap: Any,
-    attn_sink: Any,
-    alibi_slopes: Any,
-) -> tuple[Any, ...]:
-    """`rawmla.mha.gradients.gradients`."""
-    refuse_tensors(softmax_scale=softmax_scale, causal=causal, softcap=softcap)
-    left, right = as_window(window_size, False)
-    call = (
-        *(dout, q, k, v, out, lse, dlse, softmax_scale, causal, left, right, softcap),
-        *(attn_sink, alibi_slopes, as_bool("deterministic", deterministic)),
-    )
-    return _backward("flash_attn_backward", call, needs, (dq, dk, dv))
-
-
-def _backward(name: str, call: tuple[Any, ...], needs: Needs, given: Any) -> tuple[Any, ...]:
+    """As `rawmla.mha.backward.backpropagate`."""
+    dout, out, lse, dlse, *given = gradients
+    name, others = _operator(arrays, options)
+    call = (dout, arrays.q, arrays.k, arrays.v, out, lse, dlse, *others)
     if all(needs) and all(one is not None for one in given):
-        return *given, getattr(_ops, f"{name}_out").default(*call, *given)
-    *made, dsink = getattr(_ops, name).default(*call, list(needs))
+        return *given, getattr(_ops, f"{name}_backward_out").default(*call, *given)
+    *made, dsink = getattr(_ops, f"{name}_backward").default(*call, list(needs))
     results = [
         (new if one is None else one.copy_(new)) if is_needed else None
         for one, new, is_needed in zip(given, made, needs, strict=False)
@@ -208,56 +96,18 @@ def _backward(name: str, call: tuple[Any, ...], needs: Needs, given: Any) -> tup
     return *results, dsink
 
 
-def context_attention_fwd(
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    kv_cache_dtype: Any,
-    k_cache: Any,
-    v_cache: Any,
-    b_loc: Any,
-    b_start_loc: Any,
-    b_seq_len: Any,
-    max_seq_len: Any,
-    max_input_len: Any,
-    k_scale: Any,
-    v_scale: Any,
-    alibi_slopes: Any,
-    sliding_window: Any,
-    sm_scale: Any,
-    skip_decode: Any,
-    fp8_out_scale: Any,
-    *others: Any,
-) -> Any:
-    """`rawmla.context_attention_fwd`."""
-    if not str(kv_cache_dtype).startswith("fp8"):
+def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
+    """As `rawmla.mha.prefix.prefill`."""
+    q, k, v, o, k_cache, v_cache, table, starts, lengths, k_scale, v_scale, slopes, sinks, out_scale = arrays
+    cache_dtype, longest, longest_input, window, sm_scale, skip_decode, has_pointers, pack, causal = options
+    if not str(cache_dtype).startswith("fp8"):
         k_scale = v_scale = None  # only FP8 caches have scales
-    refuse_tensors(
-        max_seq_len=max_seq_len, max_input_len=max_input_len, sliding_window=sliding_window, sm_scale=sm_scale
-    )
+    refuse_tensors(max_seq_len=longest, max_input_len=longest_input, sliding_window=window, sm_scale=sm_scale)
     _ops.context_attention_out.default(
-        q,
-        k,
-        v,
-        o,
-        kv_cache_dtype,
-        k_cache,
-        v_cache,
-        b_loc,
-        b_start_loc,
-        b_seq_len,
-        max_seq_len,
-        max_input_len,
-        *_tensor_and_number(k_scale),
-        *_tensor_and_number(v_scale),
-        alibi_slopes,
-        sliding_window,
-        sm_scale,
-        skip_decode,
-        *_tensor_and_number(fp8_out_scale),
-        *others,
-    )
+        q, k, v, o, cache_dtype, k_cache, v_cache, table, starts, lengths, longest, longest_input,
+        *_tensor_and_number(k_scale), *_tensor_and_number(v_scale), slopes, window, sm_scale, skip_decode,
+        *_tensor_and_number(out_scale), sinks, has_pointers, pack, causal,
+    )  # fmt: skip
     return o
 
 

@@ -7,9 +7,13 @@ object (`FlashMLASchedMeta`), or that of bare tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+import rawmla
 
 from .. import jit, reference
 from ..errors import RawMLAError
@@ -17,11 +21,17 @@ from ..kernels import mla_metadata
 from ..kernels.common import D_V
 from ..kernels.mla_cache_rows import QUANTIZED, padded_block_bytes
 from ..mla import plan as plans
-from .registration import empty_lse, register
+from .registration import empty_lse
+from .registration import register as register_operator
 
 __all__: list[str] = []
 
 Result = tuple[torch.Tensor, ...]
+
+
+def register(schema: str, call: Callable[..., Any], empty: Callable[..., Any] | None) -> None:
+    """Register an operator; ``call(api, *args)`` calls the function of `rawmla` or `rawmla.reference`."""
+    register_operator(schema, partial(call, rawmla), partial(call, reference), empty)
 
 
 def _sm_count(device: torch.device) -> int:
@@ -214,31 +224,28 @@ def _decode(
     k_cache: Any,
     block_table: Any,
     cache_seqlens: Any,
-    tile_scheduler_metadata: Any,
+    rows: Any,
     num_splits: Any,
-    softmax_scale: float | None,
-    causal: bool,
-    enable_batch_invariant: bool,
-    object_layout: bool,
-    out: Any = None,
+    *options: Any,
 ) -> Any:
+    softmax_scale, causal, batch_invariant, object_layout, out = options
     return api.flash_mla_with_kvcache(
         _joined(q, q_rope),
         k_cache,
         block_table,
         cache_seqlens,
         D_V,
-        *_plan_of(api, tile_scheduler_metadata, num_splits, object_layout),
+        *_plan_of(api, rows, num_splits, object_layout),
         softmax_scale,
         causal,
         out=out,
-        enable_batch_invariant=enable_batch_invariant,
+        enable_batch_invariant=batch_invariant,
     )
 
 
 register(
     f"decode({_DENSE}) -> (Tensor, Tensor)",
-    _decode,
+    lambda *args: _decode(*args, None),
     lambda q, *args: (_empty_out(q), empty_lse(q)),
 )
 register(
@@ -257,48 +264,29 @@ _SPARSE = (
 
 
 def _decode_sparse(
-    api: Any,
-    q: Any,
-    q_rope: Any,
-    k_cache: Any,
-    indices: Any,
-    tile_scheduler_metadata: Any,
-    num_splits: Any,
-    softmax_scale: float | None,
-    is_fp8_kvcache: bool,
-    attn_sink: Any,
-    extra_k_cache: Any,
-    extra_indices_in_kvcache: Any,
-    topk_length: Any,
-    extra_topk_length: Any,
-    enable_batch_invariant: bool,
-    object_layout: bool,
-    out: Any = None,
+    api: Any, q: Any, q_rope: Any, k_cache: Any, indices: Any, rows: Any, num_splits: Any, *options: Any
 ) -> Any:
+    softmax_scale, is_fp8_kvcache, *arrays, batch_invariant, object_layout, out = options
     return api.flash_mla_with_kvcache(
         _joined(q, q_rope),
         k_cache,
         None,
         None,
         D_V,
-        *_plan_of(api, tile_scheduler_metadata, num_splits, object_layout),
+        *_plan_of(api, rows, num_splits, object_layout),
         softmax_scale,
         False,
         is_fp8_kvcache,
         indices,
-        attn_sink,
-        extra_k_cache,
-        extra_indices_in_kvcache,
-        topk_length,
-        extra_topk_length,
+        *arrays,
         out,
-        enable_batch_invariant,
+        batch_invariant,
     )
 
 
 register(
     f"decode_sparse({_SPARSE}) -> (Tensor, Tensor)",
-    _decode_sparse,
+    lambda *args: _decode_sparse(*args, None),
     lambda q, *args: (_empty_out(q), empty_lse(q)),
 )
 register(

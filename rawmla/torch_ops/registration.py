@@ -1,15 +1,14 @@
-"""How an operator of rawmla is registered: from a schema and two short functions to all that torch asks for.
+"""How an operator of rawmla is registered: from a schema and two calls to all that torch needs.
 
-`register` takes what the operator calls and what its results look like, and makes of them
+`register` takes two calls, of the library and of its reference, and empty results. It makes of them
 
-- a CUDA kernel, the call of the public function, as it is in eager code;
-- a CPU kernel, the same call of `rawmla.reference`, behind the checks of the public function;
+- a CUDA kernel, the call of the library;
+- a CPU kernel, the call of the reference after the checks of the library;
 - a fake kernel: these checks, and empty results;
 - refusals of vmap, and of gradients but for operators that have a backward.
 
-The checks are the public function itself, called with stand-ins: it runs up to the point where it needs a
-device. Sizes that torch keeps symbolic are checked by their example values, so that a check restricts no
-size.
+The checks are the call of the library with stand-ins: it runs up to the point where it needs a device. Sizes
+that torch keeps symbolic are checked by their example values, so that a check restricts no size.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-import rawmla
-
-from .. import jit, reference
-from ..call.arrays import WITH_BACKWARD
+from .. import jit
+from ..call.frameworks import WITH_BACKWARD
 from ..stand_ins import Described, NoFramework
 
 __all__ = ["LIBRARY", "NoExample", "empty_lse", "example", "register"]
@@ -39,7 +36,8 @@ _TAGS = [
 
 def register(
     schema: str,
-    call: Callable[..., Any],
+    run: Callable[..., Any],
+    refer: Callable[..., Any],
     empty: Callable[..., Any] | None,
     graph: tuple[tuple[str, ...], Callable[..., Any]] | None = None,
 ) -> None:
@@ -51,13 +49,12 @@ def register(
         As of `torch.library.Library.define`, without default values. What is written has an alias
         annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the
         names of the public function's, which errors start with.
-    call : callable
-        ``call(api, *args)`` calls the public function of ``api``, which is `rawmla` or `rawmla.reference`,
-        and returns what the operator returns.
+    run, refer : callable
+        Compute the results of the operator from its arguments: with kernels, and with `rawmla.reference`.
     empty : callable or None
-        ``empty(*args)`` makes results of that kind, not filled, with every stride that those of the CUDA
+        ``empty(*args)`` makes results of that kind, not filled, with every stride that results of the CUDA
         kernel have. It compares no size that may be symbolic. None: the operator returns nothing, and what
-        ``call`` returns is dropped.
+        the calls return is dropped.
     graph : pair of tuple of str and callable, optional
         The arguments that have gradients, and ``graph(forward, *args)``, which calls ``forward()`` and gives
         its results with a graph of autograd. None: no argument has one.
@@ -68,12 +65,12 @@ def register(
     names = [argument.name for argument in op._schema.arguments]
 
     def cuda(*args: Any) -> Any:
-        made = call(rawmla, *args)
+        made = run(*args)
         return None if empty is None else made
 
     def cpu(*args: Any) -> Any:
-        _check(call, names, args, torch.Tensor.data_ptr)
-        made = call(reference, *args)
+        _check(run, names, args, torch.Tensor.data_ptr)
+        made = refer(*args)
         if empty is None:
             return None
         results = empty(*args)
@@ -81,7 +78,7 @@ def register(
         return results
 
     def fake(*args: Any) -> Any:
-        _check(call, names, args, lambda tensor: 0)
+        _check(run, names, args, lambda tensor: 0)
         return None if empty is None else empty(*args)
 
     LIBRARY.impl(name, cuda, "CUDA")
@@ -149,9 +146,9 @@ class NoExample(Exception):
 
 
 def _check(
-    call: Callable[..., Any], names: list[str], args: tuple[Any, ...], address: Callable[[Any], int]
+    run: Callable[..., Any], names: list[str], args: tuple[Any, ...], address: Callable[[Any], int]
 ) -> None:
-    """Check the arguments of an operator as the public function does; `address` is that of a tensor."""
+    """Check the arguments of an operator as a call does; `address` gives the address of a tensor."""
     (first, tensor), *others = _tensors(names, args)
     for name, other in others:
         if other.device != tensor.device:
@@ -163,13 +160,13 @@ def _check(
     except NoExample:
         return  # left to the kernel
     try:
-        call(rawmla, *stand_ins)
+        run(*stand_ins)
     except jit.DeviceNeeded:
         pass
 
 
 def _stand_in(value: Any, address: Callable[[Any], int]) -> Any:
-    """The argument of a call that launches nothing, for that of an operator."""
+    """Make a stand-in, for a call that launches nothing, of an argument of an operator."""
     if isinstance(value, (list, tuple)):
         return [_stand_in(one, address) for one in value]
     if isinstance(value, torch.Tensor):

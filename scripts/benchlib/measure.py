@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import rawmla
-from rawmla.testing.generators import GARBAGE_PAGE
+from kit.generators import GARBAGE_PAGE
 
 from . import cache_cases
 from .against import WAYS

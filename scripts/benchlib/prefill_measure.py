@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 import rawmla
-from rawmla.testing import torch_reference
-from rawmla.testing.sparse import SparseCase as Layout
-from rawmla.testing.sparse import SparseInputs, make_cache
+from kit import torch_reference
+from kit.sparse import SparseCase as Layout
+from kit.sparse import SparseInputs, make_cache
 
 from .cases import PrefillCase
 from .columns import Row

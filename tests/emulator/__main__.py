@@ -2,7 +2,7 @@
 
     python -m tests.emulator mha b=1 s_q=300 s_k=500 d_qk=64 d_v=64 causal=True dtype=float16 --seeds 5
 
-The words are a family of calls and fields of its case in `rawmla.testing`, as the names of tests show them.
+The words are a family of calls and fields of its case in tests/kit, as the names of tests show them.
 The error is the L2 norm of a result's difference from the float64 reference, over the norm of the reference.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rawmla.testing import DenseCase, SparseCase
-from rawmla.testing.flex import FlexCase
-from rawmla.testing.mha import MhaCase
-from rawmla.testing.prefix import PrefixCase
+from kit import DenseCase, SparseCase
+from kit.flex import FlexCase
+from kit.mha import MhaCase
+from kit.prefix import PrefixCase
 
 from . import BuildError, EmulationError, Emulator, missing_reason
 

@@ -1,24 +1,31 @@
-"""Calls on the emulated device, checked as in the GPU tests: by `rawmla.testing`, at its tolerances.
+"""Calls on the emulated device, checked as in the GPU tests: by tests/kit, at its tolerances.
 
-The cases are those of rawmla.testing, and the calls are made by the helpers of tests/gpu. Memory that no
+The cases are those of tests/kit, and the calls are made by the helpers of tests/gpu. Memory that no
 result may depend on is NaN, and so is what the library allocates.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import caches
+import flex_backward_calls
+import flex_calls
+import gpu_support
+import mha_backward_calls
+import mha_calls
 import numpy as np
+import prefix_calls
+import test_lengths_sanitizer as lengths_calls
+import test_prefill_sanitizer as prefill_calls
+import test_sparse_sanitizer as sparse_calls
 import torch
 
 import rawmla
-from rawmla import reference
-from rawmla.testing import (
+from kit import (
     DenseCase,
     SparseCase,
     flex,
@@ -31,27 +38,13 @@ from rawmla.testing import (
     out_tolerance,
     prefix,
 )
-from rawmla.testing.flex import FlexCase, check_flex, make_flex_inputs
-from rawmla.testing.flex_backward import make_flex_backward_inputs
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
-from rawmla.testing.prefix import PrefixCase, make_prefix_inputs
+from kit.flex import FlexCase, check_flex, make_flex_inputs
+from kit.flex_backward import make_flex_backward_inputs
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.prefix import PrefixCase, make_prefix_inputs
+from rawmla import reference
 
 from .device import Emulator
-
-GPU_TESTS = str(Path(__file__).parents[1] / "gpu")
-if GPU_TESTS not in sys.path:  # pytest has it already
-    sys.path.append(GPU_TESTS)
-
-import caches  # noqa: E402
-import flex_backward_calls  # noqa: E402
-import flex_calls  # noqa: E402
-import gpu_support  # noqa: E402
-import mha_backward_calls  # noqa: E402
-import mha_calls  # noqa: E402
-import prefix_calls  # noqa: E402
-import test_lengths_sanitizer as lengths_calls  # noqa: E402
-import test_prefill_sanitizer as prefill_calls  # noqa: E402
-import test_sparse_sanitizer as sparse_calls  # noqa: E402
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from rawmla import jit
-from rawmla.call import arrays, memo
+from rawmla.call import arrays, frameworks, memo
 from rawmla.jit.driver import DeviceInfo, aligned_buffer
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import mha_backward, mha_forward
@@ -214,7 +214,7 @@ class _OnDevice:
         return 0
 
 
-class HostTensors(arrays.TorchFramework):
+class HostTensors(frameworks.TorchFramework):
     """torch, with CPU tensors on device 0. What the library allocates is poison until it is written."""
 
     def __init__(self, torch: Any) -> None:
@@ -223,7 +223,7 @@ class HostTensors(arrays.TorchFramework):
         self._current_device = lambda: 0
         self.current_stream = lambda device: 0
 
-    def read(self, x: Any, name: str) -> arrays.Fields:
+    def read(self, x: Any, name: str) -> frameworks.Fields:
         """See `TorchFramework.read`."""
         *fields, _ = super().read(_OnDevice(x), name)
         return (*fields, x)

@@ -11,7 +11,7 @@ from gpu_shares import Shares, was_out_of_memory
 from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, torch
 
 import rawmla
-from rawmla.testing.gpu import missing_hopper_reason
+from kit.gpu import missing_hopper_reason
 
 FORCED = {"test_prefill_edges", "test_prefill_numbers", "test_prefill_sanitizer", "test_sparse_sanitizer"}
 TWICE = {

@@ -17,10 +17,7 @@ from typing import Any
 from gpu_support import POISON_BYTE
 
 import rawmla
-from rawmla import quantize_k_cache, reference
-from rawmla.compat.flash_mla import flash_mla_interface
-from rawmla.kernels.mla_sparse import FEW_HEADS
-from rawmla.testing import (
+from kit import (
     check_close,
     lse_tolerance,
     out_tolerance,
@@ -28,8 +25,11 @@ from rawmla.testing import (
     prefill_out_tolerance,
     torch_reference,
 )
-from rawmla.testing.generators import GARBAGE_PAGE
-from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields, row_format
+from kit.generators import GARBAGE_PAGE
+from kit.sparse import INT_MAX, INT_MIN, block_fields, row_format
+from rawmla import quantize_k_cache, reference
+from rawmla.compat.flash_mla import flash_mla_interface
+from rawmla.kernels.mla_sparse import FEW_HEADS
 
 CONTRACTS = Path(__file__).resolve().parents[1] / "contracts"
 LAYOUT_OF_BYTES = {656: "v32", 584: "model1"}

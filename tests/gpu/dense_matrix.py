@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from gpu_support import check, decode, poison, reference
 
-from rawmla.testing import DenseCase, make_dense_inputs, repage
+from kit import DenseCase, make_dense_inputs, repage
 
 BATCHES = (1, 2, 6, 64)
 QUERY_TOKENS = (1, 2, 4)

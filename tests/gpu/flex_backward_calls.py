@@ -8,8 +8,8 @@ from typing import Any
 from gpu_support import assert_same_bits, torch
 
 import rawmla
-from rawmla.testing.flex import FlexCase, FlexInputs
-from rawmla.testing.flex_backward import (
+from kit.flex import FlexCase, FlexInputs
+from kit.flex_backward import (
     FlexGradients,
     check_flex_backward,
     make_flex_backward_inputs,

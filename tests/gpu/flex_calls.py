@@ -7,7 +7,7 @@ from typing import Any
 from gpu_support import assert_same_bits, torch
 
 import rawmla
-from rawmla.testing.flex import FlexInputs
+from kit.flex import FlexInputs
 
 __all__ = [
     "assert_same_results",

@@ -12,11 +12,7 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla.call import arrays, memo
-from rawmla.jit import launch
-from rawmla.kernels import mha_forward, mla_metadata, mla_sparse, mla_sparse_prefill
-from rawmla.kernels.mla_sparse import FEW_HEADS
-from rawmla.testing import (
+from kit import (
     DenseInputs,
     SparseCase,
     SparseInputs,
@@ -27,8 +23,12 @@ from rawmla.testing import (
     prefill_out_tolerance,
     torch_reference,
 )
-from rawmla.testing.generators import SHARP_FACTOR
-from rawmla.testing.gpu import missing_hopper_reason
+from kit.generators import SHARP_FACTOR
+from kit.gpu import missing_hopper_reason
+from rawmla.call import frameworks, memo
+from rawmla.jit import launch, loading
+from rawmla.kernels import mha_forward, mla_metadata, mla_sparse, mla_sparse_prefill
+from rawmla.kernels.mla_sparse import FEW_HEADS
 
 if missing_hopper_reason() is None:
     import cupy
@@ -106,7 +106,7 @@ def poisonable_allocations() -> Iterator[None]:
     obeys it too.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for framework in (arrays.TorchFramework, arrays.CupyFramework):
+        for framework in (frameworks.TorchFramework, frameworks.CupyFramework):
             patch.setattr(framework, "empty", _poisoned_empty(framework.empty))
             patch.setattr(framework, "allocator", _poisoned_allocator(framework.allocator))
         yield
@@ -203,12 +203,12 @@ def small_plans(max_batch: int) -> Any:
 
 def no_kernel_loaded() -> Any:
     """Inside, it is as in a process that has not loaded a kernel yet."""
-    return _patched((launch, "_kernels", {}), (launch, "_user_kernels", {}))
+    return _patched((loading, "_kernels", {}), (loading, "_user_kernels", {}))
 
 
 def loaded_labels() -> list[str]:
     """Labels of the kernels that were loaded inside `no_kernel_loaded`, those with a user's text too."""
-    tables: list[Any] = [launch._kernels, launch._user_kernels]
+    tables: list[Any] = [loading._kernels, loading._user_kernels]
     return sorted({spec.label for table in tables for spec, _ in table})
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from gpu_support import assert_same_bits, torch
 from mha_calls import attend
 
 import rawmla
-from rawmla.testing.mha import MhaInputs, in_gaps
-from rawmla.testing.mha_backward import MhaGradients, check_mha_backward, make_mha_gradients
+from kit.mha import MhaInputs, in_gaps
+from kit.mha_backward import MhaGradients, check_mha_backward, make_mha_gradients
+from rawmla.api import dense_backward
+from rawmla.kernels.mha_backward_variants import Needs
 
 __all__ = [
     "NAMES",
@@ -21,6 +24,7 @@ __all__ = [
     "check_backward",
     "function_and_arguments",
     "gradient_buffers",
+    "gradients_of_some",
 ]
 
 NAMES = ("dq", "dk", "dv", "dsink")
@@ -51,6 +55,14 @@ def backward_inputs(inputs: MhaInputs, of: str = "out") -> BackwardInputs:
         for x in (out, lse):
             x[:first], x[last:] = case.gap, case.gap
     return BackwardInputs(inputs, make_mha_gradients(inputs, of), (out, lse))
+
+
+def gradients_of_some(needs: Needs, function: Any, *args: Any, **keywords: Any) -> tuple[Any, ...]:
+    """Call a public function for these gradients alone, as autograd does; returns four, or None."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense_backward, "ALL", needs)
+        made = function(*args, **keywords)
+    return (*made, *(None,) * (4 - len(made)))
 
 
 def function_and_arguments(call: BackwardInputs, **more: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

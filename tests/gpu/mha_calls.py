@@ -7,7 +7,7 @@ from typing import Any
 from gpu_support import assert_same_bits, torch
 
 import rawmla
-from rawmla.testing.mha import MhaInputs, covered_rows
+from kit.mha import MhaInputs, covered_rows
 
 __all__ = [
     "assert_same_results",

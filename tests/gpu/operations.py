@@ -45,8 +45,7 @@ from gpu_support import (
 )
 
 import rawmla
-from rawmla import reference
-from rawmla.testing import (
+from kit import (
     DenseCase,
     DenseInputs,
     SparseCase,
@@ -55,8 +54,9 @@ from rawmla.testing import (
     make_sparse_inputs,
     torch_reference,
 )
-from rawmla.testing.generators import GARBAGE_PAGE
-from rawmla.testing.sparse import INT_MAX, block_fields
+from kit.generators import GARBAGE_PAGE
+from kit.sparse import INT_MAX, block_fields
+from rawmla import reference
 
 Arguments = dict[str, Any]
 Pads = tuple[tuple[int, int], ...]

@@ -7,7 +7,7 @@ from typing import Any
 from gpu_support import assert_same_bits, torch
 
 import rawmla
-from rawmla.testing.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
+from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
 
 __all__ = ["Target", "assert_same_rows", "attend", "checked", "readdressed", "run_cases"]
 

@@ -18,8 +18,8 @@ from caches import (
 from gpu_support import torch
 
 import rawmla
+from kit.generators import GARBAGE_PAGE
 from rawmla import reference
-from rawmla.testing.generators import GARBAGE_PAGE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,7 @@
 import pytest
 from gpu_support import decode, reference
 
-from rawmla.testing import DenseCase, lse_tolerance, make_dense_inputs, measure, out_tolerance
+from kit import DenseCase, lse_tolerance, make_dense_inputs, measure, out_tolerance
 
 # FlashMLA (commit 9241ae3, one H200): relative L2 error of `out`. Both kernels round the probabilities and
 # the result to the cache's type. How much the former costs moves by 3 % with where the probabilities lie

@@ -4,8 +4,8 @@ import pytest
 from gpu_support import assert_same_bits, decode, torch
 from operations import DENSE_INVARIANT_CASES
 
-from rawmla.testing import DenseCase, make_dense_inputs
-from rawmla.testing.generators import GARBAGE_PAGE
+from kit import DenseCase, make_dense_inputs
+from kit.generators import GARBAGE_PAGE
 
 
 @pytest.mark.parametrize("case", DENSE_INVARIANT_CASES[-2:], ids=lambda case: case.id)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from gpu_support import assert_same_bits, check, decode, reference, torch
 
-from rawmla.testing import DenseCase, make_dense_inputs
-from rawmla.testing.generators import GARBAGE_PAGE
+from kit import DenseCase, make_dense_inputs
+from kit.generators import GARBAGE_PAGE
 
 EDGE_CASES = (
     DenseCase(b=4, s_q=4, h_q=16, lengths=(0, 1, 3, 5), causal=True),

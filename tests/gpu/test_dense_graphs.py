@@ -1,5 +1,6 @@
 """What stands behind graphs of dense calls: launches that overlap, and kernels that are loaded or not."""
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from gpu_support import (
 )
 
 import rawmla
-from rawmla.testing import DenseCase, make_dense_inputs
+from kit import DenseCase, make_dense_inputs
 
 
 @pytest.mark.unpoisoned
@@ -48,7 +49,7 @@ def test_calls_that_wait_for_each_other(varlen: bool) -> None:
 _MISSING_KERNEL = """
 import torch
 import rawmla
-from rawmla.testing import DenseCase, make_dense_inputs
+from kit import DenseCase, make_dense_inputs
 
 inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
 arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512)
@@ -76,7 +77,7 @@ print("captured")
 _WARMED_UP = """
 import torch
 import rawmla
-from rawmla.testing import DenseCase, make_dense_inputs
+from kit import DenseCase, make_dense_inputs
 
 rawmla.warmup()
 inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
@@ -98,6 +99,12 @@ print("captured")
     ids=("kernel missing", "after warmup"),
 )
 def test_capture_in_a_fresh_process(program: str, expected: list[str]) -> None:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == expected

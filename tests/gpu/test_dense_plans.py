@@ -9,7 +9,7 @@ from gpu_support import (
 )
 
 import rawmla
-from rawmla.testing import DenseCase, make_dense_inputs
+from kit import DenseCase, make_dense_inputs
 
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("b", {"b": 4}),

@@ -20,9 +20,7 @@ from gpu_support import (
 )
 
 import rawmla
-from rawmla import compat
-from rawmla.compat import ops, sgl_kernel
-from rawmla.testing import (
+from kit import (
     DenseCase,
     DenseInputs,
     SparseCase,
@@ -30,6 +28,8 @@ from rawmla.testing import (
     make_dense_inputs,
     make_sparse_inputs,
 )
+from rawmla import compat
+from rawmla.compat import ops, sgl_kernel
 
 DENSE = DenseCase(b=5, s_q=2, h_q=16, s_k=1500, varlen=True, causal=True, zero_lengths=True)
 V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, lengths="random", sink=True)

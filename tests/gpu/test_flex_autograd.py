@@ -20,8 +20,8 @@ from test_frameworks import DELAY_CYCLES
 from test_graphs import capture
 
 import rawmla
-from rawmla.testing.flex import FlexCase, FlexInputs
-from rawmla.testing.flex_backward import (
+from kit.flex import FlexCase, FlexInputs
+from kit.flex_backward import (
     FlexGradients,
     captured_tensors,
     make_flex_backward_inputs,

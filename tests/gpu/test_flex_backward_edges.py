@@ -23,8 +23,8 @@ from gpu_support import assert_same_bits, torch
 from test_flex_edges import BLOCKS, GARBAGE, at_offset, given_lists, in_order, odd_rows
 
 import rawmla
-from rawmla.testing.flex import FlexCase, FlexInputs, Function, make_flex_inputs, with_mask_mod
-from rawmla.testing.flex_backward import captured_tensors, make_flex_backward_inputs, reference_backward
+from kit.flex import FlexCase, FlexInputs, Function, make_flex_inputs, with_mask_mod
+from kit.flex_backward import captured_tensors, make_flex_backward_inputs, reference_backward
 
 IN_ORDER: dict[str, Any] = {"deterministic": True}
 orders = pytest.mark.parametrize("options", ({}, IN_ORDER), ids=("any order", "fixed order"))

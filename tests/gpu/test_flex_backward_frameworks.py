@@ -22,7 +22,7 @@ from test_frameworks import DELAY_CYCLES, Producer, to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.testing.flex import FlexCase, attended, block_mask_of, with_mask_mod
+from kit.flex import FlexCase, attended, block_mask_of, with_mask_mod
 
 BIASED, SMALL_BLOCKS, PLAIN, _ = CASES
 IN_ORDER: dict[str, Any] = {"deterministic": True}

@@ -1,4 +1,4 @@
-"""Backward of flex attention with every score function and every mask of `rawmla.testing.flex`, from Python
+"""Backward of flex attention with every score function and every mask of `kit.flex`, from Python
 and from CUDA text: gradients of q, k, v and of captured tensors.
 """
 
@@ -19,8 +19,8 @@ from flex_backward_calls import (
 from gpu_support import forget_prepared_calls, torch
 
 import rawmla
+from kit.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
 from rawmla.kernels import flex_captured
-from rawmla.testing.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
 forms = pytest.mark.parametrize("form", ("python", "cuda"))

@@ -14,7 +14,7 @@ from flex_backward_calls import backward_inputs, backward_of, check_backward
 from gpu_support import torch
 from test_flex_matrix import BATCHES, HEADS, LAYOUTS, VARIANTS, Variant, cases_of
 
-from rawmla.testing.flex import FlexCase
+from kit.flex import FlexCase
 
 GRADIENTS = ("out", "lse", "both")
 

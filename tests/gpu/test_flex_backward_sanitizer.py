@@ -14,10 +14,8 @@ from gpu_support import torch
 from test_flex_sanitizer import on_gpu
 from test_mha_backward_sanitizer import copied
 
-from rawmla.flex.backward import gradients
-from rawmla.kernels.mha_backward_variants import Needs
-from rawmla.testing.flex import FlexCase, FlexInputs, with_mask_mod
-from rawmla.testing.flex_backward import (
+from kit.flex import FlexCase, FlexInputs, with_mask_mod
+from kit.flex_backward import (
     FlexGradients,
     captured_tensors,
     check_flex_backward,
@@ -25,6 +23,8 @@ from rawmla.testing.flex_backward import (
     make_flex_backward_inputs,
     make_flex_gradients,
 )
+from rawmla.flex.backward import gradients
+from rawmla.kernels.mha_backward_variants import Needs
 
 pytestmark = pytest.mark.sanitizer
 

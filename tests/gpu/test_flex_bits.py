@@ -10,7 +10,7 @@ from flex_calls import assert_same_results, attend
 from gpu_support import assert_same_bits, bits, torch
 
 import rawmla
-from rawmla.testing.flex import FlexCase, FlexInputs, check_flex, make_flex_inputs
+from kit.flex import FlexCase, FlexInputs, check_flex, make_flex_inputs
 
 REPEATS = 500
 TOGETHER = 10  # calls in flight between two comparisons

@@ -11,7 +11,7 @@ from flex_calls import assert_same_results, assert_untouched_around, attend, cre
 from gpu_support import assert_same_bits, torch
 
 import rawmla
-from rawmla.testing.flex import (
+from kit.flex import (
     MASKS,
     FlexCase,
     FlexInputs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from flex_page import CUPY_EXAMPLES, EXAMPLES, reference, run
 from gpu_support import cupy, torch
 
 import rawmla
-from rawmla.testing.mha import problems_of_out
+from kit.mha import problems_of_out
 
 TIMES = {"softcap": 4}  # tanh is approximate
 
@@ -29,6 +30,19 @@ def test_example(name: str, dtype: str) -> None:
     torch.manual_seed(0)
     names, call = run(name, dtype=getattr(torch, dtype))
     check(name, names["out"], reference(call), dtype)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_traced_example(name: str) -> None:
+    """Functions that are traced ahead of the call give the same bits."""
+    torch.manual_seed(0)
+    names, call = run(name)
+    score = None if call.score_mod is None else rawmla.trace_mod(call.score_mod, "score_mod")
+    mask = copy.copy(call.block_mask)
+    if mask is not None:
+        mask.mask_mod = rawmla.trace_mod(mask.mask_mod, "mask_mod")
+    out = rawmla.flex_attention(call.query, call.key, call.value, score, mask)
+    assert torch.equal(out, names["out"])
 
 
 def test_pages_hold_the_same_attention() -> None:

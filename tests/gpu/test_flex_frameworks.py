@@ -18,7 +18,7 @@ from test_frameworks import DELAY_CYCLES, Producer, to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.testing.flex import (
+from kit.flex import (
     FlexCase,
     FlexInputs,
     attended,

@@ -1,4 +1,4 @@
-"""Every score function and every mask of `rawmla.testing.flex`, from Python and from CUDA text."""
+"""Every score function and every mask of `kit.flex`, from Python and from CUDA text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flex_calls import assert_same_results, attend, created_mask
 from gpu_support import torch
 
 import rawmla
-from rawmla.testing.flex import MASKS, SCORES, FlexCase, Function, check_flex, make_flex_inputs
+from kit.flex import MASKS, SCORES, FlexCase, Function, check_flex, make_flex_inputs
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
 forms = pytest.mark.parametrize("form", ("python", "cuda"))

@@ -11,7 +11,7 @@ from test_frameworks import to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.testing.flex import MASKS, FlexCase
+from kit.flex import MASKS, FlexCase
 
 if torch is not None:
     from torch.nn.attention.flex_attention import create_block_mask as torchs

@@ -17,7 +17,7 @@ import pytest
 from flex_calls import assert_untouched_around, attend, created_mask, out_buffer
 from gpu_support import torch
 
-from rawmla.testing.flex import FlexCase, check_flex, make_flex_inputs
+from kit.flex import FlexCase, check_flex, make_flex_inputs
 
 KEYS = (37, 64, 127, 256, 257, 277, 1023, 1025, 2048)
 QUERIES = {"same": 1, "half": 2, "eighth": 8, "one": 0}  # the part of the keys' number

@@ -21,7 +21,8 @@ from test_flex_gradients import _tensors as tensors
 from test_flex_trace import MASK_MODS, SCORE_MODS
 from test_flex_trace import _points as points
 
-from rawmla.flex.mods import Mod, Place, header
+from rawmla.flex.header import header
+from rawmla.flex.mods import Mod, Place
 from rawmla.flex.trace import trace
 
 PROBE = """

@@ -13,7 +13,7 @@ from flex_calls import attend
 from gpu_support import torch
 
 import rawmla
-from rawmla.testing.flex import (
+from kit.flex import (
     FlexCase,
     FlexInputs,
     check_flex,

@@ -11,7 +11,7 @@ import pytest
 from gpu_support import call_arguments, torch
 
 import rawmla
-from rawmla.testing import DenseCase, make_dense_inputs
+from kit import DenseCase, make_dense_inputs
 
 LIMIT_US = 40.0
 OVERHEAD_US = 2.0

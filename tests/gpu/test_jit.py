@@ -15,7 +15,7 @@ from rawmla.jit import Kernel, KernelSpec, builder, get_kernel
 from rawmla.jit.table import BoundedTable
 
 POINTER = struct.Struct("<Q")
-launch = sys.modules["rawmla.jit.launch"]
+loading = sys.modules["rawmla.jit.loading"]
 
 
 @pytest.fixture
@@ -26,10 +26,10 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
     monkeypatch.setattr(builder, "find_source_root", lambda: made.sources)
     monkeypatch.setenv("RAWMLA_CACHE_DIR", str(made.cache_dir))
     monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
-    monkeypatch.setattr(launch, "_kernels", {})
-    monkeypatch.setattr(launch, "_user_kernels", BoundedTable(2))
-    monkeypatch.setattr(launch, "_captured", [])
-    monkeypatch.setattr(launch, "_warned", BoundedTable(2))
+    monkeypatch.setattr(loading, "_kernels", {})
+    monkeypatch.setattr(loading, "_user_kernels", BoundedTable(2))
+    monkeypatch.setattr(loading, "_captured", [])
+    monkeypatch.setattr(loading, "_warned", BoundedTable(2))
     builder._default_builder.cache_clear()
     yield made
     builder._default_builder.cache_clear()
@@ -74,7 +74,7 @@ def test_a_graph_replays_what_others_have_displaced(project: Project) -> None:
         get_kernel(times(3), 0).launch((1, 1, 1), POINTER.pack(out.data_ptr()), stream)
     for factor in range(10, 20):
         run(get_kernel(times(factor), 0), 1)
-    assert [kernel.spec for kernel in launch._captured] == [times(3)]
+    assert [kernel.spec for kernel in loading._captured] == [times(3)]
     for _ in range(2):
         graph.replay()
     assert int(out.item()) == 4

@@ -8,9 +8,9 @@ import pytest
 from gpu_support import call_arguments, torch
 
 import rawmla
+from kit import DenseCase, make_dense_inputs
+from kit.plans import LAYOUTS, PlanSummary, check_plan, read_splits
 from rawmla import reference
-from rawmla.testing import DenseCase, make_dense_inputs
-from rawmla.testing.plans import LAYOUTS, PlanSummary, check_plan, read_splits
 
 
 def lengths_of(kind: str, b: int) -> list[int]:

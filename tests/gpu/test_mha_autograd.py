@@ -25,8 +25,8 @@ from test_frameworks import DELAY_CYCLES
 from test_graphs import capture
 
 import rawmla
-from rawmla.testing.mha import MhaCase, MhaInputs, make_mha_inputs
-from rawmla.testing.mha_backward import make_mha_gradients, reference_backward, rows_in_use
+from kit.mha import MhaCase, MhaInputs, make_mha_inputs
+from kit.mha_backward import make_mha_gradients, reference_backward, rows_in_use
 
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 SAME: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (300, 0, 1, 77, 130, 64)}

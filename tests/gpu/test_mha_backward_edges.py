@@ -35,10 +35,10 @@ from test_mha_edges import at_offset, in_order, odd_rows, part_of_a_projection
 from test_mha_frameworks import as_torch, mapped
 
 import rawmla
-from rawmla.call import arrays
-from rawmla.jit import launch
-from rawmla.testing.mha import MhaCase, make_mha_inputs
-from rawmla.testing.mha_backward import MhaGradients, reference_backward, rows_in_use
+from kit.mha import MhaCase, make_mha_inputs
+from kit.mha_backward import MhaGradients, reference_backward, rows_in_use
+from rawmla.call import frameworks
+from rawmla.jit import loading
 
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 BATCH = MhaCase(b=3, s_q=150, s_k=200, causal=True, sink="float32", layout="heads")
@@ -174,13 +174,13 @@ def test_gradients_within_flash_attention_bounds_of_lse() -> None:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the arguments that calls copy."""
     made: list[str] = []
-    original = arrays.TorchFramework.aligned_copy
+    original = frameworks.TorchFramework.aligned_copy
 
     def counted(self: Any, array: Any, name: str) -> Any:
         made.append(name)
         return original(self, array, name)
 
-    monkeypatch.setattr(arrays.TorchFramework, "aligned_copy", counted)
+    monkeypatch.setattr(frameworks.TorchFramework, "aligned_copy", counted)
     return made
 
 
@@ -593,6 +593,6 @@ def test_backward_kernel_missing_in_a_capture() -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             backward_of(call)
-        assert launch.loaded_labels() == []
+        assert loading.loaded_labels() == []
         assert_same_gradients("after a refused capture", backward_of(call), want)
         torch.cuda.synchronize()  # before the kernels are let go of

@@ -29,7 +29,7 @@ from test_mha_backward_edges import RAGGED, SEGMENTS, map_call
 from test_mha_frameworks import as_torch, run_all
 
 import rawmla
-from rawmla.testing.mha import MhaCase, make_mha_inputs
+from kit.mha import MhaCase, make_mha_inputs
 
 # Of every form of the kernel, which head dimensions and flags choose.
 WIDE = replace(SEGMENTS, d_qk=192, d_v=128, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1)

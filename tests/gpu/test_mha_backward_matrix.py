@@ -16,7 +16,7 @@ from mha_backward_calls import backward_inputs, backward_of, check_backward, gra
 from mha_calls import CANARY, assert_untouched_around
 from test_mha_matrix import HEADS, MASKS, SINKS, SIZES
 
-from rawmla.testing.mha import MhaCase, make_mha_inputs
+from kit.mha import MhaCase, make_mha_inputs
 
 # Head dimensions that one kernel serves, by their padding to multiples of 32.
 DIMS = (

@@ -12,10 +12,10 @@ from mha_backward_calls import BackwardInputs, backward_of
 from mha_calls import attend
 from test_mha_matrix import FLASH_MLA_LSE, FLASH_MLA_OUT, flash_mla_case, on_flash_mla_matrix
 
-from rawmla.testing import check_close
-from rawmla.testing.mha import HALF_STEP, MhaCase, make_mha_inputs, tokens_of
-from rawmla.testing.mha import reference as reference_forward
-from rawmla.testing.mha_backward import make_mha_gradients, reference_backward
+from kit import check_close
+from kit.mha import HALF_STEP, MhaCase, make_mha_inputs, tokens_of
+from kit.mha import reference as reference_forward
+from kit.mha_backward import make_mha_gradients, reference_backward
 
 ROWS = 2048  # query tokens of one step of the reference
 HEADS_TOGETHER = 16  # query heads that are compared at a time, whole groups
@@ -26,7 +26,7 @@ def exact_head(
     q: Any, k: Any, v: Any, dout: Any, softmax_scale: float, causal: bool
 ) -> tuple[Any, Any, Any, Any, Any]:
     """out, lse, dq, dk and dv of one head of one request, which has no fewer keys than query tokens, in
-    float64. The reference of `rawmla.testing` also says how much each row may be off, at several times the
+    float64. The reference of tests/kit also says how much each row may be off, at several times the
     cost.
     """
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
@@ -84,7 +84,7 @@ def exact_heads(call: BackwardInputs, first: int, count: int) -> tuple[Any, ...]
 @pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
 @pytest.mark.parametrize("heads", ((4, 4), (4, 1)), ids=str)
 def test_the_reference(heads: tuple[int, int], causal: bool) -> None:
-    """It gives what the one of `rawmla.testing` gives, in several steps and with a part of the heads."""
+    """It gives what the one of tests/kit gives, in several steps and with a part of the heads."""
     case = MhaCase(
         q_lengths=(2 * ROWS + 70, 90), k_lengths=(2 * ROWS + 70, 333), h_q=heads[0], h_kv=heads[1], d_qk=48,
         d_v=32, causal=causal, softmax_scale=0.11, seed=3,

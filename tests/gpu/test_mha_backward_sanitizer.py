@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 from gpu_support import torch
-from mha_backward_calls import BackwardInputs, backward_of
+from mha_backward_calls import BackwardInputs, backward_of, gradients_of_some
 from mha_calls import attend
 from test_mha_sanitizer import on_gpu
 
-from rawmla.kernels.mha_backward_variants import Needs
-from rawmla.mha.gradients import gradients
-from rawmla.testing.mha import MhaCase, make_mha_inputs
-from rawmla.testing.mha_backward import (
+import rawmla
+from kit.mha import MhaCase, make_mha_inputs
+from kit.mha_backward import (
     MhaGradients,
     check_mha_backward,
     exact_results,
     make_mha_gradients,
     reference_backward,
 )
+from rawmla.kernels.mha_backward_variants import Needs
 
 pytestmark = pytest.mark.sanitizer
 
@@ -115,7 +115,8 @@ def test_small_mha_gradients_of_some(case: MhaCase, of: str, needs: Needs) -> No
     start = make_mha_gradients(host, of)
     results = exact_results(host)
     arrays = [copied(x) for x in (start.dout, host.q, host.k, host.v, *results)]
-    got = gradients(needs, *arrays, causal=case.causal, dlse=copied(start.dlse))  # type: ignore[misc]
+    keywords = {"causal": case.causal, "dlse": copied(start.dlse)}
+    got = gradients_of_some(needs, rawmla.flash_attn_backward, *arrays, **keywords)
     want = reference_backward(host, start, results).values
     made = tuple(
         one.cpu() if needed else other.to(host.q.dtype)

@@ -26,8 +26,8 @@ from test_mha_backward_sanitizer import FIXED_ORDER, OTHER_FORMS, PACKED, PARTIA
 from test_mha_varlen import MODES, lengths_of, some_of
 
 import rawmla
+from kit.mha import MhaCase, make_mha_inputs
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
-from rawmla.testing.mha import MhaCase, make_mha_inputs
 
 # Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time. A kernel of 192 in
 # bfloat16 goes by keys in the wide form; with a sink and a gradient of lse by product, as the kernel of 128

@@ -14,7 +14,7 @@ from gpu_support import assert_same_bits, bits, torch
 from mha_calls import attend
 
 import rawmla
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, make_mha_inputs
+from kit.mha import MhaCase, MhaInputs, check_mha, make_mha_inputs
 
 REPEATS = 1000
 TOGETHER = 10  # calls in flight between two comparisons

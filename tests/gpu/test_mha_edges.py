@@ -11,8 +11,8 @@ from gpu_support import assert_same_bits, torch
 from mha_calls import assert_same_results, assert_untouched_around, attend, out_buffer
 
 import rawmla
-from rawmla.call import arrays
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, make_mha_inputs, reference
+from kit.mha import MhaCase, MhaInputs, check_mha, make_mha_inputs, reference
+from rawmla.call import frameworks
 
 # ---- nothing to attend
 
@@ -118,13 +118,13 @@ def odd_rows(x: Any) -> Any:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the arguments that calls copy."""
     made: list[str] = []
-    original = arrays.TorchFramework.aligned_copy
+    original = frameworks.TorchFramework.aligned_copy
 
     def counted(self: Any, array: Any, name: str) -> Any:
         made.append(name)
         return original(self, array, name)
 
-    monkeypatch.setattr(arrays.TorchFramework, "aligned_copy", counted)
+    monkeypatch.setattr(frameworks.TorchFramework, "aligned_copy", counted)
     return made
 
 

@@ -20,8 +20,8 @@ from test_frameworks import DELAY_CYCLES, Producer, to_cupy
 from test_graphs import capture
 
 import rawmla
-from rawmla.jit import launch
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from rawmla.jit import loading
 
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 SAME: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (300, 0, 1, 77, 130, 64)}
@@ -362,7 +362,7 @@ def test_mha_kernel_missing_in_a_capture() -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             attend(inputs)
-        assert launch.loaded_labels() == []
+        assert loading.loaded_labels() == []
         assert_same_results("after a refused capture", inputs, attend(inputs), want)
 
 
@@ -379,9 +379,9 @@ def test_mha_warmup_call(case: MhaCase) -> None:
         rawmla.warmup_call(function, *arguments, **keywords)
         assert stream.query()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        assert len(launch.loaded_labels()) == 2  # that of attention and that of splits
+        assert len(loading.loaded_labels()) == 2  # that of attention and that of splits
         graph, got = capture(lambda: function(*arguments, **keywords))
-        assert len(launch.loaded_labels()) == 2
+        assert len(loading.loaded_labels()) == 2
         graph.replay()
         assert_same_results("replayed", inputs, got, want)
 
@@ -421,14 +421,14 @@ def test_mha_kernels_are_used_again() -> None:
     with no_kernel_loaded():
         for case, more in calls:
             attend(make_mha_inputs(case), **more)
-        assert len(launch.loaded_labels()) == 2
+        assert len(loading.loaded_labels()) == 2
         for number, left in enumerate((0, 5, 100, 1000)):
             case = MhaCase(b=number + 1, s_q=70, s_k=90, window=(left, number - 1))
             attend(make_mha_inputs(case), softmax_scale=0.1 * (number + 1))
-        assert len(launch.loaded_labels()) == 3
+        assert len(loading.loaded_labels()) == 3
         for softcap in (1.0, 15.0, 50.0):
             attend(make_mha_inputs(MhaCase(s_q=70, s_k=90, softcap=softcap)))
-        assert len(launch.loaded_labels()) == 4
+        assert len(loading.loaded_labels()) == 4
         torch.cuda.synchronize()  # before the kernels are let go of
 
 

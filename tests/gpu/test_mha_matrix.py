@@ -17,8 +17,8 @@ import pytest
 from gpu_support import assert_same_bits, torch
 from mha_calls import assert_untouched_around, attend, out_buffer
 
-from rawmla.testing import Tolerance, check_close
-from rawmla.testing.mha import MhaCase, check_mha, make_mha_inputs, reference
+from kit import Tolerance, check_close
+from kit.mha import MhaCase, check_mha, make_mha_inputs, reference
 
 # ---- FlashMLA's matrix
 

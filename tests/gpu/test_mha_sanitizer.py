@@ -9,7 +9,7 @@ import pytest
 from gpu_support import torch
 from mha_calls import attend
 
-from rawmla.testing.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
 pytestmark = pytest.mark.sanitizer
 

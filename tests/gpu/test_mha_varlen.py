@@ -15,7 +15,7 @@ from gpu_support import assert_same_bits, torch
 from mha_calls import CANARY, assert_same_results, assert_untouched_around, attend, out_buffer
 
 import rawmla
-from rawmla.testing.mha import MhaCase, check_mha, covered_rows, make_mha_inputs, reference
+from kit.mha import MhaCase, check_mha, covered_rows, make_mha_inputs, reference
 
 MODES = ("full", "third", "random", "zeros")
 # Kernels, by head dimensions, dtype and flags: few, so that compiling takes little time.

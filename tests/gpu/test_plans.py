@@ -13,8 +13,8 @@ from gpu_support import assert_same_bits, torch
 from operations import DENSE, Call, Operation, for_clusters, for_each, is_planned, sparse_operation
 
 import rawmla
-from rawmla.testing import DenseCase, SparseCase
-from rawmla.testing.plans import IDLE_FORMS, LAYOUTS, write_plan
+from kit import DenseCase, SparseCase
+from kit.plans import IDLE_FORMS, LAYOUTS, write_plan
 
 LENGTHS = (700, 0, 64, 65, 3000, 1, 0, 1999, 0)
 SPARSE_LENGTHS = (700, 0, 64, 65, 2100, 1, 0, 1999, 0)

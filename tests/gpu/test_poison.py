@@ -8,7 +8,8 @@ import pytest
 from gpu_support import assert_poison, assert_same_bits, cupy, poison, replaced_launches, torch
 from operations import Call, Operation, for_first
 
-from rawmla.call.arrays import NewArray, inspect
+from rawmla.call.arrays import inspect
+from rawmla.call.frameworks import NewArray
 
 KINDS: tuple[tuple[NewArray, ...], ...] = (
     (((3, 5), "bfloat16"), ((2, 7), "float32")),

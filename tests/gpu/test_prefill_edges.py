@@ -15,14 +15,14 @@ from gpu_support import (
     united_selections,
 )
 
-from rawmla.testing import (
+from kit import (
     SparseCase,
     SparseInputs,
     check_close,
     make_sparse_inputs,
     prefill_out_tolerance,
 )
-from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields
+from kit.sparse import INT_MAX, INT_MIN, block_fields
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"layout": "bf16", "d_qk": 576, "page_block_size": 1},

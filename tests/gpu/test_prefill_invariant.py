@@ -11,7 +11,7 @@ from gpu_support import assert_same_bits, prefill, prefill_check, torch
 from operations import PREFILL_KINDS
 
 import rawmla
-from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
+from kit import SparseCase, SparseInputs, make_sparse_inputs
 
 NAMES = ("out", "max_logits", "lse")
 HEADS = (8, 16, 32, 64, 128)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpu_support import prefill, prefill_check, prefill_reference, torch
 
-from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
+from kit import SparseCase, SparseInputs, make_sparse_inputs
 
 HEADS = (128, 64, 16)
 QUERY_TOKENS = (1, 62, 213, 1024)

@@ -16,7 +16,7 @@ from gpu_support import (
 from test_prefill_edges import NAMES, kinds, make, slots_of
 
 import rawmla
-from rawmla.testing import (
+from kit import (
     check_close,
     prefill_lse_tolerance,
     prefill_out_tolerance,

@@ -11,14 +11,14 @@ from gpu_support import as_pair, prefill_kv, small_plans, united_selections
 from test_sparse_sanitizer import on_gpu
 
 import rawmla
-from rawmla import reference
-from rawmla.testing import (
+from kit import (
     SparseCase,
     SparseInputs,
     check_close,
     prefill_lse_tolerance,
     prefill_out_tolerance,
 )
+from rawmla import reference
 
 pytestmark = pytest.mark.sanitizer
 

@@ -10,7 +10,7 @@ import pytest
 from gpu_support import assert_same_bits, bits, torch, without_splits
 from prefix_calls import Target, attend
 
-from rawmla.testing.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
+from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
 
 REPEATS = 200
 TOGETHER = 10  # calls in flight between two comparisons

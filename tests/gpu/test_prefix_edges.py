@@ -12,9 +12,8 @@ from gpu_support import assert_same_bits, torch, without_splits
 from prefix_calls import Target, assert_same_rows, attend, checked
 
 import rawmla
-from rawmla.call import arrays
-from rawmla.testing.mha import flash_attn_func
-from rawmla.testing.prefix import (
+from kit.mha import flash_attn_func
+from kit.prefix import (
     E4M3_LARGEST,
     PrefixCase,
     PrefixInputs,
@@ -24,6 +23,7 @@ from rawmla.testing.prefix import (
     make_prefix_inputs,
     written_rows,
 )
+from rawmla.call import frameworks
 
 # The kernel's sources of pages: TMA, and a warpgroup that gathers them, as they are or as FP8.
 SOURCES: dict[str, dict[str, Any]] = {
@@ -588,13 +588,13 @@ def test_scales_of_o(scale: float) -> None:
 def test_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A last dimension that is not contiguous, an address, a stride: copied, one array each."""
     made: list[str] = []
-    original = arrays.TorchFramework.aligned_copy
+    original = frameworks.TorchFramework.aligned_copy
 
     def counted(self: Any, array: Any, argument: str) -> Any:
         made.append(argument)
         return original(self, array, argument)
 
-    monkeypatch.setattr(arrays.TorchFramework, "aligned_copy", counted)
+    monkeypatch.setattr(frameworks.TorchFramework, "aligned_copy", counted)
     inputs = make_prefix_inputs(PrefixCase(**MANY, layout="slice"))
     want = checked(inputs)
     assert made == []

@@ -14,8 +14,8 @@ from test_graphs import capture
 from test_mha_frameworks import compiled, mapped, quiet, run_all, spoil
 
 import rawmla
-from rawmla.jit import launch
-from rawmla.testing.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs
+from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs
+from rawmla.jit import loading
 
 LENGTHS: dict[str, Any] = {
     "query_lengths": (300, 0, 1, 77, 130, 64),
@@ -302,7 +302,7 @@ def test_prefix_kernel_missing_in_a_capture(case: PrefixCase) -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             attend(inputs, o)
-        assert launch.loaded_labels() == []
+        assert loading.loaded_labels() == []
         assert_same_rows("after a refused capture", inputs, attend(inputs), want)
         torch.cuda.synchronize()  # before the kernel is let go of
 
@@ -320,10 +320,10 @@ def test_prefix_warmup_call(case: PrefixCase) -> None:
         rawmla.warmup_call(rawmla.context_attention_fwd, **inputs.keywords(target.o))
         assert stream.query()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        loaded = launch.loaded_labels()
+        loaded = loading.loaded_labels()
         assert loaded
         graph, _ = capture(lambda: attend(inputs, target.o))
-        assert launch.loaded_labels() == loaded
+        assert loading.loaded_labels() == loaded
         graph.replay()
         assert_same_rows("replayed", inputs, target.o, want)
         target.assert_untouched_around()
@@ -352,7 +352,7 @@ def test_prefix_kernels_are_used_again() -> None:
         for kernels, options in enumerate((by_tma, gathered, fp8, windows), start=1):
             for one in options:
                 attend(make_prefix_inputs(PrefixCase(**{**short, **one})))
-            loaded = [label for label in launch.loaded_labels() if label.startswith("mha_forward")]
+            loaded = [label for label in loading.loaded_labels() if label.startswith("mha_forward")]
             assert len(loaded) == kernels, (options, loaded)
         torch.cuda.synchronize()  # before the kernels are let go of
 

@@ -15,8 +15,8 @@ import pytest
 from gpu_support import torch
 from prefix_calls import Target, attend, run_cases
 
-from rawmla.testing.mha import LEAST, worst_row
-from rawmla.testing.prefix import PrefixCase, make_prefix_inputs, reference, written_rows
+from kit.mha import LEAST, worst_row
+from kit.prefix import PrefixCase, make_prefix_inputs, reference, written_rows
 
 PAST_ALL = 5000  # a window of more than any context
 VALUES: dict[str, tuple[Any, ...]] = {

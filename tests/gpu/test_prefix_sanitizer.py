@@ -9,7 +9,7 @@ import pytest
 from prefix_calls import Target, attend, readdressed
 from test_mha_sanitizer import on_gpu
 
-from rawmla.testing.prefix import PrefixCase, check_prefix, make_prefix_inputs
+from kit.prefix import PrefixCase, check_prefix, make_prefix_inputs
 
 pytestmark = pytest.mark.sanitizer
 

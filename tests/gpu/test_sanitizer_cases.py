@@ -12,8 +12,7 @@ import pytest
 from gpu_support import as_pair, call_arguments, torch
 
 import rawmla
-from rawmla import reference
-from rawmla.testing import (
+from kit import (
     DenseCase,
     DenseInputs,
     check_close,
@@ -21,7 +20,8 @@ from rawmla.testing import (
     make_dense_inputs,
     out_tolerance,
 )
-from rawmla.testing.plans import write_plan
+from kit.plans import write_plan
+from rawmla import reference
 
 pytestmark = pytest.mark.sanitizer
 

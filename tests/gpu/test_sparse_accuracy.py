@@ -3,7 +3,7 @@
 import pytest
 from gpu_support import sparse_decode, sparse_lse_tolerance, sparse_reference
 
-from rawmla.testing import SparseCase, make_sparse_inputs, measure, out_tolerance
+from kit import SparseCase, make_sparse_inputs, measure, out_tolerance
 
 # FlashMLA (commit 9241ae3, one H200), V3.2 layout: relative L2 error of `out` and largest error of `lse`. It
 # rounds the scales to bfloat16 too.

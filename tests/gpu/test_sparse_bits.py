@@ -11,7 +11,7 @@ from gpu_support import (
     without_extra,
 )
 
-from rawmla.testing import SparseCase, make_sparse_inputs
+from kit import SparseCase, make_sparse_inputs
 
 
 def test_batch_invariance_of_query_tokens() -> None:

@@ -14,8 +14,8 @@ from gpu_support import (
     torch,
 )
 
-from rawmla.testing import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
-from rawmla.testing.sparse import INT_MAX, INT_MIN, block_fields
+from kit import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
+from kit.sparse import INT_MAX, INT_MIN, block_fields
 
 HEADS = (1, 2, 3, 4, 8, 9, 11, 16, 24, 32, 48, 63, 64, 66, 96, 126, 128, 192, 256)
 TOPK = (1, 63, 64, 65, 128, 133, 192, 256, 512, 1024, 2048, 2051)

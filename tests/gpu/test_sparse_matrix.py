@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from gpu_support import poison, rounds_keys, sparse_check, sparse_decode, without_extra
 
-from rawmla.testing import SparseCase, SparseInputs, make_sparse_inputs
-from rawmla.testing.torch_reference import apply_sink
-from rawmla.testing.torch_reference import sparse_decode as float64_reference
+from kit import SparseCase, SparseInputs, make_sparse_inputs
+from kit.torch_reference import apply_sink
+from kit.torch_reference import sparse_decode as float64_reference
 
 HEADS = (128, 64, 16, 8)
 BATCHES = (4, 74, 321)

@@ -13,8 +13,8 @@ from gpu_support import (
 )
 from test_sparse_edges import KINDS, kinds, named
 
-from rawmla.testing import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
-from rawmla.testing.sparse import block_fields
+from kit import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
+from kit.sparse import block_fields
 
 
 @kinds

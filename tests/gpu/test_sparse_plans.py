@@ -13,8 +13,8 @@ from gpu_support import (
 )
 
 import rawmla
+from kit import SparseCase, make_sparse_inputs
 from rawmla import reference
-from rawmla.testing import SparseCase, make_sparse_inputs
 
 LENGTHS = (700, 0, 64, 65, 2100, 1, 0, 1999, 0)
 EXTRA_LENGTHS = (0, 0, 1, 64, 500, 65, 0, 130, 3)

@@ -18,9 +18,9 @@ from gpu_support import (
 )
 
 import rawmla
+from kit import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
+from kit.plans import write_plan
 from rawmla import reference
-from rawmla.testing import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
-from rawmla.testing.plans import write_plan
 
 pytestmark = pytest.mark.sanitizer
 

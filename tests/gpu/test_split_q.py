@@ -31,8 +31,8 @@ from operations import (
 from test_frameworks import Producer, forms, to_cupy
 
 import rawmla
+from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla import jit
-from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 
 Pair = tuple[Any, Any]
 

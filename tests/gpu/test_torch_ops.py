@@ -12,8 +12,8 @@ from gpu_support import assert_same_bits, call_arguments, sparse_arguments, torc
 from torch_op_cases import CASES, dense, tensors
 
 import rawmla
+from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla.call import tracing
-from rawmla.testing import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 
 NO_REQUESTS = {"plan empty"}  # idle rows are marked in another way than in the reference
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from ...mla import decode, plan, sparse_prefill
+from ...api import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from .refusals import check_kv_format, refuse_dense_prefill, refuse_mega_attention, refuse_other_records

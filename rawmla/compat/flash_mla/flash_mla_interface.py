@@ -15,9 +15,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from ...api import decode, dense, plan, sparse_prefill
 from ...call.checks import as_bool
-from ...mha import attention
-from ...mla import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
@@ -71,9 +70,9 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Any]:
     return noted
 
 
-flash_attn_varlen_func = _noted(attention.flash_attn_varlen_func)
-flash_attn_varlen_kvpacked_func = _noted(attention.flash_attn_varlen_kvpacked_func)
-flash_attn_varlen_qkvpacked_func = _noted(attention.flash_attn_varlen_qkvpacked_func)
+flash_attn_varlen_func = _noted(dense.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _noted(dense.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _noted(dense.flash_attn_varlen_qkvpacked_func)
 
 
 def check_api(api: Any, name: str = "api") -> None:

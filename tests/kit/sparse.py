@@ -24,7 +24,7 @@ LAYOUTS = ("v32", "model1", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """Where the fields of a token lie, in bytes.
+    """Places of the fields of a token, in bytes.
 
     A block holds `row_bytes` per token, token after token, then `tail_bytes` per token likewise. Rows hold
     `values` e4m3 (none in a bf16 cache) and `rope` bf16. Scales, one per `tile` values, are in the row
@@ -69,7 +69,7 @@ class SparseCase:
         topk: columns of `indices`. Those that s_k does not suffice for are -1.
         page_block_size: tokens per page, any number.
         layout: "v32" (656 bytes a token), "model1" (584) or "bf16".
-        d_qk: of a bf16 cache, 576 or 512. None: that of the layout.
+        d_qk: of a bf16 cache, 576 or 512. None: as the layout has it.
         lengths: topk_length of each request; or "random", from 0 to topk, both included; or None.
         extra_s_k, extra_topk, extra_page_block_size, extra_lengths: the same of an extra cache, which there
             is when extra_topk is positive.
@@ -130,12 +130,12 @@ class SparseCase:
 
     @property
     def width(self) -> int:
-        """d_qk, given or that of the layout."""
+        """d_qk, as given or as the layout has it."""
         return self.d_qk or (512 if self.layout == "model1" else 576)
 
     @property
     def format(self) -> RowFormat:
-        """Where the fields of a token lie."""
+        """Places of the fields of a token."""
         return row_format(self.layout, self.width)
 
     @property
@@ -283,7 +283,7 @@ def _select(
     page: int,
     lengths: tuple[int, ...] | str | None,
 ) -> _Selection:
-    """Choose pages and indices, with everything invalid and garbage that the case asks for."""
+    """Choose pages and indices, with everything invalid and garbage that the case wants."""
     rows = (case.b, case.s_q)
     owners = 1 if case.shared else case.b
     pages = -(-s_k // page)

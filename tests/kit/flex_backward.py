@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
-from ..reference._flex import FAR_LSE
+from rawmla.reference._flex import FAR_LSE
+
 from . import flex
 from .flex import (
     FlexCase,
@@ -194,7 +195,7 @@ class _Captures:
                 one += part
 
     def results(self) -> dict[str, Captured]:
-        """By name. Of errors with random signs the square of the sum is that of all squares, in the mean."""
+        """By name. The squared sum of errors with random signs is, in the mean, the sum of their squares."""
         found = {}
         for i, name in enumerate(self.tensors):
             drawn = sum(total[i].square() for total in self._sums[1:])

@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ..flex.block_mask import BlockMask
-from ..flex.mods import CudaMod
+from rawmla.flex.block_mask import BlockMask
+from rawmla.flex.mods import CudaMod
+
 from .compare import Tolerance, measure
 from .mha import changed_fields, in_gaps, problems_of_out
 
 CHUNK_SCORES = 1 << 25
-"""Scores of one step of the reference (256 MiB in float64), unless those of a single head are more."""
+"""Scores of one step of the reference (256 MiB in float64), unless a single head has more."""
 
 PAGE = 16
 """Keys of a page of the function "paged"."""
@@ -44,7 +45,7 @@ class Function:
         arrays: `(xp, captures, score, b, h, q_idx, kv_idx)` for arrays of any shapes, xp being numpy or torch
             and captures arrays of it, float64 where they are floating point.
         captures: tensors and numbers by name.
-        grad, capture_grads: those of `rawmla.CudaMod`, of a score function.
+        grad, capture_grads: of a score function, as in `rawmla.CudaMod`.
         positive: scores have to be positive, and not too small.
         approximate: the kernel's instructions for it are.
     """
@@ -89,7 +90,7 @@ def _exact(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What functions are made for: requests, query heads, query tokens and keys, and where tensors lie."""
+    """Sizes of the tensors that functions read: requests, query heads, query tokens, keys, and the device."""
 
     b: int
     h: int
@@ -140,7 +141,7 @@ def _plain(
 def _same(
     function: Callable[..., Any], code: str, grad: str | None = None, positive: bool = False
 ) -> Builder:
-    """A function without captures whose arithmetic is that of tensors and of NumPy arrays."""
+    """A function without captures, written with operators that tensors and NumPy arrays share."""
     return _plain(function, code, lambda xp, *at: function(*at), grad, positive)
 
 
@@ -401,7 +402,7 @@ return own == other ? score + 0.01f * apart : -kInfinity;"""
 
 
 def _paged(sizes: Sizes) -> Function:
-    """Keys lie in pages; a table of each request says where a page belongs."""
+    """Add a bias that is stored in pages, which a table of each request orders."""
     torch = _torch()
     count = -(-sizes.s_k // PAGE)
     pages = torch.stack([sizes.randn(count + i)[:count].argsort() for i in range(sizes.b)])
@@ -609,7 +610,7 @@ class FlexCase:
     Attributes:
         b, b_kv: requests of q, and of k and v: b or 1; 0 is b.
         h_q, h_kv, s_q, s_k, d_qk, d_v: heads, tokens and head dimensions.
-        dtype, kv_dtype: that of q, and of k and v if it is another.
+        dtype, kv_dtype: the dtype of q, and the one of k and v if it is another.
         score, mask: names in SCORES or BIASES, and in MASKS; "": none. With a mask there are lists of its
             blocks.
         block: query tokens and keys of a block.
@@ -619,7 +620,7 @@ class FlexCase:
         scale: as in the call.
         gap: what memory holds that no result may depend on: around the arrays, K of keys that no query
             attends, V of keys in no listed block.
-        gap_keys: V holds it in runs of so many keys only, none of which is in a listed block.
+        gap_keys: V holds it only in runs of this many keys, none of which is in a listed block.
     """
 
     b: int = 2
@@ -665,7 +666,7 @@ class FlexInputs:
     block_mask: BlockMask | None
 
     def keywords(self, form: str = "python") -> dict[str, Any]:
-        """Those of the call that say how scores are made; functions in one form: "python" or "cuda"."""
+        """Arguments of the call that say how scores are made; functions in one form: "python" or "cuda"."""
         block_mask = self.block_mask
         if block_mask is not None and self.mask is not None:
             block_mask = with_mask_mod(block_mask, self.mask.form(form))
@@ -875,9 +876,9 @@ def check_flex(
     """Raise AssertionError unless a call's out, lse and max_scores (None: not given) are as exact as products
     in the inputs' dtype allow.
 
-    The bounds are those of `check_mha`; max_scores has that of lse. Functions for which kernels have
+    The bounds are as in `check_mha`; max_scores has the bound of lse. Functions for which kernels have
     approximate instructions have the bounds of a softcap. With `plain` the mean error of out is also held
-    against that of plain torch in the inputs' dtype: at most 2.1 times as much.
+    against plain torch in the inputs' dtype: at most 2.1 times as much.
     """
     import torch
 
@@ -893,7 +894,7 @@ def check_flex(
         in_torch = reference(inputs, got[0].dtype)[0]
         error, allowed = ((x.double() - want[0]).abs().mean().item() for x in (got[0], in_torch))
         if not error <= 2.1 * allowed:
-            problems.append(f"mean error of out {error:.3g}, that of plain torch {allowed:.3g}")
+            problems.append(f"mean error of out {error:.3g}, plain torch has {allowed:.3g}")
     for name, one, wanted in (("lse", got[1], want[1]), ("max_scores", got[2], want[2])):
         if one is None:
             continue

@@ -1,8 +1,4 @@
-"""Decoding over a paged MLA cache: the signature of the attention call, its contract, and the choice between
-dense and sparse decoding.
-
-`flash_mla_with_kvcache` keeps the names, order and meaning of FlashMLA's arguments.
-"""
+"""Decoding over a paged MLA cache. Names, order and meaning of the arguments are FlashMLA's."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ from typing import Any
 from ..call import tracing
 from ..call.checks import as_bool
 from ..kernels.common import D_V
-from . import dense_decode, sparse_decode
-from .arguments import check_head_dim_v, refuse_dense_fp8
-from .traced import operators
+from ..mla import dense_decode, sparse_decode
+from ..mla.arguments import check_head_dim_v, refuse_without_indices
 
 __all__ = ["flash_mla_with_kvcache"]
 
@@ -38,13 +33,13 @@ def flash_mla_with_kvcache(
     out: Any = None,
     enable_batch_invariant: bool = False,
 ) -> tuple[Any, Any]:
-    """Attention of s_q query tokens per request over a paged MLA cache; its first 512 columns are the values.
+    """Compute attention of s_q query tokens per request over a paged MLA cache.
 
-    For every query token and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`. K is what the token
-    attends: in dense decoding the request's first `cache_seqlens` tokens, which `block_table` finds in the
-    cache; in sparse decoding (`indices` given) the cache rows that the token's indices name. Scores, softmax
-    and sums are float32; probabilities are rounded to q's dtype before the second product (to float16 in
-    sparse calls with up to 16 heads over "v32" caches).
+    For every query token and head: `out = softmax(softmax_scale * q @ K.T) @ K[:, :512]`. K is the cache rows
+    that the token attends; their first 512 columns are the values. In dense decoding these rows are the
+    request's first `cache_seqlens` tokens, which `block_table` finds in the cache. In sparse decoding (with
+    `indices`) the token's indices name them. Scores, softmax and sums are float32; probabilities are rounded
+    to q's dtype before the second product (to float16 in sparse calls with up to 16 heads over "v32" caches).
 
     Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory (taken
     over by CuPy, which then also holds the results); no input is copied but for the one case named under
@@ -59,7 +54,7 @@ def flash_mla_with_kvcache(
         h_kv may be refused above 2**32 / (h_q / h_kv) - 64. When its address is not a multiple of 16 bytes,
         or a stride is not a positive multiple of 8, a contiguous copy is made on the same stream.
         Or a pair `(q_nope, q_rope)` of its columns, `[b, s_q, h_q, d_qk - 64]` and `[b, s_q, h_q, 64]`, each
-        with strides of its own: the result is that of the two concatenated, bit for bit. Neither is copied,
+        with strides of its own: the result has the same bits as with the two concatenated. Neither is copied,
         so both need such an address and such strides. Errors call the first one `q`.
     k_cache : array
         Dense: `[num_blocks, page_block_size, h_kv, d_qk]`, dtype of `q`, page_block_size (tokens) 16, 32 or a
@@ -103,10 +98,10 @@ def flash_mla_with_kvcache(
         the cache.
     indices : array, optional
         int32 `[b, s_q, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
-        negative: what makes the call sparse. Slots of the cache, block * page_block_size + offset in the
-        block, which `rawmla.convert_indices` makes of token positions. A negative slot or one past the
-        cache is skipped; one that occurs twice counts twice. What no valid index names is never read into
-        the result.
+        negative. They make the call sparse. They are slots of the cache, block * page_block_size + offset
+        in the block, which `rawmla.convert_indices` makes of token positions. A negative slot or one past
+        the cache is skipped; one that occurs twice counts twice. Rows that no valid index names are never
+        read into the result.
     attn_sink : array, optional
         float32 `[h_q]`, contiguous. With `indices`: `out` is multiplied by `exp(lse) / (exp(lse) +
         exp(sink))`; `softmax_lse` does not change. -inf has no effect, +inf makes `out` 0.
@@ -165,11 +160,10 @@ def flash_mla_with_kvcache(
     CuPy has no graph pools: keep `out`, `softmax_lse` and the plan alive for as long as the graph is, and
     pass a `q` that needs no copy.
 
-    The plan of the last call, and in dense decoding its block table and lengths, are recognised by identity,
-    address and shape and not checked again, so layers that share them cost less host time. Only strides that
-    were changed in place escape this.
+    The arrays of the last call's plan are recognised by identity, address and shape and not read again, so
+    layers that share a plan cost less host time. Only strides that were changed in place escape this.
 
-    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA).
+    FlashMLA (github.com/deepseek-ai/FlashMLA) defines the operation.
 
     Examples
     --------
@@ -195,10 +189,18 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache = as_bool("is_fp8_kvcache", is_fp8_kvcache)
     if enable_batch_invariant is not False and enable_batch_invariant is not True:
         enable_batch_invariant = as_bool("enable_batch_invariant", enable_batch_invariant)
+    dense: Any = dense_decode.decode
+    sparse: Any = sparse_decode.decode
+    if tracing.is_traced(q):
+        from ..torch_ops import calls
+
+        dense, sparse = calls.decode, calls.decode_sparse
     if indices is not None:
         if causal:
             raise ValueError("causal: expected False with indices, got True")
-        sparse = operators().decode_sparse if tracing.is_traced(q) else sparse_decode.decode
+        extra = None
+        if not (extra_k_cache is extra_indices_in_kvcache is extra_topk_length is None):
+            extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
         return sparse(
             q,
             k_cache,
@@ -208,10 +210,8 @@ def flash_mla_with_kvcache(
             is_fp8_kvcache,
             indices,
             attn_sink,
-            extra_k_cache,
-            extra_indices_in_kvcache,
             topk_length,
-            extra_topk_length,
+            extra,
             out,
             enable_batch_invariant,
         )
@@ -223,14 +223,13 @@ def flash_mla_with_kvcache(
         or topk_length is not None
         or extra_topk_length is not None
     ):
-        _refuse_without_indices(
+        refuse_without_indices(
             attn_sink=attn_sink,
             extra_k_cache=extra_k_cache,
             extra_indices_in_kvcache=extra_indices_in_kvcache,
             topk_length=topk_length,
             extra_topk_length=extra_topk_length,
         )
-    dense = operators().decode if tracing.is_traced(q) else dense_decode.decode
     return dense(
         q,
         k_cache,
@@ -243,14 +242,3 @@ def flash_mla_with_kvcache(
         out,
         enable_batch_invariant,
     )
-
-
-def _refuse_without_indices(**arrays: Any) -> None:
-    """Raise for those arguments of sparse decoding that were given without `indices`."""
-    given = [name for name, value in arrays.items() if value is not None]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: expected None without indices, got an array; dense decoding has no such "
-            "argument, so give the selected slots as indices, or leave it out"
-        )
-    refuse_dense_fp8()

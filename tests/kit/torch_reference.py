@@ -169,7 +169,7 @@ def apply_sink(out: Any, lse: Any, attn_sink: Any) -> Any:
 
 def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     """Attention over all keys from attention over disjoint parts of them, in float64, as `rawmla.reference`
-    defines it: out in the shape of `outs`, lse in that of `lses`. torch tensors on any device.
+    defines it: out in the shape of `outs`, lse in the shape of `lses`. torch tensors on any device.
     """
     import torch
 

@@ -320,7 +320,7 @@ def check_mha_backward(
     rounded twice, and dsink by its rounding. Rows of d < 64 columns may be off by (64 / d)^(2/3) times as
     much: errors of few columns vary more, and are less independent. Rows that attend nothing or that nothing
     attends are 0, and so is dv without a gradient of out. With `plain` the largest error from the gradients
-    of exact results, dsink's too, is also held against that of plain torch in the inputs' dtype.
+    of exact results, dsink's too, is also compared with plain torch in the inputs' dtype.
     """
     import torch
 
@@ -354,8 +354,8 @@ def check_mha_backward(
 def problems_of_gradient(
     i: int, got: Any, want: BackwardResults, dtype: str, times: float, rows: float = 1.0
 ) -> list[str]:
-    """What is wrong with dq, dk or dv, which may be off by so many times what a dtype's rounding costs, and a
-    row by `rows` times that.
+    """What is wrong with dq, dk or dv: it may be off by `times` times the error of rounding to the dtype, and
+    each row by `rows` times as much.
     """
     name, values, size, floor = NAMES[i], want.values[i], want.sizes[i], want.floors[i]
     if not got.numel():

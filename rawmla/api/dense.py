@@ -1,25 +1,19 @@
-"""Dense attention: the functions of FlashMLA and FlashAttention, from their arguments to `forward.attend`."""
+"""Public functions of dense attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ..call import tracing
-from ..call.arrays import READERS, Fields, NeedsGradient
-from .arguments import either, packed_parts
-from .forward import SEPARATE, Parts, attend
-from .traced import operators
+from ..mha.arguments import NO_WINDOW, either
+from ..mha.paths import forward_path
+from ..mha.records import DenseArrays, Packing, Window
 
 __all__ = [
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
-    "unpacked",
 ]
-
-Window = tuple[int | None, int | None]
 
 
 def flash_attn_varlen_func(
@@ -36,7 +30,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     is_varlen: bool = True,
     *,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
@@ -72,7 +66,7 @@ def flash_attn_varlen_func(
         multiple of h_kv.
     v : array
         `[total_k, h_kv, d_v]` in q's dtype, d_v 1 to 256.
-        q, k and v are read where they lie if their last dimension is contiguous, their address a multiple of
+        q, k and v are read in place if their last dimension is contiguous, their address a multiple of
         16 bytes, and every other stride 0 (a broadcast dimension) or a positive multiple of 8: in any order,
         so that transposed arrays and slices are fine. Any other one is copied once, on the same stream.
     cu_seqlens_q, cu_seqlens_k : array
@@ -112,8 +106,8 @@ def flash_attn_varlen_func(
     attention_chunk : int
         0.
     seqused_q, seqused_k : array, optional
-        int32 `[b]`, contiguous: only so many tokens of a request exist, and the diagonal ends in the last of
-        them. Numbers below 0 and above the request's length count as these. Query tokens behind them get
+        int32 `[b]`, contiguous: the number of tokens of a request that exist. The diagonal ends in the last
+        of them. Numbers below 0 and above the request's length count as these. Query tokens after them get
         `out` 0 and `lse` -inf.
     out : array, optional
         `[total_q, h_q, d_v]` in q's dtype, written and returned. Never copied: 16-byte aligned, last
@@ -143,14 +137,14 @@ def flash_attn_varlen_func(
     Notes
     -----
     Allocates the copies that are named above, each with the framework of its array, and the results and
-    scratch with that of `q`. Scratch is 16 bytes, which are cleared, or, where keys are split over
+    scratch with the framework of `q`. Scratch is 16 bytes, which are cleared, or, where keys are split over
     multiprocessors because queries are few, 4 * splits * h_q * total_q * (d_v, rounded up to 32, + 1) bytes,
     at most 32 MiB. Enqueues the copies, the clearing and one kernel, or two with splits, on its current
     stream. Never synchronises, never reads a length on the host. Nothing is launched without requests or
     query tokens.
 
     Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
-    graph: gradients are those of `flash_attn_varlen_backward`, which says what they cost, through out, lse or
+    graph: `flash_attn_varlen_backward` computes the gradients, and says what they cost, through out, lse or
     both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. ALiBi's
     slopes have no gradient, and there is no second derivative.
 
@@ -159,7 +153,7 @@ def flash_attn_varlen_func(
     `KernelNotReadyError`. Replays follow lengths that changed in place. CuPy has no graph pools: keep the
     results alive for as long as the graph is, and pass arrays that need no copy.
 
-    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA), which has it for SM100, with the
+    The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA), which has it for SM100, with the
     masks, softcap and slopes of FlashAttention (github.com/Dao-AILab/flash-attention).
 
     Examples
@@ -178,58 +172,15 @@ def flash_attn_varlen_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    if tracing.is_traced(q):
-        return operators().flash_attn_varlen(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-            deterministic, is_varlen, window_size, softcap, attn_sink, alibi_slopes, attention_chunk,
-            seqused_q, seqused_k, out,
-        )  # fmt: skip
-    try:
-        return attend(
-            SEPARATE,
-            READERS[type(q)](q, "q"),
-            READERS[type(k)](k, "k"),
-            READERS[type(v)](v, "v"),
-            READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
-            READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            is_varlen,
-            window_size,
-            softcap,
-            attn_sink,
-            alibi_slopes,
-            attention_chunk,
-            seqused_q,
-            seqused_k,
-            out,
-        )
-    except NeedsGradient:
-        pass
-    return _with_graph(
-        flash_attn_varlen_func,
-        {"q": q, "k": k, "v": v},
-        {"dropout_p": dropout_p, "attention_chunk": attention_chunk, "out": out},
-        {},
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        deterministic=deterministic,
-        is_varlen=is_varlen,
-        window_size=window_size,
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+    path = forward_path(q, k, v, attn_sink)
+    options = path.options_of(
+        dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
+        (max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    arrays = DenseArrays(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out
     )
+    return path.attend(arrays, options)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -243,7 +194,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
     *,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
@@ -262,8 +213,8 @@ def flash_attn_varlen_qkvpacked_func(
     ----------
     qkv : array
         bfloat16 or float16: `[total, h, 2 * d_qk + d_v]` with `head_dim_qk`, the columns of q, k and v in
-        this order (FlashMLA); or `[total, 3, h, d]` without it (FlashAttention). Each part is read where it
-        lies, or copied, by the rules for q, k and v there.
+        this order (FlashMLA); or `[total, 3, h, d]` without it (FlashAttention). Each part is read in
+        place, or copied, by the rules for q, k and v there.
     cu_seqlens : array
         int32 `[b + 1]`, contiguous, not decreasing, of queries and keys alike.
     max_seqlen : int
@@ -284,73 +235,20 @@ def flash_attn_varlen_qkvpacked_func(
 
     Notes
     -----
-    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA), and FlashAttention's
+    The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA), and FlashAttention's
     (github.com/Dao-AILab/flash-attention) with four dimensions.
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    if tracing.is_traced(qkv):
-        return operators().flash_attn_varlen(
-            *operators().unpacked("qkv", qkv, head_dim_qk, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-            dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
-            attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
-        )  # fmt: skip
-    try:
-        (part_q, part_k, part_v), (q, k, v) = unpacked("qkv", READERS[type(qkv)](qkv, "qkv"), head_dim_qk, 3)
-        lengths = READERS[type(cu_seqlens)](cu_seqlens, "cu_seqlens")
-        return attend(
-            Parts(part_q, part_k, part_v, ("cu_seqlens", "cu_seqlens"), ("max_seqlen", "max_seqlen")),
-            q,
-            k,
-            v,
-            lengths,
-            lengths,
-            max_seqlen,
-            max_seqlen,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            is_varlen,
-            window_size,
-            softcap,
-            attn_sink,
-            alibi_slopes,
-            attention_chunk,
-            seqused_q,
-            seqused_k,
-            out,
-        )
-    except NeedsGradient:
-        pass
-    return _with_graph(
-        flash_attn_varlen_qkvpacked_func,
-        {"qkv": qkv},
-        {
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": max_seqlen,
-            "head_dim_qk": head_dim_qk,
-            "dropout_p": dropout_p,
-            "attention_chunk": attention_chunk,
-            "out": out,
-        },
-        {
-            "cu_seqlens_q": cu_seqlens,
-            "cu_seqlens_k": cu_seqlens,
-            "max_seqlen_q": max_seqlen,
-            "max_seqlen_k": max_seqlen,
-        },
-        softmax_scale=softmax_scale,
-        causal=causal,
-        deterministic=deterministic,
-        is_varlen=is_varlen,
-        window_size=window_size,
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+    path = forward_path(qkv, None, None, attn_sink)
+    options = path.options_of(
+        dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
+        (max_seqlen, max_seqlen), ("max_seqlen", "max_seqlen"),
+    )  # fmt: skip
+    arrays = DenseArrays(
+        qkv, None, None, cu_seqlens, None, seqused_q, seqused_k, attn_sink, alibi_slopes, out
     )
+    return path.attend(arrays, options, Packing("qkv", 3, head_dim_qk))
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -367,7 +265,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     is_varlen: bool = True,
     *,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
@@ -390,7 +288,7 @@ def flash_attn_varlen_kvpacked_func(
     ----------
     kv : array
         In q's dtype: `[total_k, h_kv, d_qk + d_v]` with `head_dim_qk`, the columns of k and v in this order
-        (FlashMLA); or `[total_k, 2, h_kv, d]` without it (FlashAttention). Each part is read where it lies,
+        (FlashMLA); or `[total_k, 2, h_kv, d]` without it (FlashAttention). Each part is read in place,
         or copied, by the rules for k and v there.
     head_dim_qk : int, optional
         d_qk with a `kv` of three dimensions.
@@ -408,7 +306,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Notes
     -----
-    The operation is that of FlashMLA (github.com/deepseek-ai/FlashMLA), and FlashAttention's
+    The operation is FlashMLA's (github.com/deepseek-ai/FlashMLA), and FlashAttention's
     (github.com/Dao-AILab/flash-attention) with four dimensions.
     """
     if cu_seqlens_qo is not None:
@@ -421,64 +319,15 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    if tracing.is_traced(q):
-        return operators().flash_attn_varlen(
-            q, *operators().unpacked("kv", kv, head_dim_qk, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap,
-            attn_sink, alibi_slopes, attention_chunk, seqused_q, seqused_k, out,
-        )  # fmt: skip
-    try:
-        (part_k, part_v), (k, v) = unpacked("kv", READERS[type(kv)](kv, "kv"), head_dim_qk, 2)
-        return attend(
-            Parts(("q", None), part_k, part_v),
-            READERS[type(q)](q, "q"),
-            k,
-            v,
-            READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q"),
-            READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k"),
-            max_seqlen_q,
-            max_seqlen_k,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            is_varlen,
-            window_size,
-            softcap,
-            attn_sink,
-            alibi_slopes,
-            attention_chunk,
-            seqused_q,
-            seqused_k,
-            out,
-        )
-    except NeedsGradient:
-        pass
-    return _with_graph(
-        flash_attn_varlen_kvpacked_func,
-        {"q": q, "kv": kv},
-        {
-            "head_dim_qk": head_dim_qk,
-            "dropout_p": dropout_p,
-            "attention_chunk": attention_chunk,
-            "out": out,
-        },
-        {},
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        deterministic=deterministic,
-        is_varlen=is_varlen,
-        window_size=window_size,
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
+    path = forward_path(q, kv, None, attn_sink)
+    options = path.options_of(
+        dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
+        (max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+    arrays = DenseArrays(
+        q, kv, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out
     )
+    return path.attend(arrays, options, Packing("kv", 2, head_dim_qk))
 
 
 def flash_attn_func(
@@ -488,7 +337,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     deterministic: bool = False,
@@ -510,8 +359,8 @@ def flash_attn_func(
     k : array
         `[b, s_k, h_kv, d_qk]` in q's dtype, h_q a multiple of h_kv.
     v : array
-        `[b, s_k, h_kv, d_v]` in q's dtype, d_v 1 to 256. Which q, k and v are copied is said there; those of
-        torch's `[b, h, s, d]`, transposed, are not.
+        `[b, s_k, h_kv, d_v]` in q's dtype, d_v 1 to 256. Which q, k and v are copied is said there; torch's
+        `[b, h, s, d]`, transposed, are not.
     out : array, optional
         `[b, s_q, h_q, d_v]` in q's dtype, written and returned, by the rules there.
 
@@ -531,7 +380,7 @@ def flash_attn_func(
 
     Notes
     -----
-    The operation is that of FlashAttention (github.com/Dao-AILab/flash-attention).
+    The operation is FlashAttention's (github.com/Dao-AILab/flash-attention).
 
     Examples
     --------
@@ -539,83 +388,10 @@ def flash_attn_func(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    if tracing.is_traced(q):
-        return operators().flash_attn(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-            attn_sink, attention_chunk, out,
-        )  # fmt: skip
-    try:
-        return attend(
-            SEPARATE,
-            READERS[type(q)](q, "q"),
-            READERS[type(k)](k, "k"),
-            READERS[type(v)](v, "v"),
-            None,
-            None,
-            None,
-            None,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            False,
-            window_size,
-            softcap,
-            attn_sink,
-            alibi_slopes,
-            attention_chunk,
-            None,
-            None,
-            out,
-        )
-    except NeedsGradient:
-        pass
-    return _with_graph(
-        flash_attn_func,
-        {"q": q, "k": k, "v": v},
-        {"dropout_p": dropout_p, "attention_chunk": attention_chunk, "out": out},
-        {},
-        softmax_scale=softmax_scale,
-        causal=causal,
-        deterministic=deterministic,
-        window_size=window_size,
-        softcap=softcap,
-        attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-    )
-
-
-def _with_graph(
-    function: Callable[..., tuple[Any, Any]],
-    arrays: dict[str, Any],
-    forward: dict[str, Any],
-    backward: dict[str, Any],
-    **both: Any,
-) -> tuple[Any, Any]:
-    """The call of a function above of which a tensor requires grad: ``arrays``, by the names that they have
-    there, and the keywords of the function, of that for its gradients, and of both.
-    """
-    from .autograd import attention  # imports torch
-
-    return attention(function, arrays, {**forward, **both}, {**backward, **both})
-
-
-def unpacked(
-    name: str, view: Fields, head_dim_qk: Any, count: int
-) -> tuple[list[tuple[str, Any]], list[Fields]]:
-    """The parts of a packed array, of which v is the last of ``count``: for `Parts`, and their fields."""
-    ptr, shape, strides, dtype, device, framework, array = view
-    itemsize = 2  # of the dtypes that pass the checks
-    parts: list[tuple[str, Any]] = []
-    views: list[Fields] = []
-    for index in packed_parts(name, shape, head_dim_qk, count):
-        first, second = index
-        if first is ...:
-            sizes, steps = (*shape[:2], second.stop - second.start), strides
-            offset = second.start * strides[2]
-        else:
-            sizes, steps = (shape[0], *shape[2:]), (strides[0], *strides[2:])
-            offset = second * strides[1]
-        parts.append((name, index))
-        views.append((ptr + itemsize * offset, sizes, steps, dtype, device, framework, array))
-    return parts, views
+    path = forward_path(q, k, v, attn_sink)
+    options = path.options_of(
+        dropout_p, softmax_scale, causal, deterministic, False, window_size, softcap, attention_chunk,
+        None,
+    )  # fmt: skip
+    arrays = DenseArrays(q, k, v, None, None, None, None, attn_sink, alibi_slopes, out)
+    return path.attend(arrays, options)

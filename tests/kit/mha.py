@@ -45,7 +45,7 @@ class MhaCase:
         b: requests, of `s_q` query tokens and `s_k` keys.
         q_lengths, k_lengths: lengths of the requests instead, as segments of one array.
         q_used, k_used: seqused of these.
-        rows_around: rows of the arrays before the first and behind the last segment.
+        rows_around: rows of the arrays before the first and after the last segment.
         causal, window, softcap, softmax_scale: as in the call.
         sink: dtype of the sink, or "infinite": +inf, -inf and finite values, head after head.
         alibi: slopes of the heads ("heads"), or of the heads of each request ("requests").
@@ -117,7 +117,7 @@ class MhaInputs:
 
 
 def make_mha_inputs(case: MhaCase, device: str = "cuda") -> MhaInputs:
-    """Inputs of normal random numbers, those of q times softcap / 4 with a softcap."""
+    """Inputs of normal random numbers; q is multiplied by softcap / 4 with a softcap."""
     import torch
 
     draw = torch.Generator(device).manual_seed(case.seed)
@@ -230,7 +230,7 @@ def flash_attn_func(
 
     torch tensors on any device, any strides. Every step has the type `dtype`, None: float64, which is not
     subject to TF32. Keys that no query of any request sees may hold anything. Masks count `missing_keys` more
-    keys behind the last one, which do not exist.
+    keys after the last one, which do not exist.
     """
     import torch
 
@@ -246,7 +246,7 @@ def flash_attn_func(
     right = 0 if causal else right
     shift = s_k + missing_keys - s_q
     keys = torch.arange(s_k, device=q.device)
-    first = shift - keys  # how far a key is behind the first query token
+    first = shift - keys  # positions from a key to the first query token
     seen = torch.ones_like(keys, dtype=torch.bool)
     if left is not None:
         seen &= first <= left
@@ -284,7 +284,7 @@ def flash_attn_func(
 
 
 def distances(s_q: int, s_k: int, missing_keys: int, device: Any) -> Any:
-    """By how many positions a key is behind a query, `[s_q, s_k]`."""
+    """The number of positions from a key to a query, `[s_q, s_k]`."""
     import torch
 
     first = s_k + missing_keys - s_q
@@ -328,7 +328,7 @@ def reference(inputs: MhaInputs, dtype: Any = None) -> tuple[Any, Any]:
 
 
 def tokens_of(inputs: MhaInputs) -> list[tuple[slice, slice]]:
-    """The rows of q, and those of k, that hold the tokens of each segment."""
+    """The rows of q, and the rows of k, that hold the tokens of each segment."""
     sides = []
     for cu_seqlens, used in (
         (inputs.cu_seqlens_q, inputs.seqused_q),
@@ -361,10 +361,10 @@ def check_mha(
     """Raise AssertionError unless a call's out and lse are as exact as products in the inputs' dtype allow.
 
     Compared are the rows of requests. The L2 error of out, relative to its norm, is at most half a step of
-    the dtype, and that of each row of 64 columns or more 1.25 half-steps, and besides, where a sink outweighs
-    all scores, what is below the dtype's normal numbers; the error of lse is at most 1e-4 and 2e-6 of its
-    value. A softcap, whose tanh is approximate, makes that 4 times as much, and 1e-2 for lse. With `plain`
-    the largest error of out is also held against that of plain torch in the inputs' dtype.
+    the dtype; the error of each row of 64 columns or more is at most 1.25 half-steps, and besides, where a
+    sink outweighs all scores, what is below the dtype's normal numbers. The error of lse is at most 1e-4 and
+    2e-6 of its value. A softcap, whose tanh is approximate, makes the bounds 4 times as large, and 1e-2 for
+    lse. With `plain` the largest error of out is also compared with plain torch in the inputs' dtype.
     """
     import torch
 
@@ -399,7 +399,7 @@ def check_mha(
 
 
 def problems_of_out(out: Any, want: Any, dtype: str, times: float = 1.0) -> list[str]:
-    """What is wrong with out: an error of more than so many half-steps, or a row's of a quarter more."""
+    """What is wrong with out: an error of more than `times` half-steps, or in a row a quarter more."""
     factor = HALF_STEP[dtype] * times
     difference = measure(out, want, _ANY)
     problems = []
@@ -427,7 +427,7 @@ def worst_row(out: Any, want: Any, relative: float, least: float) -> float:
 
 
 def _error_of_plain_torch(inputs: MhaInputs, rows: Any, want: Any) -> float:
-    """What FlashAttention's tests accept: a multiple of the error of torch, and of that of adding 0.3."""
+    """What FlashAttention's tests accept: a multiple of torch's error, and of the error of adding 0.3."""
     plain = reference(inputs, inputs.q.dtype)[0][rows]
     rounded = want.to(inputs.q.dtype)
     step = (rounded + 0.3 - 0.3 - rounded).abs().max()

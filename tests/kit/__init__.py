@@ -1,10 +1,10 @@
 """What the tests and the benchmark share: input generators, comparison, references on the device.
 
-Nothing here is needed to use rawmla. Importing the package imports NumPy only; torch and CuPy are imported by
-the functions that build or compare their arrays.
+It is not installed with rawmla: tests and scripts put the folder `tests` on the module search path. Importing
+it imports NumPy only; torch and CuPy are imported by the functions that build or compare their arrays.
 """
 
-from rawmla.testing.compare import (
+from kit.compare import (
     Difference,
     Tolerance,
     check_close,
@@ -14,9 +14,9 @@ from rawmla.testing.compare import (
     prefill_lse_tolerance,
     prefill_out_tolerance,
 )
-from rawmla.testing.generators import DenseCase, DenseInputs, make_dense_inputs, repage
-from rawmla.testing.gpu import missing_hopper_reason
-from rawmla.testing.sparse import SparseCase, SparseInputs, make_sparse_inputs
+from kit.generators import DenseCase, DenseInputs, make_dense_inputs, repage
+from kit.gpu import missing_hopper_reason
+from kit.sparse import SparseCase, SparseInputs, make_sparse_inputs
 
 __all__ = [
     "DenseCase",

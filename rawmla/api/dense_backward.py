@@ -1,22 +1,15 @@
-"""Gradients of dense attention: FlashMLA's functions, from their arguments to `backward.backpropagate`.
-
-`varlen_gradients` and `gradients` are the same, and say which gradients are needed: autograd knows.
-"""
+"""Public functions for the gradients of dense attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..call import tracing
-from ..call.arrays import READERS, Fields
-from ..kernels.mha_backward_variants import ALL, Needs
-from .arguments import either
-from .backward import backpropagate
-from .traced import operators
+from ..kernels.mha_backward_variants import ALL
+from ..mha.arguments import NO_WINDOW, either
+from ..mha.paths import backward_path
+from ..mha.records import DenseArrays, Gradients, Window
 
-__all__ = ["flash_attn_backward", "flash_attn_varlen_backward", "gradients", "varlen_gradients"]
-
-Window = tuple[int | None, int | None]
+__all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
 
 
 def flash_attn_varlen_backward(
@@ -39,7 +32,7 @@ def flash_attn_varlen_backward(
     *,
     dlse: Any = None,
     deterministic: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
@@ -68,7 +61,7 @@ def flash_attn_varlen_backward(
         As given to `flash_attn_varlen_func`, also under the other names there.
     out, lse : array
         Its results. lse may have tokens or heads first in memory.
-        dout and out are read where they lie under the rules for q, or copied once.
+        dout and out are read in place under the rules for q, or copied once.
     dq, dk, dv : array, optional
         Of the shapes of q, k and v, in their dtype: overwritten and returned. Never copied: 16-byte aligned,
         last dimension contiguous, other strides positive multiples of 8, no element twice.
@@ -113,58 +106,17 @@ def flash_attn_varlen_backward(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    made = varlen_gradients(
-        ALL, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk, dv,
-        causal, softmax_scale, is_varlen, dlse=dlse, deterministic=deterministic, window_size=window_size,
-        softcap=softcap, attn_sink=attn_sink, alibi_slopes=alibi_slopes, seqused_q=seqused_q,
-        seqused_k=seqused_k,
+    path = backward_path(dout)
+    options = path.options_of(
+        0.0, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, 0,
+        (max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
+    arrays = DenseArrays(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, None
+    )
+    gradients = Gradients(dout, out, lse, dlse, dq, dk, dv)
+    made = path.backpropagate(arrays, gradients, options, ALL)
     return made if attn_sink is not None else made[:3]
-
-
-def varlen_gradients(
-    needs: Needs,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    is_varlen: bool = True,
-    *,
-    dlse: Any = None,
-    deterministic: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    attn_sink: Any = None,
-    alibi_slopes: Any = None,
-    seqused_q: Any = None,
-    seqused_k: Any = None,
-) -> tuple[Any, Any, Any, Any]:
-    """dq, dk, dv and dsink; None stands for what is not needed, and for dsink without a sink."""
-    if tracing.is_traced(dout):
-        return operators().flash_attn_varlen_backward(
-            needs, dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk,
-            dv, causal, softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink,
-            alibi_slopes, seqused_q, seqused_k,
-        )  # fmt: skip
-    dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
-    starts_q = READERS[type(cu_seqlens_q)](cu_seqlens_q, "cu_seqlens_q")
-    starts_k = READERS[type(cu_seqlens_k)](cu_seqlens_k, "cu_seqlens_k")
-    return backpropagate(
-        dout, q, k, v, out, lse, starts_q, starts_k, max_seqlen_q, max_seqlen_k, dq, dk, dv, causal,
-        softmax_scale, is_varlen, dlse, deterministic, window_size, softcap, attn_sink, alibi_slopes,
-        seqused_q, seqused_k, needs,
-    )  # fmt: skip
 
 
 def flash_attn_backward(
@@ -182,7 +134,7 @@ def flash_attn_backward(
     *,
     dlse: Any = None,
     deterministic: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: Window = NO_WINDOW,
     softcap: float = 0.0,
     attn_sink: Any = None,
     alibi_slopes: Any = None,
@@ -198,52 +150,13 @@ def flash_attn_backward(
     lse, dlse : array
         float32 `[b, h_q, s_q]`.
 
-    Others, results, errors and notes are those of `flash_attn_varlen_backward`.
+    Others, results, errors and notes: as `flash_attn_varlen_backward`.
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    made = gradients(
-        ALL, dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse=dlse,
-        deterministic=deterministic, window_size=window_size, softcap=softcap, attn_sink=attn_sink,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    path = backward_path(dout)
+    options = path.options_of(0.0, softmax_scale, causal, deterministic, True, window_size, softcap, 0, None)
+    arrays = DenseArrays(q, k, v, None, None, None, None, attn_sink, alibi_slopes, None)
+    gradients = Gradients(dout, out, lse, dlse, dq, dk, dv)
+    made = path.backpropagate(arrays, gradients, options, ALL)
     return made if attn_sink is not None else made[:3]
-
-
-def gradients(
-    needs: Needs,
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    dq: Any = None,
-    dk: Any = None,
-    dv: Any = None,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    *,
-    dlse: Any = None,
-    deterministic: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    attn_sink: Any = None,
-    alibi_slopes: Any = None,
-) -> tuple[Any, Any, Any, Any]:
-    """`varlen_gradients` for requests of one length."""
-    if tracing.is_traced(dout):
-        return operators().flash_attn_backward(
-            needs, dout, q, k, v, out, lse, dq, dk, dv, causal, softmax_scale, dlse, deterministic,
-            window_size, softcap, attn_sink, alibi_slopes,
-        )  # fmt: skip
-    dout, q, k, v, out, lse = _read(dout, q, k, v, out, lse)
-    return backpropagate(
-        dout, q, k, v, out, lse, None, None, None, None, dq, dk, dv, causal, softmax_scale, True, dlse,
-        deterministic, window_size, softcap, attn_sink, alibi_slopes, None, None, needs,
-    )  # fmt: skip
-
-
-def _read(*arrays: Any) -> list[Fields]:
-    names = ("dout", "q", "k", "v", "out", "lse")
-    return [READERS[type(x)](x, name) for x, name in zip(arrays, names, strict=True)]

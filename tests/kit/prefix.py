@@ -34,7 +34,7 @@ class PrefixCase:
     Attributes:
         query_lengths: new tokens of the requests.
         contexts: their older tokens; below 0 b_seq_len is so much less than the new tokens.
-        rows_around: rows of q, k, v and o before the first and behind the last request.
+        rows_around: rows of q, k, v and o before the first and after the last request.
         room: tokens that table and cache have room for, in every request; 0: those that there are.
         kv_cache_dtype: as in the call.
         bytes_dtype: of FP8 arrays, caches and o: "float8", "uint8" or "int8".

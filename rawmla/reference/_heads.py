@@ -1,0 +1,193 @@
+"""Attention of one head of one request over keys in arrays, forward and backward, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..call.checks import as_softmax_scale
+
+
+class Rules(NamedTuple):
+    """Computation of the scores of a call from q and k.
+
+    Attributes:
+        scale: factor on the products.
+        left, right: how many keys before and after its own position a query sees; None: all.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
+        chunk: tokens of a chunk; a query sees only the keys of its own chunk. 0: no chunks.
+    """
+
+    scale: float
+    left: int | None
+    right: int | None
+    softcap: float = 0.0
+    chunk: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        d_qk: int,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: Sequence[int | None],
+        softcap: float,
+        chunk: int = 0,
+    ) -> Rules:
+        """The rules of a call of dense attention."""
+        if any(bound is not None and bound < -1 for bound in window_size):
+            raise ValueError(f"window_size: expected None, -1 or at least 0, got {window_size}")
+        if not 0 <= softcap < inf:
+            raise ValueError(f"softcap: expected a finite number of at least 0, got {softcap}")
+        if chunk < 0:
+            raise ValueError(f"attention_chunk: expected at least 0, got {chunk}")
+        scale = d_qk**-0.5 if softmax_scale is None else as_softmax_scale(softmax_scale)
+        left, right = (None if bound == -1 else bound for bound in window_size)
+        return cls(scale, left, 0 if causal else right, softcap, chunk)
+
+
+def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bool_]:
+    """Return which keys each query sees, `[s_q, s_kv]`. Query 0 is at position `first` of the keys."""
+    t, j = first + np.arange(s_q)[:, None], np.arange(s_kv)
+    visible = np.ones((s_q, s_kv), bool)
+    if rules.left is not None:
+        visible &= t - j <= rules.left
+    if rules.right is not None:
+        visible &= j - t <= rules.right
+    if rules.chunk:
+        start = t // rules.chunk * rules.chunk  # rounds down, also where t is negative
+        visible &= (start <= j) & (j < start + rules.chunk)
+    return visible
+
+
+class _Scores(NamedTuple):
+    """Scores of the queries that see a key at all, for the keys that a query sees at all.
+
+    Attributes:
+        rows, keys: the indices of these queries and keys; others are never read.
+        visible: their mask, `[rows, keys]`.
+        values: their scores, -inf where masked.
+        slope: derivative of the scores by `scale * q·k`.
+    """
+
+    rows: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    visible: NDArray[np.bool_]
+    values: NDArray[np.float64]
+    slope: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, q: NDArray[np.float64], k: NDArray[np.float64], first: int, rules: Rules, alibi: float
+    ) -> _Scores:
+        visible = visible_keys(len(q), len(k), first, rules)
+        rows, keys = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
+        visible = visible[rows][:, keys]
+        with np.errstate(invalid="ignore"):  # masked pairs may be anything
+            scores = rules.scale * (q[rows] @ k[keys].T)
+            slope = np.ones_like(scores)
+            if rules.softcap:
+                ratio = np.tanh(scores / rules.softcap)
+                scores, slope = rules.softcap * ratio, 1 - ratio**2
+        scores = scores - alibi * np.abs(first + rows[:, None] - keys)
+        return cls(rows, keys, visible, np.where(visible, scores, -np.inf), slope)
+
+
+def attend(
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    first: int,
+    rules: Rules,
+    alibi: float = 0.0,
+    sink: float | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Attention of one head of one request.
+
+    Args:
+        q, k, v: `[s_q, d_qk]`, `[s_kv, d_qk]`, `[s_kv, d_v]`.
+        first: position of query 0 among the keys.
+        rules: how scores are made and which keys a query sees.
+        alibi: subtracted from a score as often as query and key are apart.
+        sink: logarithm of one more term of the denominator.
+
+    Returns:
+        out `[s_q, d_v]` and lse `[s_q]`; 0 and -inf where a query sees no key.
+    """
+    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
+    scores = _Scores.of(q, k, first, rules, alibi)
+    if len(scores.rows):
+        top = scores.values.max(1)
+        log_sum = top + np.log(np.exp(scores.values - top[:, None]).sum(1))
+        p = np.exp(scores.values - _with_sink(log_sum, sink)[:, None])
+        out[scores.rows], lse[scores.rows] = weighted_sum(p, scores.visible, v[scores.keys]), log_sum
+    return out, lse
+
+
+class Gradients(NamedTuple):
+    """Gradients of the arguments of `attend`."""
+
+    q: NDArray[np.float64]
+    k: NDArray[np.float64]
+    v: NDArray[np.float64]
+    sink: float
+
+
+def attend_backward(
+    dout: NDArray[np.float64],
+    q: NDArray[np.float64],
+    k: NDArray[np.float64],
+    v: NDArray[np.float64],
+    out: NDArray[np.float64],
+    lse: NDArray[np.float64],
+    dlse: NDArray[np.float64],
+    first: int,
+    rules: Rules,
+    alibi: float,
+    sink: float | None,
+) -> Gradients:
+    """Gradients of `attend`, from its results and their gradients."""
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    scores = _Scores.of(q, k, first, rules, alibi)
+    rows, keys = scores.rows, scores.keys
+    if not len(rows):
+        return Gradients(dq, dk, dv, 0.0)
+    dout, out, lse, dlse = dout[rows], out[rows], lse[rows], dlse[rows]
+    p = np.exp(scores.values - _with_sink(lse, sink)[:, None])
+    dots = (dout * out).sum(1)
+    with np.errstate(invalid="ignore"):
+        # The second term is the part of dlse, whose derivative is the probability without the sink. In DELTA
+        # it is p * c * dlse: the same number unless the sink is +inf, where p is 0 and c is infinite.
+        ds = p * (dout @ v[keys].T - dots[:, None]) + np.exp(scores.values - lse[:, None]) * dlse[:, None]
+        ds = np.where(scores.visible, ds * scores.slope, 0)
+    dq[rows] = rules.scale * weighted_sum(ds, scores.visible, k[keys])
+    dk[keys] = rules.scale * weighted_sum(ds.T, scores.visible.T, q[rows])
+    dv[keys] = weighted_sum(p.T, scores.visible.T, dout)
+    dsink = 0.0
+    if sink is not None:
+        with np.errstate(over="ignore"):
+            share = 1 / (1 + np.exp(lse - sink))  # exp(sink - logaddexp(lse, sink))
+        dsink = -float((share * dots).sum())
+    return Gradients(dq, dk, dv, dsink)
+
+
+def weighted_sum(
+    weights: NDArray[np.float64], visible: NDArray[np.bool_], terms: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """`weights @ terms` of the visible pairs alone: 0 times the infinity of a masked term is nothing."""
+    finite = np.isfinite(terms)
+    total = weights @ np.where(finite, terms, 0)
+    for j in np.flatnonzero(~finite.all(1)):
+        seen = visible[:, j]
+        with np.errstate(invalid="ignore"):
+            total[seen] += weights[seen, j, None] * np.where(finite[j], 0, terms[j])
+    return total
+
+
+def _with_sink(lse: NDArray[np.float64], sink: float | None) -> NDArray[np.float64]:
+    """Logarithm of the denominator."""
+    return lse if sink is None else np.logaddexp(lse, sink)

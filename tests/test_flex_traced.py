@@ -1,0 +1,330 @@
+"""Functions that are traced ahead of calls: what they show, what they keep, and what calls make of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flex_on_cpu  # noqa: E402
+from emulator.device import HostTensors  # noqa: E402
+from flex_page import TRACED  # noqa: E402
+from test_flex_autograd_calls import table_of  # noqa: E402
+
+import rawmla  # noqa: E402
+from rawmla import jit  # noqa: E402
+from rawmla.call import arrays  # noqa: E402
+from rawmla.flex import functions, memo  # noqa: E402
+from rawmla.flex.block_mask import read_mask  # noqa: E402
+from rawmla.flex.functions import Bound, as_reading, bound  # noqa: E402
+from rawmla.flex.trace import trace  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_device_0(monkeypatch: pytest.MonkeyPatch) -> HostTensors:
+    """CPU tensors that say they are on device 0."""
+    framework = HostTensors(torch)
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        monkeypatch.setitem(arrays.READERS, kind, framework.read)
+    return framework
+
+
+def traced(function: Any, kind: Any = "score_mod") -> rawmla.TracedMod:
+    return rawmla.trace_mod(function, kind, 0)
+
+
+def bind(function: Any, framework: HostTensors, kind: Any = "score_mod", backward: bool = False) -> Bound:
+    made = bound(as_reading(function, kind, 0, backward), kind, 0, framework)
+    assert made is not None
+    return made
+
+
+def biased(table: Any, factor: Any = 2.0) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: s + table[q] * factor
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
+
+
+def test_what_a_score_function_shows() -> None:
+    table, gain = torch.randn(50, requires_grad=True), torch.tensor(3.0)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * gain + table[q] * 2.0
+
+    mod = traced(score)
+    plain, with_gradients = trace(score, "score_mod"), trace(score, "score_mod", "cpu", True)
+    assert mod.kind == "score_mod" and mod.code == plain.text
+    assert list(mod.captures) == ["table", "mod.n0", "mod.n1"]
+    assert mod.captures["table"] is table
+    assert mod.captures["mod.n0"] is gain and mod.captures["mod.n1"] == 2.0
+    assert [x.source for x in plain.numbers] == [gain, 2.0]
+    assert with_gradients.backward is not None and mod.grad is not None
+    assert with_gradients.backward.text in mod.grad and with_gradients.backward.captured in mod.grad
+
+
+def test_what_a_mask_function_shows() -> None:
+    limits = torch.arange(50)
+    mod = traced(lambda b, h, q, k: k < limits[q], "mask_mod")
+    assert mod.kind == "mask_mod" and "mod.t0" in mod.code and mod.grad is None
+    assert list(mod.captures) == ["limits"] and mod.captures["limits"] is limits
+
+
+@pytest.mark.parametrize("backward", (False, True))
+def test_calls_take_what_the_function_gives(on_device_0: HostTensors, backward: bool) -> None:
+    function = biased(torch.randn(50, requires_grad=True))
+    with torch.no_grad():
+        plain = bind(function, on_device_0, backward=backward)
+        assert bind(traced(function), on_device_0, backward=backward) == plain
+    mask = traced(causal, "mask_mod")
+    assert bind(mask, on_device_0, "mask_mod", backward) == bind(causal, on_device_0, "mask_mod", backward)
+
+
+def test_calls_do_not_look_at_the_function(on_device_0: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    mod = traced(biased(torch.randn(50)))
+    monkeypatch.setattr(memo, "read", lambda *given: pytest.fail("the function is read again"))
+    for backward in (False, True):
+        bind(mod, on_device_0, backward=backward)
+
+
+def test_what_is_kept(on_device_0: HostTensors) -> None:
+    """Another number or tensor of a variable is not seen; what changes in place is."""
+    table, factor, gain = torch.randn(50), 2.0, torch.tensor(3.0)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * gain + table[q] * factor
+
+    mod, old = traced(score), table
+    before = bind(mod, on_device_0)
+    table, factor = torch.randn(50), 5.0
+    assert bind(mod, on_device_0) == before and before.addresses == [old.data_ptr()]
+    assert sorted(before.numbers) == [2.0, 3.0]
+    gain.fill_(4.0)
+    assert sorted(bind(mod, on_device_0).numbers) == [2.0, 4.0]
+    old.set_(torch.randn(60)[10:])
+    assert bind(mod, on_device_0).addresses == [old.data_ptr()]
+    assert bind(traced(score), on_device_0).addresses == [table.data_ptr()]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    (
+        (lambda x: x.half(), TypeError, "expected dtype float32, as when .* got float16"),
+        (lambda x: x.view(torch.int32), TypeError, "expected dtype float32, as when .* got int32"),
+        (lambda x: x[None], ValueError, r"expected 1 dimensions, as when .* got shape \[1, 50\]"),
+        (lambda x: x[:0], ValueError, "expected dimensions of 1 to"),
+        (torch._neg_view, ValueError, "negative bit"),
+    ),
+)
+def test_tensors_that_no_longer_fit(
+    on_device_0: HostTensors, change: Callable[..., Any], error: type[Exception], text: str
+) -> None:
+    table = torch.randn(50)
+    mod = traced(biased(table))
+    bind(mod, on_device_0)
+    table.data = change(table.data)
+    with pytest.raises(error, match=f"^score_mod: an array that it reads: .*{text}"):
+        bind(mod, on_device_0)
+
+
+def test_a_tensor_that_requires_grad_later(on_device_0: HostTensors) -> None:
+    table = torch.randn(50)
+    mod = traced(biased(table))
+    table.requires_grad_()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^score_mod: expected table to require no grad, as when"):
+            bind(mod, on_device_0, backward=True)
+    with torch.no_grad():
+        bind(mod, on_device_0)
+    bind(traced(biased(table)), on_device_0, backward=True)
+
+
+def test_a_function_without_gradients(on_device_0: HostTensors) -> None:
+    """It can be traced; a call that needs them says why there are none."""
+    number = torch.tensor(2.0, requires_grad=True)
+    function = lambda s, b, h, q, k: s * number  # noqa: E731
+    mod = traced(function)
+    assert mod.grad is None
+    with torch.no_grad():
+        bind(mod, on_device_0)
+    with pytest.raises(ValueError) as plain:
+        trace(function, "score_mod", "cpu", True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape(str(plain.value))):
+            bind(mod, on_device_0, backward=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "error", "text"),
+    (
+        (causal, "score", ValueError, "^kind: expected 'score_mod' or 'mask_mod', got 'score'"),
+        ("score", "score_mod", TypeError, "^function: expected a Python function, got str"),
+        (None, "mask_mod", TypeError, "^function: expected a Python function, got NoneType|None"),
+        (rawmla.CudaMod("score"), "score_mod", TypeError, "^function: expected a Python function, got"),
+        (lambda q, k: q >= k, "mask_mod", TypeError, "^mask_mod "),
+        (lambda s, b, h, q, k: torch.erfinv(s), "score_mod", NotImplementedError, "^score_mod "),
+    ),
+)
+def test_refused(function: Any, kind: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        rawmla.trace_mod(function, kind, 0)
+
+
+def test_a_traced_function_of_the_other_kind() -> None:
+    with pytest.raises(TypeError, match="^score_mod: expected a function of this kind, .* of a mask_mod"):
+        as_reading(traced(causal, "mask_mod"), "score_mod", 0)
+    with pytest.raises(TypeError, match="^function: expected a Python function, got"):
+        traced(traced(causal, "mask_mod"), "mask_mod")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "current_device", lambda: 3)
+    given: list[Any] = []
+    tracer = functions._tracer
+    monkeypatch.setattr(
+        functions, "_tracer", lambda kind, device, backward: given.append(device) or tracer(kind, 0, backward)
+    )
+    for device, ordinal in ((None, 3), (1, 1), ("cuda:2", 2), (torch.device("cuda", 1), 1)):
+        given.clear()
+        rawmla.trace_mod(causal, "mask_mod", device)
+        assert given == [ordinal]
+
+
+def test_gradients_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the function itself."""
+    heads, tokens, size = 2, 140, 150
+    table = torch.randn(heads, tokens + size, requires_grad=True)
+    q, k, v = [torch.randn(1, heads, n, 16).half().requires_grad_() for n in (tokens, size, size)]
+    launches = flex_on_cpu.install(monkeypatch)
+    launches.score = lambda table: table_of("table", table)
+    score = lambda s, b, h, q, k: s + table[h, q - k + size]  # noqa: E731
+    found = []
+    for function in (score, traced(score)):
+        out = rawmla.flex_attention(q, k, v, function)
+        found.append((out.detach(), *torch.autograd.grad(out.float().square().mean(), (q, k, v, table))))
+    for one, other in zip(*found, strict=True):
+        assert bool(one.any()) and torch.equal(one, other)
+
+
+def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/flex.md."""
+    monkeypatch.setattr(jit, "current_device", lambda: 0)
+    given: list[Any] = []
+    monkeypatch.setattr(rawmla, "flex_attention", lambda *arguments: given.append(arguments[3]))
+    names = {"rawmla": rawmla, **dict.fromkeys("qkv")}
+    exec(compile(TRACED, "docs/flex.md", "exec"), names)
+    (mod,) = given
+    assert mod is names["traced"] and mod.grad is not None
+    assert list(mod.captures.values()) == [0.5] and "mod.n0" in mod.code
+
+
+# ---- what a BlockMask keeps of its function
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions that are compared with kept traces."""
+    made: list[Any] = []
+    original = memo.read
+    monkeypatch.setattr(memo, "read", lambda *given: made.append(given[0]) or original(*given))
+    return made
+
+
+def mask_of(mask_mod: Any) -> rawmla.BlockMask:
+    counts = torch.ones(1, 1, 2, dtype=torch.int32)
+    return rawmla.BlockMask((256, 256), counts, counts[..., None], mask_mod=mask_mod)
+
+
+def test_a_mask_reads_its_function_once(looked: list[Any]) -> None:
+    mask = mask_of(causal)
+    first = read_mask(mask, 0)
+    assert first is not None and first == as_reading(causal, "mask_mod", 0)
+    looked.clear()
+    assert read_mask(mask, 0) is first and read_mask(mask, 0, backward=True) is first and looked == []
+    assert read_mask(mask, 1) is not first and looked == [causal]
+    mask.mask_mod = causal
+    read_mask(mask, 1)
+    assert looked == [causal, causal]
+
+
+def test_what_a_mask_keeps() -> None:
+    limits, width = torch.arange(50), 3
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < limits[q]) & (q - k < width)
+
+    mask, old = mask_of(near), limits
+    before = read_mask(mask, 0)
+    limits, width = torch.arange(50), 5
+    assert read_mask(mask, 0) is before and before is not None
+    assert before.arrays[0] is old and list(before.sources) == [3]
+    mask.mask_mod = near
+    now = read_mask(mask, 0)
+    assert now is not None and now.arrays[0] is limits and list(now.sources) == [5]
+
+
+def test_masks_that_hide_nothing() -> None:
+    theirs = pytest.importorskip("torch.nn.attention.flex_attention").noop_mask
+    for function in (rawmla.noop_mask, theirs):
+        mask = mask_of(function)
+        assert read_mask(mask, 0) is None
+        mask.mask_mod = causal
+        assert read_mask(mask, 0) is not None
+
+
+def test_a_mask_of_torch_is_looked_at_again(looked: list[Any]) -> None:
+    theirs = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = theirs.create_block_mask(causal, 1, 1, 256, 256, device="cpu")
+    for _ in range(2):
+        read_mask(mask, 0)
+    assert looked == [causal, causal]
+
+
+def test_copies_read_for_themselves(looked: list[Any]) -> None:
+    mask = mask_of(causal)
+    read_mask(mask, 0)
+    for again in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: x.to("cpu")):
+        looked.clear()
+        made = again(mask)
+        assert made.mask_mod is causal and torch.equal(made.kv_indices, mask.kv_indices)
+        assert read_mask(made, 0) is not None and looked == [causal]
+    assert read_mask(mask, 0) is not None and looked == [causal]
+
+
+def test_a_tensor_of_a_mask_that_requires_grad_later() -> None:
+    limits = torch.arange(50.0)
+    mask = mask_of(lambda b, h, q, k: k < limits[q])
+    read_mask(mask, 0, backward=True)
+    limits.requires_grad_()
+    with pytest.raises(ValueError, match="^mask_mod: expected captured tensors that do not require grad"):
+        read_mask(mask, 0, backward=True)
+
+
+def test_calls_with_one_mask(monkeypatch: pytest.MonkeyPatch, looked: list[Any]) -> None:
+    """Forward and backward take what the first call read."""
+    launches = flex_on_cpu.install(monkeypatch)
+    launches.mask = lambda limits: lambda b, h, q, k: k < limits[q]
+    limits = torch.arange(256) % 200 + 1
+    mask = flex_on_cpu.in_torch(
+        rawmla.reference.create_block_mask(lambda b, h, q, k: q - k < 256, None, None, 256, 256),
+        lambda b, h, q, k: k < limits[q],
+    )
+    mask.kv_num_blocks, mask.full_kv_num_blocks = mask.full_kv_num_blocks, mask.kv_num_blocks
+    mask.kv_indices, mask.full_kv_indices = mask.full_kv_indices, mask.kv_indices
+    mask.q_num_blocks, mask.full_q_num_blocks = mask.full_q_num_blocks, mask.q_num_blocks
+    mask.q_indices, mask.full_q_indices = mask.full_q_indices, mask.q_indices
+    q, k, v = [torch.randn(1, 2, 256, 16).half().requires_grad_() for _ in range(3)]
+    found = []
+    for _ in range(2):
+        out = rawmla.flex_attention(q, k, v, block_mask=mask)
+        found.append((out.detach(), *torch.autograd.grad(out.float().square().mean(), (q, k, v))))
+        limits = torch.ones(256, dtype=torch.int64)  # not seen
+    assert len(looked) == 1
+    for one, other in zip(*found, strict=True):
+        assert bool(one.any()) and torch.equal(one, other)
