@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, like, read, read_target, result, store
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, like, read, read_target, result, store
 from ._formats import (
     E4M3_MAX,
     bf16_bits,
@@ -92,10 +92,8 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     """
     kind = _layout(layout)
     source = read(cache, "cache", BYTE_DTYPES, (*_PAGES, 1, kind.token_bytes))
-    codes, scales, rope = _parts(source.values, layout)
-    with np.errstate(invalid="ignore"):  # a "v32" tile with an infinity is NaN
-        nope = decode_e4m3(codes).astype(np.float64) * np.repeat(scales.astype(np.float64), kind.tile, -1)
-    return like(np.concatenate([nope, rope.astype(np.float64)], -1)[:, :, None], "bfloat16", source)
+    parts = _dequantized(source.values, layout, np.float64)
+    return like(np.concatenate(parts, -1)[:, :, None], "bfloat16", source)
 
 
 def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
@@ -178,20 +176,19 @@ def convert_indices(
         requests = read(request_ids, "request_ids", INT_DTYPES, (shape[0],)).values
     elif len(table) < len(requests):
         raise ValueError(f"block_table: expected {len(requests)} rows or more, got {len(table)}")
-    if out is not None:
-        read_target(out, "out", INT_DTYPES, shape)
-    slots = np.full(shape, -1, np.int32)
-    counts = np.zeros(shape[:-1], np.int32)
-    for place in np.ndindex(shape[:-1]):
-        request = int(requests[place[0]])
-        found = [
-            _slot(table, request, int(position), page_block_size) for position in positions.values[place]
-        ]
-        valid = [slot for slot in found if slot >= 0]
-        counts[place] = len(valid)
-        slots[place] = valid + [-1] * (len(found) - len(valid)) if compact else found
+    check_target(out, "out", INT_DTYPES, shape)
+    requests = requests.reshape(-1, *[1] * (len(shape) - 1))
+    columns, offsets = np.divmod(positions.values.astype(np.int64), page_block_size)
+    known = (columns >= 0) & (columns < table.shape[1]) & (requests >= 0) & (requests < len(table))
+    blocks = np.full(shape, -1, np.int64)
+    blocks[known] = table[np.broadcast_to(requests, shape)[known], columns[known]]
+    slots = blocks * page_block_size + offsets
+    slots[(blocks < 0) | (slots >= 2**31)] = -1
+    if compact:
+        slots = np.take_along_axis(slots, np.argsort(slots < 0, axis=-1, kind="stable"), -1)
+    counts = (slots >= 0).sum(-1).astype(np.int32)
     if out is None:
-        out = like(slots, "int32", positions)
+        out = like(slots.astype(np.int32), "int32", positions)
     else:
         store(out, ..., slots)
     return (out, like(counts, "int32", positions)) if compact else out
@@ -206,13 +203,12 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     shape = first.shape
     lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else shape[:2]
     parts = [read(x, f"outs[{i}]", (first.dtype,), shape) for i, x in enumerate(outs)]
-    if out is not None:
-        read_target(out, "out", (first.dtype,), shape)
+    check_target(out, "out", (first.dtype,), shape)
     logs = [read(x, f"lses[{i}]", ("float32",), lse_shape) for i, x in enumerate(lses)]
     if len(logs) != len(parts):
         raise ValueError(f"lses: expected as many as outs, {len(parts)}, got {len(logs)}")
-    lse = np.stack([one.values.astype(np.float64) for one in logs])
-    states = np.stack([part.values.astype(np.float64) for part in parts])
+    lse = np.stack([one.floats for one in logs])
+    states = np.stack([part.floats for part in parts])
     empty = np.isinf(lse)
     top = np.where(empty, -np.inf, lse).max(0)
     offset = np.where(top == -np.inf, 0, top)
@@ -244,37 +240,37 @@ def _read_cache(kv_cache: Any, reader: Callable[..., Array]) -> tuple[Array, str
     return cache, *columns[cache.shape[3]]
 
 
-def _parts(
-    cache: NDArray[np.uint8], layout: str
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """(e4m3 codes, scales, RoPE columns), each `[num_blocks, page_block_size, n]`."""
+def _fields(cache: NDArray[np.uint8], layout: str) -> list[NDArray[np.uint8]]:
+    """Views of a contiguous cache: e4m3 codes, scales, RoPE columns; `[num_blocks, page_block_size, n]`."""
     num_blocks, page = cache.shape[:2]
     if layout == "v32":
-        records = cache[:, :, 0]
-        codes, scales, rope = np.split(np.ascontiguousarray(records), [512, 528], -1)
-        return codes, _view(scales, np.float32), decode_bf16(_view(rope, np.uint16))
-    blocks = np.ascontiguousarray(cache).reshape(num_blocks, -1)
+        return np.split(cache[:, :, 0], [512, 528], -1)
+    blocks = cache.reshape(num_blocks, -1)
     rows = blocks[:, : page * _MODEL1_ROW].reshape(num_blocks, page, _MODEL1_ROW)
-    powers = blocks[:, page * _MODEL1_ROW :].reshape(num_blocks, page, _MODEL1_SCALES)
-    codes, rope = np.split(rows, [448], -1)
-    return codes, decode_e8m0(powers[..., :7]), decode_bf16(_view(rope, np.uint16))
+    scales = blocks[:, page * _MODEL1_ROW :].reshape(num_blocks, page, _MODEL1_SCALES)
+    return [rows[..., :448], scales, rows[..., 448:]]
+
+
+def _dequantized(cache: NDArray[np.uint8], layout: str, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The columns of a cache that are quantised, as products in `dtype`, and its RoPE columns."""
+    codes, scales, rope = _fields(np.ascontiguousarray(cache), layout)
+    factors = _view(scales, np.float32) if layout == "v32" else decode_e8m0(scales[..., :7])
+    with np.errstate(invalid="ignore", over="ignore"):  # a "v32" tile with an infinity is NaN
+        nope = decode_e4m3(codes).astype(dtype) * np.repeat(factors.astype(dtype), LAYOUTS[layout].tile, -1)
+    return nope, decode_bf16(_view(rope, np.uint16)).astype(dtype)
 
 
 def _store(cache: NDArray[np.uint8], layout: str, slots: NDArray[Any], rows: NDArray[np.float32]) -> None:
     """Quantise rows into the slots of a cache of bytes."""
-    kind = LAYOUTS[layout]
-    page = cache.shape[1]
-    codes, scales = _quantize(rows[:, : kind.d_nope], layout)
-    rope = _view(bf16_bits(rows[:, kind.d_nope :]), np.uint8)
-    for slot, code, scale, tail in zip(slots.tolist(), codes, scales, rope, strict=True):
-        block, offset = divmod(slot, page)
-        if layout == "v32":
-            cache[block, offset, 0] = np.concatenate([code, scale, tail])
-            continue
-        data = cache[block].reshape(-1).copy()
-        data[offset * _MODEL1_ROW :][:_MODEL1_ROW] = np.concatenate([code, tail])
-        data[page * _MODEL1_ROW + offset * _MODEL1_SCALES :][:_MODEL1_SCALES] = scale
-        cache[block] = data.reshape(cache[block].shape)
+    d_nope = LAYOUTS[layout].d_nope
+    codes, scales = _quantize(rows[:, :d_nope], layout)
+    rope = _view(bf16_bits(rows[:, d_nope:]), np.uint8)
+    written = np.ascontiguousarray(cache)
+    places = np.divmod(slots, cache.shape[1])
+    for field, values in zip(_fields(written, layout), (codes, scales, rope), strict=True):
+        field[places] = values
+    if written is not cache:
+        cache[...] = written
 
 
 def _quantize(nope: NDArray[np.float32], layout: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -301,19 +297,8 @@ def _row(kv_cache: NDArray[Any], layout: str | None, block: int, offset: int) ->
     """One token as bf16 values."""
     if layout is None:
         return round_to_bf16(kv_cache[block, offset, 0])
-    codes, scales, rope = _parts(kv_cache[block : block + 1], layout)
-    with np.errstate(invalid="ignore", over="ignore"):
-        nope = decode_e4m3(codes[0, offset]) * np.repeat(scales[0, offset], LAYOUTS[layout].tile)
-    return np.concatenate([round_to_bf16(nope), rope[0, offset]])
-
-
-def _slot(table: NDArray[Any], request: int, position: int, page: int) -> int:
-    column = position // page
-    if position < 0 or not 0 <= request < len(table) or column >= table.shape[1]:
-        return -1
-    block = int(table[request, column])
-    slot = block * page + position % page
-    return slot if block >= 0 and slot < 2**31 else -1
+    nope, rope = _dequantized(kv_cache[block : block + 1], layout, np.float32)
+    return np.concatenate([round_to_bf16(nope[0, offset]), rope[0, offset]])
 
 
 def _view(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
