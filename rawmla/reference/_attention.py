@@ -227,11 +227,9 @@ class _Source(NamedTuple):
     def of(
         cls, cache: NDArray[Any], prefix: str, indices: Any, topk_length: Any, rows: tuple[int, int]
     ) -> _Source:
-        """Read a selection from a cache `[num_blocks, page_block_size, 1, d_qk]`.
+        """Read a selection `[*rows, topk]` from a cache `[num_blocks, page_block_size, 1, d_qk]`.
 
-        Args:
-            prefix: of the names of the arguments, "" or "extra_".
-            rows: leading dimensions of the indices.
+        `prefix` begins the names of the arguments: "" or "extra_".
         """
         name = "extra_indices_in_kvcache" if prefix else "indices"
         chosen = read(indices, name, INT_DTYPES, (*rows, "topk")).values

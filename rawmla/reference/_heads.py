@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
+from ._arrays import Array
 
 
 class Rules(NamedTuple):
@@ -67,9 +68,9 @@ def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bo
     return visible
 
 
-def no_sinks(h_q: int) -> NDArray[np.float64]:
-    """The sinks of heads that have none."""
-    return np.full(h_q, -np.inf)
+def sinks_of(sink: Array | None, h_q: int) -> NDArray[np.float64]:
+    """Return sinks as numbers, -inf for heads without."""
+    return np.full(h_q, -np.inf) if sink is None else sink.floats
 
 
 class _Scores(NamedTuple):
@@ -147,15 +148,6 @@ def attend(
     return out, lse
 
 
-class Gradients(NamedTuple):
-    """Gradients of the arguments of `attend`."""
-
-    q: NDArray[np.float64]
-    k: NDArray[np.float64]
-    v: NDArray[np.float64]
-    sinks: NDArray[np.float64]
-
-
 def attend_backward(
     dout: NDArray[np.float64],
     out: NDArray[np.float64],
@@ -168,9 +160,9 @@ def attend_backward(
     rules: Rules,
     slopes: NDArray[np.float64],
     sinks: NDArray[np.float64],
-) -> Gradients:
-    """Gradients of `attend`, from its results and their gradients."""
-    grads = Gradients(np.zeros_like(q), np.zeros_like(k), np.zeros_like(v), np.zeros_like(sinks))
+) -> list[NDArray[np.float64]]:
+    """Gradients of q, k, v and sinks of `attend`, from its results and their gradients."""
+    dq, dk, dv, dsinks = grads = [np.zeros_like(x) for x in (q, k, v, sinks)]
     for scores in _scores(q, k, first, rules, slopes):
         rows, keys, visible = scores.rows, scores.keys, scores.visible
         h = rows[1]
@@ -183,12 +175,12 @@ def attend_backward(
             # infinite.
             ds = p * (dout[rows] @ v[keys].T - dots[:, None]) + without_sink * dlse[rows][:, None]
             ds = np.where(visible, ds * scores.slope, 0)
-        grads.q[rows] = rules.scale * weighted_sum(ds, visible, k[keys])
-        grads.k[keys] += rules.scale * weighted_sum(ds.T, visible.T, q[rows])
-        grads.v[keys] += weighted_sum(p.T, visible.T, dout[rows])
+        dq[rows] = rules.scale * weighted_sum(ds, visible, k[keys])
+        dk[keys] += rules.scale * weighted_sum(ds.T, visible.T, q[rows])
+        dv[keys] += weighted_sum(p.T, visible.T, dout[rows])
         with np.errstate(over="ignore", invalid="ignore"):
             share = 1 / (1 + np.exp(lse[rows] - sinks[h]))  # exp(sink - logaddexp(lse, sink))
-        grads.sinks[h] = -(share * dots).sum()
+        dsinks[h] = -(share * dots).sum()
     return grads
 
 

@@ -22,7 +22,7 @@ from ._arrays import (
     result,
     store,
 )
-from ._heads import Rules, attend, attend_backward, no_sinks
+from ._heads import Rules, attend, attend_backward, sinks_of
 
 _FUNCTION = TypeVar("_FUNCTION", bound=Callable[..., Any])
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -358,9 +358,9 @@ class _Call(NamedTuple):
         dsink = np.zeros(rows[-1])
         results = douts.floats, outs.floats, logs, dlogs
         for request, operands in self._operands():
-            made = attend_backward(*[x[request.q] for x in results], *operands)
-            dq[request.q], dk[request.k], dv[request.k] = made.q, made.k, made.v
-            dsink += made.sinks
+            of_request = attend_backward(*[x[request.q] for x in results], *operands)
+            dq[request.q], dk[request.k], dv[request.k], dsinks = of_request
+            dsink += dsinks
         returned = [
             result(values, array.dtype, douts, target)
             for values, array, target in zip(grads, arrays, targets, strict=True)
@@ -372,7 +372,7 @@ class _Call(NamedTuple):
     def _operands(self) -> Iterator[tuple[_Request, tuple[Any, ...]]]:
         """The requests, each with the arguments of `attend`."""
         q, k, v = self.q.floats, self.k.floats, self.v.floats
-        sinks = no_sinks(q.shape[-2]) if self.sink is None else self.sink.floats
+        sinks = sinks_of(self.sink, q.shape[-2])
         for request, slopes in zip(self.requests, self.slopes, strict=True):
             queries, keys = q[request.q], k[request.k]
             first = len(keys) - len(queries)

@@ -132,13 +132,9 @@ def get_mla_metadata(
 def use_plan(
     metadata: Any, num_splits: Any, config: SchedConfig, blocks: NDArray[np.int64], queries: Array
 ) -> None:
-    """Check the plan of a decode call, and fill it if it is an empty object.
+    """Check the plan of a decode call, and fill it if it is an empty object, with arrays like `queries`.
 
-    Args:
-        metadata, num_splits: what the call was given; `metadata` may be None.
-        config: the configuration of the call.
-        blocks: 64-token blocks per request.
-        queries: q, which decides what arrays an empty object gets.
+    `metadata` and `num_splits` are arguments of the call; `blocks` are 64-token blocks per request.
     """
     if metadata is None:
         return
@@ -244,16 +240,7 @@ class Plan(NamedTuple):
 
 
 def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
-    """The plan of `rawmla.get_mla_metadata` for a dense batch, cut into a given number of partitions.
-
-    Args:
-        cache_seqlens: integers `[b]`, tokens per request.
-        num_parts: rows of the plan, at least 1.
-        batch_invariant: cut each request into splits that its own length decides.
-
-    Returns:
-        The plan. Rows of partitions without work have begin_req b and end_req -1.
-    """
+    """The plan of `rawmla.get_mla_metadata` for a dense batch, by its `[b]` lengths; see `plan_blocks`."""
     return plan_blocks(dense_blocks(cache_seqlens), num_parts, batch_invariant)
 
 

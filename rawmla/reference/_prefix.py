@@ -22,7 +22,7 @@ from ._arrays import (
     store,
 )
 from ._formats import decode_e4m3, decode_e5m2, encode_e4m3
-from ._heads import Rules, attend, no_sinks, visible_keys
+from ._heads import Rules, attend, sinks_of, visible_keys
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN = ("auto", "float16", "bfloat16")
@@ -77,25 +77,20 @@ def context_attention_fwd(
     )
     num_blocks, h_kv, _, block_size, _ = cache.k.shape
     check_groups(h_q, h_kv, "k_cache")
-    own = [
-        read(x, name, (queries.dtype,), (tokens, h_kv, d)).floats
-        for name, x in (("k", k), ("v", v))
-        if x is not None
-    ]
+    own = []
+    if k is not None:
+        own = [read(x, name, (queries.dtype,), (tokens, h_kv, d)).floats for name, x in (("k", k), ("v", v))]
     seq_lens = read(b_seq_len, "b_seq_len", INT_DTYPES, ("b",)).values
     starts = read(b_start_loc, "b_start_loc", INT_DTYPES, (len(seq_lens) + 1,)).values
     table = read(b_loc, "b_loc", ("int32", "int64"), (len(seq_lens), "max_blocks")).values
-    sink = read_given(sinks, "sinks", FLOAT_DTYPES, (h_q,))
-    slopes = read_given(alibi_slopes, "alibi_slopes", ("float32",), (h_q,))
-    of_heads = (
-        np.zeros(h_q) if slopes is None else slopes.floats,
-        no_sinks(h_q) if sink is None else sink.floats,
-    )
+    sink = sinks_of(read_given(sinks, "sinks", FLOAT_DTYPES, (h_q,)), h_q)
+    given_slopes = read_given(alibi_slopes, "alibi_slopes", ("float32",), (h_q,))
+    slopes = np.zeros(h_q) if given_slopes is None else given_slopes.floats
     out_scale = None if fp8_out_scale is None else _read_scale("fp8_out_scale", fp8_out_scale)
     out_dtypes = (queries.dtype,) if out_scale is None else BYTE_DTYPES
     target = read_target(o, "o", out_dtypes, queries.shape)
 
-    window = sliding_window or 0
+    query, window = queries.floats, sliding_window or 0
     scale = d**-0.5 if sm_scale is None else as_softmax_scale(sm_scale, "sm_scale")
     rules = Rules(scale, window - 1 if window > 0 else None, 0 if causal else None)
     for r, length in enumerate(seq_lens):
@@ -112,7 +107,7 @@ def context_attention_fwd(
         keys[positions], values[positions] = cache.tokens(blocks, positions % block_size)
         if own:
             keys[ctx_len:], values[ctx_len:] = (array[start:end] for array in own)
-        result, _ = attend(queries.floats[start:end], keys, values, ctx_len, rules, *of_heads)
+        result, _ = attend(query[start:end], keys, values, ctx_len, rules, slopes, sink)
         if out_scale is None:
             store(o, slice(start, end), result)
         else:
@@ -170,16 +165,14 @@ class _Cache(NamedTuple):
         self, pages: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Keys and values `[n, h_kv, d]` of n tokens."""
-        _, _, d, block_size = self.v.shape
-        k = self.k[pages, :, :, offsets].reshape(len(pages), self.k.shape[1], d)
+        num_blocks, h_kv, d, block_size = self.v.shape
+        k = self.k.transpose(0, 3, 1, 2, 4)[pages, offsets].reshape(-1, h_kv, d)
         if self.pack:
-            # Where [block_size / pack, d, pack] holds column c of a token, and what that place is called
-            # in [d, block_size].
-            group, place = np.divmod(offsets[:, None], self.pack)
-            flat = (group * d + np.arange(d)) * self.pack + place
-            v = self.v[pages[:, None], :, flat // block_size, flat % block_size].swapaxes(1, 2)
+            packed = self.v.reshape(num_blocks, h_kv, block_size // self.pack, d, self.pack)
+            group, place = np.divmod(offsets, self.pack)
+            v = packed.transpose(0, 2, 4, 1, 3)[pages, group, place]
         else:
-            v = self.v[pages, :, :, offsets]
+            v = self.v.transpose(0, 3, 1, 2)[pages, offsets]
         if self.decode is not None:
             k, v = self.decode(k), self.decode(v)
         return k.astype(np.float64) * self.scales[0], v.astype(np.float64) * self.scales[1]
