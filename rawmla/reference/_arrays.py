@@ -52,6 +52,20 @@ class Array(NamedTuple):
         decode = _DECODERS.get(self.dtype)
         return (self.values if decode is None else decode(self.values)).astype(np.float64)
 
+    def result(self, values: NDArray[Any], dtype: str, out: Any = None) -> Any:
+        """A result in the kind of this array: a tensor of `dtype`, or `values` as they are.
+
+        It is written to `out` if that is given. A tensor `out` is also what is returned.
+        """
+        if out is not None:
+            store(out, ..., values)
+            if is_tensor(out):
+                return out
+        if not self.is_torch:
+            return values
+        torch = sys.modules["torch"]
+        return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
+
 
 def read(x: Any, name: str, dtypes: tuple[str, ...] | None = None, shape: Shape | None = None) -> Array:
     """Read the argument `name`: a torch CPU tensor, whatever NumPy makes an array of, or an Array.
@@ -171,20 +185,3 @@ def store(target: Any, place: Any, values: NDArray[Any]) -> None:
     torch = sys.modules["torch"]
     with torch.no_grad():
         target[place] = torch.from_numpy(np.ascontiguousarray(values)).to(target.dtype)
-
-
-def like(values: NDArray[Any], dtype: str, array: Array) -> Any:
-    """A result in the caller's kind: a tensor of `dtype` where `array` is one, else `values` as they are."""
-    if not array.is_torch:
-        return values
-    torch = sys.modules["torch"]
-    return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
-
-
-def result(values: NDArray[Any], dtype: str, array: Array, out: Any) -> Any:
-    """A result as `like`, written to `out` if that is given. A tensor `out` is also what is returned."""
-    if out is not None:
-        store(out, ..., values)
-        if is_tensor(out):
-            return out
-    return like(values, dtype, array)

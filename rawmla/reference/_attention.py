@@ -11,18 +11,7 @@ from numpy.typing import NDArray
 from ..call.checks import as_softmax_scale
 from ..mla.arguments import refuse_without_indices
 from ..mla.plan import SchedConfig
-from ._arrays import (
-    BYTE_DTYPES,
-    INT_DTYPES,
-    Array,
-    Shape,
-    check_groups,
-    check_target,
-    like,
-    read,
-    read_given,
-    result,
-)
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Shape, check_groups, check_target, read, read_given
 from ._cache import D_ROPE, D_V, LAYOUTS, dequantize_k_cache
 from ._plan import dense_blocks, sparse_blocks, use_plan
 
@@ -120,7 +109,7 @@ def flash_mla_with_kvcache(
     use_plan(tile_scheduler_metadata, num_splits, config, blocks, queries)
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
     attended, lse, _ = _attend(queries.floats, keys_of, scale, sink)
-    return result(attended, queries.dtype, queries, out), like(lse, "float32", queries)
+    return queries.result(attended, queries.dtype, out), queries.result(lse, "float32")
 
 
 def flash_mla_sparse_fwd(
@@ -157,8 +146,8 @@ def flash_mla_sparse_fwd(
     # Each token is a request of its own.
     attended, lse, top = _attend(tokens.floats[:, None], _selected(source), sm_scale, sink)
     unit = np.log(2.0) if log_base == "2" else 1.0
-    logs = (like(x[:, :, 0] / unit, "float32", tokens) for x in (top, lse))
-    return result(attended[:, 0], tokens.dtype, tokens, out), *logs
+    logs = (tokens.result(x[:, :, 0] / unit, "float32") for x in (top, lse))
+    return tokens.result(attended[:, 0], tokens.dtype, out), *logs
 
 
 def _check_d_v(name: str, d_v: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, like, read, read_target, result, store
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, read, read_target, store
 from ._formats import (
     E4M3_MAX,
     bf16_bits,
@@ -78,7 +78,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     shape = (num_blocks, page, 1, kind.token_bytes)
     if out is None:
         cache = np.zeros(shape, np.uint8)
-        out = like(cache, "uint8", source)
+        out = source.result(cache, "uint8")
     else:
         cache = read_target(out, "out", BYTE_DTYPES, shape).values
     _store(cache, layout, np.arange(num_blocks * page), rows)
@@ -93,7 +93,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     kind = _layout(layout)
     source = read(cache, "cache", BYTE_DTYPES, (*_PAGES, 1, kind.token_bytes))
     parts = _dequantized(source.values, layout, np.float64)
-    return like(np.concatenate(parts, -1)[:, :, None], "bfloat16", source)
+    return source.result(np.concatenate(parts, -1)[:, :, None], "bfloat16")
 
 
 def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
@@ -188,10 +188,10 @@ def convert_indices(
         slots = np.take_along_axis(slots, np.argsort(slots < 0, axis=-1, kind="stable"), -1)
     counts = (slots >= 0).sum(-1).astype(np.int32)
     if out is None:
-        out = like(slots.astype(np.int32), "int32", positions)
+        out = positions.result(slots.astype(np.int32), "int32")
     else:
         store(out, ..., slots)
-    return (out, like(counts, "int32", positions)) if compact else out
+    return (out, positions.result(counts, "int32")) if compact else out
 
 
 def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None) -> tuple[Any, Any]:
@@ -220,8 +220,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     as_out = (0, 1, 3, 2) if states.ndim == 5 else (0, 1, 2)
     shares, ignored = (np.transpose(x, as_out)[..., None] for x in (shares, empty))
     merged = (np.where(ignored, 0, states) * shares).sum(0)
-    merged_lse = like(np.where(nothing, np.inf, offset + np.log(divisor)), "float32", first)
-    return result(merged, first.dtype, first, out), merged_lse
+    merged_lse = first.result(np.where(nothing, np.inf, offset + np.log(divisor)), "float32")
+    return first.result(merged, first.dtype, out), merged_lse
 
 
 def _layout(layout: str) -> CacheLayout:

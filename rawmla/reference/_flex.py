@@ -13,7 +13,7 @@ from ..call.checks import as_scale, show
 from ..flex.block_mask import BlockMask
 from ..flex.forward import AuxOutput, check_options, wanted
 from ..flex.mods import CudaMod
-from ._arrays import FLOAT_DTYPES, Array, check_target, like, read, result
+from ._arrays import FLOAT_DTYPES, Array, check_target, read
 from ._heads import weighted_sum
 
 _HUGE_BLOCK = 2**30
@@ -100,13 +100,13 @@ def flex_attention(
                 scores = score(scores, *at).astype(np.float64)
         weights, lse[place], top[place] = _softmax(scores, visible)
         attended[place] = weighted_sum(weights, visible, values[pair])
-    returned = result(attended, q.dtype, q, out)
+    returned = q.result(attended, q.dtype, out)
     if return_lse:
-        return returned, like(lse, "float32", q)
+        return returned, q.result(lse, "float32")
     if return_aux is None:
         return returned
     further = (wants_lse, lse), (wants_max, top)
-    return returned, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in further])
+    return returned, AuxOutput(*[q.result(x, "float32") if is_wanted else None for is_wanted, x in further])
 
 
 def flex_attention_backward(
@@ -170,8 +170,8 @@ def flex_attention_backward(
         dq[place] = call.factor * weighted_sum(ds, visible, keys[pair])
         dk[pair] += call.factor * weighted_sum(ds.T, visible.T, queries[place])
         dv[pair] += weighted_sum(p.T, visible.T, dout[place])
-    of_captured = {name: like(captured[name], source.dtype, source) for name, source in sources.items()}
-    returned = [like(x, array.dtype, array) for x, array in zip(grads, arrays, strict=True)]
+    of_captured = {name: source.result(captured[name], source.dtype) for name, source in sources.items()}
+    returned = [array.result(x, array.dtype) for x, array in zip(grads, arrays, strict=True)]
     return returned[0], returned[1], returned[2], of_captured
 
 

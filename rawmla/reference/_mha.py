@@ -16,10 +16,8 @@ from ._arrays import (
     check_groups,
     check_target,
     is_tensor,
-    like,
     read,
     read_given,
-    result,
     store,
 )
 from ._heads import Rules, attend, attend_backward, sinks_of
@@ -335,8 +333,8 @@ class _Call(NamedTuple):
         if out is not None:
             for request in self.requests:
                 store(out, request.rows, attended[request.rows])
-        returned = out if is_tensor(out) else like(attended, self.q.dtype, self.q)
-        logs = like(np.ascontiguousarray(lse.swapaxes(-1, -2)), "float32", self.q)
+        returned = out if is_tensor(out) else self.q.result(attended, self.q.dtype)
+        logs = self.q.result(np.ascontiguousarray(lse.swapaxes(-1, -2)), "float32")
         return returned, logs.T if len(rows) == 2 else logs
 
     def backward(
@@ -362,11 +360,11 @@ class _Call(NamedTuple):
             dq[request.q], dk[request.k], dv[request.k], dsinks = of_request
             dsink += dsinks
         returned = [
-            result(values, array.dtype, douts, target)
+            douts.result(values, array.dtype, target)
             for values, array, target in zip(grads, arrays, targets, strict=True)
         ]
         if self.sink is not None:
-            returned.append(like(dsink, self.sink.dtype, douts))
+            returned.append(douts.result(dsink, self.sink.dtype))
         return tuple(returned)
 
     def _operands(self) -> Iterator[tuple[_Request, tuple[Any, ...]]]:

@@ -26,7 +26,7 @@ from ..mla.plan import (
     refuse_no_splits,
     refuse_splits,
 )
-from ._arrays import INT_DTYPES, Array, like, read, store
+from ._arrays import INT_DTYPES, Array, read, store
 
 BLOCK_TOKENS = 64
 """Tokens per block; plans cut requests between blocks only."""
@@ -113,8 +113,8 @@ def get_mla_metadata(
         check_topk_of(out, topk)
     if out is None or is_object and is_empty(out):
         made = plan_blocks(blocks, num_parts, batch_invariant)
-        tiles = like(made.object_rows if is_object else made.tensor_rows, "int32", lengths)
-        splits = like(made.num_splits, "int32", lengths)
+        tiles = lengths.result(made.object_rows if is_object else made.tensor_rows, "int32")
+        splits = lengths.result(made.num_splits, "int32")
     else:
         tiles, splits = given_arrays(out)
         check_plan(tiles, splits, b, ("out[0]", "out[1]"))
@@ -162,7 +162,7 @@ def use_plan(
             num_parts = sparse_num_parts(config.s_q, config.h_q, SM_COUNT)
             room = int(sparse_blocks(1, config.topk, None, config.extra_topk or 0)[0])
         made = plan_blocks(blocks, num_parts, config.enable_batch_invariant, room)
-        arrays = like(made.object_rows, "int32", queries), like(made.num_splits, "int32", queries)
+        arrays = queries.result(made.object_rows, "int32"), queries.result(made.num_splits, "int32")
     mark_plan(metadata, config, arrays)
 
 
