@@ -19,6 +19,8 @@ BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 E5M2_BYTE_DTYPES = ("float8_e5m2", "uint8", "int8")
 """The same for a cache of e5m2."""
 
+Floats = NDArray[np.float64]
+
 INT_DTYPES = ("int32",)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SEEN_AS_BYTES = {*BYTE_DTYPES, *E5M2_BYTE_DTYPES}
@@ -47,7 +49,7 @@ class Array(NamedTuple):
         return self.values.shape
 
     @property
-    def floats(self) -> NDArray[np.float64]:
+    def floats(self) -> Floats:
         """Its numbers as float64."""
         decode = _DECODERS.get(self.dtype)
         return (self.values if decode is None else decode(self.values)).astype(np.float64)

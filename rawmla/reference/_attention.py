@@ -11,12 +11,25 @@ from numpy.typing import NDArray
 from ..call.checks import as_softmax_scale
 from ..mla.arguments import refuse_without_indices
 from ..mla.plan import SchedConfig
-from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Shape, check_groups, check_target, read, read_given
+from ._arrays import (
+    BYTE_DTYPES,
+    INT_DTYPES,
+    Array,
+    Floats,
+    Shape,
+    check_groups,
+    check_target,
+    read,
+    read_given,
+)
 from ._cache import D_ROPE, D_V, LAYOUTS, dequantize_k_cache
 from ._plan import dense_blocks, sparse_blocks, use_plan
 
 D_QK = (576, 512)
 """Columns of K."""
+
+_Keys = Callable[[int, int], Floats]
+"""The keys `[n, h_kv, d_qk]` that a query token of a request attends: (request, token)."""
 
 
 def visible_tokens(length: int, s_q: int, token: int, causal: bool) -> int:
@@ -87,11 +100,14 @@ def flash_mla_with_kvcache(
     b, s_q, h_q, d_qk = queries.shape
     check_target(out, "out", (queries.dtype,), (b, s_q, h_q, D_V))
     sink = read_given(attn_sink, "attn_sink", ("float32",), (h_q,))
-    keys_of: Callable[[int, int], NDArray[np.float64]]
     if indices is None:
-        pages = _Pages.of(queries, k_cache, block_table, cache_seqlens, causal)
-        keys_of, blocks = pages.keys, dense_blocks(pages.lengths)
-        _, page_block_size, h_kv, _ = pages.cache.shape
+        axes = ("num_blocks", "page_block_size", "h_kv", d_qk)
+        cache = read(k_cache, "k_cache", (queries.dtype,), axes).values
+        _, page_block_size, h_kv, _ = cache.shape
+        check_groups(h_q, h_kv, "k_cache")
+        table = read(block_table, "block_table", INT_DTYPES, (b, "max_blocks")).values
+        lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,)).values
+        keys_of, blocks = _paged(cache, table, lengths, s_q, causal), dense_blocks(lengths)
         config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal)
     else:
         cache = _read_cache("k_cache", k_cache, d_qk, is_fp8_kvcache)
@@ -175,34 +191,18 @@ def _read_cache(name: str, k_cache: Any, d_qk: int, is_fp8_kvcache: bool) -> NDA
     return dequantize_k_cache(cache.values, layout) if is_fp8_kvcache else cache.values
 
 
-class _Pages(NamedTuple):
-    """A cache whose tokens a dense call attends through a block table."""
+def _paged(cache: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], s_q: int, causal: bool) -> _Keys:
+    """Find keys through a block table, in a cache `[num_blocks, page_block_size, h_kv, d_qk]`."""
+    page_block_size = cache.shape[1]
 
-    cache: NDArray[Any]  # [num_blocks, page_block_size, h_kv, d_qk]
-    table: NDArray[Any]  # [b, max_blocks]
-    lengths: NDArray[Any]  # [b]
-    s_q: int
-    causal: bool
-
-    @classmethod
-    def of(cls, queries: Array, k_cache: Any, block_table: Any, cache_seqlens: Any, causal: bool) -> _Pages:
-        b, s_q, h_q, d_qk = queries.shape
-        axes = ("num_blocks", "page_block_size", "h_kv", d_qk)
-        cache = read(k_cache, "k_cache", (queries.dtype,), axes).values
-        check_groups(h_q, cache.shape[2], "k_cache")
-        table = read(block_table, "block_table", INT_DTYPES, (b, "max_blocks")).values
-        lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,)).values
-        return cls(cache, table, lengths, s_q, causal)
-
-    def keys(self, request: int, token: int) -> NDArray[np.float64]:
-        """The keys `[n, h_kv, d_qk]` that a query token attends."""
-        page_block_size = self.cache.shape[1]
-        visible = visible_tokens(max(int(self.lengths[request]), 0), self.s_q, token, self.causal)
-        tokens = np.arange(visible)
-        pages = self.table[request, tokens // page_block_size]
+    def keys(request: int, token: int) -> Floats:
+        tokens = np.arange(visible_tokens(max(int(lengths[request]), 0), s_q, token, causal))
+        pages = table[request, tokens // page_block_size]
         if pages.size and pages.min() < 0:
             raise IndexError(f"block_table: request {request} has a negative page within its length")
-        return self.cache[pages, tokens % page_block_size].astype(np.float64)
+        return cache[pages, tokens % page_block_size].astype(np.float64)
+
+    return keys
 
 
 class _Source(NamedTuple):
@@ -231,7 +231,7 @@ class _Source(NamedTuple):
         """Columns of the indices."""
         return self.indices.shape[2]
 
-    def keys(self, request: int, token: int) -> NDArray[np.float64]:
+    def keys(self, request: int, token: int) -> Floats:
         """The keys `[n, d_qk]` that a query token attends, in the order of its indices."""
         row = self.indices[request, token]
         if self.lengths is not None:
@@ -239,17 +239,12 @@ class _Source(NamedTuple):
         return self.slots[row[(row >= 0) & (row < len(self.slots))]].astype(np.float64)
 
 
-def _selected(*sources: _Source) -> Callable[[int, int], NDArray[np.float64]]:
-    """Make a function that gives the keys `[n, 1, d_qk]` which a query token attends."""
+def _selected(*sources: _Source) -> _Keys:
+    """Find keys by the slots of one or two sources."""
     return lambda *at: np.concatenate([source.keys(*at) for source in sources])[:, None]
 
 
-def _attend(
-    query: NDArray[np.float64],
-    keys_of: Callable[[int, int], NDArray[np.float64]],
-    scale: float,
-    sink: Array | None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def _attend(query: Floats, keys_of: _Keys, scale: float, sink: Array | None) -> tuple[Floats, Floats, Floats]:
     """Attention of queries `[b, s_q, h_q, d_qk]`, each over the keys `[n, h_kv, d_qk]` of its token.
 
     Returns:

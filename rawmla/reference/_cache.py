@@ -134,15 +134,14 @@ def gather_kv_cache(
     source, layout, d_qk = _read_cache(kv_cache, read)
     table = read(block_table, "block_table", INT_DTYPES, ("b", "max_blocks")).values
     b = len(table)
-    requests = {"cache_seqlens": cache_seqlens, "workspace_starts": workspace_starts}
+    lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,)).values.tolist()
+    targets = read(workspace_starts, "workspace_starts", INT_DTYPES, (b,)).values.tolist()
+    starts = [0] * b
     if seq_starts is not None:
-        requests["seq_starts"] = seq_starts
-    vectors = {name: read(x, name, INT_DTYPES, (b,)) for name, x in requests.items()}
+        starts = read(seq_starts, "seq_starts", INT_DTYPES, (b,)).values.tolist()
     workspace = read_target(out, "out", ("bfloat16",), ("rows", d_qk))
     num_blocks, page = source.shape[:2]
-    for i in range(b):
-        length, target = (int(vectors[name].values[i]) for name in ("cache_seqlens", "workspace_starts"))
-        start = int(vectors["seq_starts"].values[i]) if "seq_starts" in vectors else 0
+    for i, (start, length, target) in enumerate(zip(starts, lengths, targets, strict=True)):
         for token in range(start, length):
             place = target + token - start
             if not 0 <= place < workspace.shape[0]:

@@ -13,14 +13,13 @@ from ..call.checks import as_scale, show
 from ..flex.block_mask import BlockMask
 from ..flex.forward import AuxOutput, check_options, wanted
 from ..flex.mods import CudaMod
-from ._arrays import FLOAT_DTYPES, Array, check_target, read
+from ._arrays import FLOAT_DTYPES, Array, Floats, check_target, read
 from ._heads import weighted_sum
 
 _HUGE_BLOCK = 2**30
 FAR_LSE = 2**14 * float(np.log(2))
 """Beyond it, float32 rounds an lse by more than gradients in 16 bits bear."""
 _Bools = NDArray[np.bool_]
-_Floats = NDArray[np.float64]
 
 
 class NumpyMod:
@@ -175,7 +174,7 @@ def flex_attention_backward(
     return returned[0], returned[1], returned[2], of_captured
 
 
-def _add(total: _Floats, indices: tuple[Any, ...], added: Any, visible: _Bools) -> None:
+def _add(total: Floats, indices: tuple[Any, ...], added: Any, visible: _Bools) -> None:
     """Add the terms of visible scores to the elements at their indices."""
     shape = np.broadcast_shapes(*[np.shape(x) for x in (*indices, added)], visible.shape)
     terms = np.where(visible, np.broadcast_to(added, shape), 0)
@@ -302,7 +301,7 @@ def _positions(place: tuple[int, ...], lengths: tuple[int, int]) -> tuple[Any, .
     return (np.int64(request), np.int64(head), np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :])
 
 
-def _softmax(scores: _Floats, visible: _Bools) -> tuple[_Floats, _Floats, _Floats]:
+def _softmax(scores: Floats, visible: _Bools) -> tuple[Floats, Floats, Floats]:
     """Probabilities of visible scores, lse and largest scores."""
     scores = np.where(visible, scores, -np.inf)
     top = scores.max(1, initial=-np.inf)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
-from ._arrays import Array
+from ._arrays import Array, Floats
 
 
 class Rules(NamedTuple):
@@ -68,7 +68,7 @@ def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bo
     return visible
 
 
-def sinks_of(sink: Array | None, h_q: int) -> NDArray[np.float64]:
+def sinks_of(sink: Array | None, h_q: int) -> Floats:
     """Return sinks as numbers, -inf for heads without."""
     return np.full(h_q, -np.inf) if sink is None else sink.floats
 
@@ -86,17 +86,11 @@ class _Scores(NamedTuple):
     rows: tuple[NDArray[np.int64], int]
     keys: tuple[NDArray[np.int64], int]
     visible: NDArray[np.bool_]
-    values: NDArray[np.float64]
-    slope: NDArray[np.float64]
+    values: Floats
+    slope: Floats
 
 
-def _scores(
-    q: NDArray[np.float64],
-    k: NDArray[np.float64],
-    first: int,
-    rules: Rules,
-    slopes: NDArray[np.float64],
-) -> Iterator[_Scores]:
+def _scores(q: Floats, k: Floats, first: int, rules: Rules, slopes: Floats) -> Iterator[_Scores]:
     """Compute the scores of each head; there are none where no query sees a key."""
     visible = visible_keys(len(q), len(k), first, rules)
     rows, keys = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
@@ -118,14 +112,8 @@ def _scores(
 
 
 def attend(
-    q: NDArray[np.float64],
-    k: NDArray[np.float64],
-    v: NDArray[np.float64],
-    first: int,
-    rules: Rules,
-    slopes: NDArray[np.float64],
-    sinks: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    q: Floats, k: Floats, v: Floats, first: int, rules: Rules, slopes: Floats, sinks: Floats
+) -> tuple[Floats, Floats]:
     """Attention of one request.
 
     Args:
@@ -149,18 +137,18 @@ def attend(
 
 
 def attend_backward(
-    dout: NDArray[np.float64],
-    out: NDArray[np.float64],
-    lse: NDArray[np.float64],
-    dlse: NDArray[np.float64],
-    q: NDArray[np.float64],
-    k: NDArray[np.float64],
-    v: NDArray[np.float64],
+    dout: Floats,
+    out: Floats,
+    lse: Floats,
+    dlse: Floats,
+    q: Floats,
+    k: Floats,
+    v: Floats,
     first: int,
     rules: Rules,
-    slopes: NDArray[np.float64],
-    sinks: NDArray[np.float64],
-) -> list[NDArray[np.float64]]:
+    slopes: Floats,
+    sinks: Floats,
+) -> list[Floats]:
     """Gradients of q, k, v and sinks of `attend`, from its results and their gradients."""
     dq, dk, dv, dsinks = grads = [np.zeros_like(x) for x in (q, k, v, sinks)]
     for scores in _scores(q, k, first, rules, slopes):
@@ -184,9 +172,7 @@ def attend_backward(
     return grads
 
 
-def weighted_sum(
-    weights: NDArray[np.float64], visible: NDArray[np.bool_], terms: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def weighted_sum(weights: Floats, visible: NDArray[np.bool_], terms: Floats) -> Floats:
     """`weights @ terms` of the visible pairs alone: 0 times the infinity of a masked term is nothing."""
     finite = np.isfinite(terms)
     total = weights @ np.where(finite, terms, 0)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._arrays import (
     FLOAT_DTYPES,
     INT_DTYPES,
     Array,
+    Floats,
     check_groups,
     check_target,
     is_tensor,
@@ -291,7 +291,7 @@ class _Call(NamedTuple):
     v: Array
     requests: list[_Request]
     rules: Rules
-    slopes: NDArray[np.float64]
+    slopes: Floats
     sink: Array | None
 
     @classmethod

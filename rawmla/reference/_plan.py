@@ -8,24 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..mla import metadata
+from ..mla import plan as plans
 from ..mla.arguments import refuse_dense_fp8
-from ..mla.metadata import (
-    batch_invariant_of,
-    check_topk_of,
-    given_arrays,
-    is_empty,
-    note_batch_invariant,
-)
-from ..mla.plan import (
-    FlashMLASchedMeta,
-    SchedConfig,
-    check_config,
-    fields_of,
-    is_plan_object,
-    mark_plan,
-    refuse_no_splits,
-    refuse_splits,
-)
 from ._arrays import INT_DTYPES, Array, read, store
 
 BLOCK_TOKENS = 64
@@ -86,7 +71,7 @@ def get_mla_metadata(
             )
         num_q_tokens_per_head_k = num_heads_per_head_k
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
-        return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+        return plans.FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
 
     lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, ("b",))
     b = lengths.shape[0]
@@ -107,16 +92,16 @@ def get_mla_metadata(
         blocks = sparse_blocks(b, topk)
         num_parts = sparse_num_parts(rows_q // h_q, h_q, sm_count)
 
-    is_object = is_plan_object(out)
+    is_object = plans.is_plan_object(out)
     if is_object:
-        batch_invariant = batch_invariant_of(out, batch_invariant)
-        check_topk_of(out, topk)
-    if out is None or is_object and is_empty(out):
+        batch_invariant = metadata.batch_invariant_of(out, batch_invariant)
+        metadata.check_topk_of(out, topk)
+    if out is None or is_object and metadata.is_empty(out):
         made = plan_blocks(blocks, num_parts, batch_invariant)
         tiles = lengths.result(made.object_rows if is_object else made.tensor_rows, "int32")
         splits = lengths.result(made.num_splits, "int32")
     else:
-        tiles, splits = given_arrays(out)
+        tiles, splits = metadata.given_arrays(out)
         check_plan(tiles, splits, b, ("out[0]", "out[1]"))
         made = plan_blocks(blocks, len(tiles), batch_invariant)
         store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
@@ -125,35 +110,35 @@ def get_mla_metadata(
     if not is_object:
         return tiles, splits
     out.tile_scheduler_metadata, out.num_splits = tiles, splits
-    note_batch_invariant(out, batch_invariant)
+    metadata.note_batch_invariant(out, batch_invariant)
     return out, None
 
 
 def use_plan(
-    metadata: Any, num_splits: Any, config: SchedConfig, blocks: NDArray[np.int64], queries: Array
+    given: Any, num_splits: Any, config: plans.SchedConfig, blocks: NDArray[np.int64], queries: Array
 ) -> None:
     """Check the plan of a decode call, and fill it if it is an empty object, with arrays like `queries`.
 
-    `metadata` and `num_splits` are arguments of the call; `blocks` are 64-token blocks per request.
+    `given` is the tile_scheduler_metadata of the call; `blocks` are 64-token blocks per request.
     """
-    if metadata is None:
+    if given is None:
         return
-    if not is_plan_object(metadata):
+    if not plans.is_plan_object(given):
         if num_splits is None:
-            refuse_no_splits()
-        check_plan(metadata, num_splits, config.b)
+            plans.refuse_no_splits()
+        check_plan(given, num_splits, config.b)
         return
     if num_splits is not None:
-        refuse_splits(num_splits)
-    if getattr(metadata, "enable_batch_invariant", False):  # objects of other libraries lack it
+        plans.refuse_splits(num_splits)
+    if getattr(given, "enable_batch_invariant", False):  # objects of other libraries lack it
         config.enable_batch_invariant = True
-    if metadata.have_initialized:
-        check_config(metadata.config, fields_of(config))
+    if given.have_initialized:
+        plans.check_config(given.config, plans.fields_of(config))
     if not config.b or not config.s_q:
         return
     arrays = None
-    if metadata.tile_scheduler_metadata is not None:
-        check_plan(metadata.tile_scheduler_metadata, metadata.num_splits, config.b)
+    if given.tile_scheduler_metadata is not None:
+        check_plan(given.tile_scheduler_metadata, given.num_splits, config.b)
     else:
         room = None
         if config.topk is None:
@@ -163,7 +148,7 @@ def use_plan(
             room = int(sparse_blocks(1, config.topk, None, config.extra_topk or 0)[0])
         made = plan_blocks(blocks, num_parts, config.enable_batch_invariant, room)
         arrays = queries.result(made.object_rows, "int32"), queries.result(made.num_splits, "int32")
-    mark_plan(metadata, config, arrays)
+    plans.mark_plan(given, config, arrays)
 
 
 def check_plan(

@@ -14,6 +14,7 @@ from ._arrays import (
     FLOAT_DTYPES,
     INT_DTYPES,
     Array,
+    Floats,
     check_groups,
     is_tensor,
     read,
@@ -26,7 +27,11 @@ from ._heads import Rules, attend, sinks_of, visible_keys
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN = ("auto", "float16", "bfloat16")
-_FP8 = {"fp8": BYTE_DTYPES, "fp8_e4m3": BYTE_DTYPES, "fp8_e5m2": E5M2_BYTE_DTYPES}
+_FP8 = {
+    "fp8": (BYTE_DTYPES, decode_e4m3),
+    "fp8_e4m3": (BYTE_DTYPES, decode_e4m3),
+    "fp8_e5m2": (E5M2_BYTE_DTYPES, decode_e5m2),
+}
 
 
 def context_attention_fwd(
@@ -140,8 +145,8 @@ class _Cache(NamedTuple):
             raise ValueError(
                 f"kv_cache_dtype: expected one of {', '.join((*_PLAIN, *_FP8))}, got {kv_cache_dtype!r}"
             )
-        is_fp8, d = kv_cache_dtype in _FP8, q.shape[2]
-        dtypes = _FP8[kv_cache_dtype] if is_fp8 else (q.dtype,)
+        dtypes, decode = _FP8.get(kv_cache_dtype, ((q.dtype,), None))
+        d = q.shape[2]
         shape = ("num_blocks", "h_kv", f"{d} / x", "block_size", "x")
         k = read(k_cache, "k_cache", dtypes, shape).values
         num_blocks, h_kv, parts, block_size, x = k.shape
@@ -153,17 +158,12 @@ class _Cache(NamedTuple):
                 f"interleaved_v_pack_factor: expected 0 or a divisor of the block_size {block_size}, got "
                 f"{pack}"
             )
-        if not is_fp8:
+        if decode is None:
             return cls(k, v, None, (1.0, 1.0), pack)
-        k_scale, v_scale = (
-            _read_scale(name, x) for name, x in zip(("k_scale", "v_scale"), scales, strict=True)
-        )
-        decode = decode_e5m2 if kv_cache_dtype == "fp8_e5m2" else decode_e4m3
-        return cls(k, v, decode, (k_scale, v_scale), pack)
+        k_scale, v_scale = scales
+        return cls(k, v, decode, (_read_scale("k_scale", k_scale), _read_scale("v_scale", v_scale)), pack)
 
-    def tokens(
-        self, pages: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def tokens(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Keys and values `[n, h_kv, d]` of n tokens."""
         num_blocks, h_kv, d, block_size = self.v.shape
         k = self.k.transpose(0, 3, 1, 2, 4)[pages, offsets].reshape(-1, h_kv, d)
