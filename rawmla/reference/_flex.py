@@ -318,7 +318,7 @@ class _Call(NamedTuple):
     q: Array
     k: Array
     v: Array
-    mask: _Mask | None
+    visible: Callable[[tuple[Any, ...]], _Bools]
     factor: float
 
     @classmethod
@@ -345,53 +345,43 @@ class _Call(NamedTuple):
             rule = "a multiple of" if enable_gqa else "without enable_gqa equal to"
             raise ValueError(f"query: expected Hq to be {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
         factor = q.shape[3] ** -0.5 if scale is None else as_scale(scale)
-        return cls(q, k, v, _Mask.of(block_mask, (q.shape[2], k.shape[2]), q.is_torch), factor)
+        return cls(q, k, v, _visible(block_mask, (q.shape[2], k.shape[2]), q.is_torch), factor)
 
     def head(self, place: tuple[int, ...]) -> tuple[tuple[int, int], tuple[Any, ...], _Bools]:
         """Find the place of a head in key and value, its `_positions`, and which keys it attends."""
         request, head = place
         pair = request % self.k.shape[0], head // (self.q.shape[1] // self.k.shape[1])
-        lengths = self.q.shape[2], self.k.shape[2]
-        at = _positions(place, lengths)
-        if self.mask is None:
-            return pair, at, np.ones(lengths, bool)
-        batches, heads = self.mask.full.shape[:2]
-        listed = request % batches, head % heads
-        called = self.mask.function(*at).astype(bool)
-        return pair, at, self.mask.full[listed] | self.mask.partial[listed] & called
+        at = _positions(place, (self.q.shape[2], self.k.shape[2]))
+        return pair, at, self.visible(at)
 
 
-class _Mask(NamedTuple):
-    """A block mask with its lists expanded to positions.
+def _visible(
+    block_mask: Any, seqlens: tuple[int, int], may_be_torch: bool
+) -> Callable[[tuple[Any, ...]], _Bools]:
+    """Make a function of `_positions` that gives the keys `[L, S]` which each query of a head attends."""
+    if block_mask is None:
+        return lambda at: np.ones(seqlens, bool)
+    if not hasattr(block_mask, "kv_indices"):
+        raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)}")
+    lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
+    if lengths == (1, 1) and min(sizes) >= _HUGE_BLOCK:  # torch's way to say that there is none
+        return lambda at: np.ones(seqlens, bool)
+    if lengths != seqlens:
+        raise ValueError(
+            f"block_mask: expected seq_lengths of {seqlens}, the lengths of query and key, got {lengths}"
+        )
+    partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlens)
+    full = np.zeros_like(partial)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlens)
+    mask = _Function("mask_mod", block_mask.mask_mod, may_be_torch)
 
-    Attributes:
-        partial, full: the positions in listed blocks, `[Z, H, L, S]`; taken modulo Z and H.
-        function: its mask_mod.
-    """
+    def visible(at: tuple[Any, ...]) -> _Bools:
+        request, head, *_ = at
+        listed = request % len(full), head % full.shape[1]
+        return full[listed] | partial[listed] & mask(*at).astype(bool)
 
-    partial: _Bools
-    full: _Bools
-    function: _Function
-
-    @classmethod
-    def of(cls, block_mask: Any, seqlens: tuple[int, int], may_be_torch: bool) -> _Mask | None:
-        """Read the mask of a call, for its lengths of query and key; None: all keys are attended."""
-        if block_mask is None:
-            return None
-        if not hasattr(block_mask, "kv_indices"):
-            raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)}")
-        lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
-        if lengths == (1, 1) and min(sizes) >= _HUGE_BLOCK:  # torch's way to say that there is none
-            return None
-        if lengths != seqlens:
-            raise ValueError(
-                f"block_mask: expected seq_lengths of {seqlens}, the lengths of query and key, got {lengths}"
-            )
-        partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlens)
-        full = np.zeros_like(partial)
-        if block_mask.full_kv_num_blocks is not None:
-            full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlens)
-        return cls(partial, full, _Function("mask_mod", block_mask.mask_mod, may_be_torch))
+    return visible
 
 
 def _covered(counts: Any, indices: Any, sizes: tuple[int, ...], seqlens: tuple[int, int]) -> _Bools:
