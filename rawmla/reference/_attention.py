@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,14 +196,19 @@ def _paged(cache: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], s_q:
     """Find keys through a block table, in a cache `[num_blocks, page_block_size, h_kv, d_qk]`."""
     page_block_size = cache.shape[1]
 
-    def keys(request: int, token: int) -> Floats:
-        tokens = np.arange(visible_tokens(max(int(lengths[request]), 0), s_q, token, causal))
+    @lru_cache(maxsize=1)
+    def keys(request: int) -> Floats:
+        tokens = np.arange(max(int(lengths[request]), 0))
         pages = table[request, tokens // page_block_size]
         if pages.size and pages.min() < 0:
             raise IndexError(f"block_table: request {request} has a negative page within its length")
         return cache[pages, tokens % page_block_size].astype(np.float64)
 
-    return keys
+    def visible(request: int, token: int) -> Floats:
+        rows = keys(request)
+        return rows[: visible_tokens(len(rows), s_q, token, causal)]
+
+    return visible
 
 
 class _Source(NamedTuple):

@@ -92,7 +92,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     """
     kind = _layout(layout)
     source = read(cache, "cache", BYTE_DTYPES, (*_PAGES, 1, kind.token_bytes))
-    parts = _dequantized(source.values, layout, np.float64)
+    parts = _dequantized(_fields(np.ascontiguousarray(source.values), layout), layout, np.float64)
     return source.result(np.concatenate(parts, -1)[:, :, None], "bfloat16")
 
 
@@ -250,9 +250,11 @@ def _fields(cache: NDArray[np.uint8], layout: str) -> list[NDArray[np.uint8]]:
     return [rows[..., :448], scales, rows[..., 448:]]
 
 
-def _dequantized(cache: NDArray[np.uint8], layout: str, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The columns of a cache that are quantised, as products in `dtype`, and its RoPE columns."""
-    codes, scales, rope = _fields(np.ascontiguousarray(cache), layout)
+def _dequantized(
+    fields: list[NDArray[np.uint8]], layout: str, dtype: Any
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The columns of rows that are quantised, as products in `dtype`, and their RoPE columns."""
+    codes, scales, rope = fields
     factors = _view(scales, np.float32) if layout == "v32" else decode_e8m0(scales[..., :7])
     with np.errstate(invalid="ignore", over="ignore"):  # a "v32" tile with an infinity is NaN
         nope = decode_e4m3(codes).astype(dtype) * np.repeat(factors.astype(dtype), LAYOUTS[layout].tile, -1)
@@ -296,8 +298,9 @@ def _row(kv_cache: NDArray[Any], layout: str | None, block: int, offset: int) ->
     """One token as bf16 values."""
     if layout is None:
         return round_to_bf16(kv_cache[block, offset, 0])
-    nope, rope = _dequantized(kv_cache[block : block + 1], layout, np.float32)
-    return np.concatenate([round_to_bf16(nope[0, offset]), rope[0, offset]])
+    fields = _fields(np.ascontiguousarray(kv_cache[block : block + 1]), layout)
+    nope, rope = _dequantized([field[0, offset] for field in fields], layout, np.float32)
+    return np.concatenate([round_to_bf16(nope), rope])
 
 
 def _view(array: NDArray[Any], dtype: Any) -> NDArray[Any]:
