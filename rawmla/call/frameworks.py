@@ -271,9 +271,7 @@ class CupyFramework:
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
-        if not arrays:
-            return partial(self._scratch_alone, scratch_bytes, device)
-        *others, last = arrays
+        arrays = tuple(arrays)
 
         def make(array: NewArray, more_bytes: int = 0) -> tuple[Any, Any]:
             """Make the array, and a view of ``more_bytes`` further bytes of its allocation."""
@@ -289,23 +287,16 @@ class CupyFramework:
             return self._cupy.ndarray(shape, dtype, memptr=buffer.data, strides=steps), buffer[start:]
 
         def allocate() -> list[Any]:
-            made = [make(array)[0] for array in others]
-            if not scratch_bytes:
-                return [*made, make(last)[0], None]
-            if not self.is_capturing(device):
-                return [*made, make(last)[0], self.empty((scratch_bytes,), "uint8", device)]
-            return [*made, *make(last, scratch_bytes)]
+            in_capture = scratch_bytes > 0 and self.is_capturing(device)
+            if in_capture and arrays:
+                return [*[make(array)[0] for array in arrays[:-1]], *make(arrays[-1], scratch_bytes)]
+            made = [make(array)[0] for array in arrays]
+            scratch = self.empty((scratch_bytes,), "uint8", device) if scratch_bytes else None
+            if in_capture:
+                self._kept.append(scratch)  # nothing says when the graph that uses it is gone
+            return [*made, scratch]
 
         return allocate
-
-    def _scratch_alone(self, scratch_bytes: int, device: int) -> list[Any]:
-        """What an allocator without arrays makes; nothing tells when a graph that uses it is gone."""
-        if not scratch_bytes:
-            return [None]
-        scratch = self.empty((scratch_bytes,), "uint8", device)
-        if self.is_capturing(device):
-            self._kept.append(scratch)
-        return [scratch]
 
     def contiguous_copy(self, array: Any, name: str) -> Any:
         with self._copying(array, name):

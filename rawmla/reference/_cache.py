@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..call.checks import as_count
 from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, read, read_target, store
 from ._formats import (
     E4M3_MAX,
@@ -177,11 +178,12 @@ def convert_indices(
         raise ValueError(f"block_table: expected {len(requests)} rows or more, got {len(table)}")
     check_target(out, "out", INT_DTYPES, shape)
     requests = requests.reshape(-1, *[1] * (len(shape) - 1))
-    columns, offsets = np.divmod(positions.values.astype(np.int64), page_block_size)
+    page = as_count("page_block_size", page_block_size)
+    columns, offsets = np.divmod(positions.values.astype(np.int64), page)
     known = (columns >= 0) & (columns < table.shape[1]) & (requests >= 0) & (requests < len(table))
     blocks = np.full(shape, -1, np.int64)
     blocks[known] = table[np.broadcast_to(requests, shape)[known], columns[known]]
-    slots = blocks * page_block_size + offsets
+    slots = blocks * page + offsets
     slots[(blocks < 0) | (slots >= 2**31)] = -1
     if compact:
         slots = np.take_along_axis(slots, np.argsort(slots < 0, axis=-1, kind="stable"), -1)
