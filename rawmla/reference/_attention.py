@@ -12,17 +12,7 @@ from numpy.typing import NDArray
 from ..call.checks import as_softmax_scale
 from ..mla.arguments import refuse_without_indices
 from ..mla.plan import SchedConfig
-from ._arrays import (
-    BYTE_DTYPES,
-    INT_DTYPES,
-    Array,
-    Floats,
-    Shape,
-    check_groups,
-    check_target,
-    read,
-    read_given,
-)
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Floats, check_groups, check_target, read, read_given
 from ._cache import D_ROPE, D_V, LAYOUTS, dequantize_k_cache
 from ._plan import dense_blocks, sparse_blocks, use_plan
 
@@ -173,7 +163,7 @@ def _check_d_v(name: str, d_v: int) -> None:
         raise ValueError(f"{name}: expected {D_V}, got {d_v}")
 
 
-def _read_q(q: Any, axes: Shape, dtypes: tuple[str, ...]) -> Array:
+def _read_q(q: Any, axes: tuple[str, ...], dtypes: tuple[str, ...]) -> Array:
     """q as one array; a pair is concatenated."""
     if type(q) is not tuple:
         return read(q, "q", dtypes, (*axes, D_QK))

@@ -1,12 +1,6 @@
-"""The path around sparse decoding in plain NumPy: quantised caches, writing, gathering, indices, merging.
+"""Operations around sparse decoding in plain NumPy: quantised caches, writing, gathering, indices, merging.
 
-The two FP8 layouts are FlashMLA's (github.com/deepseek-ai/FlashMLA), one record a token:
-
-- "v32" (DeepSeek-V3.2, d_qk 576), 656 bytes: 512 e4m3, 4 float32 scales (one per 128 values), 64 bf16.
-- "model1" (DeepSeek-V4, d_qk 512), 584 bytes, split within a block: first `page_block_size` times 448 e4m3
-  and 64 bf16 (576 bytes), then `page_block_size` times 7 e8m0 scales (one per 64 values) and a zero byte.
-
-Bytes are those that the GPU functions of the same names write.
+`rawmla.api.cache` describes the layouts. Bytes are equal to the bytes that the GPU functions write.
 """
 
 from __future__ import annotations
@@ -19,15 +13,7 @@ from numpy.typing import NDArray
 
 from ..call.checks import as_count
 from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, read, read_target, store
-from ._formats import (
-    E4M3_MAX,
-    bf16_bits,
-    decode_bf16,
-    decode_e4m3,
-    decode_e8m0,
-    encode_e4m3,
-    round_to_bf16,
-)
+from ._formats import E4M3_MAX, bf16_bits, decode_bf16, decode_e4m3, decode_e8m0, encode_e4m3, round_to_bf16
 
 D_V = 512
 """Value columns: V is the first 512 columns of K."""
