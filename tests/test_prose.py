@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = (
+    "rawmla/api",
     "rawmla/call",
     "rawmla/engines",
     "rawmla/flex",

@@ -587,12 +587,12 @@ def test_an_object_keeps_the_kind_of_its_call() -> None:
     assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
     dense, _ = reference.get_mla_metadata()
     decode(make_dense_inputs(CASES[0], "numpy"), tile_scheduler_metadata=dense)
-    wanted = "topk: expected an int of 2 blocks of 64, such as 128 as in the decode call which filled out"
+    wanted = "topk: expected an int of 2 blocks of 64, such as 128, as in the decode call which filled out"
     bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (sparse, {"topk": 64}, f"{wanted}, got 64"),
         (sparse, {}, f"{wanted}, got None"),
-        (dense, {"topk": 64}, "topk: expected None as in the decode call which filled out, got 64"),
-        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False as in the dec"),
+        (dense, {"topk": 64}, "topk: expected None, as in the decode call which filled out, got 64"),
+        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False, as in the dec"),
     )
     for metadata, arguments, text in bad:
         rows = metadata.tile_scheduler_metadata.copy()

@@ -72,15 +72,15 @@ def flash_mla_with_kvcache(
         in order. Entries past a request's length are never read into the result. Results of a request with
         an entry outside `0 .. num_blocks - 1` within its length are undefined, but nothing outside of the
         arrays is read. A length above `max_blocks * page_block_size` counts as this product, which may be
-        refused above 2**40 / page_block_size. With `indices` it is not looked at: None.
+        refused above 2**40 / page_block_size. Ignored with `indices`: None.
     cache_seqlens : array
-        Dense: int32 `[b]`, contiguous: KV tokens per request; below 0 counts as 0. With `indices` it is not
-        looked at: None.
+        Dense: int32 `[b]`, contiguous: KV tokens per request; below 0 counts as 0. Ignored with `indices`:
+        None.
     head_dim_v : int
         512.
     tile_scheduler_metadata : FlashMLASchedMeta or array
-        The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). An object is
-        filled by the first call with it, and checked by later calls. A tensor is int32 `[n, 8]`, any n >= 1,
+        The plan of `get_mla_metadata` (for bare tensors of a sparse call, with its `topk`). The first
+        call with an object fills it, and later calls check it. A tensor is int32 `[n, 8]`, any n >= 1,
         contiguous, 16-byte aligned, in the row layout of `get_mla_metadata`'s tensors. If it holds
         anything but a plan for these lengths, results are undefined, but nothing outside of the arrays is
         read or written.

@@ -44,11 +44,11 @@ def flash_attn_varlen_func(
     max_seqlen_kv: int | None = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, Any]:
-    """Attention of requests of different lengths, which are segments of one array.
+    """Compute attention of requests of different lengths, which are segments of one array.
 
     For every request with `s_q` query tokens and `s_k` keys, and for every head:
     `S = softmax_scale * Q @ K.T`; with a softcap `S = softcap * tanh(S / softcap)`; with ALiBi
-    `S[i, j] -= slope * abs(i + s_k - s_q - j)`; then what a mask hides is left out,
+    `S[i, j] -= slope * abs(i + s_k - s_q - j)`. Keys that a mask hides are left out; then
     `lse = log(sum(exp(S)))` and `out = exp(S - lse) @ V`. Products take the dtype of the inputs and add up in
     float32; scores, softmax and sums are float32, and probabilities are rounded to the dtype of the inputs
     before the second product.
@@ -83,11 +83,11 @@ def flash_attn_varlen_func(
     softmax_scale : float, optional
         Finite and positive; None is `d_qk**-0.5`.
     causal : bool
-        No key to the right of the diagonal, as `window_size` with 0 on the right. The diagonal ends in the
-        last query and the last key: query i stands at key `i + s_k - s_q`.
+        Hide keys to the right of the diagonal, as `window_size` with 0 on the right. The diagonal ends in the
+        last query and the last key: query i is at key `i + s_k - s_q`.
     deterministic : bool
-        Whether dq, too, has the same bits always, as in `flash_attn_varlen_backward`; out, lse, dk, dv and
-        dsink of the same call do.
+        Whether dq, too, always has the same bits, as in `flash_attn_varlen_backward`. out, lse, dk, dv and
+        dsink of the same call always have them.
     is_varlen : bool
         False promises that every request has `max_seqlen_q` and `max_seqlen_k` tokens, and saves looking for
         them. Results of a call that breaks the promise are undefined, but nothing outside of the arrays is
@@ -144,9 +144,9 @@ def flash_attn_varlen_func(
     query tokens.
 
     Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
-    graph: `flash_attn_varlen_backward` computes the gradients, and says what they cost, through out, lse or
-    both. Inputs and results are saved for it; an array that is packed gets its gradient as one array. ALiBi's
-    slopes have no gradient, and there is no second derivative.
+    graph. `flash_attn_varlen_backward` computes the gradients, through out, lse or both, and documents their
+    cost. Inputs and results are saved for it; a packed array gets its gradient as one array. ALiBi's slopes
+    have no gradient, and there is no second derivative.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup(mha_head_dims=[...])` nor `rawmla.warmup_call` has loaded is a
@@ -204,9 +204,9 @@ def flash_attn_varlen_qkvpacked_func(
     out: Any = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, Any]:
-    """`rawmla.flash_attn_varlen_func` of a q, k and v that are parts of one array.
+    """Call `rawmla.flash_attn_varlen_func` with a q, k and v that are parts of one array.
 
-    All that is not said here is as there: parameters by the same name, results, allocation, streams, graph
+    Everything else is as in that function: parameters of the same name, results, allocation, streams, graph
     captures and errors.
 
     Parameters
@@ -214,7 +214,7 @@ def flash_attn_varlen_qkvpacked_func(
     qkv : array
         bfloat16 or float16: `[total, h, 2 * d_qk + d_v]` with `head_dim_qk`, the columns of q, k and v in
         this order (FlashMLA); or `[total, 3, h, d]` without it (FlashAttention). Each part is read in
-        place, or copied, by the rules for q, k and v there.
+        place or copied, by that function's rules for q, k and v.
     cu_seqlens : array
         int32 `[b + 1]`, contiguous, not decreasing, of queries and keys alike.
     max_seqlen : int
@@ -225,13 +225,13 @@ def flash_attn_varlen_qkvpacked_func(
     Returns
     -------
     out, lse : array
-        `[total, h, d_v]` and `[total, h]`, as there.
+        `[total, h, d_v]` and `[total, h]`, as in that function.
 
     Raises
     ------
     TypeError, ValueError, RawMLAError
-        As there; a head_dim_qk that does not go with qkv among them. Errors call the parts `qkv`, or q, k and
-        v where torch traces the call.
+        As in that function, and for a head_dim_qk that does not fit qkv. Errors call the parts `qkv`, or q,
+        k and v where torch traces the call.
 
     Notes
     -----
@@ -279,30 +279,30 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_kv: int | None = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, Any]:
-    """`rawmla.flash_attn_varlen_func` of a k and v that are parts of one array.
+    """Call `rawmla.flash_attn_varlen_func` with a k and v that are parts of one array.
 
-    All that is not said here is as there: parameters by the same name, results, allocation, streams, graph
+    Everything else is as in that function: parameters of the same name, results, allocation, streams, graph
     captures and errors.
 
     Parameters
     ----------
     kv : array
         In q's dtype: `[total_k, h_kv, d_qk + d_v]` with `head_dim_qk`, the columns of k and v in this order
-        (FlashMLA); or `[total_k, 2, h_kv, d]` without it (FlashAttention). Each part is read in place,
-        or copied, by the rules for k and v there.
+        (FlashMLA); or `[total_k, 2, h_kv, d]` without it (FlashAttention). Each part is read in place or
+        copied, by that function's rules for k and v.
     head_dim_qk : int, optional
         d_qk with a `kv` of three dimensions.
 
     Returns
     -------
     out, lse : array
-        As there.
+        As in that function.
 
     Raises
     ------
     TypeError, ValueError, RawMLAError
-        As there; a head_dim_qk that does not go with q and kv among them. Errors call the parts `kv`, or k
-        and v where torch traces the call.
+        As in that function, and for a head_dim_qk that does not fit q and kv. Errors call the parts `kv`, or
+        k and v where torch traces the call.
 
     Notes
     -----
@@ -347,10 +347,10 @@ def flash_attn_func(
     out: Any = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, Any]:
-    """Attention of a batch of requests of one length.
+    """Compute attention of a batch of requests of one length.
 
-    What is computed, and all that is not said here, is as in `rawmla.flash_attn_varlen_func`: parameters by
-    the same name, allocation, streams, graph captures and errors.
+    Everything else is as in `rawmla.flash_attn_varlen_func`: the formulas, parameters of the same name,
+    allocation, streams, graph captures and errors.
 
     Parameters
     ----------
@@ -359,10 +359,10 @@ def flash_attn_func(
     k : array
         `[b, s_k, h_kv, d_qk]` in q's dtype, h_q a multiple of h_kv.
     v : array
-        `[b, s_k, h_kv, d_v]` in q's dtype, d_v 1 to 256. Which q, k and v are copied is said there; torch's
-        `[b, h, s, d]`, transposed, are not.
+        `[b, s_k, h_kv, d_v]` in q's dtype, d_v 1 to 256. q, k and v are read in place or copied as in that
+        function; torch's `[b, h, s, d]`, transposed, are read in place.
     out : array, optional
-        `[b, s_q, h_q, d_v]` in q's dtype, written and returned, by the rules there.
+        `[b, s_q, h_q, d_v]` in q's dtype, written and returned, by that function's rules.
 
     Returns
     -------
@@ -376,7 +376,7 @@ def flash_attn_func(
     Raises
     ------
     TypeError, ValueError, RawMLAError
-        As there.
+        As in that function.
 
     Notes
     -----

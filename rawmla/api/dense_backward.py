@@ -44,7 +44,7 @@ def flash_attn_varlen_backward(
     max_seqlen_kv: int | None = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, ...]:
-    """Gradients of `flash_attn_varlen_func`.
+    """Compute the gradients of `flash_attn_varlen_func`.
 
     P is computed again from q, k and lse. `DELTA = sum(dout * out) - c * dlse` of a row, where c is 1, and
     with a sink `exp(logaddexp(lse, sink) - lse)`. `dS = P * (dout @ V.T - DELTA)`, with a softcap times
@@ -58,7 +58,7 @@ def flash_attn_varlen_backward(
     dout : array
         `[total_q, h_q, d_v]` in q's dtype, gradient of out.
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        As given to `flash_attn_varlen_func`, also under the other names there.
+        As given to `flash_attn_varlen_func`, also under their other names.
     out, lse : array
         Its results. lse may have tokens or heads first in memory.
         dout and out are read in place under the rules for q, or copied once.
@@ -70,7 +70,7 @@ def flash_attn_varlen_backward(
     dlse : array, optional
         float32 `[total_q, h_q]`, gradient of lse; None: 0.
     deterministic : bool
-        dk, dv and dsink of the same call always have the same bits. So has dq with True, or under
+        dk, dv and dsink of the same call always have the same bits. dq has them with True, and under
         torch.use_deterministic_algorithms(True) where q is a torch tensor; else it is summed in any order.
 
     Returns
@@ -140,7 +140,7 @@ def flash_attn_backward(
     alibi_slopes: Any = None,
     learnable_sink: Any = None,
 ) -> tuple[Any, ...]:
-    """Gradients of `flash_attn_func`: `flash_attn_varlen_backward` for requests of one length.
+    """Compute the gradients of `flash_attn_func`: `flash_attn_varlen_backward` for requests of one length.
 
     Parameters
     ----------

@@ -30,17 +30,17 @@ def flex_attention(
     deterministic: bool | None = None,
     out: Any = None,
 ) -> Any:
-    """Attention with a score function and a mask of the caller's, which become part of the kernel.
+    """Compute attention with your own score function and mask, which become part of the kernel.
 
     For every request b, query head h, query token and key: `s = scale * q @ k` in float32, then
-    `s = score_mod(s, b, h, q_idx, kv_idx)`; positions outside of the listed blocks of `block_mask`, and those
-    of its partial blocks for which `mask_mod(b, h, q_idx, kv_idx)` is False, are left out; then
-    `lse = log(sum(exp(s)))` and `out = exp(s - lse) @ v`. Products take query's dtype and add up in float32,
-    and probabilities are rounded to it before the second product.
+    `s = score_mod(s, b, h, q_idx, kv_idx)`. Left out are positions outside of the listed blocks of
+    `block_mask`, and positions of its partial blocks where `mask_mod(b, h, q_idx, kv_idx)` is False. Then
+    `lse = log(sum(exp(s)))` and `out = exp(s - lse) @ v`. Products take query's dtype and add up in float32.
+    Probabilities are rounded to query's dtype before the second product.
 
-    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory. All,
-    also those that the functions read, are on the device of `query`. Arrays of two frameworks in one call
-    need the same current stream in both. Strides are in elements.
+    Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory. All arrays
+    are on the device of `query`, and so are the arrays that the functions read. Arrays of two frameworks in
+    one call need the same current stream in both. Strides are in elements.
 
     Parameters
     ----------
@@ -56,8 +56,8 @@ def flex_attention(
     score_mod : callable, TracedMod, CudaMod or str, optional
         `score_mod(score, b, h, q_idx, kv_idx)`, score in natural units. A Python function works on 0-d torch
         tensors and is traced (torch is needed for it); `CudaMod` and its text are CUDA C++. Numbers and
-        tensors that it closes over are read at every call, and others need no new kernel. A `TracedMod` keeps
-        what it read when it was made.
+        tensors that a function closes over are read at every call, and other values need no new kernel. A
+        `TracedMod` keeps the numbers and tensors that it read when it was made.
     block_mask : BlockMask, optional
         Of rawmla, or torch's. Its `seq_lengths` are (L, S). Batch and head are taken modulo the
         dimensions of its lists. Blocks of a multiple of 128 tokens are fast; others, of multiples of 16,
@@ -96,7 +96,7 @@ def flex_attention(
     ------
     TypeError, ValueError
         An argument is of the wrong kind or dtype; a shape, stride, range or combination is not allowed; a
-        gradient is needed that there is none of. Raised before anything is allocated or launched.
+        gradient is needed that does not exist. Raised before anything is allocated or launched.
     NotImplementedError
         A Python function calls an operator that kernels do not have; the text names both. Or query, key or
         value is a nested tensor, or the call is under make_fx, torch.export or a FakeTensorMode.
@@ -113,10 +113,10 @@ def flex_attention(
 
     Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
     torch that requires grad, out and lse have a graph, max_scores has none. Query, key and value then are
-    tensors of torch and none is float8. score_mod as a `CudaMod` has `grad`, and `capture_grads` of what
-    requires grad. What mask_mod reads requires none. Where block_mask has no lists by columns, the backward
-    makes them. Saved for the backward are inputs, out, lse, the lists, and what the functions read in this
-    call. There is no second derivative.
+    tensors of torch and none is float8. A `CudaMod` as score_mod has `grad`, and `capture_grads` for the
+    arrays that require grad. Tensors that mask_mod reads must not require grad. Where block_mask has no lists
+    by columns, the backward makes them. The backward keeps inputs, out, lse, the lists, and the values that
+    the functions read in this call. There is no second derivative.
 
     torch.compile runs the call between two graphs, through which gradients go.
 
@@ -153,11 +153,12 @@ def flex_attention_backward(
     grad_lse: Any = None,
     deterministic: bool | None = None,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Gradients of `flex_attention`, from its results and their gradients.
+    """Compute the gradients of `flex_attention`, from its results and their gradients.
 
-    Scores s are computed again as there. With `p = exp(s - lse)` where a key is attended, else 0, and
-    `DELTA = sum(grad_out * out) - grad_lse` of a row, the gradient of what score_mod gives is
-    `p * (grad_out @ value.T - DELTA)`, and ds what its derivative makes of it, 0 where nothing is attended.
+    Scores s are computed again as in the forward. With `p = exp(s - lse)` where a key is attended, else 0,
+    and `DELTA = sum(grad_out * out) - grad_lse` of a row, the gradient of score_mod's result is
+    `p * (grad_out @ value.T - DELTA)`. The derivative of score_mod makes ds of it, 0 where nothing is
+    attended.
     `dq = scale * ds @ key`, `dk = scale * ds.T @ query`, `dv = p.T @ grad_out`, summed in float32 over what
     shares a key: the heads of a group, and all requests where Bkv is 1. p and ds are rounded to the dtype of
     query before their products. With score_mod, an lse beyond 2**14 * ln(2) in magnitude is computed again
@@ -170,8 +171,8 @@ def flex_attention_backward(
     query, key, value, score_mod, block_mask, scale, enable_gqa
         As given to `flex_attention`; key and value in query's dtype. `CudaMod` has `grad`, and
         `capture_grads` for arrays that have gradients. The lists by columns of block_mask (`q_num_blocks`,
-        `q_indices`, `full_q_num_blocks`, `full_q_indices`) say what is attended; where torch tensors or CuPy
-        arrays have none, they are made of those by rows.
+        `q_indices`, `full_q_num_blocks`, `full_q_indices`) say what is attended. A mask of torch tensors or
+        CuPy arrays without them gets them from its lists by rows.
     out, lse : array
         Its results, lse float32 `[B, Hq, L]` with any strides. out and grad_out are read in place under
         the rules for query, or copied once.
@@ -188,15 +189,16 @@ def flex_attention_backward(
         Of the shapes of query, key and value in their dtype, dimensions in the order of strides of these.
     captured : dict of str to array
         By the name of the variable, or in `CudaMod.captures`: the gradients of tensors that score_mod reads
-        and that require grad, and of other arrays in `CudaMod.capture_grads`. Of the array's shape and dtype,
-        contiguous; summed in float32. None of one that the result does not depend on.
+        and that require grad, and of other arrays in `CudaMod.capture_grads`. A gradient has the array's
+        shape and dtype, is contiguous, and is summed in float32. It is None for an array that the result does
+        not depend on.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError, RawMLAError
-        As `flex_attention`; ValueError too where other arrays than these have no lists by columns, a CudaMod
-        no derivative, or a tensor that mask_mod reads requires grad. Raised before anything is allocated or
-        launched, but for lists by columns.
+        As `flex_attention`. ValueError too where a mask of other arrays has no lists by columns, a CudaMod
+        has no derivative, or a tensor that mask_mod reads requires grad. Raised before anything is allocated
+        or launched, but for lists by columns.
 
     Notes
     -----
@@ -213,7 +215,7 @@ def flex_attention_backward(
     elements together or 2**39 terms. Never synchronises. Graph captures and torch.compile are as for
     `flex_attention`.
 
-    The operation is what torch derives for its function flex_attention
+    The operation is torch's backward of its function flex_attention
     (torch.nn.attention.flex_attention).
     """
     return backward.gradients(
@@ -235,7 +237,7 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> BlockMask:
-    """The blocks of a mask function: which of them are empty, partial or full.
+    """Find which blocks of a mask function are empty, partial or full.
 
     Parameters
     ----------
@@ -270,8 +272,8 @@ def create_block_mask(
 
     Notes
     -----
-    Allocates the lists, and one byte for each block; time and memory are proportional to the positions that
-    the function is asked for and to the blocks, and no mask of Q_LEN x KV_LEN is in memory. Enqueues three
+    Allocates the lists, and one byte for each block. Time is proportional to the positions at which the
+    function is called, and memory to the blocks: no mask of Q_LEN x KV_LEN is in memory. Enqueues three
     kernels on the current stream; never synchronises. It may be captured in a CUDA graph; its lists then
     follow arrays that the function reads. torch.compile runs the call between two graphs.
 
@@ -320,13 +322,13 @@ def trace_mod(function: Any, kind: Kind, device: Any = None) -> TracedMod:
 
     Notes
     -----
-    The trace holds what the function read: the numbers, the tensor objects, and the sizes that it asked for.
-    A variable that gets another number or another tensor later is not seen: trace the function again. The
-    values of a tensor are read when a kernel runs, so changes in place are seen, and so is the value of a 0-d
-    tensor of the CPU, at each call. A tensor keeps its dtype, its number of dimensions and its device, or a
-    call raises `TypeError` or `ValueError`. There are gradients of the tensors that require grad when the
-    function is traced; one that requires grad later is a `ValueError` where a gradient is needed. A function
-    without gradients can be traced: a call that needs them raises the error that tracing them raised.
+    The trace holds the numbers, the tensor objects and the sizes that the function read. Trace the function
+    again when a variable gets another number or another tensor. Kernels read the values of a tensor when they
+    run, so changes in place have an effect; the value of a 0-d tensor of the CPU is read at each call. A
+    tensor keeps its dtype, its number of dimensions and its device, or a call raises `TypeError` or
+    `ValueError`. Gradients exist for the tensors that require grad when the function is traced. A tensor that
+    requires grad later is a `ValueError` where a gradient is needed. A function without gradients can be
+    traced: a call that needs them raises the error that tracing them raised.
 
     Runs on the host, for some milliseconds. Allocates and enqueues nothing on the device, compiles nothing,
     and never synchronises.

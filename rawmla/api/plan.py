@@ -47,8 +47,8 @@ def get_mla_metadata(
     topk : int, optional
         A plan for sparse decoding: columns of `indices`. Only the shape of `cache_seqlens` counts then, and
         `num_heads_k` is 1. With an extra cache, the sum of both topk, each rounded up to a multiple of 64.
-        Such a plan does not know `topk_length` and serves any. The plan of an empty `FlashMLASchedMeta`
-        does, and leaves out the blocks after it.
+        Such a plan serves any `topk_length`. A decode call that fills an empty `FlashMLASchedMeta` reads its
+        `topk_length` and leaves out the blocks after it.
     num_heads_per_head_k : int, optional
         See `num_q_tokens_per_head_k`; give one of the two.
     enable_batch_invariant : bool
@@ -62,15 +62,15 @@ def get_mla_metadata(
         may be smaller than the one the arrays were made for: all of num_splits is written, so that a call for
         the larger batch leaves the results of the other requests alone.
         Between replays of a captured CUDA graph this updates the plan that the graph reads. `topk` must be
-        that of the call which filled an object, in blocks of 64.
+        equal, in blocks of 64, to the topk of the call which filled an object.
 
     Returns
     -------
     tile_scheduler_metadata : array or FlashMLASchedMeta
         int32 `[num_sm_parts, 8]` in the framework of `cache_seqlens`, one row per partition: begin_req,
-        begin_block (of 64 tokens), end_req (inclusive), end_block (exclusive), begin_split, 3 more of the
-        library's own. Any consumer may copy it; a decode call takes any number of rows. `out` if that was
-        given.
+        begin_block (of 64 tokens), end_req (inclusive), end_block (exclusive), begin_split, and 3 columns for
+        the library's own use. Any consumer may copy it; a decode call takes any number of rows. `out` if it
+        was given.
     num_splits : array or None
         int32 `[b + 1]`, exclusive prefix sum of splits per request. None with a `FlashMLASchedMeta`.
 

@@ -35,15 +35,15 @@ def context_attention_fwd(
     interleaved_v_pack_factor: int = 0,
     causal: bool = True,
 ) -> Any:
-    """Attention of requests' new tokens over their older ones, in a paged cache, and over themselves.
+    """Compute attention of new tokens over older ones, in a paged cache, and over themselves.
 
-    Request r has the rows `b_start_loc[r]` to `b_start_loc[r + 1] - 1` of q, k, v and o, query_len of them,
-    and `ctx_len = max(b_seq_len[r] - query_len, 0)` older tokens in the cache. Its token at position t is,
-    for t < ctx_len, token `t % block_size` of page `b_loc[r, t // block_size]`, and from there on row
-    `b_start_loc[r] + t - ctx_len` of k and v. Query j is at position u = ctx_len + j and sees the tokens with
-    t <= u. For every head `S = sm_scale * Q @ K.T`, with ALiBi `S += slope * (t - u)`, and
-    `o = softmax(S) @ V`. Products take q's dtype and add up in float32; scores, softmax and sums are float32,
-    and probabilities are rounded to q's dtype before the second product.
+    Request r has query_len rows of q, k, v and o, from `b_start_loc[r]` to `b_start_loc[r + 1] - 1`, and
+    `ctx_len = max(b_seq_len[r] - query_len, 0)` older tokens in the cache. Its token at position t is token
+    `t % block_size` of page `b_loc[r, t // block_size]` for t < ctx_len, and row `b_start_loc[r] + t -
+    ctx_len` of k and v from there on. Query j is at position u = ctx_len + j and sees the tokens with t <= u.
+    For every head `S = sm_scale * Q @ K.T`, with ALiBi `S += slope * (t - u)`, and `o = softmax(S) @ V`.
+    Products take q's dtype and add up in float32; scores, softmax and sums are float32, and probabilities are
+    rounded to q's dtype before the second product.
 
     Arrays are torch CUDA tensors, CuPy arrays, or DLPack arrays of other libraries in CUDA memory. All are
     on the device of `q`, which need not be the current one. Arrays of two frameworks in one call need the
@@ -55,7 +55,7 @@ def context_attention_fwd(
         bfloat16 or float16 `[tokens, h_q, d]`, d 1 to 256, less than 2**30 tokens.
     k, v : array or None
         `[tokens, h_kv, d]` in q's dtype. Query head h reads KV head `h // (h_q / h_kv)`, and h_q is a
-        multiple of h_kv. Both None: the new tokens are read from the cache too, at their positions; those
+        multiple of h_kv. Both None: the new tokens are read from the cache too, at their positions; tokens
         from b_seq_len on do not exist.
         q, k and v are read in place if their last dimension is contiguous, their address a multiple of
         16 bytes, and every other stride 0 (a broadcast dimension) or a positive multiple of 8. Any other one
@@ -88,8 +88,8 @@ def context_attention_fwd(
     max_input_len : int
         At least the query_len of every request. Results of longer requests are undefined.
     k_scale, v_scale : float or array
-        Of FP8 caches: a value is the float8 number times this, a positive number or a float32 array of one
-        element (shape `[]` or `[1]`), which the host does not read. Otherwise they are not looked at.
+        For FP8 caches: a value is the float8 number times this, a positive number or a float32 array of one
+        element (shape `[]` or `[1]`), which the host does not read. Ignored with other caches.
     alibi_slopes : array, optional
         float32 `[h_q]`, contiguous. Needs `causal`.
     sliding_window : int, optional

@@ -54,8 +54,8 @@ def flash_mla_sparse_fwd(
     indices : array
         int32 `[s_q, 1, topk]`, any topk from 1 up, last dimension contiguous, other strides free but not
         negative: rows of kv; of a paged cache slots, block * page_block_size + offset in the block. A
-        negative one or one past the last is skipped; one that occurs twice counts twice. What no valid index
-        names is never read into the result.
+        negative index or one past the last row is skipped; one that occurs twice counts twice. Rows that no
+        valid index names are never read into the result.
     sm_scale : float
         Finite and positive.
     d_v : int
@@ -76,13 +76,13 @@ def flash_mla_sparse_fwd(
     is_fp8_kvcache : bool
         `kv` is a paged cache that holds FP8 values with scales, in the layout that d_qk decides (see
         `rawmla.quantize_k_cache`). A value is e4m3 * scale, rounded to bfloat16 once; few query tokens with
-        up to 16 heads over "v32" may read it unrounded. A cache is copied to bf16 rows first, and these are
-        attended, where that takes less time: where the query tokens select at least eight times as many rows
-        as it has, and the copies take no more room than `q` and `out`.
+        up to 16 heads over "v32" may read it unrounded. Where it takes less time, a cache is copied to bf16
+        rows first, and the copies are attended: where the query tokens select at least eight times as many
+        rows as the cache has, and the copies take no more room than `q` and `out`.
     enable_batch_invariant : bool
-        A token's results have the same bits in every call of the same topk, h_q and `kv`, whatever the other
-        tokens are and however many. Tokens share nothing then: no selections are united, no cache is copied
-        first, and no token is split over multiprocessors, so that a call of few tokens leaves most of the GPU
+        A token's results have the same bits in every call with the same topk, h_q and `kv`, whatever the
+        other tokens are and however many. Tokens share no work then: no selections are united, no cache is
+        copied first, and no token is split over multiprocessors. A call of few tokens leaves most of the GPU
         idle. docs/performance.md has the cost.
 
     Returns

@@ -95,13 +95,28 @@ def _with_strides(array: NewArray) -> tuple[tuple[int, ...], str, tuple[int, ...
     return array if len(array) == 3 else (*array, contiguous_strides(array[0]))
 
 
+class _Queries(dict[int, Callable[[], bool]]):
+    """The functions that `Framework.capture_query` gives, one for each device."""
+
+    def __init__(self, framework: Framework) -> None:
+        self._is_capturing = framework.is_capturing
+
+    def __missing__(self, device: int) -> Callable[[], bool]:
+        query = self[device] = partial(self._is_capturing, device)
+        return query
+
+
 class TorchFramework:
-    """torch: its caching allocator, its current stream per device, its graph-private pools."""
+    """torch: its caching allocator, its current stream per device, its graph-private pools.
+
+    `Framework` documents the methods.
+    """
 
     name = "torch"
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
+        self.capture_query = _Queries(self).__getitem__
         self._name_of_dtype: dict[Any, str] = {
             dtype: str(dtype).removeprefix("torch.")
             for dtype in vars(torch).values()
@@ -112,7 +127,6 @@ class TorchFramework:
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
         self._current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
-        self._queries: dict[int, Callable[[], bool]] = {}
         self._is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
         # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -151,7 +165,6 @@ class TorchFramework:
         return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """See `Framework.empty`."""
         torch_dtype = self._dtype_of_name[dtype]
         if self._empty_strided is not None and self._current_device() == device:
             return self._empty_strided(shape, contiguous_strides(shape), torch_dtype)
@@ -161,10 +174,10 @@ class TorchFramework:
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; torch keeps what a capture allocates in a pool of the graph."""
-        given: list[NewArray] = [*arrays, ((scratch_bytes,), "uint8")] if scratch_bytes else list(arrays)
+        scratch: list[NewArray] = [((scratch_bytes,), "uint8")] if scratch_bytes else []
         wanted = [
             (shape, strides, self._dtype_of_name[dtype])
-            for shape, dtype, strides in map(_with_strides, given)
+            for shape, dtype, strides in map(_with_strides, [*arrays, *scratch])
         ]
         empty_strided, current_device = self._empty_strided, self._current_device
 
@@ -193,21 +206,12 @@ class TorchFramework:
         return copy.copy_(array.detach())
 
     def fill(self, array: Any, value: float) -> None:
-        """See `Framework.fill`."""
         array.fill_(value)
 
     def is_capturing(self, device: int) -> bool:
-        """See `Framework.is_capturing`."""
         cuda = self._torch.cuda
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
-
-    def capture_query(self, device: int) -> Callable[[], bool]:
-        """See `Framework.capture_query`."""
-        query = self._queries.get(device)
-        if query is None:
-            query = self._queries[device] = partial(self.is_capturing, device)
-        return query
 
     def determinism(self) -> bool:
         """See `Framework.determinism`; torch.use_deterministic_algorithms sets it."""
@@ -215,7 +219,7 @@ class TorchFramework:
 
 
 class CupyFramework:
-    """CuPy: its memory pool and its current stream per device.
+    """CuPy: its memory pool and its current stream per device. `Framework` documents the methods.
 
     The pool has no notion of a graph: memory that is freed after a capture may be handed to somebody else
     while the graph still writes to it. Scratch of a captured call is therefore part of the allocation of
@@ -226,11 +230,11 @@ class CupyFramework:
 
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
+        self.capture_query = _Queries(self).__getitem__
         self._get_device = cupy.cuda.runtime.getDevice
         self._get_stream = cupy.cuda.get_current_stream
         self._name_of_dtype: dict[Any, str] = {}
         self._dtype_of_name: dict[str, Any] = {}
-        self._queries: dict[int, Callable[[], bool]] = {}
         self._kept: list[Any] = []
 
     def read(self, x: Any, name: str) -> Fields:
@@ -258,7 +262,6 @@ class CupyFramework:
         return self.read(self._cupy.from_dlpack(x), name)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """See `Framework.empty`."""
         if self._get_device() == device:
             return self._cupy.empty(shape, self._dtype(dtype))
         with self._on(device):
@@ -268,9 +271,7 @@ class CupyFramework:
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
         """See `Framework.allocator`; in a capture the scratch lives as long as the last array does."""
-        if not arrays:
-            return partial(self._scratch_alone, scratch_bytes, device)
-        *others, last = arrays
+        arrays = tuple(arrays)
 
         def make(array: NewArray, more_bytes: int = 0) -> tuple[Any, Any]:
             """Make the array, and a view of ``more_bytes`` further bytes of its allocation."""
@@ -286,76 +287,58 @@ class CupyFramework:
             return self._cupy.ndarray(shape, dtype, memptr=buffer.data, strides=steps), buffer[start:]
 
         def allocate() -> list[Any]:
-            made = [make(array)[0] for array in others]
-            if not scratch_bytes:
-                return [*made, make(last)[0], None]
-            if not self.is_capturing(device):
-                return [*made, make(last)[0], self.empty((scratch_bytes,), "uint8", device)]
-            return [*made, *make(last, scratch_bytes)]
+            in_capture = scratch_bytes > 0 and self.is_capturing(device)
+            if in_capture and arrays:
+                return [*[make(array)[0] for array in arrays[:-1]], *make(arrays[-1], scratch_bytes)]
+            made = [make(array)[0] for array in arrays]
+            scratch = self.empty((scratch_bytes,), "uint8", device) if scratch_bytes else None
+            if in_capture:
+                self._kept.append(scratch)  # nothing says when the graph that uses it is gone
+            return [*made, scratch]
 
         return allocate
 
-    def _scratch_alone(self, scratch_bytes: int, device: int) -> list[Any]:
-        """What an allocator without arrays makes; nothing tells when a graph that uses it is gone."""
-        if not scratch_bytes:
-            return [None]
-        scratch = self.empty((scratch_bytes,), "uint8", device)
-        if self.is_capturing(device):
-            self._kept.append(scratch)
-        return [scratch]
-
     def contiguous_copy(self, array: Any, name: str) -> Any:
-        """See `Framework.contiguous_copy`."""
-        with self._on(self._copying_device(array, name)):
+        with self._copying(array, name):
             return array.copy(order="C")
 
     def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
-        """See `Framework.aligned_copy`."""
         *sizes, columns = array.shape
         wanted = array.dtype if dtype is None else self._dtype(dtype)
-        with self._on(self._copying_device(array, name, dtype)):
+        with self._copying(array, name, dtype):
             copy = self._cupy.empty((*sizes, _aligned(columns)), wanted)[..., :columns]
             copy[...] = array
         return copy
 
-    def _copying_device(self, array: Any, name: str, dtype: str | None = None) -> int:
-        """The device of an argument that is to be copied there, perhaps to another dtype."""
+    def _copying(self, array: Any, name: str, dtype: str | None = None) -> AbstractContextManager[Any]:
+        """Work on the device of an argument that is copied, perhaps to another dtype."""
         device: int = array.data.device_id
         if self.is_capturing(device):
-            usable = "a 16-byte aligned array whose last dimension is contiguous and whose other strides are "
-            usable += "positive multiples of 8 elements"
-            if dtype is not None:
-                usable = f"an array of {dtype} whose last dimension is contiguous"
+            usable = f"an array of {dtype} whose last dimension is contiguous"
+            if dtype is None:
+                usable = (
+                    "a 16-byte aligned array whose last dimension is contiguous and whose other strides are "
+                    "positive multiples of 8 elements"
+                )
             raise ValueError(
                 f"{name}: expected, inside a CUDA-graph capture of CuPy arrays, {usable} (a copy made now "
                 f"would not outlive the capture), got {array.dtype}, address {array.data.ptr:#x}, strides "
                 f"{array.strides} bytes"
             )
-        return device
+        return self._on(device)
 
     def fill(self, array: Any, value: float) -> None:
-        """See `Framework.fill`."""
         with self._on(array.data.device_id):
             array.fill(value)
 
     def pointer(self, array: Any) -> int:
-        """See `Framework.pointer`."""
         return int(array.data.ptr)
 
     def current_stream(self, device: int) -> int:
-        """See `Framework.current_stream`."""
         return int(self._get_stream(device).ptr)
 
     def is_capturing(self, device: int) -> bool:
-        """See `Framework.is_capturing`."""
         return bool(self._get_stream(device).is_capturing())
-
-    def capture_query(self, device: int) -> Callable[[], bool]:
-        """See `Framework.capture_query`."""
-        query = self._queries.get(device)
-        if query is None:
-            query = self._queries[device] = partial(self.is_capturing, device)
-        return query
 
     def determinism(self) -> bool:
         """See `Framework.determinism`; CuPy has no such switch."""
@@ -367,13 +350,12 @@ class CupyFramework:
     def _dtype(self, name: str) -> Any:
         dtype = self._dtype_of_name.get(name)
         if dtype is None:
+            kind: Any = name
             if name == "bfloat16":
                 import ml_dtypes  # a bfloat16 CuPy array exists, so this is installed
 
-                dtype = self._cupy.dtype(ml_dtypes.bfloat16)
-            else:
-                dtype = self._cupy.dtype(name)
-            self._dtype_of_name[name] = dtype
+                kind = ml_dtypes.bfloat16
+            dtype = self._dtype_of_name[name] = self._cupy.dtype(kind)
         return dtype
 
 

@@ -23,130 +23,63 @@ Score and mask functions are functions of NumPy arrays or, with tensors, those t
 score function with gradients is a `NumpyMod`. CUDA text does not run here: a `CudaMod` is refused.
 """
 
-from ._attention import flash_mla_sparse_fwd, flash_mla_with_kvcache, visible_tokens
-from ._cache import (
-    D_V,
-    LAYOUTS,
-    MODEL1_MIN_AMAX,
-    V32_MIN_SCALE,
-    CacheLayout,
-    convert_indices,
-    dequantize_k_cache,
-    gather_kv_cache,
-    merge_attn_states,
-    quantize_k_cache,
-    write_kv_cache,
-)
-from ._flex import (
-    AuxOutput,
-    AuxRequest,
-    BlockMask,
-    CudaMod,
-    NumpyMod,
-    and_masks,
-    create_block_mask,
-    flex_attention,
-    flex_attention_backward,
-    noop_mask,
-    or_masks,
-)
-from ._formats import (
-    E4M3_MAX,
-    bf16_bits,
-    decode_bf16,
-    decode_e4m3,
-    decode_e5m2,
-    decode_e8m0,
-    encode_e4m3,
-    round_to_bf16,
-)
-from ._mha import (
-    flash_attn_backward,
-    flash_attn_func,
-    flash_attn_varlen_backward,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from ._plan import (
-    BATCH_INVARIANT_MARK,
-    BATCH_INVARIANT_MAX_SPLITS,
-    BATCH_INVARIANT_MIN_BLOCKS,
-    BLOCK_TOKENS,
-    FIXED_COST_DIVISOR,
-    MAX_FIXED_COST,
-    MAX_SHORT_PART,
-    PLAN_COLUMNS,
-    SHORT_PART_FACTOR,
-    SM_COUNT,
-    FlashMLASchedMeta,
-    Plan,
-    SchedConfig,
-    get_mla_metadata,
-    plan,
-    plan_blocks,
-    sparse_blocks,
-    sparse_num_parts,
-)
-from ._prefix import context_attention_fwd
+from ..flex.block_mask import BlockMask as BlockMask
+from ..flex.block_mask import and_masks as and_masks
+from ..flex.block_mask import noop_mask as noop_mask
+from ..flex.block_mask import or_masks as or_masks
+from ..flex.forward import AuxOutput as AuxOutput
+from ..flex.forward import AuxRequest as AuxRequest
+from ..flex.mods import CudaMod as CudaMod
+from ..mla.plan import FlashMLASchedMeta as FlashMLASchedMeta
+from ..mla.plan import SchedConfig as SchedConfig
+from ._attention import flash_mla_sparse_fwd as flash_mla_sparse_fwd
+from ._attention import flash_mla_with_kvcache as flash_mla_with_kvcache
+from ._attention import visible_tokens as visible_tokens
+from ._cache import D_V as D_V
+from ._cache import LAYOUTS as LAYOUTS
+from ._cache import MODEL1_MIN_AMAX as MODEL1_MIN_AMAX
+from ._cache import V32_MIN_SCALE as V32_MIN_SCALE
+from ._cache import CacheLayout as CacheLayout
+from ._cache import convert_indices as convert_indices
+from ._cache import dequantize_k_cache as dequantize_k_cache
+from ._cache import gather_kv_cache as gather_kv_cache
+from ._cache import merge_attn_states as merge_attn_states
+from ._cache import quantize_k_cache as quantize_k_cache
+from ._cache import write_kv_cache as write_kv_cache
+from ._flex import NumpyMod as NumpyMod
+from ._flex import create_block_mask as create_block_mask
+from ._flex import flex_attention as flex_attention
+from ._flex import flex_attention_backward as flex_attention_backward
+from ._formats import E4M3_MAX as E4M3_MAX
+from ._formats import bf16_bits as bf16_bits
+from ._formats import decode_bf16 as decode_bf16
+from ._formats import decode_e4m3 as decode_e4m3
+from ._formats import decode_e5m2 as decode_e5m2
+from ._formats import decode_e8m0 as decode_e8m0
+from ._formats import encode_e4m3 as encode_e4m3
+from ._formats import round_to_bf16 as round_to_bf16
+from ._mha import flash_attn_backward as flash_attn_backward
+from ._mha import flash_attn_func as flash_attn_func
+from ._mha import flash_attn_varlen_backward as flash_attn_varlen_backward
+from ._mha import flash_attn_varlen_func as flash_attn_varlen_func
+from ._mha import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+from ._mha import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+from ._plan import BATCH_INVARIANT_MARK as BATCH_INVARIANT_MARK
+from ._plan import BATCH_INVARIANT_MAX_SPLITS as BATCH_INVARIANT_MAX_SPLITS
+from ._plan import BATCH_INVARIANT_MIN_BLOCKS as BATCH_INVARIANT_MIN_BLOCKS
+from ._plan import BLOCK_TOKENS as BLOCK_TOKENS
+from ._plan import FIXED_COST_DIVISOR as FIXED_COST_DIVISOR
+from ._plan import MAX_FIXED_COST as MAX_FIXED_COST
+from ._plan import MAX_SHORT_PART as MAX_SHORT_PART
+from ._plan import PLAN_COLUMNS as PLAN_COLUMNS
+from ._plan import SHORT_PART_FACTOR as SHORT_PART_FACTOR
+from ._plan import SM_COUNT as SM_COUNT
+from ._plan import Plan as Plan
+from ._plan import get_mla_metadata as get_mla_metadata
+from ._plan import plan as plan
+from ._plan import plan_blocks as plan_blocks
+from ._plan import sparse_blocks as sparse_blocks
+from ._plan import sparse_num_parts as sparse_num_parts
+from ._prefix import context_attention_fwd as context_attention_fwd
 
-__all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BATCH_INVARIANT_MARK",
-    "BATCH_INVARIANT_MAX_SPLITS",
-    "BATCH_INVARIANT_MIN_BLOCKS",
-    "BLOCK_TOKENS",
-    "BlockMask",
-    "CudaMod",
-    "D_V",
-    "E4M3_MAX",
-    "FIXED_COST_DIVISOR",
-    "LAYOUTS",
-    "MAX_FIXED_COST",
-    "MAX_SHORT_PART",
-    "MODEL1_MIN_AMAX",
-    "PLAN_COLUMNS",
-    "SHORT_PART_FACTOR",
-    "SM_COUNT",
-    "V32_MIN_SCALE",
-    "CacheLayout",
-    "FlashMLASchedMeta",
-    "NumpyMod",
-    "Plan",
-    "SchedConfig",
-    "and_masks",
-    "bf16_bits",
-    "context_attention_fwd",
-    "convert_indices",
-    "create_block_mask",
-    "decode_bf16",
-    "decode_e4m3",
-    "decode_e5m2",
-    "decode_e8m0",
-    "dequantize_k_cache",
-    "encode_e4m3",
-    "flash_attn_backward",
-    "flash_attn_func",
-    "flash_attn_varlen_backward",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "flex_attention",
-    "flex_attention_backward",
-    "gather_kv_cache",
-    "get_mla_metadata",
-    "merge_attn_states",
-    "noop_mask",
-    "or_masks",
-    "plan",
-    "plan_blocks",
-    "quantize_k_cache",
-    "round_to_bf16",
-    "sparse_blocks",
-    "sparse_num_parts",
-    "visible_tokens",
-    "write_kv_cache",
-]
+__all__ = [name for name in globals() if not name.startswith("_")]  # noqa: PLE0605

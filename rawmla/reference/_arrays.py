@@ -12,14 +12,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ._formats import decode_e4m3, decode_e5m2
+
 BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 """What a quantised cache may be an array of."""
 E5M2_BYTE_DTYPES = ("float8_e5m2", "uint8", "int8")
 """The same for a cache of e5m2."""
 
+Floats = NDArray[np.float64]
+
 INT_DTYPES = ("int32",)
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _SEEN_AS_BYTES = {*BYTE_DTYPES, *E5M2_BYTE_DTYPES}
+
+_DECODERS = {"float8_e4m3fn": decode_e4m3, "float8_e5m2": decode_e5m2}
 
 Shape = tuple["int | str | Collection[int]", ...]
 """Dimensions that an array must have: a number, one of several, or the name of one of any size."""
@@ -41,6 +47,26 @@ class Array(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
+
+    @property
+    def floats(self) -> Floats:
+        """Its numbers as float64."""
+        decode = _DECODERS.get(self.dtype)
+        return (self.values if decode is None else decode(self.values)).astype(np.float64)
+
+    def result(self, values: NDArray[Any], dtype: str, out: Any = None) -> Any:
+        """A result in the kind of this array: a tensor of `dtype`, or `values` as they are.
+
+        It is written to `out` if that is given. A tensor `out` is also what is returned.
+        """
+        if out is not None:
+            store(out, ..., values)
+            if is_tensor(out):
+                return out
+        if not self.is_torch:
+            return values
+        torch = sys.modules["torch"]
+        return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
 
 
 def read(x: Any, name: str, dtypes: tuple[str, ...] | None = None, shape: Shape | None = None) -> Array:
@@ -67,11 +93,30 @@ def read(x: Any, name: str, dtypes: tuple[str, ...] | None = None, shape: Shape 
     return array
 
 
+def read_given(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Array | None:
+    """Read an argument that may be None."""
+    return None if x is None else read(x, name, dtypes, shape)
+
+
 def read_target(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape | None = None) -> Array:
     """Read an argument that is written: an array, and nothing that NumPy would make a copy of."""
     if not is_tensor(x) and not isinstance(x, np.ndarray):
         raise TypeError(f"{name}: expected a torch CPU tensor or a NumPy array, got {type(x).__name__}")
     return read(x, name, dtypes, shape)
+
+
+def check_target(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape) -> None:
+    """Check an argument that is written if it is not None."""
+    if x is not None:
+        read_target(x, name, dtypes, shape)
+
+
+def check_groups(h_q: int, h_kv: int, keys: str) -> None:
+    """Check that every KV head of the argument `keys` has equally many query heads."""
+    if h_q % h_kv:
+        raise ValueError(
+            f"q: expected h_q to be a multiple of the h_kv of {keys}, got h_q {h_q} and h_kv {h_kv}"
+        )
 
 
 def _read_numpy(x: Any, name: str) -> Array:
@@ -142,20 +187,3 @@ def store(target: Any, place: Any, values: NDArray[Any]) -> None:
     torch = sys.modules["torch"]
     with torch.no_grad():
         target[place] = torch.from_numpy(np.ascontiguousarray(values)).to(target.dtype)
-
-
-def like(values: NDArray[Any], dtype: str, array: Array) -> Any:
-    """A result in the caller's kind: a tensor of `dtype` where `array` is one, else `values` as they are."""
-    if not array.is_torch:
-        return values
-    torch = sys.modules["torch"]
-    return torch.from_numpy(np.ascontiguousarray(values)).to(getattr(torch, dtype))
-
-
-def result(values: NDArray[Any], dtype: str, array: Array, out: Any) -> Any:
-    """A result as `like`, written to `out` if that is given. A tensor `out` is also what is returned."""
-    if out is not None:
-        store(out, ..., values)
-        if is_tensor(out):
-            return out
-    return like(values, dtype, array)

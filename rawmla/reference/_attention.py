@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
-from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Shape, like, read, read_target, result
+from ..mla.arguments import refuse_without_indices
+from ..mla.plan import SchedConfig
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Floats, check_groups, check_target, read, read_given
 from ._cache import D_ROPE, D_V, LAYOUTS, dequantize_k_cache
-from ._plan import SchedConfig, dense_blocks, refuse_dense_fp8, sparse_blocks, use_plan
+from ._plan import dense_blocks, sparse_blocks, use_plan
 
 D_QK = (576, 512)
 """Columns of K."""
+
+_Keys = Callable[[int, int], Floats]
+"""The keys `[n, h_kv, d_qk]` that a query token of a request attends: (request, token)."""
 
 
 def visible_tokens(length: int, s_q: int, token: int, causal: bool) -> int:
@@ -61,7 +68,6 @@ def flash_mla_with_kvcache(
     _check_d_v("head_dim_v", head_dim_v)
     if softmax_scale is not None:
         softmax_scale = as_softmax_scale(softmax_scale)
-    plan = (tile_scheduler_metadata, num_splits)
     if indices is None:
         sparse_only = {
             "attn_sink": attn_sink,
@@ -70,48 +76,47 @@ def flash_mla_with_kvcache(
             "topk_length": topk_length,
             "extra_topk_length": extra_topk_length,
         }
-        given = [name for name, value in sparse_only.items() if value is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)}: expected None without indices, got an array")
-        if is_fp8_kvcache:
-            refuse_dense_fp8()
-        arrays = (q, k_cache, block_table, cache_seqlens)
-        return _dense(*arrays, plan, softmax_scale, causal, out, enable_batch_invariant)
-    if causal:
+        if is_fp8_kvcache or any(x is not None for x in sparse_only.values()):
+            refuse_without_indices(**sparse_only)
+    elif causal:
         raise ValueError("causal: expected False with indices, got True")
-    if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+    elif (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         missing = "extra_k_cache" if extra_k_cache is None else "extra_indices_in_kvcache"
         raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
-    if extra_k_cache is None and extra_topk_length is not None:
+    elif extra_k_cache is None and extra_topk_length is not None:
         raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
-    queries = _read_q(q, ("b", "s_q", "h_q"), ("bfloat16",))
+
+    dtypes = ("bfloat16", "float16") if indices is None else ("bfloat16",)
+    queries = _read_q(q, ("b", "s_q", "h_q"), dtypes)
     b, s_q, h_q, d_qk = queries.shape
-    _check_out(out, queries)
-    sink = _read_sink(attn_sink, h_q)
-    cache = _read_cache("k_cache", k_cache, d_qk, is_fp8_kvcache)
-    sources = [_select(cache, "", indices, topk_length, (b, s_q))]
-    if extra_k_cache is not None:
-        cache = _read_cache("extra_k_cache", extra_k_cache, d_qk, is_fp8_kvcache)
-        sources.append(_select(cache, "extra_", extra_indices_in_kvcache, extra_topk_length, (b, s_q)))
-    config = SchedConfig(
-        b,
-        s_q,
-        h_q,
-        page_block_size=sources[0].page_block_size,
-        h_k=1,
-        causal=False,
-        is_fp8_kvcache=is_fp8_kvcache,
-        topk=sources[0].topk,
-        extra_page_block_size=sources[1].page_block_size if sources[1:] else None,
-        extra_topk=sources[1].topk if sources[1:] else None,
-        enable_batch_invariant=enable_batch_invariant,
-    )
-    extra = (sources[1].topk, sources[1].lengths) if sources[1:] else (0, None)
-    use_plan(*plan, config, sparse_blocks(b, sources[0].topk, sources[0].lengths, *extra), queries)
+    check_target(out, "out", (queries.dtype,), (b, s_q, h_q, D_V))
+    sink = read_given(attn_sink, "attn_sink", ("float32",), (h_q,))
+    if indices is None:
+        axes = ("num_blocks", "page_block_size", "h_kv", d_qk)
+        cache = read(k_cache, "k_cache", (queries.dtype,), axes).values
+        _, page_block_size, h_kv, _ = cache.shape
+        check_groups(h_q, h_kv, "k_cache")
+        table = read(block_table, "block_table", INT_DTYPES, (b, "max_blocks")).values
+        lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,)).values
+        keys_of, blocks = _paged(cache, table, lengths, s_q, causal), dense_blocks(lengths)
+        config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal)
+    else:
+        cache = _read_cache("k_cache", k_cache, d_qk, is_fp8_kvcache)
+        source = _Source.of(cache, "", indices, topk_length, (b, s_q))
+        config = SchedConfig(b, s_q, h_q, cache.shape[1], 1, False, is_fp8_kvcache, source.topk)
+        if extra_k_cache is None:
+            keys_of, blocks = _selected(source), sparse_blocks(b, source.topk, source.lengths)
+        else:
+            cache = _read_cache("extra_k_cache", extra_k_cache, d_qk, is_fp8_kvcache)
+            extra = _Source.of(cache, "extra_", extra_indices_in_kvcache, extra_topk_length, (b, s_q))
+            config.extra_page_block_size, config.extra_topk = cache.shape[1], extra.topk
+            keys_of = _selected(source, extra)
+            blocks = sparse_blocks(b, source.topk, source.lengths, extra.topk, extra.lengths)
+    config.enable_batch_invariant = enable_batch_invariant
+    use_plan(tile_scheduler_metadata, num_splits, config, blocks, queries)
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
-    attended, lse = _sparse(queries.values.astype(np.float64), sources, scale)
-    _apply_sink(attended, lse, sink)
-    return result(attended, queries.dtype, queries, out), like(lse, "float32", queries)
+    attended, lse, _ = _attend(queries.floats, keys_of, scale, sink)
+    return queries.result(attended, queries.dtype, out), queries.result(lse, "float32")
 
 
 def flash_mla_sparse_fwd(
@@ -138,132 +143,34 @@ def flash_mla_sparse_fwd(
         raise ValueError(f"log_base: expected '2' or 'e', got {log_base!r}")
     tokens = _read_q(q, ("s_q", "h_q"), ("bfloat16",))
     s_q, h_q, d_qk = tokens.shape
-    _check_out(out, tokens)
+    check_target(out, "out", (tokens.dtype,), (s_q, h_q, D_V))
     if is_fp8_kvcache:
         cache = _read_cache("kv", kv, d_qk, True)
     else:
         cache = read(kv, "kv", ("bfloat16",), ("s_kv", 1, d_qk)).values[:, None]  # pages of one token
-    source = _select(cache, "", indices, topk_length, (s_q, 1))
-    query = tokens.values.astype(np.float64)[:, None]  # one token of as many requests
-    attended, lse = _sparse(query, [source], sm_scale)
-    _apply_sink(attended, lse, _read_sink(attn_sink, h_q))
-    top = np.full(query.shape[:3:2], -np.inf)
-    for i in range(len(query)):
-        keys = source.keys(i, 0)
-        if len(keys):
-            top[i] = (sm_scale * (query[i, 0] @ keys.T)).max(axis=1)
+    source = _Source.of(cache, "", indices, topk_length, (s_q, 1))
+    sink = read_given(attn_sink, "attn_sink", ("float32",), (h_q,))
+    # Each token is a request of its own.
+    attended, lse, top = _attend(tokens.floats[:, None], _selected(source), sm_scale, sink)
     unit = np.log(2.0) if log_base == "2" else 1.0
-    logs = (like(x / unit, "float32", tokens) for x in (top, lse[:, :, 0]))
-    return result(attended[:, 0], tokens.dtype, tokens, out), *logs
+    logs = (tokens.result(x[:, :, 0] / unit, "float32") for x in (top, lse))
+    return tokens.result(attended[:, 0], tokens.dtype, out), *logs
 
 
 def _check_d_v(name: str, d_v: int) -> None:
-    """Check the number of value columns, which is fixed."""
+    """Check the number of value columns."""
     if d_v != D_V:
         raise ValueError(f"{name}: expected {D_V}, got {d_v}")
 
 
-def _read_q(q: Any, axes: Shape, dtypes: tuple[str, ...]) -> Array:
+def _read_q(q: Any, axes: tuple[str, ...], dtypes: tuple[str, ...]) -> Array:
     """q as one array; a pair is concatenated."""
     if type(q) is not tuple:
         return read(q, "q", dtypes, (*axes, D_QK))
     first, second = q
     nope = read(first, "q", dtypes, (*axes, [d_qk - D_ROPE for d_qk in D_QK]))
     rope = read(second, "q_rope", (nope.dtype,), (*nope.shape[:-1], D_ROPE))
-    parts = [part.values.astype(np.float64) for part in (nope, rope)]
-    return nope._replace(values=np.concatenate(parts, axis=-1))
-
-
-def _read_sink(attn_sink: Any, h_q: int) -> NDArray[np.float64] | None:
-    if attn_sink is None:
-        return None
-    return read(attn_sink, "attn_sink", ("float32",), (h_q,)).values.astype(np.float64)
-
-
-def _check_out(out: Any, queries: Array) -> None:
-    if out is not None:
-        read_target(out, "out", (queries.dtype,), (*queries.shape[:-1], D_V))
-
-
-def _dense(
-    q: Any,
-    k_cache: Any,
-    block_table: Any,
-    cache_seqlens: Any,
-    plan: tuple[Any, Any],
-    softmax_scale: float | None,
-    causal: bool,
-    out: Any,
-    batch_invariant: bool,
-) -> tuple[Any, Any]:
-    queries = _read_q(q, ("b", "s_q", "h_q"), ("bfloat16", "float16"))
-    b, s_q, h_q, d_qk = queries.shape
-    axes = ("num_blocks", "page_block_size", "h_kv", d_qk)
-    cache = read(k_cache, "k_cache", (queries.dtype,), axes)
-    page_block_size, h_kv = cache.shape[1:3]
-    if h_q % h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
-        )
-    table = read(block_table, "block_table", INT_DTYPES, (b, "max_blocks"))
-    lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,))
-    _check_out(out, queries)
-    config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
-    use_plan(*plan, config, dense_blocks(lengths.values), queries)
-
-    query = queries.values.astype(np.float64)
-    scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
-    group = h_q // h_kv
-    attended = np.zeros((b, s_q, h_q, D_V))
-    lse = np.full((b, h_q, s_q), np.inf)
-    for i in range(b):
-        tokens = np.arange(int(lengths.values[i]))
-        pages = table.values[i, tokens // page_block_size]
-        if pages.size and pages.min() < 0:
-            raise IndexError(f"block_table: request {i} has a negative page within its length")
-        k = cache.values[pages, tokens % page_block_size].astype(np.float64)  # [length, h_kv, d_qk]
-        for j in range(s_q):
-            visible = visible_tokens(len(tokens), s_q, j, causal)
-            for g in range(h_kv):
-                heads = slice(g * group, (g + 1) * group)
-                attended[i, j, heads], lse[i, heads, j] = _attend(query[i, j, heads], k[:visible, g], scale)
-    return result(attended, queries.dtype, queries, out), like(lse, "float32", queries)
-
-
-class Source(NamedTuple):
-    """A cache that a sparse call reads, and what it reads of it."""
-
-    slots: NDArray[Any]  # [num_blocks * page_block_size, d_qk]
-    page_block_size: int
-    indices: NDArray[Any]  # [b, s_q, topk]
-    lengths: NDArray[Any] | None  # [b]
-
-    @property
-    def topk(self) -> int:
-        """Columns of the indices."""
-        return self.indices.shape[2]
-
-    def keys(self, request: int, token: int) -> NDArray[np.float64]:
-        """The keys that a query token attends, in the order of its indices."""
-        row = self.indices[request, token]
-        if self.lengths is not None:
-            row = row[: max(int(self.lengths[request]), 0)]
-        return self.slots[row[(row >= 0) & (row < len(self.slots))]].astype(np.float64)
-
-
-def _select(cache: NDArray[Any], prefix: str, indices: Any, length: Any, rows: tuple[int, int]) -> Source:
-    """Read what is selected from the cache `[num_blocks, page_block_size, 1, d_qk]`.
-
-    Args:
-        prefix: of the names of the arguments, "" or "extra_".
-        rows: leading dimensions of the indices.
-    """
-    name = "extra_indices_in_kvcache" if prefix else "indices"
-    chosen = read(indices, name, INT_DTYPES, (*rows, "topk"))
-    lengths = None
-    if length is not None:
-        lengths = read(length, f"{prefix}topk_length", INT_DTYPES, rows[:1]).values
-    return Source(cache.reshape(-1, cache.shape[-1]), cache.shape[1], chosen.values, lengths)
+    return nope._replace(values=np.concatenate([nope.floats, rope.floats], axis=-1))
 
 
 def _read_cache(name: str, k_cache: Any, d_qk: int, is_fp8_kvcache: bool) -> NDArray[Any]:
@@ -271,43 +178,93 @@ def _read_cache(name: str, k_cache: Any, d_qk: int, is_fp8_kvcache: bool) -> NDA
     layout = "v32" if d_qk == 576 else "model1"
     columns = LAYOUTS[layout].token_bytes if is_fp8_kvcache else d_qk
     dtypes = BYTE_DTYPES if is_fp8_kvcache else ("bfloat16",)
-    axes = ("num_blocks", "page_block_size", 1, columns)
-    cache = read(k_cache, name, dtypes, axes)
+    cache = read(k_cache, name, dtypes, ("num_blocks", "page_block_size", 1, columns))
     return dequantize_k_cache(cache.values, layout) if is_fp8_kvcache else cache.values
 
 
-def _sparse(
-    query: NDArray[np.float64], sources: list[Source], scale: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _paged(cache: NDArray[Any], table: NDArray[Any], lengths: NDArray[Any], s_q: int, causal: bool) -> _Keys:
+    """Find keys through a block table, in a cache `[num_blocks, page_block_size, h_kv, d_qk]`."""
+    page_block_size = cache.shape[1]
+
+    @lru_cache(maxsize=1)
+    def keys(request: int) -> Floats:
+        tokens = np.arange(max(int(lengths[request]), 0))
+        pages = table[request, tokens // page_block_size]
+        if pages.size and pages.min() < 0:
+            raise IndexError(f"block_table: request {request} has a negative page within its length")
+        return cache[pages, tokens % page_block_size].astype(np.float64)
+
+    def visible(request: int, token: int) -> Floats:
+        rows = keys(request)
+        return rows[: visible_tokens(len(rows), s_q, token, causal)]
+
+    return visible
+
+
+class _Source(NamedTuple):
+    """A cache that a sparse call reads by slot, and the slots."""
+
+    slots: NDArray[Any]  # [num_blocks * page_block_size, d_qk]
+    indices: NDArray[Any]  # [b, s_q, topk]
+    lengths: NDArray[Any] | None  # [b]
+
+    @classmethod
+    def of(
+        cls, cache: NDArray[Any], prefix: str, indices: Any, topk_length: Any, rows: tuple[int, int]
+    ) -> _Source:
+        """Read a selection `[*rows, topk]` from a cache `[num_blocks, page_block_size, 1, d_qk]`.
+
+        `prefix` begins the names of the arguments: "" or "extra_".
+        """
+        name = "extra_indices_in_kvcache" if prefix else "indices"
+        chosen = read(indices, name, INT_DTYPES, (*rows, "topk")).values
+        lengths = read_given(topk_length, f"{prefix}topk_length", INT_DTYPES, rows[:1])
+        slots = cache.reshape(-1, cache.shape[-1])
+        return cls(slots, chosen, None if lengths is None else lengths.values)
+
+    @property
+    def topk(self) -> int:
+        """Columns of the indices."""
+        return self.indices.shape[2]
+
+    def keys(self, request: int, token: int) -> Floats:
+        """The keys `[n, d_qk]` that a query token attends, in the order of its indices."""
+        row = self.indices[request, token]
+        if self.lengths is not None:
+            row = row[: max(int(self.lengths[request]), 0)]
+        return self.slots[row[(row >= 0) & (row < len(self.slots))]].astype(np.float64)
+
+
+def _selected(*sources: _Source) -> _Keys:
+    """Find keys by the slots of one or two sources."""
+    return lambda *at: np.concatenate([source.keys(*at) for source in sources])[:, None]
+
+
+def _attend(query: Floats, keys_of: _Keys, scale: float, sink: Array | None) -> tuple[Floats, Floats, Floats]:
+    """Attention of queries `[b, s_q, h_q, d_qk]`, each over the keys `[n, h_kv, d_qk]` of its token.
+
+    Returns:
+        out `[b, s_q, h_q, 512]`; lse and the largest score, `[b, h_q, s_q]`. They are 0, +inf and -inf
+        without a key.
+    """
     b, s_q, h_q, _ = query.shape
     attended = np.zeros((b, s_q, h_q, D_V))
-    lse = np.full((b, h_q, s_q), np.inf)
-    for i in range(b):
-        for j in range(s_q):
-            keys = np.concatenate([source.keys(i, j) for source in sources])
-            attended[i, j], lse[i, :, j] = _attend(query[i, j], keys, scale)
-    return attended, lse
-
-
-def _apply_sink(
-    attended: NDArray[np.float64], lse: NDArray[np.float64], sink: NDArray[np.float64] | None
-) -> None:
-    """Multiply `[b, s_q, h_q, 512]` by what sinks leave of it, in place."""
-    if sink is None:
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        kept = 1.0 / (1.0 + np.exp(sink[:, None] - lse))  # exp(lse) / (exp(lse) + exp(sink))
-    kept[np.isposinf(lse)] = 0.0  # nothing attended: out is 0 whatever the sink
-    attended *= kept.transpose(0, 2, 1)[..., None]
-
-
-def _attend(
-    query: NDArray[np.float64], keys: NDArray[np.float64], scale: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Attention of heads `[n, d_qk]` over keys `[tokens, d_qk]`: out `[n, 512]` and lse `[n]`."""
-    if len(keys) == 0:
-        return np.zeros((len(query), D_V)), np.full(len(query), np.inf)
-    scores = scale * (query @ keys.T)
-    top = scores.max(axis=1, keepdims=True)
-    log_sum = top + np.log(np.exp(scores - top).sum(axis=1, keepdims=True))
-    return np.exp(scores - log_sum) @ keys[:, :D_V], log_sum[:, 0]
+    lse, top = np.full((b, h_q, s_q), np.inf), np.full((b, h_q, s_q), -np.inf)
+    for i, j in np.ndindex(b, s_q):
+        keys = keys_of(i, j)
+        if not len(keys):
+            continue
+        h_kv = keys.shape[1]
+        for g in range(h_kv):
+            heads = slice(g * h_q // h_kv, (g + 1) * h_q // h_kv)
+            scores = scale * (query[i, j, heads] @ keys[:, g].T)
+            most = scores.max(axis=1, keepdims=True)
+            log_sum = most + np.log(np.exp(scores - most).sum(axis=1, keepdims=True))
+            attended[i, j, heads] = np.exp(scores - log_sum) @ keys[:, g, :D_V]
+            lse[i, heads, j], top[i, heads, j] = log_sum[:, 0], most[:, 0]
+    if sink is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            kept = 1.0 / (1.0 + np.exp(sink.floats[:, None] - lse))  # exp(lse) / (exp(lse) + exp(sink))
+        kept[np.isposinf(lse)] = 0.0  # nothing attended: out is 0 whatever the sink
+        attended *= kept.transpose(0, 2, 1)[..., None]
+    return attended, lse, top

@@ -1,12 +1,6 @@
-"""The path around sparse decoding in plain NumPy: quantised caches, writing, gathering, indices, merging.
+"""Operations around sparse decoding in plain NumPy: quantised caches, writing, gathering, indices, merging.
 
-The two FP8 layouts are FlashMLA's (github.com/deepseek-ai/FlashMLA), one record a token:
-
-- "v32" (DeepSeek-V3.2, d_qk 576), 656 bytes: 512 e4m3, 4 float32 scales (one per 128 values), 64 bf16.
-- "model1" (DeepSeek-V4, d_qk 512), 584 bytes, split within a block: first `page_block_size` times 448 e4m3
-  and 64 bf16 (576 bytes), then `page_block_size` times 7 e8m0 scales (one per 64 values) and a zero byte.
-
-Bytes are those that the GPU functions of the same names write.
+`rawmla.api.cache` describes the layouts. Bytes are equal to the bytes that the GPU functions write.
 """
 
 from __future__ import annotations
@@ -17,16 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, like, read, read_target, result, store
-from ._formats import (
-    E4M3_MAX,
-    bf16_bits,
-    decode_bf16,
-    decode_e4m3,
-    decode_e8m0,
-    encode_e4m3,
-    round_to_bf16,
-)
+from ..call.checks import as_count
+from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, check_target, read, read_target, store
+from ._formats import E4M3_MAX, bf16_bits, decode_bf16, decode_e4m3, decode_e8m0, encode_e4m3, round_to_bf16
 
 D_V = 512
 """Value columns: V is the first 512 columns of K."""
@@ -78,7 +65,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     shape = (num_blocks, page, 1, kind.token_bytes)
     if out is None:
         cache = np.zeros(shape, np.uint8)
-        out = like(cache, "uint8", source)
+        out = source.result(cache, "uint8")
     else:
         cache = read_target(out, "out", BYTE_DTYPES, shape).values
     _store(cache, layout, np.arange(num_blocks * page), rows)
@@ -92,10 +79,8 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     """
     kind = _layout(layout)
     source = read(cache, "cache", BYTE_DTYPES, (*_PAGES, 1, kind.token_bytes))
-    codes, scales, rope = _parts(source.values, layout)
-    with np.errstate(invalid="ignore"):  # a "v32" tile with an infinity is NaN
-        nope = decode_e4m3(codes).astype(np.float64) * np.repeat(scales.astype(np.float64), kind.tile, -1)
-    return like(np.concatenate([nope, rope.astype(np.float64)], -1)[:, :, None], "bfloat16", source)
+    parts = _dequantized(_fields(np.ascontiguousarray(source.values), layout), layout, np.float64)
+    return source.result(np.concatenate(parts, -1)[:, :, None], "bfloat16")
 
 
 def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
@@ -136,15 +121,14 @@ def gather_kv_cache(
     source, layout, d_qk = _read_cache(kv_cache, read)
     table = read(block_table, "block_table", INT_DTYPES, ("b", "max_blocks")).values
     b = len(table)
-    requests = {"cache_seqlens": cache_seqlens, "workspace_starts": workspace_starts}
+    lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, (b,)).values.tolist()
+    targets = read(workspace_starts, "workspace_starts", INT_DTYPES, (b,)).values.tolist()
+    starts = [0] * b
     if seq_starts is not None:
-        requests["seq_starts"] = seq_starts
-    vectors = {name: read(x, name, INT_DTYPES, (b,)) for name, x in requests.items()}
+        starts = read(seq_starts, "seq_starts", INT_DTYPES, (b,)).values.tolist()
     workspace = read_target(out, "out", ("bfloat16",), ("rows", d_qk))
     num_blocks, page = source.shape[:2]
-    for i in range(b):
-        length, target = (int(vectors[name].values[i]) for name in ("cache_seqlens", "workspace_starts"))
-        start = int(vectors["seq_starts"].values[i]) if "seq_starts" in vectors else 0
+    for i, (start, length, target) in enumerate(zip(starts, lengths, targets, strict=True)):
         for token in range(start, length):
             place = target + token - start
             if not 0 <= place < workspace.shape[0]:
@@ -178,23 +162,23 @@ def convert_indices(
         requests = read(request_ids, "request_ids", INT_DTYPES, (shape[0],)).values
     elif len(table) < len(requests):
         raise ValueError(f"block_table: expected {len(requests)} rows or more, got {len(table)}")
-    if out is not None:
-        read_target(out, "out", INT_DTYPES, shape)
-    slots = np.full(shape, -1, np.int32)
-    counts = np.zeros(shape[:-1], np.int32)
-    for place in np.ndindex(shape[:-1]):
-        request = int(requests[place[0]])
-        found = [
-            _slot(table, request, int(position), page_block_size) for position in positions.values[place]
-        ]
-        valid = [slot for slot in found if slot >= 0]
-        counts[place] = len(valid)
-        slots[place] = valid + [-1] * (len(found) - len(valid)) if compact else found
+    check_target(out, "out", INT_DTYPES, shape)
+    requests = requests.reshape(-1, *[1] * (len(shape) - 1))
+    page = as_count("page_block_size", page_block_size)
+    columns, offsets = np.divmod(positions.values.astype(np.int64), page)
+    known = (columns >= 0) & (columns < table.shape[1]) & (requests >= 0) & (requests < len(table))
+    blocks = np.full(shape, -1, np.int64)
+    blocks[known] = table[np.broadcast_to(requests, shape)[known], columns[known]]
+    slots = blocks * page + offsets
+    slots[(blocks < 0) | (slots >= 2**31)] = -1
+    if compact:
+        slots = np.take_along_axis(slots, np.argsort(slots < 0, axis=-1, kind="stable"), -1)
+    counts = (slots >= 0).sum(-1).astype(np.int32)
     if out is None:
-        out = like(slots, "int32", positions)
+        out = positions.result(slots.astype(np.int32), "int32")
     else:
         store(out, ..., slots)
-    return (out, like(counts, "int32", positions)) if compact else out
+    return (out, positions.result(counts, "int32")) if compact else out
 
 
 def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = None) -> tuple[Any, Any]:
@@ -206,13 +190,12 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     shape = first.shape
     lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else shape[:2]
     parts = [read(x, f"outs[{i}]", (first.dtype,), shape) for i, x in enumerate(outs)]
-    if out is not None:
-        read_target(out, "out", (first.dtype,), shape)
+    check_target(out, "out", (first.dtype,), shape)
     logs = [read(x, f"lses[{i}]", ("float32",), lse_shape) for i, x in enumerate(lses)]
     if len(logs) != len(parts):
         raise ValueError(f"lses: expected as many as outs, {len(parts)}, got {len(logs)}")
-    lse = np.stack([one.values.astype(np.float64) for one in logs])
-    states = np.stack([part.values.astype(np.float64) for part in parts])
+    lse = np.stack([one.floats for one in logs])
+    states = np.stack([part.floats for part in parts])
     empty = np.isinf(lse)
     top = np.where(empty, -np.inf, lse).max(0)
     offset = np.where(top == -np.inf, 0, top)
@@ -224,8 +207,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     as_out = (0, 1, 3, 2) if states.ndim == 5 else (0, 1, 2)
     shares, ignored = (np.transpose(x, as_out)[..., None] for x in (shares, empty))
     merged = (np.where(ignored, 0, states) * shares).sum(0)
-    merged_lse = like(np.where(nothing, np.inf, offset + np.log(divisor)), "float32", first)
-    return result(merged, first.dtype, first, out), merged_lse
+    merged_lse = first.result(np.where(nothing, np.inf, offset + np.log(divisor)), "float32")
+    return first.result(merged, first.dtype, out), merged_lse
 
 
 def _layout(layout: str) -> CacheLayout:
@@ -244,37 +227,39 @@ def _read_cache(kv_cache: Any, reader: Callable[..., Array]) -> tuple[Array, str
     return cache, *columns[cache.shape[3]]
 
 
-def _parts(
-    cache: NDArray[np.uint8], layout: str
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """(e4m3 codes, scales, RoPE columns), each `[num_blocks, page_block_size, n]`."""
+def _fields(cache: NDArray[np.uint8], layout: str) -> list[NDArray[np.uint8]]:
+    """Views of a contiguous cache: e4m3 codes, scales, RoPE columns; `[num_blocks, page_block_size, n]`."""
     num_blocks, page = cache.shape[:2]
     if layout == "v32":
-        records = cache[:, :, 0]
-        codes, scales, rope = np.split(np.ascontiguousarray(records), [512, 528], -1)
-        return codes, _view(scales, np.float32), decode_bf16(_view(rope, np.uint16))
-    blocks = np.ascontiguousarray(cache).reshape(num_blocks, -1)
+        return np.split(cache[:, :, 0], [512, 528], -1)
+    blocks = cache.reshape(num_blocks, -1)
     rows = blocks[:, : page * _MODEL1_ROW].reshape(num_blocks, page, _MODEL1_ROW)
-    powers = blocks[:, page * _MODEL1_ROW :].reshape(num_blocks, page, _MODEL1_SCALES)
-    codes, rope = np.split(rows, [448], -1)
-    return codes, decode_e8m0(powers[..., :7]), decode_bf16(_view(rope, np.uint16))
+    scales = blocks[:, page * _MODEL1_ROW :].reshape(num_blocks, page, _MODEL1_SCALES)
+    return [rows[..., :448], scales, rows[..., 448:]]
+
+
+def _dequantized(
+    fields: list[NDArray[np.uint8]], layout: str, dtype: Any
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The columns of rows that are quantised, as products in `dtype`, and their RoPE columns."""
+    codes, scales, rope = fields
+    factors = _view(scales, np.float32) if layout == "v32" else decode_e8m0(scales[..., :7])
+    with np.errstate(invalid="ignore", over="ignore"):  # a "v32" tile with an infinity is NaN
+        nope = decode_e4m3(codes).astype(dtype) * np.repeat(factors.astype(dtype), LAYOUTS[layout].tile, -1)
+    return nope, decode_bf16(_view(rope, np.uint16)).astype(dtype)
 
 
 def _store(cache: NDArray[np.uint8], layout: str, slots: NDArray[Any], rows: NDArray[np.float32]) -> None:
     """Quantise rows into the slots of a cache of bytes."""
-    kind = LAYOUTS[layout]
-    page = cache.shape[1]
-    codes, scales = _quantize(rows[:, : kind.d_nope], layout)
-    rope = _view(bf16_bits(rows[:, kind.d_nope :]), np.uint8)
-    for slot, code, scale, tail in zip(slots.tolist(), codes, scales, rope, strict=True):
-        block, offset = divmod(slot, page)
-        if layout == "v32":
-            cache[block, offset, 0] = np.concatenate([code, scale, tail])
-            continue
-        data = cache[block].reshape(-1).copy()
-        data[offset * _MODEL1_ROW :][:_MODEL1_ROW] = np.concatenate([code, tail])
-        data[page * _MODEL1_ROW + offset * _MODEL1_SCALES :][:_MODEL1_SCALES] = scale
-        cache[block] = data.reshape(cache[block].shape)
+    d_nope = LAYOUTS[layout].d_nope
+    codes, scales = _quantize(rows[:, :d_nope], layout)
+    rope = _view(bf16_bits(rows[:, d_nope:]), np.uint8)
+    written = np.ascontiguousarray(cache)
+    places = np.divmod(slots, cache.shape[1])
+    for field, values in zip(_fields(written, layout), (codes, scales, rope), strict=True):
+        field[places] = values
+    if written is not cache:
+        cache[...] = written
 
 
 def _quantize(nope: NDArray[np.float32], layout: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -301,19 +286,9 @@ def _row(kv_cache: NDArray[Any], layout: str | None, block: int, offset: int) ->
     """One token as bf16 values."""
     if layout is None:
         return round_to_bf16(kv_cache[block, offset, 0])
-    codes, scales, rope = _parts(kv_cache[block : block + 1], layout)
-    with np.errstate(invalid="ignore", over="ignore"):
-        nope = decode_e4m3(codes[0, offset]) * np.repeat(scales[0, offset], LAYOUTS[layout].tile)
-    return np.concatenate([round_to_bf16(nope), rope[0, offset]])
-
-
-def _slot(table: NDArray[Any], request: int, position: int, page: int) -> int:
-    column = position // page
-    if position < 0 or not 0 <= request < len(table) or column >= table.shape[1]:
-        return -1
-    block = int(table[request, column])
-    slot = block * page + position % page
-    return slot if block >= 0 and slot < 2**31 else -1
+    fields = _fields(np.ascontiguousarray(kv_cache[block : block + 1]), layout)
+    nope, rope = _dequantized([field[0, offset] for field in fields], layout, np.float32)
+    return np.concatenate([round_to_bf16(nope), rope])
 
 
 def _view(array: NDArray[Any], dtype: Any) -> NDArray[Any]:

@@ -10,39 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_scale, show
-from ..flex.block_mask import BlockMask, and_masks, noop_mask, or_masks
-from ..flex.forward import AuxOutput, AuxRequest, check_options, wanted
+from ..flex.block_mask import BlockMask
+from ..flex.forward import AuxOutput, check_options, wanted
 from ..flex.mods import CudaMod
-from ._arrays import FLOAT_DTYPES, Array, like, read, read_target, result
-from ._formats import decode_e4m3, decode_e5m2
+from ._arrays import FLOAT_DTYPES, Array, Floats, check_target, read
 from ._heads import weighted_sum
 
-__all__ = [
-    "AuxOutput",
-    "AuxRequest",
-    "BlockMask",
-    "CudaMod",
-    "NumpyMod",
-    "and_masks",
-    "create_block_mask",
-    "flex_attention",
-    "flex_attention_backward",
-    "noop_mask",
-    "or_masks",
-]
-
-_DECODERS = {"float8_e4m3fn": decode_e4m3, "float8_e5m2": decode_e5m2}
 _HUGE_BLOCK = 2**30
 FAR_LSE = 2**14 * float(np.log(2))
 """Beyond it, float32 rounds an lse by more than gradients in 16 bits bear."""
 _Bools = NDArray[np.bool_]
-
-
-class _Listed(NamedTuple):
-    """The positions in blocks of lists, bool `[Z, H, L, S]`; batch and head are taken modulo Z and H."""
-
-    partial: _Bools
-    full: _Bools
 
 
 class NumpyMod:
@@ -69,6 +46,9 @@ class NumpyMod:
 
     def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(score, b, h, q_idx, kv_idx)
+
+
+_NO_MOD = NumpyMod(lambda score, *at: score, lambda grad, *at: grad)
 
 
 def flex_attention(
@@ -102,39 +82,30 @@ def flex_attention(
         ValueError: shapes that do not fit; `return_lse` together with `return_aux`; a mask of other lengths;
             a function that takes neither tensors nor arrays.
     """
-    q, k, v = _read_inputs(query, key, value, enable_gqa, tuple(_DECODERS))
+    call = _Call.of(query, key, value, block_mask, scale, enable_gqa, ("float8_e4m3fn", "float8_e5m2"))
+    q, shape = call.q, (*call.q.shape[:3], call.v.shape[3])
     wants_lse, wants_max = wanted(return_lse, return_aux)
     check_options(kernel_options)
-    b, h_q, seqlen_q, d_qk = q.shape
-    seqlen_k, d_v = v.shape[2:]
-    if out is not None:
-        read_target(out, "out", FLOAT_DTYPES, (b, h_q, seqlen_q, d_v))
-    factor = d_qk**-0.5 if scale is None else as_scale(scale)
+    check_target(out, "out", FLOAT_DTYPES, shape)
     score = None if score_mod is None else _Function("score_mod", score_mod, q.is_torch)
-    listed, mask = _positions(block_mask, q, k)
-    group = h_q // k.shape[1]
-    queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
-    attended = np.zeros((b, h_q, seqlen_q, d_v))
-    lse, top = np.full((b, h_q, seqlen_q), -np.inf), np.full((b, h_q, seqlen_q), -np.inf)
-    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
-    for request in range(b):
-        for head in range(h_q):
-            pair = (request % k.shape[0], head // group)
-            at = (np.int64(request), np.int64(head), i, j)
-            with np.errstate(all="ignore"):  # masked pairs may be anything
-                scores = factor * (queries[request, head] @ keys[pair].T)
-                if score is not None:
-                    scores = score(scores, *at).astype(np.float64)
-            visible = _visible(listed, mask, at)
-            place = (request, head)
-            attended[place], lse[place], top[place] = _attend(scores, visible, values[pair])
-    returned = result(attended, q.dtype, q, out)
+    attended = np.zeros(shape)
+    lse, top = np.full(shape[:3], -np.inf), np.full(shape[:3], -np.inf)
+    queries, keys, values = q.floats, call.k.floats, call.v.floats
+    for place in np.ndindex(*shape[:2]):
+        pair, at, visible = call.head(place)
+        with np.errstate(all="ignore"):  # masked pairs may be anything
+            scores = call.factor * (queries[place] @ keys[pair].T)
+            if score is not None:
+                scores = score(scores, *at).astype(np.float64)
+        weights, lse[place], top[place] = _softmax(scores, visible)
+        attended[place] = weighted_sum(weights, visible, values[pair])
+    returned = q.result(attended, q.dtype, out)
     if return_lse:
-        return returned, like(lse, "float32", q)
+        return returned, q.result(lse, "float32")
     if return_aux is None:
         return returned
     further = (wants_lse, lse), (wants_max, top)
-    return returned, AuxOutput(*[like(x, "float32", q) if is_wanted else None for is_wanted, x in further])
+    return returned, AuxOutput(*[q.result(x, "float32") if is_wanted else None for is_wanted, x in further])
 
 
 def flex_attention_backward(
@@ -164,58 +135,46 @@ def flex_attention_backward(
     Returns:
         dq, dk, dv, and by name the gradients of arrays in `score_mod.capture_grads`, of their shapes.
     """
-    q, k, v = _read_inputs(query, key, value, enable_gqa)
-    if score_mod is not None and not isinstance(score_mod, NumpyMod):
+    call = _Call.of(query, key, value, block_mask, scale, enable_gqa)
+    mod = _NO_MOD if score_mod is None else score_mod
+    if not isinstance(mod, NumpyMod):
         raise TypeError(f"score_mod: expected a NumpyMod, which has gradients, got {show(score_mod)}")
-    b, h_q, seqlen_q, d_qk = q.shape
-    batches, h_kv, seqlen_k, d_v = v.shape
+    arrays = (call.q, call.k, call.v)
+    shape = (*call.q.shape[:3], call.v.shape[3])
     dout, results = (
-        _of_shape(name, x, (b, h_q, seqlen_q, d_v)) for name, x in (("grad_out", grad_out), ("out", out))
+        read(x, name, FLOAT_DTYPES, shape).floats for name, x in (("grad_out", grad_out), ("out", out))
     )
-    logs = _of_shape("lse", lse, (b, h_q, seqlen_q))
+    logs = read(lse, "lse", FLOAT_DTYPES, shape[:3]).floats
     delta = (dout * results).sum(-1)
     if grad_lse is not None:
-        delta = delta - _of_shape("grad_lse", grad_lse, (b, h_q, seqlen_q))
-    factor = d_qk**-0.5 if scale is None else as_scale(scale)
-    listed, mask = _positions(block_mask, q, k)
-    queries, keys, values = _numbers(q), _numbers(k), _numbers(v)
-    dq, dk, dv = (np.zeros(x.shape) for x in (queries, keys, values))
-    captured = {
-        name: np.zeros(read(array, name).shape)
-        for name, (array, _) in (score_mod.capture_grads if score_mod else {}).items()
-    }
-    i, j = np.arange(seqlen_q)[:, None], np.arange(seqlen_k)[None, :]
-    for request, head in np.ndindex(b, h_q):
-        place, pair = (request, head), (request % batches, head // (h_q // h_kv))
-        at = (np.int64(request), np.int64(head), i, j)
-        visible = _visible(listed, mask, at) & (logs[place] > -np.inf)[:, None]
+        delta = delta - read(grad_lse, "grad_lse", FLOAT_DTYPES, shape[:3]).floats
+    dq, dk, dv = grads = [np.zeros(x.shape) for x in arrays]
+    sources = {name: read(array, name) for name, (array, _) in mod.capture_grads.items()}
+    captured = {name: np.zeros(source.shape) for name, source in sources.items()}
+    queries, keys, values = (x.floats for x in arrays)
+    for place in np.ndindex(*shape[:2]):
+        pair, at, visible = call.head(place)
+        visible = visible & (logs[place] > -np.inf)[:, None]
         with np.errstate(all="ignore"):  # masked pairs may be anything
-            products = factor * (queries[place] @ keys[pair].T)
-            scores = products if score_mod is None else score_mod(products, *at)
+            products = call.factor * (queries[place] @ keys[pair].T)
+            scores = mod(products, *at)
             lse_is_far = np.abs(logs[place])[:, None] > FAR_LSE
             p = np.where(lse_is_far, _softmax(scores, visible)[0], np.exp(scores - logs[place][:, None]))
             p = np.where(visible, p, 0)
             grad = np.where(visible, p * (dout[place] @ values[pair].T - delta[place][:, None]), 0)
-            ds = grad
-            if score_mod is not None:
-                ds = np.where(visible, score_mod.grad(grad, products, *at), 0)
-                for name, (_, gradient) in score_mod.capture_grads.items():
-                    indices, added = gradient(grad, products, *at)
-                    _add(captured[name], indices, added, visible)
-        dq[place] = factor * weighted_sum(ds, visible, keys[pair])
-        dk[pair] += factor * weighted_sum(ds.T, visible.T, queries[place])
+            ds = np.where(visible, mod.grad(grad, products, *at), 0)
+            for name, (_, gradient) in mod.capture_grads.items():
+                indices, added = gradient(grad, products, *at)
+                _add(captured[name], indices, added, visible)
+        dq[place] = call.factor * weighted_sum(ds, visible, keys[pair])
+        dk[pair] += call.factor * weighted_sum(ds.T, visible.T, queries[place])
         dv[pair] += weighted_sum(p.T, visible.T, dout[place])
-    gradients = {}
-    for name, total in captured.items():
-        assert score_mod is not None
-        source = read(score_mod.capture_grads[name][0], name)
-        gradients[name] = like(total, source.dtype, source)
-    return like(dq, q.dtype, q), like(dk, k.dtype, k), like(dv, v.dtype, v), gradients
+    of_captured = {name: source.result(captured[name], source.dtype) for name, source in sources.items()}
+    returned = [array.result(x, array.dtype) for x, array in zip(grads, arrays, strict=True)]
+    return returned[0], returned[1], returned[2], of_captured
 
 
-def _add(
-    total: NDArray[np.float64], indices: tuple[Any, ...], added: Any, visible: NDArray[np.bool_]
-) -> None:
+def _add(total: Floats, indices: tuple[Any, ...], added: Any, visible: _Bools) -> None:
     """Add the terms of visible scores to the elements at their indices."""
     shape = np.broadcast_shapes(*[np.shape(x) for x in (*indices, added)], visible.shape)
     terms = np.where(visible, np.broadcast_to(added, shape), 0)
@@ -223,11 +182,6 @@ def _add(
         np.add.at(total, tuple(np.broadcast_to(x, shape) for x in indices), terms)
     else:
         total += terms.sum()
-
-
-def _of_shape(name: str, x: Any, shape: tuple[int, ...]) -> NDArray[np.float64]:
-    """An array of this shape, as float64."""
-    return read(x, name, FLOAT_DTYPES, shape).values.astype(np.float64)
 
 
 def create_block_mask(
@@ -259,19 +213,14 @@ def create_block_mask(
     lengths = Q_LEN, KV_LEN
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     rows, columns = (-(-length // size) for length, size in zip(lengths, sizes, strict=True))
-    some, full = np.zeros((b, h, rows, columns), bool), np.zeros((b, h, rows, columns), bool)
-    i, j = np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :]
-    for request in range(b):
-        for head in range(h):
-            # Positions past the lengths are not seen, so that no block with one of them is full.
-            seen = np.zeros((rows * sizes[0], columns * sizes[1]), bool)
-            seen[: lengths[0], : lengths[1]] = mask(np.int64(request), np.int64(head), i, j)
-            blocks = seen.reshape(rows, sizes[0], columns, sizes[1])
-            some[request, head], full[request, head] = blocks.any((1, 3)), blocks.all((1, 3))
-    if separate_full_blocks:
-        kinds = [some & ~full, full]
-    else:
-        kinds = [some]
+    some, full = np.zeros((2, b, h, rows, columns), bool)
+    for place in np.ndindex(b, h):
+        # Positions past the lengths are not seen, so that no block with one of them is full.
+        seen = np.zeros((rows * sizes[0], columns * sizes[1]), bool)
+        seen[:Q_LEN, :KV_LEN] = mask(*_positions(place, lengths))
+        blocks = seen.reshape(rows, sizes[0], columns, sizes[1])
+        some[place], full[place] = blocks.any((1, 3)), blocks.all((1, 3))
+    kinds = [some & ~full, full] if separate_full_blocks else [some]
     by_rows = [x for kind in kinds for x in _lists(kind)]
     by_columns = [x for kind in kinds for x in _lists(kind.swapaxes(2, 3))]
     nothing = [None, None] * (2 - len(kinds))
@@ -346,27 +295,13 @@ class _Function:
         return result.to(torch.bool if not score else torch.float64).numpy()
 
 
-def _visible(listed: _Listed | None, mask: _Function | None, at: tuple[Any, ...]) -> _Bools:
-    """Return which keys the queries of one head of one request attend, `[L, S]`."""
-    request, head, i, j = at
-    if listed is None or mask is None:
-        return np.ones((len(i), j.shape[1]), bool)
-    batches, heads = listed.full.shape[:2]
-    place = (request % batches, head % heads)
-    return listed.full[place] | listed.partial[place] & mask(*at).astype(bool)
+def _positions(place: tuple[int, ...], lengths: tuple[int, int]) -> tuple[Any, ...]:
+    """Request, head, query tokens `[L, 1]` and keys `[1, S]`, as functions take them."""
+    request, head = place
+    return (np.int64(request), np.int64(head), np.arange(lengths[0])[:, None], np.arange(lengths[1])[None, :])
 
 
-def _attend(
-    scores: NDArray[np.float64], visible: _Bools, v: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """out, lse and largest scores of one head of one request."""
-    weights, lse, top = _softmax(scores, visible)
-    return weighted_sum(weights, visible, v), lse, top
-
-
-def _softmax(
-    scores: NDArray[np.float64], visible: _Bools
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+def _softmax(scores: Floats, visible: _Bools) -> tuple[Floats, Floats, Floats]:
     """Probabilities of visible scores, lse and largest scores."""
     scores = np.where(visible, scores, -np.inf)
     top = scores.max(1, initial=-np.inf)
@@ -377,63 +312,89 @@ def _softmax(
         return weights / np.where(total == 0, 1, total)[:, None], lse, top
 
 
-def _positions(block_mask: Any, q: Array, k: Array) -> tuple[_Listed | None, _Function | None]:
-    """Expand the lists of a mask to positions, and return its function too; None: all are attended."""
+class _Call(NamedTuple):
+    """Arguments that forward and backward share."""
+
+    q: Array
+    k: Array
+    v: Array
+    visible: Callable[[tuple[Any, ...]], _Bools]
+    factor: float
+
+    @classmethod
+    def of(
+        cls,
+        query: Any,
+        key: Any,
+        value: Any,
+        block_mask: Any,
+        scale: float | None,
+        enable_gqa: bool,
+        narrow: tuple[str, ...] = (),
+    ) -> _Call:
+        """Read them; key and value are of the dtype of query or of `narrow`."""
+        q = read(query, "query", FLOAT_DTYPES, ("B", "Hq", "L", "E"))
+        k = read(key, "key", (q.dtype, *narrow), ("Bkv", "Hkv", "S", q.shape[3]))
+        v = read(value, "value", (q.dtype, *narrow), (*k.shape[:3], "Ev"))
+        if k.shape[0] not in (q.shape[0], 1):
+            raise ValueError(
+                f"key: expected a batch of {q.shape[0]}, the batch of query, or 1, got shape {list(k.shape)}"
+            )
+        h_q, h_kv = q.shape[1], k.shape[1]
+        if h_q % h_kv or (h_q != h_kv and not enable_gqa):
+            rule = "a multiple of" if enable_gqa else "without enable_gqa equal to"
+            raise ValueError(f"query: expected Hq to be {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
+        factor = q.shape[3] ** -0.5 if scale is None else as_scale(scale)
+        return cls(q, k, v, _visible(block_mask, (q.shape[2], k.shape[2]), q.is_torch), factor)
+
+    def head(self, place: tuple[int, ...]) -> tuple[tuple[int, int], tuple[Any, ...], _Bools]:
+        """Find the place of a head in key and value, its `_positions`, and which keys it attends."""
+        request, head = place
+        pair = request % self.k.shape[0], head // (self.q.shape[1] // self.k.shape[1])
+        at = _positions(place, (self.q.shape[2], self.k.shape[2]))
+        return pair, at, self.visible(at)
+
+
+def _visible(
+    block_mask: Any, seqlens: tuple[int, int], may_be_torch: bool
+) -> Callable[[tuple[Any, ...]], _Bools]:
+    """Make a function of `_positions` that gives the keys `[L, S]` which each query of a head attends."""
     if block_mask is None:
-        return None, None
+        return lambda at: np.ones(seqlens, bool)
     if not hasattr(block_mask, "kv_indices"):
         raise TypeError(f"block_mask: expected a BlockMask, got {show(block_mask)}")
     lengths, sizes = tuple(block_mask.seq_lengths), tuple(block_mask.BLOCK_SIZE)
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
     if lengths == (1, 1) and min(sizes) >= _HUGE_BLOCK:  # torch's way to say that there is none
-        return None, None
-    if lengths != (seqlen_q, seqlen_k):
+        return lambda at: np.ones(seqlens, bool)
+    if lengths != seqlens:
         raise ValueError(
-            f"block_mask: expected seq_lengths of {(seqlen_q, seqlen_k)}, the lengths of query and key, "
-            f"got {lengths}"
+            f"block_mask: expected seq_lengths of {seqlens}, the lengths of query and key, got {lengths}"
         )
-    partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlen_q, seqlen_k)
+    partial = _covered(block_mask.kv_num_blocks, block_mask.kv_indices, sizes, seqlens)
     full = np.zeros_like(partial)
     if block_mask.full_kv_num_blocks is not None:
-        full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlen_q, seqlen_k)
-    return _Listed(partial, full), _Function("mask_mod", block_mask.mask_mod, q.is_torch)
+        full = _covered(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sizes, seqlens)
+    mask = _Function("mask_mod", block_mask.mask_mod, may_be_torch)
+
+    def visible(at: tuple[Any, ...]) -> _Bools:
+        request, head, *_ = at
+        listed = request % len(full), head % full.shape[1]
+        return full[listed] | partial[listed] & mask(*at).astype(bool)
+
+    return visible
 
 
-def _covered(
-    counts: Any, indices: Any, sizes: tuple[int, ...], seqlen_q: int, seqlen_k: int
-) -> NDArray[np.bool_]:
+def _covered(counts: Any, indices: Any, sizes: tuple[int, ...], seqlens: tuple[int, int]) -> _Bools:
     """The positions in listed blocks, `[Z, H, L, S]`."""
     number = read(counts, "block_mask").values
     blocks = read(indices, "block_mask").values
     number, blocks = number.reshape((1, 1, *number.shape)[-3:]), blocks.reshape((1, 1, *blocks.shape)[-4:])
-    rows, columns = -(-seqlen_q // sizes[0]), -(-seqlen_k // sizes[1])
+    rows, columns = (-(-length // size) for length, size in zip(seqlens, sizes, strict=True))
     listed = np.zeros((*number.shape[:2], rows, columns), bool)
     for place in np.ndindex(*number.shape[:2], rows):
         count = min(int(number[place]), columns, blocks.shape[-1])
         for block in blocks[place][: max(0, count)]:
             if 0 <= block < columns:
                 listed[place][block] = True
-    return listed[:, :, np.arange(seqlen_q) // sizes[0]][..., np.arange(seqlen_k) // sizes[1]]
-
-
-def _numbers(array: Array) -> NDArray[np.float64]:
-    decode = _DECODERS.get(array.dtype)
-    return array.values.astype(np.float64) if decode is None else decode(array.values).astype(np.float64)
-
-
-def _read_inputs(
-    query: Any, key: Any, value: Any, enable_gqa: bool, narrow: tuple[str, ...] = ()
-) -> tuple[Array, Array, Array]:
-    """query, key and value; the last two are of the dtype of query or of `narrow`."""
-    q = read(query, "query", FLOAT_DTYPES, ("B", "Hq", "L", "E"))
-    k = read(key, "key", (q.dtype, *narrow), ("Bkv", "Hkv", "S", q.shape[3]))
-    v = read(value, "value", (q.dtype, *narrow), (*k.shape[:3], "Ev"))
-    if k.shape[0] not in (q.shape[0], 1):
-        raise ValueError(
-            f"key: expected a batch of {q.shape[0]}, the batch of query, or 1, got shape {list(k.shape)}"
-        )
-    h_q, h_kv = q.shape[1], k.shape[1]
-    if h_q % h_kv or (h_q != h_kv and not enable_gqa):
-        rule = "a multiple of" if enable_gqa else "without enable_gqa equal to"
-        raise ValueError(f"query: expected Hq to be {rule} the Hkv of key, got Hq {h_q} and Hkv {h_kv}")
-    return q, k, v
+    i, j = (np.arange(length) // size for length, size in zip(seqlens, sizes, strict=True))
+    return listed[:, :, i][..., j]

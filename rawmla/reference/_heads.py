@@ -1,8 +1,8 @@
-"""Attention of one head of one request over keys in arrays, forward and backward, in float64."""
+"""Attention of one request over keys in arrays, forward and backward, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
+from ._arrays import Array, Floats
 
 
 class Rules(NamedTuple):
@@ -37,8 +38,11 @@ class Rules(NamedTuple):
         window_size: Sequence[int | None],
         softcap: float,
         chunk: int = 0,
+        dropout_p: float = 0.0,
     ) -> Rules:
         """The rules of a call of dense attention."""
+        if dropout_p != 0:
+            raise ValueError(f"dropout_p: expected 0, got {dropout_p}")
         if any(bound is not None and bound < -1 for bound in window_size):
             raise ValueError(f"window_size: expected None, -1 or at least 0, got {window_size}")
         if not 0 <= softcap < inf:
@@ -64,120 +68,111 @@ def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bo
     return visible
 
 
+def sinks_of(sink: Array | None, h_q: int) -> Floats:
+    """Return sinks as numbers, -inf for heads without."""
+    return np.full(h_q, -np.inf) if sink is None else sink.floats
+
+
 class _Scores(NamedTuple):
-    """Scores of the queries that see a key at all, for the keys that a query sees at all.
+    """Scores of one head: of the queries that see a key at all, for the keys that a query sees at all.
 
     Attributes:
-        rows, keys: the indices of these queries and keys; others are never read.
+        rows, keys: indices of these queries of the head, and of these keys of its KV head.
         visible: their mask, `[rows, keys]`.
         values: their scores, -inf where masked.
         slope: derivative of the scores by `scale * q·k`.
     """
 
-    rows: NDArray[np.int64]
-    keys: NDArray[np.int64]
+    rows: tuple[NDArray[np.int64], int]
+    keys: tuple[NDArray[np.int64], int]
     visible: NDArray[np.bool_]
-    values: NDArray[np.float64]
-    slope: NDArray[np.float64]
+    values: Floats
+    slope: Floats
 
-    @classmethod
-    def of(
-        cls, q: NDArray[np.float64], k: NDArray[np.float64], first: int, rules: Rules, alibi: float
-    ) -> _Scores:
-        visible = visible_keys(len(q), len(k), first, rules)
-        rows, keys = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
-        visible = visible[rows][:, keys]
+
+def _scores(q: Floats, k: Floats, first: int, rules: Rules, slopes: Floats) -> Iterator[_Scores]:
+    """Compute the scores of each head; there are none where no query sees a key."""
+    visible = visible_keys(len(q), len(k), first, rules)
+    rows, keys = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
+    if not len(rows):
+        return
+    visible = visible[rows][:, keys]
+    distances = np.abs(first + rows[:, None] - keys)
+    h_q, h_kv = q.shape[1], k.shape[1]
+    for h in range(h_q):
+        of_q, of_k = (rows, h), (keys, h // (h_q // h_kv))
         with np.errstate(invalid="ignore"):  # masked pairs may be anything
-            scores = rules.scale * (q[rows] @ k[keys].T)
+            scores = rules.scale * (q[of_q] @ k[of_k].T)
             slope = np.ones_like(scores)
             if rules.softcap:
                 ratio = np.tanh(scores / rules.softcap)
                 scores, slope = rules.softcap * ratio, 1 - ratio**2
-        scores = scores - alibi * np.abs(first + rows[:, None] - keys)
-        return cls(rows, keys, visible, np.where(visible, scores, -np.inf), slope)
+        scores = scores - slopes[h] * distances
+        yield _Scores(of_q, of_k, visible, np.where(visible, scores, -np.inf), slope)
 
 
 def attend(
-    q: NDArray[np.float64],
-    k: NDArray[np.float64],
-    v: NDArray[np.float64],
-    first: int,
-    rules: Rules,
-    alibi: float = 0.0,
-    sink: float | None = None,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Attention of one head of one request.
+    q: Floats, k: Floats, v: Floats, first: int, rules: Rules, slopes: Floats, sinks: Floats
+) -> tuple[Floats, Floats]:
+    """Attention of one request.
 
     Args:
-        q, k, v: `[s_q, d_qk]`, `[s_kv, d_qk]`, `[s_kv, d_v]`.
+        q, k, v: `[s_q, h_q, d_qk]`, `[s_kv, h_kv, d_qk]`, `[s_kv, h_kv, d_v]`.
         first: position of query 0 among the keys.
         rules: how scores are made and which keys a query sees.
-        alibi: subtracted from a score as often as query and key are apart.
-        sink: logarithm of one more term of the denominator.
+        slopes: `[h_q]`, of ALiBi: subtracted from a score as often as query and key are apart.
+        sinks: `[h_q]`, logarithms of one more term of the denominator.
 
     Returns:
-        out `[s_q, d_v]` and lse `[s_q]`; 0 and -inf where a query sees no key.
+        out `[s_q, h_q, d_v]` and lse `[s_q, h_q]`; 0 and -inf where a query sees no key.
     """
-    out, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
-    scores = _Scores.of(q, k, first, rules, alibi)
-    if len(scores.rows):
+    out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf)
+    for scores in _scores(q, k, first, rules, slopes):
+        rows, keys = scores.rows, scores.keys
         top = scores.values.max(1)
-        log_sum = top + np.log(np.exp(scores.values - top[:, None]).sum(1))
-        p = np.exp(scores.values - _with_sink(log_sum, sink)[:, None])
-        out[scores.rows], lse[scores.rows] = weighted_sum(p, scores.visible, v[scores.keys]), log_sum
+        lse[rows] = top + np.log(np.exp(scores.values - top[:, None]).sum(1))
+        p = np.exp(scores.values - np.logaddexp(lse[rows], sinks[rows[1]])[:, None])
+        out[rows] = weighted_sum(p, scores.visible, v[keys])
     return out, lse
 
 
-class Gradients(NamedTuple):
-    """Gradients of the arguments of `attend`."""
-
-    q: NDArray[np.float64]
-    k: NDArray[np.float64]
-    v: NDArray[np.float64]
-    sink: float
-
-
 def attend_backward(
-    dout: NDArray[np.float64],
-    q: NDArray[np.float64],
-    k: NDArray[np.float64],
-    v: NDArray[np.float64],
-    out: NDArray[np.float64],
-    lse: NDArray[np.float64],
-    dlse: NDArray[np.float64],
+    dout: Floats,
+    out: Floats,
+    lse: Floats,
+    dlse: Floats,
+    q: Floats,
+    k: Floats,
+    v: Floats,
     first: int,
     rules: Rules,
-    alibi: float,
-    sink: float | None,
-) -> Gradients:
-    """Gradients of `attend`, from its results and their gradients."""
-    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    scores = _Scores.of(q, k, first, rules, alibi)
-    rows, keys = scores.rows, scores.keys
-    if not len(rows):
-        return Gradients(dq, dk, dv, 0.0)
-    dout, out, lse, dlse = dout[rows], out[rows], lse[rows], dlse[rows]
-    p = np.exp(scores.values - _with_sink(lse, sink)[:, None])
-    dots = (dout * out).sum(1)
-    with np.errstate(invalid="ignore"):
-        # The second term is the part of dlse, whose derivative is the probability without the sink. In DELTA
-        # it is p * c * dlse: the same number unless the sink is +inf, where p is 0 and c is infinite.
-        ds = p * (dout @ v[keys].T - dots[:, None]) + np.exp(scores.values - lse[:, None]) * dlse[:, None]
-        ds = np.where(scores.visible, ds * scores.slope, 0)
-    dq[rows] = rules.scale * weighted_sum(ds, scores.visible, k[keys])
-    dk[keys] = rules.scale * weighted_sum(ds.T, scores.visible.T, q[rows])
-    dv[keys] = weighted_sum(p.T, scores.visible.T, dout)
-    dsink = 0.0
-    if sink is not None:
-        with np.errstate(over="ignore"):
-            share = 1 / (1 + np.exp(lse - sink))  # exp(sink - logaddexp(lse, sink))
-        dsink = -float((share * dots).sum())
-    return Gradients(dq, dk, dv, dsink)
+    slopes: Floats,
+    sinks: Floats,
+) -> list[Floats]:
+    """Gradients of q, k, v and sinks of `attend`, from its results and their gradients."""
+    dq, dk, dv, dsinks = grads = [np.zeros_like(x) for x in (q, k, v, sinks)]
+    for scores in _scores(q, k, first, rules, slopes):
+        rows, keys, visible = scores.rows, scores.keys, scores.visible
+        h = rows[1]
+        p = np.exp(scores.values - np.logaddexp(lse[rows], sinks[h])[:, None])
+        dots = (dout[rows] * out[rows]).sum(1)
+        without_sink = np.exp(scores.values - lse[rows][:, None])
+        with np.errstate(invalid="ignore"):
+            # The second term is the part of dlse, whose derivative is the probability without the sink. In
+            # DELTA it is p * c * dlse: the same number unless the sink is +inf, where p is 0 and c is
+            # infinite.
+            ds = p * (dout[rows] @ v[keys].T - dots[:, None]) + without_sink * dlse[rows][:, None]
+            ds = np.where(visible, ds * scores.slope, 0)
+        dq[rows] = rules.scale * weighted_sum(ds, visible, k[keys])
+        dk[keys] += rules.scale * weighted_sum(ds.T, visible.T, q[rows])
+        dv[keys] += weighted_sum(p.T, visible.T, dout[rows])
+        with np.errstate(over="ignore", invalid="ignore"):
+            share = 1 / (1 + np.exp(lse[rows] - sinks[h]))  # exp(sink - logaddexp(lse, sink))
+        dsinks[h] = -(share * dots).sum()
+    return grads
 
 
-def weighted_sum(
-    weights: NDArray[np.float64], visible: NDArray[np.bool_], terms: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def weighted_sum(weights: Floats, visible: NDArray[np.bool_], terms: Floats) -> Floats:
     """`weights @ terms` of the visible pairs alone: 0 times the infinity of a masked term is nothing."""
     finite = np.isfinite(terms)
     total = weights @ np.where(finite, terms, 0)
@@ -186,8 +181,3 @@ def weighted_sum(
         with np.errstate(invalid="ignore"):
             total[seen] += weights[seen, j, None] * np.where(finite[j], 0, terms[j])
     return total
-
-
-def _with_sink(lse: NDArray[np.float64], sink: float | None) -> NDArray[np.float64]:
-    """Logarithm of the denominator."""
-    return lse if sink is None else np.logaddexp(lse, sink)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isqrt
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ._arrays import INT_DTYPES, Array, like, read, store
+from ..mla import metadata
+from ..mla import plan as plans
+from ..mla.arguments import refuse_dense_fp8
+from ._arrays import INT_DTYPES, Array, read, store
 
 BLOCK_TOKENS = 64
 """Tokens per block; plans cut requests between blocks only."""
@@ -41,34 +43,6 @@ BATCH_INVARIANT_MARK = 0x62690001
 """Last column of the rows of a batch-invariant plan."""
 
 
-@dataclass
-class SchedConfig:
-    """The call that a `FlashMLASchedMeta` was filled for; see `rawmla.mla.plan.SchedConfig`."""
-
-    b: int
-    s_q: int
-    h_q: int
-    page_block_size: int
-    h_k: int
-    causal: bool
-    is_fp8_kvcache: bool = False
-    topk: int | None = None
-    extra_page_block_size: int | None = None
-    extra_topk: int | None = None
-    enable_batch_invariant: bool = False
-
-
-@dataclass(eq=False)
-class FlashMLASchedMeta:
-    """A plan that the first decode call fills and later calls check, as `rawmla.FlashMLASchedMeta`."""
-
-    have_initialized: bool = False
-    config: SchedConfig | None = None
-    tile_scheduler_metadata: Any = None
-    num_splits: Any = None
-    enable_batch_invariant: bool = False
-
-
 def get_mla_metadata(
     cache_seqlens: Any = None,
     num_q_tokens_per_head_k: int | None = None,
@@ -97,7 +71,7 @@ def get_mla_metadata(
             )
         num_q_tokens_per_head_k = num_heads_per_head_k
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
-        return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
+        return plans.FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
 
     lengths = read(cache_seqlens, "cache_seqlens", INT_DTYPES, ("b",))
     b = lengths.shape[0]
@@ -118,16 +92,16 @@ def get_mla_metadata(
         blocks = sparse_blocks(b, topk)
         num_parts = sparse_num_parts(rows_q // h_q, h_q, sm_count)
 
-    is_object = isinstance(out, FlashMLASchedMeta)
+    is_object = plans.is_plan_object(out)
     if is_object:
-        batch_invariant = _batch_invariant_of(out, batch_invariant)
-        _check_topk_of(out, topk)
-    if out is None or is_object and out.tile_scheduler_metadata is None and out.num_splits is None:
+        batch_invariant = metadata.batch_invariant_of(out, batch_invariant)
+        metadata.check_topk_of(out, topk)
+    if out is None or is_object and metadata.is_empty(out):
         made = plan_blocks(blocks, num_parts, batch_invariant)
-        tiles = like(made.object_rows if is_object else made.tensor_rows, "int32", lengths)
-        splits = like(made.num_splits, "int32", lengths)
+        tiles = lengths.result(made.object_rows if is_object else made.tensor_rows, "int32")
+        splits = lengths.result(made.num_splits, "int32")
     else:
-        tiles, splits = _given_arrays(out)
+        tiles, splits = metadata.given_arrays(out)
         check_plan(tiles, splits, b, ("out[0]", "out[1]"))
         made = plan_blocks(blocks, len(tiles), batch_invariant)
         store(tiles, ..., made.object_rows if is_object else made.tensor_rows)
@@ -136,92 +110,36 @@ def get_mla_metadata(
     if not is_object:
         return tiles, splits
     out.tile_scheduler_metadata, out.num_splits = tiles, splits
-    if out.config is None:
-        out.enable_batch_invariant = batch_invariant
+    metadata.note_batch_invariant(out, batch_invariant)
     return out, None
 
 
-def _batch_invariant_of(plan: FlashMLASchedMeta, asked: bool) -> bool:
-    """Whether to compute an object batch-invariant: as the decode calls that use it expect it."""
-    if plan.config is None:
-        return asked or plan.enable_batch_invariant
-    if asked and not plan.config.enable_batch_invariant:
-        raise ValueError(
-            "enable_batch_invariant: expected False as in the decode call which filled out, got True"
-        )
-    return plan.config.enable_batch_invariant
-
-
-def _check_topk_of(plan: FlashMLASchedMeta, topk: int | None) -> None:
-    """Check that an object will cover the blocks of the decode calls that use it."""
-    if plan.config is None:
-        return
-    if plan.config.topk is None:
-        planned, same = "None", topk is None
-    else:
-        blocks = int(sparse_blocks(1, plan.config.topk, None, plan.config.extra_topk or 0)[0])
-        planned = f"an int of {blocks} blocks of {BLOCK_TOKENS}, such as {blocks * BLOCK_TOKENS}"
-        same = topk is not None and -(-topk // BLOCK_TOKENS) == blocks
-    if not same:
-        raise ValueError(f"topk: expected {planned} as in the decode call which filled out, got {topk}")
-
-
-def _given_arrays(out: Any) -> tuple[Any, Any]:
-    """The two arrays of a plan to compute again in place."""
-    if isinstance(out, FlashMLASchedMeta):
-        if out.tile_scheduler_metadata is None or out.num_splits is None:
-            raise ValueError("out: expected a FlashMLASchedMeta with both arrays or none, got one array")
-        return out.tile_scheduler_metadata, out.num_splits
-    if isinstance(out, (tuple, list)) and len(out) == 2:
-        return out[0], out[1]
-    raise TypeError(
-        "out: expected a pair (tile_scheduler_metadata, num_splits) or a FlashMLASchedMeta, "
-        f"got {type(out).__name__}"
-    )
-
-
 def use_plan(
-    metadata: Any, num_splits: Any, config: SchedConfig, blocks: NDArray[np.int64], queries: Array
+    given: Any, num_splits: Any, config: plans.SchedConfig, blocks: NDArray[np.int64], queries: Array
 ) -> None:
-    """Check the plan of a decode call, and fill it if it is an empty object.
+    """Check the plan of a decode call, and fill it if it is an empty object, with arrays like `queries`.
 
-    Args:
-        metadata, num_splits: what the call was given; `metadata` may be None.
-        config: the configuration of the call.
-        blocks: 64-token blocks per request.
-        queries: q, which decides what arrays an empty object gets.
+    `given` is the tile_scheduler_metadata of the call; `blocks` are 64-token blocks per request.
     """
-    if metadata is None:
+    if given is None:
         return
-    if not isinstance(metadata, FlashMLASchedMeta):
+    if not plans.is_plan_object(given):
         if num_splits is None:
-            raise ValueError(
-                "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata, got None"
-            )
-        check_plan(metadata, num_splits, config.b)
+            plans.refuse_no_splits()
+        check_plan(given, num_splits, config.b)
         return
     if num_splits is not None:
-        raise ValueError(
-            "num_splits: expected None with a FlashMLASchedMeta, which holds its own, got "
-            f"{type(num_splits).__name__}"
-        )
-    config.enable_batch_invariant = config.enable_batch_invariant or metadata.enable_batch_invariant
-    if metadata.have_initialized and metadata.config is None:
-        raise ValueError(
-            "tile_scheduler_metadata: expected a FlashMLASchedMeta with a config once have_initialized is "
-            "True, got config None"
-        )
-    if metadata.have_initialized and metadata.config != config:
-        planned, wanted = vars(metadata.config), vars(config)
-        field = next(name for name in wanted if planned[name] != wanted[name])
-        raise ValueError(
-            f"tile_scheduler_metadata: expected a plan for {field} = {wanted[field]} as in this call, got "
-            f"a FlashMLASchedMeta filled for {field} = {planned[field]}; take one from get_mla_metadata() "
-            "for each configuration"
-        )
+        plans.refuse_splits(num_splits)
+    if getattr(given, "enable_batch_invariant", False):  # objects of other libraries lack it
+        config.enable_batch_invariant = True
+    if given.have_initialized:
+        plans.check_config(given.config, plans.fields_of(config))
     if not config.b or not config.s_q:
         return
-    if metadata.tile_scheduler_metadata is None:
+    arrays = None
+    if given.tile_scheduler_metadata is not None:
+        check_plan(given.tile_scheduler_metadata, given.num_splits, config.b)
+    else:
         room = None
         if config.topk is None:
             num_parts = dense_num_parts(config.s_q, config.h_q, config.h_k, SM_COUNT)
@@ -229,12 +147,8 @@ def use_plan(
             num_parts = sparse_num_parts(config.s_q, config.h_q, SM_COUNT)
             room = int(sparse_blocks(1, config.topk, None, config.extra_topk or 0)[0])
         made = plan_blocks(blocks, num_parts, config.enable_batch_invariant, room)
-        metadata.tile_scheduler_metadata = like(made.object_rows, "int32", queries)
-        metadata.num_splits = like(made.num_splits, "int32", queries)
-    else:
-        check_plan(metadata.tile_scheduler_metadata, metadata.num_splits, config.b)
-    metadata.config = config
-    metadata.have_initialized = True
+        arrays = queries.result(made.object_rows, "int32"), queries.result(made.num_splits, "int32")
+    plans.mark_plan(given, config, arrays)
 
 
 def check_plan(
@@ -250,14 +164,6 @@ def check_plan(
         raise ValueError(
             f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(splits.shape)}"
         )
-
-
-def refuse_dense_fp8() -> NoReturn:
-    """Raise for an FP8 cache without indices."""
-    raise NotImplementedError(
-        "is_fp8_kvcache=True: FP8 caches are for sparse decoding, expected indices (get_mla_metadata: topk) "
-        "with it"
-    )
 
 
 def dense_num_parts(s_q: int, h_q: int, h_kv: int, sm_count: int) -> int:
@@ -319,16 +225,7 @@ class Plan(NamedTuple):
 
 
 def plan(cache_seqlens: ArrayLike, num_parts: int, batch_invariant: bool = False) -> Plan:
-    """The plan of `rawmla.get_mla_metadata` for a dense batch, cut into a given number of partitions.
-
-    Args:
-        cache_seqlens: integers `[b]`, tokens per request.
-        num_parts: rows of the plan, at least 1.
-        batch_invariant: cut each request into splits that its own length decides.
-
-    Returns:
-        The plan. Rows of partitions without work have begin_req b and end_req -1.
-    """
+    """The plan of `rawmla.get_mla_metadata` for a dense batch, by its `[b]` lengths; see `plan_blocks`."""
     return plan_blocks(dense_blocks(cache_seqlens), num_parts, batch_invariant)
 
 

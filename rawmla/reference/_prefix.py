@@ -8,14 +8,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
-from ._arrays import BYTE_DTYPES, E5M2_BYTE_DTYPES, INT_DTYPES, Array, is_tensor, read, read_target, store
+from ._arrays import (
+    BYTE_DTYPES,
+    E5M2_BYTE_DTYPES,
+    FLOAT_DTYPES,
+    INT_DTYPES,
+    Array,
+    Floats,
+    check_groups,
+    is_tensor,
+    read,
+    read_given,
+    read_target,
+    store,
+)
 from ._formats import decode_e4m3, decode_e5m2, encode_e4m3
-from ._heads import Rules, attend, visible_keys
-from ._mha import read_sink
+from ._heads import Rules, attend, sinks_of, visible_keys
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN = ("auto", "float16", "bfloat16")
-_FP8 = {"fp8": BYTE_DTYPES, "fp8_e4m3": BYTE_DTYPES, "fp8_e5m2": E5M2_BYTE_DTYPES}
+_FP8 = {
+    "fp8": (BYTE_DTYPES, decode_e4m3),
+    "fp8_e4m3": (BYTE_DTYPES, decode_e4m3),
+    "fp8_e5m2": (E5M2_BYTE_DTYPES, decode_e5m2),
+}
 
 
 def context_attention_fwd(
@@ -64,60 +80,39 @@ def context_attention_fwd(
     cache = _Cache.of(
         k_cache, v_cache, kv_cache_dtype, (k_scale, v_scale), interleaved_v_pack_factor, queries
     )
-    if h_q % cache.h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {cache.h_kv}"
-        )
-    own = [
-        read(x, name, (queries.dtype,), (tokens, cache.h_kv, d)).values.astype(np.float64)
-        for name, x in (("k", k), ("v", v))
-        if x is not None
-    ]
-    seq_lens = read(b_seq_len, "b_seq_len", INT_DTYPES, ("b",))
-    b = seq_lens.shape[0]
-    start_loc = read(b_start_loc, "b_start_loc", INT_DTYPES, (b + 1,))
-    table = read(b_loc, "b_loc", ("int32", "int64"), (b, "max_blocks"))
-    blocks = _Blocks(k_cache if is_block_table_ptr else None, cache.num_blocks)
-    sink = read_sink("sinks", sinks, h_q)
-    slopes = np.zeros(h_q)
-    if alibi_slopes is not None:
-        slopes = read(alibi_slopes, "alibi_slopes", ("float32",), (h_q,)).values.astype(np.float64)
+    num_blocks, h_kv, _, block_size, _ = cache.k.shape
+    check_groups(h_q, h_kv, "k_cache")
+    own = []
+    if k is not None:
+        own = [read(x, name, (queries.dtype,), (tokens, h_kv, d)).floats for name, x in (("k", k), ("v", v))]
+    seq_lens = read(b_seq_len, "b_seq_len", INT_DTYPES, ("b",)).values
+    starts = read(b_start_loc, "b_start_loc", INT_DTYPES, (len(seq_lens) + 1,)).values
+    table = read(b_loc, "b_loc", ("int32", "int64"), (len(seq_lens), "max_blocks")).values
+    sink = sinks_of(read_given(sinks, "sinks", FLOAT_DTYPES, (h_q,)), h_q)
+    given_slopes = read_given(alibi_slopes, "alibi_slopes", ("float32",), (h_q,))
+    slopes = np.zeros(h_q) if given_slopes is None else given_slopes.floats
     out_scale = None if fp8_out_scale is None else _read_scale("fp8_out_scale", fp8_out_scale)
-    if out_scale is None:
-        target = read_target(o, "o", (queries.dtype,), queries.shape)
-    else:
-        target = read_target(o, "o", BYTE_DTYPES, queries.shape)
+    out_dtypes = (queries.dtype,) if out_scale is None else BYTE_DTYPES
+    target = read_target(o, "o", out_dtypes, queries.shape)
 
-    window = sliding_window or 0
+    query, window = queries.floats, sliding_window or 0
     scale = d**-0.5 if sm_scale is None else as_softmax_scale(sm_scale, "sm_scale")
     rules = Rules(scale, window - 1 if window > 0 else None, 0 if causal else None)
-    for r in range(b):
-        start, end = int(start_loc.values[r]), int(start_loc.values[r + 1])
-        query_len, seq_len = end - start, max(int(seq_lens.values[r]), 0)
+    for r, length in enumerate(seq_lens):
+        start, end = int(starts[r]), int(starts[r + 1])
+        query_len, seq_len = end - start, max(int(length), 0)
         if query_len < 1 or skip_decode and query_len == 1:
             continue
         ctx_len = max(seq_len - query_len, 0)
         total, cached = (ctx_len + query_len, ctx_len) if own else (seq_len, seq_len)
-        keys, values = np.zeros((2, total, cache.h_kv, d))
-        visible = visible_keys(query_len, total, ctx_len, rules)
-        positions = np.flatnonzero(visible[:, :cached].any(0))
-        entries = table.values[r, positions // cache.block_size]
-        pages = np.array([blocks.number(int(entry)) for entry in entries], np.int64)
-        keys[positions], values[positions] = cache.tokens(pages, positions % cache.block_size)
+        keys, values = np.zeros((2, total, h_kv, d))
+        positions = np.flatnonzero(visible_keys(query_len, total, ctx_len, rules)[:, :cached].any(0))
+        entries = table[r, positions // block_size]
+        blocks = _blocks(entries, k_cache if is_block_table_ptr else None, num_blocks)
+        keys[positions], values[positions] = cache.tokens(blocks, positions % block_size)
         if own:
             keys[ctx_len:], values[ctx_len:] = (array[start:end] for array in own)
-        result = np.zeros((query_len, h_q, d))
-        for h in range(h_q):
-            h_kv = h // (h_q // cache.h_kv)
-            result[:, h], _ = attend(
-                queries.values[start:end, h].astype(np.float64),
-                keys[:, h_kv],
-                values[:, h_kv],
-                ctx_len,
-                rules,
-                float(slopes[h]),
-                None if sink is None else float(sink.values[h]),
-            )
+        result, _ = attend(query[start:end], keys, values, ctx_len, rules, slopes, sink)
         if out_scale is None:
             store(o, slice(start, end), result)
         else:
@@ -150,8 +145,8 @@ class _Cache(NamedTuple):
             raise ValueError(
                 f"kv_cache_dtype: expected one of {', '.join((*_PLAIN, *_FP8))}, got {kv_cache_dtype!r}"
             )
-        is_fp8, d = kv_cache_dtype in _FP8, q.shape[2]
-        dtypes = _FP8[kv_cache_dtype] if is_fp8 else (q.dtype,)
+        dtypes, decode = _FP8.get(kv_cache_dtype, ((q.dtype,), None))
+        d = q.shape[2]
         shape = ("num_blocks", "h_kv", f"{d} / x", "block_size", "x")
         k = read(k_cache, "k_cache", dtypes, shape).values
         num_blocks, h_kv, parts, block_size, x = k.shape
@@ -163,76 +158,47 @@ class _Cache(NamedTuple):
                 f"interleaved_v_pack_factor: expected 0 or a divisor of the block_size {block_size}, got "
                 f"{pack}"
             )
-        if not is_fp8:
+        if decode is None:
             return cls(k, v, None, (1.0, 1.0), pack)
-        k_scale, v_scale = (
-            _read_scale(name, x) for name, x in zip(("k_scale", "v_scale"), scales, strict=True)
-        )
-        decode = decode_e5m2 if kv_cache_dtype == "fp8_e5m2" else decode_e4m3
-        return cls(k, v, decode, (k_scale, v_scale), pack)
+        k_scale, v_scale = scales
+        return cls(k, v, decode, (_read_scale("k_scale", k_scale), _read_scale("v_scale", v_scale)), pack)
 
-    @property
-    def num_blocks(self) -> int:
-        """Pages."""
-        return self.k.shape[0]
-
-    @property
-    def h_kv(self) -> int:
-        """KV heads."""
-        return self.k.shape[1]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per page."""
-        return self.k.shape[3]
-
-    def tokens(
-        self, pages: NDArray[np.int64], offsets: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def tokens(self, pages: NDArray[np.int64], offsets: NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Keys and values `[n, h_kv, d]` of n tokens."""
-        d = self.v.shape[2]
-        k = self.k[pages, :, :, offsets].reshape(len(pages), self.h_kv, d)
+        num_blocks, h_kv, d, block_size = self.v.shape
+        k = self.k.transpose(0, 3, 1, 2, 4)[pages, offsets].reshape(-1, h_kv, d)
         if self.pack:
-            # Where [block_size / pack, d, pack] holds column c of a token, and what that place is called
-            # in [d, block_size].
-            group, place = np.divmod(offsets[:, None], self.pack)
-            flat = (group * d + np.arange(d)) * self.pack + place
-            v = self.v[pages[:, None], :, flat // self.block_size, flat % self.block_size].swapaxes(1, 2)
+            packed = self.v.reshape(num_blocks, h_kv, block_size // self.pack, d, self.pack)
+            group, place = np.divmod(offsets, self.pack)
+            v = packed.transpose(0, 2, 4, 1, 3)[pages, group, place]
         else:
-            v = self.v[pages, :, :, offsets]
+            v = self.v.transpose(0, 3, 1, 2)[pages, offsets]
         if self.decode is not None:
             k, v = self.decode(k), self.decode(v)
         return k.astype(np.float64) * self.scales[0], v.astype(np.float64) * self.scales[1]
 
 
-class _Blocks:
-    """Meaning of the entries of a block table.
+def _blocks(entries: NDArray[Any], k_cache: Any, num_blocks: int) -> NDArray[np.int64]:
+    """The blocks that entries of a block table name.
 
     Args:
         k_cache: the array whose blocks' addresses entries above 0 are, None if they are numbers of blocks.
         num_blocks: its blocks.
     """
-
-    def __init__(self, k_cache: Any, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._start = None
-        if k_cache is None:
-            return
+    blocks, rest = entries.astype(np.int64), np.zeros(len(entries), np.int64)
+    if k_cache is not None:
         if is_tensor(k_cache):
-            self._start, self._stride = k_cache.data_ptr(), k_cache.stride(0) * k_cache.element_size()
+            start, stride = k_cache.data_ptr(), k_cache.stride(0) * k_cache.element_size()
         else:
-            self._start, self._stride = k_cache.ctypes.data, k_cache.strides[0]
-
-    def number(self, entry: int) -> int:
-        """The block of an entry."""
-        block, rest = entry, 0
-        if self._start is not None and entry > 0:
-            block, rest = divmod(entry - self._start, self._stride)
-        if rest or not 0 <= block < self._num_blocks:
-            raise IndexError(
-                f"b_loc: expected blocks of k_cache, which has {self._num_blocks}, got entry {entry}"
-            )
-        return block
+            start, stride = k_cache.ctypes.data, k_cache.strides[0]
+        is_address = entries > 0
+        blocks[is_address], rest[is_address] = np.divmod(blocks[is_address] - start, stride)
+    wrong = (rest != 0) | (blocks < 0) | (blocks >= num_blocks)
+    if wrong.any():
+        raise IndexError(
+            f"b_loc: expected blocks of k_cache, which has {num_blocks}, got entry {entries[wrong][0]}"
+        )
+    return blocks
 
 
 def _read_scale(name: str, x: Any) -> float:
