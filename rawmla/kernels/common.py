@@ -30,8 +30,6 @@ LOG2_E = log2(e)
 INT32_MAX = 2**31 - 1
 MAX_TOPK = 2**30 - 1
 """Columns of indices: sums of two, rounded up to blocks, are still int32."""
-_ALIGNMENT = 128
-"""Bytes, of arrays in scratch."""
 MAX_GRID_YZ = 65_535
 """CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8
@@ -71,12 +69,12 @@ def stride_params(name: str, strides: tuple[int, ...]) -> dict[str, int]:
     return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))
 
 
-def offsets_in_scratch(sizes: Iterable[int]) -> tuple[list[int], int]:
+def offsets_in_scratch(sizes: Iterable[int], alignment: int = 128) -> tuple[list[int], int]:
     """Aligned offsets in scratch of arrays with the given sizes in bytes, and the size of the scratch."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
-        end = ceil_div(end + size, _ALIGNMENT) * _ALIGNMENT
+        end = ceil_div(end + size, alignment) * alignment
     return offsets, end
 
 

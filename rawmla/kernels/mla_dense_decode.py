@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple, cast
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
-from . import mla_combine
 from .common import (
     BLOCK_TOKENS,
     D_QK,
@@ -17,9 +16,10 @@ from .common import (
     LOG2_E,
     TILE_ROWS,
     ceil_div,
-    max_splits,
     q_stride_params,
+    stride_params,
 )
+from .mla_combine import PreparedCombine
 
 __all__ = [
     "BOX_ROWS",
@@ -100,17 +100,13 @@ class DenseDecodeCall(NamedTuple):
     num_blocks: int
     q_strides: tuple[int, ...]
     q_rope_strides: tuple[int, ...]
-    k_stride_block: int
-    k_stride_token: int
-    k_stride_head: int
+    k_strides: tuple[int, ...]  # of blocks, tokens and heads
     block_table_stride: int
     max_seqlen: int
     num_parts: int
     object_layout: bool
     batch_invariant: bool
-    out_stride_b: int
-    out_stride_s: int
-    out_stride_h: int
+    out_strides: tuple[int, ...]
     softmax_scale: float
     causal: bool
 
@@ -189,18 +185,16 @@ class PreparedDenseDecode:
             chosen = spec(call.dtype, call.d_qk, box, cluster)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
         max_blocks = ceil_div(call.max_seqlen, BLOCK_TOKENS)
-        splits = max_splits(call.num_parts, call.b, max_blocks, call.batch_invariant)
-        split_rows = splits * call.s_q * call.h_q
-        self.scratch_bytes = split_rows * mla_combine.split_row_bytes(call.dtype)
-        self._lse_accum, self._o_scale, _ = mla_combine.scalar_offsets(call.dtype, split_rows)
+        combine = PreparedCombine(call, call.dtype, max_blocks, capturing)
+        self.scratch_bytes = combine.scratch_bytes
+        self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
+        self._combine = combine.launch
         self._call = call
         self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
         params = PARAMS.pack(
             **q_stride_params(call.q_strides, call.q_rope_strides),
             block_table_stride=call.block_table_stride,
-            out_stride_b=call.out_stride_b,
-            out_stride_s=call.out_stride_s,
-            out_stride_h=call.out_stride_h,
+            **stride_params("out", call.out_strides),
             b=call.b,
             s_q=call.s_q,
             h_q=call.h_q,
@@ -210,7 +204,7 @@ class PreparedDenseDecode:
             page_block_size=call.page_block_size,
             page_magic=_magic(call.page_block_size // 16),
             max_seqlen=call.max_seqlen,
-            max_splits=splits,
+            max_splits=combine.max_splits,
             object_layout=call.object_layout,
             causal=call.causal,
             sm_scale_log2=call.softmax_scale * LOG2_E,
@@ -222,19 +216,6 @@ class PreparedDenseDecode:
             cluster=_CLUSTER_DIMS[cluster],
             pdl=True,
         ).launch
-        self._combine = mla_combine.prepare(
-            device=call.device,
-            dtype=call.dtype,
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
-            num_parts=call.num_parts,
-            max_splits=splits,
-            object_layout=call.object_layout,
-            batch_invariant=call.batch_invariant,
-            out_strides=(call.out_stride_b, call.out_stride_s, call.out_stride_h),
-            capturing=capturing,
-        )
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
         """Enqueue the kernels.
@@ -264,13 +245,14 @@ class PreparedDenseDecode:
     def _encode(self, k_cache: int) -> tuple[bytes, bytes]:
         """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
         call = self._call
+        stride_block, stride_token, stride_head = (2 * stride for stride in call.k_strides)
 
         def encode(chunks: int) -> bytes:
             return jit.tensor_map(
                 k_cache,
                 cast(Literal["bfloat16", "float16"], call.dtype),
                 (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
-                (2 * call.k_stride_token, 128, 2 * call.k_stride_head, 2 * call.k_stride_block),
+                (stride_token, 128, stride_head, stride_block),
                 (64, box_rows(call.page_block_size), chunks, 1, 1),
                 "128b",
                 "none",

@@ -9,10 +9,10 @@ from typing import NamedTuple
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
 from ..jit.spec import MAX_SMEM_BYTES
-from . import mla_combine
-from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, max_splits, q_stride_params
+from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, q_stride_params, stride_params
 from .division import divisor
 from .mla_cache_rows import FORMATS, QUANTIZED
+from .mla_combine import PreparedCombine
 from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
 
 __all__ = [
@@ -127,11 +127,11 @@ class SparseCall(NamedTuple):
     multiples of ``load_bytes``.
 
     A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
-    2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
-    topk_length all the same. Over bf16 rows its requests may be groups
-    of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
-    h_q counts the heads of all tokens in a group, s_q is 1, and the second stride of q leads from one token
-    of the group to the next.
+    2 to another. Its requests are query tokens, and s_q is 1. It may have a ``uniform`` plan instead of
+    arrays; ``limited`` then says that there is a topk_length all the same. Over bf16 rows the requests may be
+    groups of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu).
+    Then h_q counts the heads of all tokens in a group, and the second stride of q leads from one token of the
+    group to the next.
     """
 
     device: int
@@ -265,18 +265,16 @@ class PreparedSparse:
         else:
             chosen = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        splits = 0
-        if call.uniform.cuts:
-            splits = max_splits(call.num_parts, call.b, blocks, call.batch_invariant)
-        split_rows = splits * call.s_q * call.h_q
-        self.scratch_bytes = split_rows * mla_combine.split_row_bytes("bfloat16", max_logits)
-        self._lse_accum, self._o_scale, self._max_accum = mla_combine.scalar_offsets("bfloat16", split_rows)
+        combine = PreparedCombine(call, "bfloat16", blocks if call.uniform.cuts else 0, capturing, of_prefill)
+        self.scratch_bytes = combine.scratch_bytes
+        self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
+        self._max_accum = combine.max_accum
+        self._combine = combine.launch
         self._max_logits = max_logits
         self._call = call
         self._has_map = call.format == "bf16"
         self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the addresses of q and its RoPE
         page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
-        out_stride_b, out_stride_s, out_stride_h = call.out_strides
         struct = PARAMS[max_logits]
         params = struct.pack(
             block_stride=[cache.block_stride for cache in caches],
@@ -284,9 +282,7 @@ class PreparedSparse:
             index_stride_b=[cache.index_stride_b for cache in caches],
             index_stride_s=[cache.index_stride_s for cache in caches],
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            out_stride_b=out_stride_b,
-            out_stride_s=out_stride_s,
-            out_stride_h=out_stride_h,
+            **stride_params("out", call.out_strides),
             topk=[cache.topk for cache in caches],
             cache_slots=[min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches],
             page_block_size=[cache.page_block_size for cache in caches],
@@ -296,7 +292,7 @@ class PreparedSparse:
             s_q=call.s_q,
             h_q=call.h_q,
             head_tiles=head_tiles,
-            max_splits=splits,
+            max_splits=combine.max_splits,
             object_layout=call.object_layout,
             sm_scale_log2=call.softmax_scale * LOG2_E,
             **(of_prefill or {}),
@@ -312,20 +308,6 @@ class PreparedSparse:
             cluster=(2, 1, 1) if clusters or (call.format == "bf16" and head_tiles % 2 == 0) else None,
             pdl=starts_early,
         ).launch
-        self._combine = mla_combine.prepare(
-            device=call.device,
-            dtype="bfloat16",
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
-            num_parts=call.num_parts,
-            max_splits=splits,
-            object_layout=call.object_layout,
-            batch_invariant=call.batch_invariant,
-            out_strides=call.out_strides,
-            capturing=capturing,
-            of_prefill=of_prefill,
-        )
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
         """Enqueue the kernels.
