@@ -7,7 +7,7 @@ what the compiler says.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Member",
     "ParamStruct",
     "bytes_type",
+    "changing",
     "struct_type",
 ]
 
@@ -37,12 +38,9 @@ class CType(NamedTuple):
     alignment: int
     members: tuple[tuple[str, CType], ...] = ()
 
-    def __call__(self, *names: str, length: int = 0, elements: Sequence[str] = ()) -> list[Declaration]:
-        """Declare members, or arrays of ``length`` elements if it is given.
-
-        The elements of an array that changes from launch to launch have names: ``elements``.
-        """
-        return [Declaration(name, self, length or len(elements), tuple(elements)) for name in names]
+    def __call__(self, *names: str, length: int = 0) -> list[Declaration]:
+        """Declare members, or arrays of ``length`` elements if it is given."""
+        return [Declaration(name, self, length) for name in names]
 
 
 class Declaration(NamedTuple):
@@ -51,7 +49,16 @@ class Declaration(NamedTuple):
     name: str
     type: CType
     length: int
-    elements: tuple[str, ...]
+    changes: bool = False
+
+
+def changing(*declarations: Iterable[Declaration]) -> list[Declaration]:
+    """Declare members that change from launch to launch: pointers, tensor maps, bytes, or arrays of them.
+
+    They are the first of their struct. `PreparedLaunch.launch` takes them in this order, arrays element by
+    element.
+    """
+    return [one._replace(changes=True) for several in declarations for one in several]
 
 
 class Member(NamedTuple):
@@ -77,10 +84,6 @@ def bytes_type(name: str, size: int) -> CType:
     return CType(name, f"{size}s", size, 8)
 
 
-# The native size_t packs in half the time of "Q".
-_CHANGING_CODES = {POINTER: "N", TENSOR_MAP: TENSOR_MAP.code}
-
-
 def struct_type(kind: Any, *types: CType) -> CType:
     """The type of a C++ struct that has the name and the fields of ``kind``, a NamedTuple."""
     members = tuple(zip(kind._fields, types, strict=True))
@@ -100,11 +103,7 @@ class ParamStruct:
     Parameters
     ----------
     declarations : iterables of Declaration
-        The members in order: ``I64("q_stride_b", "q_stride_s"), I32("topk", length=2), ...``.
-    changing : sequence of str
-        Names of the members that change from launch to launch, in the order in which
-        `PreparedLaunch.launch` takes them; of an array, the names of its elements. They have to be the first
-        members, and pointers, tensor maps or bytes.
+        The members in order: ``changing(POINTER("q")), I64("q_stride_b"), I32("topk", length=2), ...``.
 
     Attributes
     ----------
@@ -121,48 +120,36 @@ class ParamStruct:
     Raises
     ------
     ValueError
-        ``changing`` does not name the first members in their order.
+        A member that changes follows one that does not.
     """
 
     pack: Callable[..., bytes]
 
-    def __init__(self, *declarations: Iterable[Declaration], changing: Sequence[str] = ()) -> None:
+    def __init__(self, *declarations: Iterable[Declaration]) -> None:
         declared = [one for several in declarations for one in several]
+        number = sum(one.changes for one in declared)
+        if not all(one.changes for one in declared[:number]):
+            names = [one.name for one in declared if one.changes]
+            raise ValueError(f"changing: expected the first members of the struct, got {names}")
         members: list[Member] = []
-        codes, offset = "<", 0
-        for name, type, length, _ in declared:
+        codes, changing_codes, offset = "<", "@", 0
+        for name, type, length, changes in declared:
             aligned = _aligned(offset, type.alignment)
             code = type.code * (length or 1)
             members.append(Member(name, type, length, aligned, code))
             codes += "x" * (aligned - offset) + code
             offset = aligned + type.size * (length or 1)
-        self.size = _aligned(offset, max(type.alignment for _, type, _, _ in declared))
+            if changes:  # the native size_t packs in half the time of "Q"
+                changing_codes += "N" * (length or 1) if type is POINTER else code
+        self.size = _aligned(offset, max(one.type.alignment for one in declared))
         codes += "x" * (self.size - offset)
         self.members = tuple(members)
-        fixed = _split(declared, list(changing))
-        self.changing = struct.Struct(
-            "@"
-            + "".join(
-                _CHANGING_CODES.get(one.type, one.type.code) * (one.length or 1) for one in declared[:fixed]
-            )
-        )
-        self.pack = _packer(struct.Struct(codes), self.members[:fixed], self.members[fixed:])
+        self.changing = struct.Struct(changing_codes)
+        self.pack = _packer(struct.Struct(codes), self.members[:number], self.members[number:])
 
 
 def _aligned(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
-
-
-def _split(declared: list[Declaration], changing: list[str]) -> int:
-    """How many members `changing` names; they have to be the first ones."""
-    names: list[str] = []
-    number = 0
-    while len(names) < len(changing) and number < len(declared):
-        names += declared[number].elements or (declared[number].name,)
-        number += 1
-    if names != changing:
-        raise ValueError(f"changing: expected the first members {names}, got {changing}")
-    return number
 
 
 def _packer(

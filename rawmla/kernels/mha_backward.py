@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
 from ..jit.table import BoundedTable
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
@@ -121,25 +121,23 @@ class BackwardCall(NamedTuple):
 
 
 PREPARE_PARAMS = ParamStruct(
-    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
-    POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
+    changing(
+        POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
+        POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
+    ),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
     I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
     I64("blocks"),
     I32("b", "heads", "seqlen_q", "total_q", "d_v", "accum_columns", "sink_dtype"),
-    changing=(
-        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
-        "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
-    ),
-)  # fmt: skip
+)
 
 
 @cache
 def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     """Params of cuda_src/mha/backward_params.cuh; ``mod_bytes``: of what score_mod and mask_mod read."""
-    changing = [
+    first = [
         *TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
         *POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
         *POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
@@ -147,7 +145,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     of_lists: list[Declaration] = []
     if mod_bytes is not None:
         score, mask = mod_bytes
-        changing += [
+        first += [
             *POINTER("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "ranks", "largest"),
             *bytes_type("ScoreMod", score)("score_mod"),
             *bytes_type("MaskMod", mask)("mask_mod"),
@@ -159,7 +157,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
             *I32("q_blocks", "requests", "terms_log2"),
         ]
     return ParamStruct(
-        changing,
+        changing(first),
         I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
         I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
         I64("blocks"),
@@ -167,17 +165,15 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         I32("window_left", "window_right", "tiles_per_head", "section", "alibi_stride_b"),
         F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
         of_lists,
-        changing=[one.name for one in changing],
     )
 
 
 FINISH_PARAMS = ParamStruct(
-    POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
+    changing(POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink")),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
     I32("b", "seqlen_q", "total_q", "d_qk", "accum_columns", "sink_dtype"),
     F32("scale"),
-    changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
 _L2_BYTES = 20 << 20
 """What tiles that run together may read and add to of queries, in a good part of L2."""

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
 from .common import DTYPES, FLOAT_DTYPES, ceil_div, stride_params
 
 __all__ = [
@@ -21,11 +21,10 @@ __all__ = [
 ]
 
 PARAMS = ParamStruct(
-    POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
+    changing(POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale")),
     I64("rows", "out_stride_b", "out_stride_s", "out_stride_h"),
     I32("splits", "b", "heads", "seqlen_q", "d_v", "sink_dtype"),
     F32("out_scale_value"),
-    changing=("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
 )
 _ROWS = 4
 _MAX_SPLITS = 32

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type, changing
 from ..jit.table import BoundedTable
 from .block_mask import NO_LISTS, BlockLists
 from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
@@ -135,14 +135,14 @@ _POINTERS = (*MhaForwardAddresses._fields[3:], "o_accum", "lse_accum", "counter"
 @cache
 def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     """Params of cuda_src/mha/params.cuh; ``mod_bytes``: of the parameters of score_mod and mask_mod."""
-    changing = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
+    first = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
     of_lists = []
     if mod_bytes is not None:
-        changing += POINTER(*ModAddresses._fields)
+        first += POINTER(*ModAddresses._fields)
         for kind, name, size in zip(
             ("ScoreMod", "MaskMod"), ("score_mod", "mask_mod"), mod_bytes, strict=True
         ):
-            changing += bytes_type(kind, size)(name)
+            first += bytes_type(kind, size)(name)
         of_lists = [
             *I64("counts_strides", "lists_strides", length=6),
             *I32("list_columns", length=2),
@@ -151,7 +151,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
             *I32("state_rows", "state_columns", "state_q", "state_k"),
         ]
     return ParamStruct(
-        changing,
+        changing(first),
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
         I64("lse_stride_b", "lse_stride_h", "accum_rows"),
         I64("table_stride"),
@@ -167,7 +167,6 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         F32("softmax_scale_log2", "score_scale", "score_factor"),
         F32("k_scale_value", "v_scale_value", "out_scale_value"),
         of_lists,
-        changing=[one.name for one in changing],
     )
 
 

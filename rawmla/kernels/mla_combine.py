@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
 from .common import D_V, DTYPES, ceil_div, max_splits, stride_params
 from .mla_metadata import UNIFORM_PLAN
 
@@ -29,30 +29,23 @@ __all__ = [
     "split_row_bytes",
 ]
 
-_DECODE_POINTERS = (
-    "sched_meta",
-    "num_splits",
-    "o_accum",
-    "lse_accum_log2",
-    "o_scale_log2",
-    "out",
-    "lse",
-    "attn_sink",
+_ARRAYS = (
+    *POINTER("sched_meta", "num_splits", "o_accum", "lse_accum_log2", "o_scale_log2"),
+    *POINTER("out", "lse", "attn_sink"),
 )
-_PREFILL_POINTERS = (*_DECODE_POINTERS, "max_accum_log2", "max_logits")
 _SIZES = (
     *I64("out_stride_b", "out_stride_s", "out_stride_h"),
     *I32("b", "s_q", "h_q", "max_splits", "object_layout", "by_request"),
 )
-_DECODE_PARAMS = ParamStruct(POINTER(*_DECODE_POINTERS), _SIZES, changing=_DECODE_POINTERS)
-_PREFILL_PARAMS = ParamStruct(
-    POINTER(*_PREFILL_POINTERS),
-    _SIZES,
-    F32("lse_factor"),
-    UNIFORM_PLAN("uniform"),
-    changing=_PREFILL_POINTERS,
-)
-PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+PARAMS = {
+    False: ParamStruct(changing(_ARRAYS), _SIZES),
+    True: ParamStruct(
+        changing(_ARRAYS, POINTER("max_accum_log2", "max_logits")),
+        _SIZES,
+        F32("lse_factor"),
+        UNIFORM_PLAN("uniform"),
+    ),
+}
 """By whether the call has max_logits (prefill) or not (decoding)."""
 _VALUE_BYTES = {"bfloat16": 2, "float16": 4}  # of a value in o_accum, by the dtype of the call
 _SCALARS = 3  # of a row: lse_accum_log2 and two o_scale_log2; in prefill also max_accum_log2

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Literal, NamedTuple, cast
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import (
     BLOCK_TOKENS,
@@ -59,11 +59,12 @@ class DenseDecodeAddresses(NamedTuple):
     lse: int
 
 
-_AFTER_CACHE = DenseDecodeAddresses._fields[3:]
 PARAMS = ParamStruct(
-    TENSOR_MAP("k_map_half", "k_map_one"),
-    POINTER("q", "q_rope", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
-    POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+    changing(
+        TENSOR_MAP("k_map_half", "k_map_one"),
+        POINTER("q", "q_rope", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
+        POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+    ),
     U32("q_stride_b", "q_stride_s", "q_stride_h"),
     U32("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h"),
     I64("block_table_stride"),
@@ -74,10 +75,6 @@ PARAMS = ParamStruct(
     U32("page_magic"),
     I32("max_seqlen", "max_splits", "object_layout", "causal"),
     F32("sm_scale_log2"),
-    changing=(
-        *("k_map_half", "k_map_one", "q", "q_rope", *_AFTER_CACHE),
-        *("o_accum", "lse_accum_log2", "o_scale_log2"),
-    ),
 )
 """Params of cuda_src/mla/dense.cuh."""
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, q_stride_params, stride_params
 from .division import divisor
@@ -63,17 +63,10 @@ class SparseAddresses(NamedTuple):
     selected: int = 0
 
 
-_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # the first ones; prefill has all
-_CHANGING = (
-    *("q_map", "q_rope_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
-    *("o_accum", "lse_accum_log2", "o_scale_log2"),
-)
 _ARRAYS = (
     *TENSOR_MAP("q_map", "q_rope_map"),
     *POINTER("q", "q_rope"),
-    *POINTER("cache", elements=("k_cache", "extra_k_cache")),
-    *POINTER("indices", elements=("indices", "extra_indices")),
-    *POINTER("lengths", elements=("topk_length", "extra_topk_length")),
+    *POINTER("cache", "indices", "lengths", length=2),
     *POINTER("attn_sink", "sched_meta", "num_splits", "out", "lse"),
     *POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
 )
@@ -90,16 +83,15 @@ _SIZES = (
     *I32("b", "s_q", "h_q", "head_tiles", "max_splits", "object_layout"),
     *F32("sm_scale_log2"),
 )
-_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=_CHANGING)
-_PREFILL_PARAMS = ParamStruct(
-    _ARRAYS,
-    POINTER("max_accum_log2", "max_logits", "selected"),
-    _SIZES,
-    F32("lse_factor"),
-    UNIFORM_PLAN("uniform"),
-    changing=(*_CHANGING, "max_accum_log2", *SparseAddresses._fields[_DECODE_ARRAYS:]),
-)
-PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+PARAMS = {
+    False: ParamStruct(changing(_ARRAYS), _SIZES),
+    True: ParamStruct(
+        changing(_ARRAYS, POINTER("max_accum_log2", "max_logits", "selected")),
+        _SIZES,
+        F32("lse_factor"),
+        UNIFORM_PLAN("uniform"),
+    ),
+}
 """Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
 
 
