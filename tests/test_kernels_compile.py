@@ -40,7 +40,7 @@ from rawmla.kernels import (
     mla_sparse_prefill,
     mla_unite_selections,
 )
-from rawmla.kernels.division import divisor
+from rawmla.kernels.common import divisor
 from rawmla.kernels.operations import OPERATIONS, OPTIONS, specs_of
 
 SPECS = all_specs()
@@ -249,8 +249,8 @@ def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded_by(monkeypatch, "mha", **dims) == wanted
     others = loaded_by(monkeypatch, dtypes=["float16"])
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted, *specs_of(["flex"])}
-    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.paged_specs(
-        "bfloat16", [64]
+    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.specs(
+        "bfloat16", [(64, 64)], mha_forward_variants.USUAL_CACHES
     )
     wanted = [*mha_backward_variants.specs("float16", 96, 96), mha_backward_clear.CLEAR_SPEC]
     dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}

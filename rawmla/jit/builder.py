@@ -23,8 +23,6 @@ from rawmla.jit.sources import SourceSet, collect, find_source_root
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["Builder", "CompiledKernel", "build", "default_builder", "export"]
-
 FORMAT = 1  # of keys and entries; a change makes every older entry a miss
 DEFAULT_CACHE_MB = 256
 MEMORY_KERNELS = 512  # compiled kernels kept where the disk takes none
@@ -68,13 +66,8 @@ class CompiledKernel:
 class Builder:
     """Builds kernels from one source folder; the module-level functions use `default_builder`.
 
-    Parameters
-    ----------
-    source_root : Path
-        Folder that has ``kernels/<name>.cu`` and the headers.
-    cache : DiskCache
-    prebuilt : Path or None
-        Folder that `export` wrote to, looked at first.
+    ``source_root`` has ``kernels/<name>.cu`` and the headers. ``prebuilt`` is a folder that `export` wrote
+    to, and is looked at first.
     """
 
     def __init__(self, source_root: Path, cache: DiskCache, prebuilt: Path | None = None) -> None:
@@ -82,7 +75,6 @@ class Builder:
         self.cache = cache
         self.prebuilt = prebuilt
         self._memory: BoundedTable[str, CompiledKernel] = BoundedTable(MEMORY_KERNELS)
-        self._failures: DiskCache | None = None  # where the cache takes none
         self._warned: set[str] = set()
         self._mutex = threading.Lock()
 
@@ -206,16 +198,14 @@ class Builder:
             except OSError:
                 pass
         try:
-            return self._temporary().store_failure(spec.name, key, sources, text)
+            return self._temporary.store_failure(spec.name, key, sources, text)
         except OSError:
             return None
 
+    @functools.cached_property
     def _temporary(self) -> DiskCache:
-        with self._mutex:
-            if self._failures is None:
-                folder = Path(tempfile.mkdtemp(prefix="rawmla-failed-"))
-                self._failures = DiskCache(folder, self.cache.max_bytes)
-            return self._failures
+        """Has what did not compile where the cache takes nothing."""
+        return DiskCache(Path(tempfile.mkdtemp(prefix="rawmla-failed-")), self.cache.max_bytes)
 
 
 def export(compiled: CompiledKernel, folder: Path) -> Path:

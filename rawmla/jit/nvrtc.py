@@ -12,8 +12,6 @@ from rawmla.errors import INSTALL_HINT, MissingDependencyError, NVRTCNotFoundErr
 from rawmla.jit.sources import SourceSet
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["CHECKED_VERSIONS", "NVRTCResult", "compile_source", "compiler_options", "library_path", "version"]
-
 # Every numeric or code-generating flag is here and nowhere else. ptxas takes one option per flag.
 _BASE_OPTIONS = (
     "-arch=sm_90a",

@@ -7,23 +7,8 @@ what the compiler says.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
-
-__all__ = [
-    "F32",
-    "I32",
-    "I64",
-    "POINTER",
-    "TENSOR_MAP",
-    "U32",
-    "CType",
-    "Member",
-    "ParamStruct",
-    "bytes_type",
-    "changing",
-    "struct_type",
-]
 
 
 class CType(NamedTuple):
@@ -87,14 +72,26 @@ def bytes_type(name: str, size: int) -> CType:
 def struct_type(kind: Any, *types: CType) -> CType:
     """The type of a C++ struct that has the name and the fields of ``kind``, a NamedTuple."""
     members = tuple(zip(kind._fields, types, strict=True))
-    code, size = "", 0
-    for type in types:
-        aligned = _aligned(size, type.alignment)
-        code += "x" * (aligned - size) + type.code
-        size = aligned + type.size
-    alignment = max(type.alignment for type in types)
-    code += "x" * (_aligned(size, alignment) - size)
-    return CType(kind.__name__, code, _aligned(size, alignment), alignment, members)
+    _, code, size, alignment = _layout([(type, 0) for type in types])
+    return CType(kind.__name__, code, size, alignment, members)
+
+
+def _layout(members: Sequence[tuple[CType, int]]) -> tuple[list[int], str, int, int]:
+    """The offsets of members of these types and lengths, and the code, size and alignment of the struct."""
+    offsets: list[int] = []
+    code, end = "", 0
+    for type, length in members:
+        offset = _aligned(end, type.alignment)
+        offsets.append(offset)
+        code += "x" * (offset - end) + type.code * (length or 1)
+        end = offset + type.size * (length or 1)
+    alignment = max(type.alignment for type, _ in members)
+    size = _aligned(end, alignment)
+    return offsets, code + "x" * (size - end), size, alignment
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
 
 
 class ParamStruct:
@@ -131,25 +128,16 @@ class ParamStruct:
         if not all(one.changes for one in declared[:number]):
             names = [one.name for one in declared if one.changes]
             raise ValueError(f"changing: expected the first members of the struct, got {names}")
-        members: list[Member] = []
-        codes, changing_codes, offset = "<", "@", 0
-        for name, type, length, changes in declared:
-            aligned = _aligned(offset, type.alignment)
-            code = type.code * (length or 1)
-            members.append(Member(name, type, length, aligned, code))
-            codes += "x" * (aligned - offset) + code
-            offset = aligned + type.size * (length or 1)
-            if changes:  # the native size_t packs in half the time of "Q"
-                changing_codes += "N" * (length or 1) if type is POINTER else code
-        self.size = _aligned(offset, max(one.type.alignment for one in declared))
-        codes += "x" * (self.size - offset)
-        self.members = tuple(members)
-        self.changing = struct.Struct(changing_codes)
-        self.pack = _packer(struct.Struct(codes), self.members[:number], self.members[number:])
-
-
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
+        offsets, code, self.size, _ = _layout([(one.type, one.length) for one in declared])
+        self.members = tuple(
+            Member(one.name, one.type, one.length, offset, one.type.code * (one.length or 1))
+            for one, offset in zip(declared, offsets, strict=True)
+        )
+        first, fixed = self.members[:number], self.members[number:]
+        # The native size_t packs in half the time of "Q".
+        codes = ["N" * (one.length or 1) if one.type is POINTER else one.code for one in first]
+        self.changing = struct.Struct("@" + "".join(codes))
+        self.pack = _packer(struct.Struct("<" + code), first, fixed)
 
 
 def _packer(

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["KernelSpec"]
-
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_]+([./-][A-Za-z0-9_]+)*")  # no "..", not absolute, no quotes or spaces
 MAX_SMEM_BYTES = 232_448  # dynamic shared memory one CTA can have on sm_90 (227 KiB)

@@ -1,4 +1,4 @@
-"""Sizes that several kernels share with their CUDA sources, and small arithmetic.
+"""Sizes that several kernels share with their CUDA sources, arithmetic, and members of parameter structs.
 
 Cache formats are in `rawmla.kernels.mla_cache_rows`.
 """
@@ -6,7 +6,9 @@ Cache formats are in `rawmla.kernels.mla_cache_rows`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import e, log2
+from typing import Any
 
 DTYPES = {"bfloat16": 0, "float16": 1}
 """Values of the define DTYPE."""
@@ -26,6 +28,7 @@ Q_UNIT = 8
 """Elements in the unit of strides and offsets of q, 16 bytes; kernels store them in 32 bits."""
 CHUNK = 64
 """Columns of a 16-bit tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
+_DIM_STEP = 32
 LOG2_E = log2(e)
 INT32_MAX = 2**31 - 1
 MAX_TOPK = 2**30 - 1
@@ -49,6 +52,11 @@ def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -
         per_request = min(ceil_div(max_blocks, BATCH_INVARIANT_MIN_BLOCKS), BATCH_INVARIANT_MAX_SPLITS)
         most = max(most, b * per_request if per_request > 1 else 0)
     return most
+
+
+def fields(record: Any, *names: str) -> dict[str, Any]:
+    """Members of the parameter structs that have the names and values of a record's fields."""
+    return {name: getattr(record, name) for name in names}
 
 
 def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> dict[str, int]:
@@ -81,3 +89,30 @@ def offsets_in_scratch(sizes: Iterable[int], alignment: int = 128) -> tuple[list
 def ceil_div(a: int, b: int) -> int:
     """The quotient rounded up, for a >= 0 and b > 0."""
     return -(-a // b)
+
+
+def padded(d: int) -> int:
+    """The columns that kernels of multi-head attention compute for a head dimension: the others are zeros."""
+    return ceil_div(d, _DIM_STEP) * _DIM_STEP
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """(magic, shift): n // d is n * magic >> shift for 0 <= n < 2**31. 1 <= d < 2**31.
+
+    cuda_src/common/division.cuh divides so by a number that the host knows.
+    """
+    shift = 31 + (d - 1).bit_length()
+    return -(-(1 << shift) // d), shift
+
+
+@lru_cache(maxsize=1024)
+def divisor_params(name: str, d: int) -> dict[str, int]:
+    """Members of the parameter structs: the `divisor` of ``d``."""
+    magic, shift = divisor(d)
+    return {f"{name}_magic": magic, f"{name}_shift": shift}
+
+
+def exact_divisor(d: int) -> tuple[int, int]:
+    """(inverse, shift): n // d of a multiple n of d is (n >> shift) * inverse, modulo 2**32. 1 <= d."""
+    shift = (d & -d).bit_length() - 1
+    return pow(d >> shift, -1, 2**32), shift

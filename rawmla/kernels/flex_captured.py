@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import CHUNK, DTYPES, FLOAT_DTYPES, ceil_div
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, ceil_div, padded
 from .mha_backward_variants import BLOCK_ROWS
-from .mha_forward_variants import padded
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall, BackwardMods

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
 from ..jit.table import BoundedTable
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
-from .common import CHUNK, FLOAT_DTYPES, ceil_div, offsets_in_scratch, stride_params
+from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
 from .flex_captured import CAPTURED_KEYS, CapturedGradient, PreparedCaptured, terms_log2
 from .mha_backward_clear import prepare_clear
 from .mha_backward_variants import (
@@ -29,13 +29,7 @@ from .mha_backward_variants import (
     specs_around,
 )
 from .mha_forward import NO_BOUND, scale_params
-from .mha_forward_variants import padded
 from .mha_maps import MAX_MAPS, key_map
-
-__all__ = [
-    *("FINISH_PARAMS", "PREPARE_PARAMS", "BackwardAddresses", "BackwardCall", "BackwardMods"),
-    *("PreparedMhaBackward", "params_of"),
-]
 
 _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
@@ -195,13 +189,7 @@ def section_of(readers: int, seqlen_q: int, d_qk: int, d_v: int, deterministic: 
 
 
 class PreparedMhaBackward:
-    """The launches of a call.
-
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes.
-    """
+    """The launches of a call, which take ``scratch_bytes`` of scratch."""
 
     def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
@@ -366,21 +354,16 @@ class PreparedMhaBackward:
         return self._struct.pack(
             **stride_params("dk", call.dk_strides),
             **stride_params("dv", call.dv_strides),
+            **fields(call, "d_qk", "d_v", "total_q", "total_k"),
+            **fields(call, "window_left", "window_right", "alibi_stride_b"),
             blocks=self._blocks,
             b=call.k_batches,
             heads_kv=call.h_kv,
             group=call.h_q // call.h_kv,
-            d_qk=call.d_qk,
-            d_v=call.d_v,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=call.max_seqlen_k,
-            total_q=call.total_q,
-            total_k=call.total_k,
-            window_left=call.window_left,
-            window_right=call.window_right,
             tiles_per_head=ceil_div(call.max_seqlen_k, tile_keys),
             section=_section(call, requests),
-            alibi_stride_b=call.alibi_stride_b,
             scale=call.softmax_scale,
             **scale_params(call),
             **({} if call.mods is None else self._list_params(call.mods, requests)),
@@ -411,14 +394,13 @@ class PreparedMhaBackward:
         if found is not None:
             return found
         call = self._call
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
         q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
         def of_queries(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+            return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
 
         def of_keys(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+            return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
 
         q, dout, k, v = arrays
         if len(self._maps) >= MAX_MAPS:

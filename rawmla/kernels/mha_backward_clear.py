@@ -14,8 +14,6 @@ from .common import ceil_div
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
 
-__all__ = ["CLEAR_PARAMS", "CLEAR_SPEC", "prepare_clear"]
-
 CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 CLEAR_PARAMS = ParamStruct(

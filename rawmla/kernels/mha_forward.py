@@ -6,19 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type, changing
 from ..jit.table import BoundedTable
 from .block_mask import NO_LISTS, BlockLists
-from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
-from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
+from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, fields, padded, stride_params
+from .mha_combine import PreparedCombine, num_splits, state_bytes
 from .mha_forward_variants import (
     WARPGROUP_ROWS,
     Tile,
     flex_spec,
-    padded,
     pages_of,
     spec,
     tile_in_blocks,
@@ -29,11 +28,6 @@ from .paged_cache import PagedCache, cache_params, page_maps
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
-
-__all__ = [
-    *("NO_BOUND", "MhaForwardAddresses", "MhaForwardCall", "ModAddresses", "Mods"),
-    *("PreparedMhaForward", "params_of", "scale_params"),
-]
 
 NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
@@ -171,13 +165,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
 
 
 class PreparedMhaForward:
-    """The launch of a call.
-
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
-    """
+    """The launch of a call, which takes ``scratch_bytes`` of scratch; 0: none."""
 
     def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
@@ -199,7 +187,7 @@ class PreparedMhaForward:
         if mods is None:
             splits = _splits(call, tiles, tile.keys, sms)
             # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
-            combine = _combine(call, splits, capturing)
+            combine = PreparedCombine(call, splits, _rows(call), capturing)
             self._combine = combine if splits > 1 else None
         tiles *= splits
         bounded = min(call.window_left, call.window_right) < NO_BOUND
@@ -214,24 +202,18 @@ class PreparedMhaForward:
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
             accum_rows=_rows(call),
-            b=call.b,
+            **fields(call, "b", "d_v", "total_q", "total_k", "window_left", "window_right", "alibi_stride_b"),
             heads=heads,
             log2_group=self._group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
-            d_v=call.d_v,
             out_by_rows=self._out_by_rows,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=min(cache.tokens, NO_BOUND) if cache else call.max_seqlen_k,
-            total_q=call.total_q,
-            total_k=call.total_k,
-            window_left=call.window_left,
-            window_right=call.window_right,
             tiles_per_head=tiles_per_head,
             tiles=min(most_tiles * splits, INT32_MAX),
             splits=splits,
             section=_section(call, heads) if unequal else 1,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
-            alibi_stride_b=call.alibi_stride_b,
             **scale_params(call),
             **cache_params(cache, call.d_v),
             **({} if mods is None else _list_params(call, mods, tile.keys)),
@@ -267,17 +249,16 @@ class PreparedMhaForward:
     def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
         """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
         call = self._call
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
         q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
         def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return query_map(address, dtype, d, self._group, call.h_q, call.total_q, q_batches, strides)
+            return query_map(address, call.dtype, d, self._group, call.h_q, call.total_q, q_batches, strides)
 
         def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
             if call.cache is not None and call.cache.own_in_cache:
                 return NO_MAP
             tokens = max(1, call.total_k)
-            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, k_batches, strides)
+            return key_map(address, call.dtype, d, self._tile_keys, call.h_kv, tokens, k_batches, strides)
 
         q, k, v, out, *caches = arrays
         if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
@@ -297,8 +278,7 @@ class PreparedMhaForward:
         call = self._call
         if call.cache is None:
             return NO_MAP, NO_MAP
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        return page_maps(call.cache, dtype, call.h_kv, call.d_v, padded(call.d_v), k_cache, v_cache)
+        return page_maps(call.cache, call.dtype, call.h_kv, call.d_v, padded(call.d_v), k_cache, v_cache)
 
 
 def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile]:
@@ -408,22 +388,3 @@ def _list_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, 
 def _rows(call: MhaForwardCall) -> int:
     """Query tokens times heads of a call."""
     return call.h_q * call.total_q * (1 if call.varlen else call.b)
-
-
-def _combine(call: MhaForwardCall, splits: int, capturing: Callable[[], bool]) -> PreparedCombine:
-    combine = Combine(
-        device=call.device,
-        dtype=call.dtype,
-        splits=splits,
-        b=call.b,
-        heads=call.h_q,
-        seqlen_q=call.lse_strides[1],  # rows are ordered as in lse
-        rows=_rows(call),
-        d_v=call.d_v,
-        d_accum=padded(call.d_v),
-        out_strides=call.out_strides,
-        sink_dtype=call.sink_dtype or "float32",
-        out_fp8=call.cache is not None and call.cache.out_fp8,
-        out_scale=call.cache and call.cache.out_scale,
-    )
-    return PreparedCombine(combine, capturing)

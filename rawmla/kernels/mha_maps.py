@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from .. import jit
 from .common import CHUNK
-
-__all__ = ["MAX_MAPS", "NO_MAP", "key_map", "query_map"]
 
 MAX_MAPS = 1024
 """The most sets of maps that a prepared call keeps, by the addresses of its arrays."""
@@ -18,7 +14,7 @@ _ROWS = 64
 
 def query_map(
     address: int,
-    dtype: Literal["bfloat16", "float16"],
+    dtype: str,
     d: int,
     group: int,
     heads: int,
@@ -44,7 +40,7 @@ def query_map(
 
 def key_map(
     address: int,
-    dtype: Literal["bfloat16", "float16"],
+    dtype: str,
     d: int,
     keys: int,
     heads: int,

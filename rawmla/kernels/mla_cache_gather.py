@@ -7,11 +7,8 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import INT32_MAX, ceil_div
-from .division import divisor
+from .common import INT32_MAX, ceil_div, divisor_params
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
-
-__all__ = ["MAX_INT", "PARAMS", "launch", "spec", "specs"]
 
 PARAMS = ParamStruct(
     POINTER("cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out"),
@@ -59,8 +56,7 @@ def launch(
     requests have no effect. ``seq_starts`` 0: every request from its first token on.
     """
     kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
-    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        rows=rows, page_block_size=page_block_size, page_magic=page_magic, page_shift=page_shift, **members
+        rows=rows, page_block_size=page_block_size, **divisor_params("page", page_block_size), **members
     )
     kernel.launch((ceil_div(rows, _rows_per_cta(is_paged)), 1, 1), params, stream, pdl=True)

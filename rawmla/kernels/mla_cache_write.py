@@ -10,11 +10,8 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct
-from .common import ceil_div
-from .division import divisor
+from .common import ceil_div, divisor_params
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
-
-__all__ = ["PARAMS", "launch", "spec", "specs"]
 
 PARAMS = ParamStruct(
     POINTER("kv_c", "k_pe", "slots", "cache"),
@@ -58,13 +55,11 @@ def launch(
     16 bytes.
     """
     kernel = jit.get_kernel(spec(format, slots != 0), device, capturing=capturing)
-    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
         slots=slots,
         tokens=tokens,
         page_block_size=page_block_size,
-        page_magic=page_magic,
-        page_shift=page_shift,
+        **divisor_params("page", page_block_size),
         **members,
     )
     kernel.launch((ceil_div(tokens, _TOKENS_PER_CTA), 1, 1), params, stream, pdl=True)

@@ -11,23 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
-from .common import D_V, DTYPES, ceil_div, max_splits, stride_params
+from .common import D_V, DTYPES, ceil_div, fields, max_splits, stride_params
 from .mla_metadata import UNIFORM_PLAN
 
 if TYPE_CHECKING:
     from .mla_dense_decode import DenseDecodeCall
     from .mla_sparse import SparseCall
-
-__all__ = [
-    "MAPPINGS",
-    "PARAMS",
-    "Mapping",
-    "PreparedCombine",
-    "launch_shape",
-    "spec",
-    "specs",
-    "split_row_bytes",
-]
 
 _ARRAYS = (
     *POINTER("sched_meta", "num_splits", "o_accum", "lse_accum_log2", "o_scale_log2"),
@@ -170,11 +159,8 @@ class PreparedCombine:
         struct = PARAMS[max_logits]
         params = struct.pack(
             **stride_params("out", call.out_strides),
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
+            **fields(call, "b", "s_q", "h_q", "object_layout"),
             max_splits=self.max_splits,
-            object_layout=call.object_layout,
             by_request=by_request,
             **(of_prefill or {}),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Literal, NamedTuple, cast
+from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
@@ -16,24 +16,11 @@ from .common import (
     LOG2_E,
     TILE_ROWS,
     ceil_div,
+    fields,
     q_stride_params,
     stride_params,
 )
 from .mla_combine import PreparedCombine
-
-__all__ = [
-    "BOX_ROWS",
-    "FEW_ROWS",
-    "PARAMS",
-    "DenseDecodeAddresses",
-    "DenseDecodeCall",
-    "PreparedDenseDecode",
-    "box_rows",
-    "few_rows_spec",
-    "largest_dividend",
-    "spec",
-    "specs",
-]
 
 _MAX_MAPS = 1024  # caches whose tensor maps are kept; a model has one for each layer
 FEW_ROWS = 16
@@ -121,12 +108,7 @@ def spec(dtype: str, d_qk: int, box: int, cluster: int) -> jit.KernelSpec:
         )
     return jit.KernelSpec(
         "mla_dense_decode",
-        (
-            ("BOX_ROWS", box),
-            ("CLUSTER", cluster),
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-        ),
+        (("BOX_ROWS", box), ("CLUSTER", cluster), ("DTYPE", DTYPES[dtype]), ("D_QK", d_qk)),
         threads=384,
         smem_bytes=MAX_SMEM_BYTES,
     )
@@ -137,11 +119,7 @@ def few_rows_spec(dtype: str, d_qk: int, box: int) -> jit.KernelSpec:
     """The variant for up to FEW_ROWS query rows of a KV head; ``box`` as in `spec`."""
     return jit.KernelSpec(
         "mla_dense_decode_few_rows",
-        (
-            ("BOX_ROWS", box),
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-        ),
+        (("BOX_ROWS", box), ("DTYPE", DTYPES[dtype]), ("D_QK", d_qk)),
         threads=160,
         smem_bytes=_FEW_ROWS_SMEM_BYTES,
     )
@@ -163,10 +141,7 @@ def specs(dtype: str, d_qk: int, page_block_sizes: Iterable[int]) -> list[jit.Ke
 class PreparedDenseDecode:
     """The launches of a decode call: the attention kernel and, when requests can be split, the combine.
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
+    They take ``scratch_bytes`` of scratch; 0: none.
     """
 
     def __init__(self, call: DenseDecodeCall, capturing: Callable[[], bool]) -> None:
@@ -190,20 +165,14 @@ class PreparedDenseDecode:
         self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
         params = PARAMS.pack(
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            block_table_stride=call.block_table_stride,
             **stride_params("out", call.out_strides),
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
+            **fields(call, "block_table_stride", "b", "s_q", "h_q", "page_block_size", "max_seqlen"),
+            **fields(call, "object_layout", "causal"),
             heads_per_kv=heads_per_kv,
             heads_magic=_magic(heads_per_kv),
             rows=rows,
-            page_block_size=call.page_block_size,
             page_magic=_magic(call.page_block_size // 16),
-            max_seqlen=call.max_seqlen,
             max_splits=combine.max_splits,
-            object_layout=call.object_layout,
-            causal=call.causal,
             sm_scale_log2=call.softmax_scale * LOG2_E,
         )
         self._attend = kernel.prepare(
@@ -247,7 +216,7 @@ class PreparedDenseDecode:
         def encode(chunks: int) -> bytes:
             return jit.tensor_map(
                 k_cache,
-                cast(Literal["bfloat16", "float16"], call.dtype),
+                call.dtype,
                 (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
                 (stride_token, 128, stride_head, stride_block),
                 (64, box_rows(call.page_block_size), chunks, 1, 1),

@@ -9,25 +9,20 @@ from typing import NamedTuple
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, q_stride_params, stride_params
-from .division import divisor
+from .common import (
+    BLOCK_TOKENS,
+    D_ROPE,
+    LOG2_E,
+    TILE_ROWS,
+    ceil_div,
+    divisor,
+    fields,
+    q_stride_params,
+    stride_params,
+)
 from .mla_cache_rows import FORMATS, QUANTIZED
 from .mla_combine import PreparedCombine
 from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
-
-__all__ = [
-    "FEW_HEADS",
-    "NO_CACHE",
-    "PARAMS",
-    "Cache",
-    "PreparedSparse",
-    "SparseAddresses",
-    "SparseCall",
-    "cluster_spec",
-    "few_heads_spec",
-    "spec",
-    "specs",
-]
 
 _NO_MAPS = (bytes(jit.TENSOR_MAP_BYTES), bytes(jit.TENSOR_MAP_BYTES))
 _MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
@@ -233,10 +228,7 @@ def _load_bytes(format: str) -> tuple[int, ...]:
 class PreparedSparse:
     """The launches of a sparse call: the attention kernel and, when requests can be split, the combine.
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
+    They take ``scratch_bytes`` of scratch; 0: none.
     """
 
     def __init__(self, call: SparseCall, capturing: Callable[[], bool]) -> None:
@@ -280,12 +272,9 @@ class PreparedSparse:
             page_block_size=[cache.page_block_size for cache in caches],
             page_magic=page_magic,
             page_shift=page_shift,
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
+            **fields(call, "b", "s_q", "h_q", "object_layout"),
             head_tiles=head_tiles,
             max_splits=combine.max_splits,
-            object_layout=call.object_layout,
             sm_scale_log2=call.softmax_scale * LOG2_E,
             **(of_prefill or {}),
         )

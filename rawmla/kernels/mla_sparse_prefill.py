@@ -19,8 +19,6 @@ from .common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div, offsets_in_scratch
 from .mla_cache_rows import FORMATS, QUANTIZED
 from .mla_sparse import SparseAddresses, SparseCall
 
-__all__ = ["Prepared", "prepare", "specs"]
-
 # An FP8 cache is copied when its rows are selected this often each, on average. 1,024 tokens with 128
 # heads over rows that are selected 8, 12 and 16 times took 1,193, 1,134 and 1,132 us from the FP8 rows, and
 # 1,186, 1,069 and 1,041 us with copies.

@@ -12,20 +12,6 @@ from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct
 from .common import BLOCK_TOKENS, ceil_div
 
-__all__ = [
-    "FIND_PARAMS",
-    "GROUP_TOKENS",
-    "MAX_CAPACITY",
-    "MAX_ROWS",
-    "UNITE_PARAMS",
-    "capacity",
-    "find_not_finite",
-    "not_finite_bytes",
-    "selected_bytes",
-    "specs",
-    "unite",
-]
-
 GROUP_TOKENS = (2, 4, 8)
 """Query tokens of a tile of 64 rows, with 32, 16 and 8 heads."""
 MAX_CAPACITY = 16_384

@@ -31,8 +31,6 @@ from . import (
 from .common import BLOCK_TOKENS, D_QK, DTYPES
 from .mla_cache_rows import FORMATS
 
-__all__ = ["OPERATIONS", "OPTIONS", "all_specs", "default_specs", "specs_of"]
-
 
 class Option(NamedTuple):
     """What may be chosen among the variants of operations.
@@ -132,8 +130,9 @@ def _mha_backward(
 
 
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
-    head_dims = list(prefix_head_dims)
-    return [spec for dtype in dtypes for spec in mha_forward_variants.paged_specs(dtype, head_dims)]
+    head_dims = [(d, d) for d in prefix_head_dims]
+    caches = mha_forward_variants.USUAL_CACHES
+    return [spec for dtype in dtypes for spec in mha_forward_variants.specs(dtype, head_dims, caches)]
 
 
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
