@@ -6,7 +6,6 @@ Cache formats are in `rawmla.kernels.mla_cache_rows`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from math import e, log2
 from typing import Any
 
@@ -103,13 +102,6 @@ def divisor(d: int) -> tuple[int, int]:
     """
     shift = 31 + (d - 1).bit_length()
     return -(-(1 << shift) // d), shift
-
-
-@lru_cache(maxsize=1024)
-def divisor_params(name: str, d: int) -> dict[str, int]:
-    """Members of the parameter structs: the `divisor` of ``d``."""
-    magic, shift = divisor(d)
-    return {f"{name}_magic": magic, f"{name}_shift": shift}
 
 
 def exact_divisor(d: int) -> tuple[int, int]:

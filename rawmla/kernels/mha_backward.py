@@ -5,12 +5,11 @@ and after them: gradients of multi-head attention, with functions of the user's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
-from ..jit.table import BoundedTable
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
 from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
@@ -29,7 +28,8 @@ from .mha_backward_variants import (
     specs_around,
 )
 from .mha_forward import NO_BOUND, scale_params
-from .mha_maps import MAX_MAPS, key_map
+from .mha_forward_variants import is_slow
+from .tensor_maps import TensorMaps, key_map
 
 _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
@@ -228,7 +228,7 @@ class PreparedMhaBackward:
             4 * ranked_blocks,  # ranks
             *(() if self._captured is None else self._captured.scratch_sizes),
         ))  # fmt: skip
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, dout, k and v
+        self._maps = TensorMaps(partial(_maps, call))
 
     def launch(self, stream: int, addresses: BackwardAddresses, scratch: int, *of_mods: Any) -> None:
         """Enqueue the kernels of the gradients that are needed, and with segments one for tokens of no
@@ -258,7 +258,7 @@ class PreparedMhaBackward:
 
         def arguments(tile_keys: int, score_mod: bytes | None = None) -> tuple[Any, ...]:
             """The arguments of a kernel whose tiles have ``tile_keys`` keys."""
-            maps = self._maps_of((q, dout, k, v), tile_keys)
+            maps = self._maps[q, dout, k, v, tile_keys]
             given = (
                 stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
                 seqused_q, seqused_k, alibi_slopes,
@@ -387,31 +387,24 @@ class PreparedMhaBackward:
             "terms_log2": terms_log2(self._call, mods),
         }
 
-    def _maps_of(self, arrays: tuple[int, ...], tile_keys: int) -> tuple[bytes, ...]:
-        """The tensor maps of q, dout, k and v, with boxes of ``tile_keys`` keys."""
-        key = (*arrays, tile_keys)
-        found = self._maps.get(key)
-        if found is not None:
-            return found
-        call = self._call
-        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_queries(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
+    """The tensor maps of q, dout, k and v; ``key`` has their addresses, and the keys of a box."""
+    q, dout, k, v, tile_keys = key
+    q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_keys(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+    def of_queries(address: int, d: int, strides: Strides) -> bytes:
+        return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
 
-        q, dout, k, v = arrays
-        if len(self._maps) >= MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[key] = (
-            of_queries(q, call.d_qk, call.q_strides),
-            of_queries(dout, call.d_v, call.dout_strides),
-            of_keys(k, call.d_qk, call.k_strides),
-            of_keys(v, call.d_v, call.v_strides),
-        )
-        return maps
+    def of_keys(address: int, d: int, strides: Strides) -> bytes:
+        return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+
+    return (
+        of_queries(q, call.d_qk, call.q_strides),
+        of_queries(dout, call.d_v, call.dout_strides),
+        of_keys(k, call.d_qk, call.k_strides),
+        of_keys(v, call.d_v, call.v_strides),
+    )
 
 
 def _has_weights(call: BackwardCall) -> bool:
@@ -421,38 +414,28 @@ def _has_weights(call: BackwardCall) -> bool:
 
 def _load(call: BackwardCall, capturing: Callable[[], bool]) -> tuple[Form, jit.Kernel | None]:
     """The form of a call and the main kernel; None where nobody needs its results."""
-    if call.mods is not None:
-        if not call.needs.main:
+    options, needs, mods = (call.dtype, call.d_qk, call.d_v), call.needs, call.mods
+    if mods is None:
+        flags = call.softcap > 0, call.has_alibi, _has_weights(call)
+        form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, needs)
+        if not needs.main:
+            return form, None
+        _, chosen, _ = specs(*options, *flags, needs)
+    else:
+        if not needs.main:
             return BY_KEYS._replace(tile_keys=CAPTURED_KEYS), None
-        return _load_with_mods(call, call.mods, capturing)
-    flags = call.softcap > 0, call.has_alibi, _has_weights(call)
-    form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, call.needs)
-    if not call.needs.main:
-        return form, None
-    _, chosen, _ = specs(call.dtype, call.d_qk, call.d_v, *flags, call.needs)
+        form, *others = forms_of(call.d_qk, call.d_v)
+        chosen = flex_spec(*options, form, mods.header, needs)
+        if others and is_slow(chosen, call.device, capturing, _loses_much):
+            # Consumers share a product where functions leave them no registers else.
+            form = others[0]
+            chosen = flex_spec(*options, form, mods.header, needs)
     return form, jit.get_kernel(chosen, call.device, capturing=capturing)
 
 
-_form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)
-"""By the variant in the better form: that which is used."""
-
-
-def _load_with_mods(
-    call: BackwardCall, mods: BackwardMods, capturing: Callable[[], bool]
-) -> tuple[Form, jit.Kernel]:
-    """The same with functions: consumers share a product where these leave them no registers else."""
-    best, *others = forms_of(call.d_qk, call.d_v)
-    first = flex_spec(call.dtype, call.d_qk, call.d_v, best, mods.header, call.needs)
-    form = best if not others else _form_of.get(first)
-    if form is None:
-        if capturing():
-            return best, jit.get_kernel(first, call.device, capturing=capturing)
-        jit.require_supported(call.device)
-        built = jit.build(first)
-        is_slow = built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
-        form = _form_of[first] = others[0] if is_slow else best
-    chosen = flex_spec(call.dtype, call.d_qk, call.d_v, form, mods.header, call.needs)
-    return form, jit.get_kernel(chosen, call.device, capturing=capturing)
+def _loses_much(built: jit.CompiledKernel) -> bool:
+    """Whether code spills more than `_FEW_SPILLS`, or has serialised products."""
+    return built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
 
 
 def _mask_of(call: BackwardCall) -> Grid | None:

@@ -5,12 +5,11 @@ or with functions of the user's and lists of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type, changing
-from ..jit.table import BoundedTable
 from .block_mask import NO_LISTS, BlockLists
 from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, fields, padded, stride_params
 from .mha_combine import PreparedCombine, num_splits, state_bytes
@@ -18,13 +17,14 @@ from .mha_forward_variants import (
     WARPGROUP_ROWS,
     Tile,
     flex_spec,
+    is_slow,
     pages_of,
     spec,
     tile_in_blocks,
     tile_of,
 )
-from .mha_maps import MAX_MAPS, NO_MAP, key_map, query_map
 from .paged_cache import PagedCache, cache_params, page_maps
+from .tensor_maps import NO_MAP, TensorMaps, key_map, query_map
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
@@ -172,15 +172,14 @@ class PreparedMhaForward:
         cache, mods = call.cache, call.mods
         kernel, tile = _load(call, capturing)
         self._call = call
-        self._group = _heads_in_a_tile(call, tile.rows)
-        self._tile_keys = tile.keys
-        self._out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
-        heads = call.h_q // self._group
-        tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile.rows)
+        group = _heads_in_a_tile(call, tile.rows)
+        out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
+        heads = call.h_q // group
+        tiles_per_head = ceil_div(call.max_seqlen_q * group, tile.rows)
         tiles = heads * tiles_per_head * call.b
         most_tiles = tiles  # whatever the lengths are
         if call.varlen:
-            most_tiles = heads * (ceil_div(call.total_q * self._group, tile.rows) + call.b)
+            most_tiles = heads * (ceil_div(call.total_q * group, tile.rows) + call.b)
             tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
         splits, self._combine = 1, None
@@ -204,9 +203,9 @@ class PreparedMhaForward:
             accum_rows=_rows(call),
             **fields(call, "b", "d_v", "total_q", "total_k", "window_left", "window_right", "alibi_stride_b"),
             heads=heads,
-            log2_group=self._group.bit_length() - 1,
+            log2_group=group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
-            out_by_rows=self._out_by_rows,
+            out_by_rows=out_by_rows,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=min(cache.tokens, NO_BOUND) if cache else call.max_seqlen_k,
             tiles_per_head=tiles_per_head,
@@ -218,7 +217,8 @@ class PreparedMhaForward:
             **cache_params(cache, call.d_v),
             **({} if mods is None else _list_params(call, mods, tile.keys)),
         )
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of the arrays
+        # By the addresses of q, k, v, out and the caches.
+        self._maps = TensorMaps(partial(_maps, call, group, tile.keys, out_by_rows))
         # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
         pdl = mods is None and not self._is_counted
         self._launch = kernel.prepare((min(tiles, sms), 1, 1), params, declared.changing, pdl=pdl).launch
@@ -232,7 +232,7 @@ class PreparedMhaForward:
         """
         addresses += _NOT_GIVEN[len(addresses) :]
         arrays = addresses[:4] if self._call.cache is None else (*addresses[:4], *addresses[12:14])
-        maps = self._maps.get(arrays) or self._encode(arrays)
+        maps = self._maps[arrays]
         counter = o_accum = lse_accum = 0
         if self._is_counted:
             counter = scratch
@@ -246,71 +246,54 @@ class PreparedMhaForward:
                 stream, scratch, given.out, given.lse, given.cu_seqlens_q, given.attn_sink, given.out_scale
             )
 
-    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
-        """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
-        call = self._call
-        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return query_map(address, call.dtype, d, self._group, call.h_q, call.total_q, q_batches, strides)
+def _maps(
+    call: MhaForwardCall, group: int, tile_keys: int, out_by_rows: bool, arrays: tuple[int, ...]
+) -> tuple[bytes, ...]:
+    """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
+    cache = call.cache
+    q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            if call.cache is not None and call.cache.own_in_cache:
-                return NO_MAP
-            tokens = max(1, call.total_k)
-            return key_map(address, call.dtype, d, self._tile_keys, call.h_kv, tokens, k_batches, strides)
+    def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+        return query_map(address, call.dtype, d, group, call.h_q, call.total_q, q_batches, strides)
 
-        q, k, v, out, *caches = arrays
-        if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
-            k = v = q
-        if len(self._maps) >= MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[arrays] = (
-            of_queries(q, call.d_qk, call.q_strides),
-            of_keys(k, call.d_qk, call.k_strides),
-            of_keys(v, call.d_v, call.v_strides),
-            NO_MAP if self._out_by_rows else of_queries(out, call.d_v, call.out_strides),
-            *self._page_maps(*caches),
-        )
-        return maps
+    def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+        if cache is not None and cache.own_in_cache:
+            return NO_MAP
+        tokens = max(1, call.total_k)
+        return key_map(address, call.dtype, d, tile_keys, call.h_kv, tokens, k_batches, strides)
 
-    def _page_maps(self, k_cache: int = 0, v_cache: int = 0) -> tuple[bytes, bytes]:
-        call = self._call
-        if call.cache is None:
-            return NO_MAP, NO_MAP
-        return page_maps(call.cache, call.dtype, call.h_kv, call.d_v, padded(call.d_v), k_cache, v_cache)
+    q, k, v, out, *caches = arrays
+    if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
+        k = v = q
+    of_pages = NO_MAP, NO_MAP
+    if cache is not None:
+        of_pages = page_maps(cache, call.dtype, call.h_kv, call.d_v, padded(call.d_v), *caches)
+    return (
+        of_queries(q, call.d_qk, call.q_strides),
+        of_keys(k, call.d_qk, call.k_strides),
+        of_keys(v, call.d_v, call.v_strides),
+        NO_MAP if out_by_rows else of_queries(out, call.d_v, call.out_strides),
+        *of_pages,
+    )
 
 
 def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile]:
     """The kernel of a call and its tile."""
-    if call.mods is not None:
-        return _load_with_mods(call, call.mods, capturing)
-    changes_scores = call.softcap > 0, call.has_alibi
-    pages = pages_of(call.cache, call.d_qk)
-    chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, *changes_scores, pages)
-    tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+    options, mods = (call.dtype, call.d_qk, call.d_v), call.mods
+    if mods is not None:
+        tile = tile_in_blocks(call.d_qk, call.d_v)
+        chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+        if is_slow(chosen, call.device, capturing, lambda built: bool(built.losses)):
+            # The functions need more registers than are left.
+            tile = tile._replace(keys=tile.keys // 2)
+            chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+    else:
+        changes_scores = call.softcap > 0, call.has_alibi
+        pages = pages_of(call.cache, call.d_qk)
+        tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+        chosen = spec(*options, call.window_left < NO_BOUND, *changes_scores, pages)
     return jit.get_kernel(chosen, call.device, capturing=capturing), tile
-
-
-_keys_of: BoundedTable[jit.KernelSpec, int] = BoundedTable(512)
-"""By the variant with the largest tile: the keys of the one that is used."""
-
-
-def _load_with_mods(
-    call: MhaForwardCall, mods: Mods, capturing: Callable[[], bool]
-) -> tuple[jit.Kernel, Tile]:
-    """The same with functions: half the keys in a tile where they need more registers than are left."""
-    tile = tile_in_blocks(call.d_qk, call.d_v)
-    options = (call.dtype, call.d_qk, call.d_v)
-    largest = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
-    keys = _keys_of.get(largest)
-    if keys is None:
-        if capturing():
-            return jit.get_kernel(largest, call.device, capturing=capturing), tile
-        jit.require_supported(call.device)
-        keys = _keys_of[largest] = tile.keys // 2 if jit.build(largest).losses else tile.keys
-    chosen = flex_spec(*options, keys, mods.max_scores, mods.header)
-    return jit.get_kernel(chosen, call.device, capturing=capturing), tile._replace(keys=keys)
 
 
 def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:

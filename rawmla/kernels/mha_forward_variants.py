@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
 from .. import jit
 from ..jit.spec import MAX_SMEM_BYTES
+from ..jit.table import BoundedTable
 from . import mha_combine
 from .common import CHUNK, DTYPES, ceil_div, padded
 from .paged_cache import CACHE_DTYPES, PagedCache
@@ -168,3 +169,25 @@ def specs(
                 found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False, pages=pages))
         found.append(mha_combine.spec(dtype, padded(d_v)))
     return list(dict.fromkeys(found))
+
+
+_slow: BoundedTable[jit.KernelSpec, bool] = BoundedTable(1024)
+
+
+def is_slow(
+    spec: jit.KernelSpec,
+    device: int,
+    capturing: Callable[[], bool],
+    loses: Callable[[jit.CompiledKernel], bool],
+) -> bool:
+    """Whether a variant with functions loses too much speed, as ``loses`` says of its code.
+
+    In a capture nothing is compiled: the answer is False, and to load the variant is an error then.
+    """
+    slow = _slow.get(spec)
+    if slow is None:
+        if capturing():
+            return False
+        jit.require_supported(device)
+        slow = _slow[spec] = loses(jit.build(spec))
+    return slow

@@ -7,7 +7,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import INT32_MAX, ceil_div, divisor_params
+from .common import INT32_MAX, ceil_div, divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
 PARAMS = ParamStruct(
@@ -56,7 +56,8 @@ def launch(
     requests have no effect. ``seq_starts`` 0: every request from its first token on.
     """
     kernel = jit.get_kernel(spec(format, is_paged), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
-        rows=rows, page_block_size=page_block_size, **divisor_params("page", page_block_size), **members
+        rows=rows, page_block_size=page_block_size, page_magic=page_magic, page_shift=page_shift, **members
     )
     kernel.launch((ceil_div(rows, _rows_per_cta(is_paged)), 1, 1), params, stream, pdl=True)

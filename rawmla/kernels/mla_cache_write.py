@@ -10,7 +10,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct
-from .common import ceil_div, divisor_params
+from .common import ceil_div, divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
 PARAMS = ParamStruct(
@@ -55,11 +55,13 @@ def launch(
     16 bytes.
     """
     kernel = jit.get_kernel(spec(format, slots != 0), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
         slots=slots,
         tokens=tokens,
         page_block_size=page_block_size,
-        **divisor_params("page", page_block_size),
+        page_magic=page_magic,
+        page_shift=page_shift,
         **members,
     )
     kernel.launch((ceil_div(tokens, _TOKENS_PER_CTA), 1, 1), params, stream, pdl=True)

@@ -7,7 +7,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import ceil_div, divisor_params
+from .common import ceil_div, divisor
 
 PARAMS = ParamStruct(
     POINTER("indices", "block_table", "request_ids", "out", "counts"),
@@ -56,6 +56,7 @@ def launch(
     """
     row_warps = 1 if topk <= _WARP_COLUMNS else _WARPS
     kernel = jit.get_kernel(spec(row_warps, counts != 0), device, capturing=capturing)
+    page_magic, page_shift = divisor(page_block_size)
     params = PARAMS.pack(
         counts=counts,
         indices_stride_n=indices_strides[0],
@@ -65,7 +66,8 @@ def launch(
         rows=rows,
         topk=topk,
         page_block_size=page_block_size,
-        **divisor_params("page", page_block_size),
+        page_magic=page_magic,
+        page_shift=page_shift,
         **members,
     )
     kernel.launch((ceil_div(rows, _WARPS // row_warps), 1, 1), params, stream, pdl=True)

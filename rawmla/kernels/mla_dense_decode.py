@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from .. import jit
@@ -21,8 +21,8 @@ from .common import (
     stride_params,
 )
 from .mla_combine import PreparedCombine
+from .tensor_maps import TensorMaps
 
-_MAX_MAPS = 1024  # caches whose tensor maps are kept; a model has one for each layer
 FEW_ROWS = 16
 """The most query rows of a KV head for which mla_dense_decode_few_rows.cu runs."""
 # No more than the kernel needs, so that CTAs of the combine find room beside it and are there when it ends.
@@ -161,8 +161,7 @@ class PreparedDenseDecode:
         self.scratch_bytes = combine.scratch_bytes
         self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
         self._combine = combine.launch
-        self._call = call
-        self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
+        self._maps = TensorMaps(partial(_maps, call))  # by the address of the cache
         params = PARAMS.pack(
             **q_stride_params(call.q_strides, call.q_rope_strides),
             **stride_params("out", call.out_strides),
@@ -190,7 +189,7 @@ class PreparedDenseDecode:
         scratch, or 0.
         """
         q, q_rope, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
-        half, one = self._maps.get(k_cache) or self._encode(k_cache)
+        half, one = self._maps[k_cache]
         if self._combine is None:
             self._attend(
                 stream, half, one, q, q_rope, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
@@ -208,26 +207,22 @@ class PreparedDenseDecode:
             context_is_current=current,
         )  # fmt: skip
 
-    def _encode(self, k_cache: int) -> tuple[bytes, bytes]:
-        """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
-        call = self._call
-        stride_block, stride_token, stride_head = (2 * stride for stride in call.k_strides)
 
-        def encode(chunks: int) -> bytes:
-            return jit.tensor_map(
-                k_cache,
-                call.dtype,
-                (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
-                (stride_token, 128, stride_head, stride_block),
-                (64, box_rows(call.page_block_size), chunks, 1, 1),
-                "128b",
-                "none",
-            )
-
-        if len(self._maps) >= _MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[k_cache] = encode(4), encode(1)
-        return maps
+def _maps(call: DenseDecodeCall, k_cache: int) -> tuple[bytes, ...]:
+    """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
+    stride_block, stride_token, stride_head = (2 * stride for stride in call.k_strides)
+    return tuple(
+        jit.tensor_map(
+            k_cache,
+            call.dtype,
+            (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
+            (stride_token, 128, stride_head, stride_block),
+            (64, box_rows(call.page_block_size), chunks, 1, 1),
+            "128b",
+            "none",
+        )
+        for chunks in (4, 1)
+    )
 
 
 def _magic(d: int) -> int:

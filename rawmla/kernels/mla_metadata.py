@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct, struct_type
-from .common import INT32_MAX, TILE_ROWS, ceil_div, divisor_params
+from .common import INT32_MAX, TILE_ROWS, ceil_div, divisor
 
 MAX_BATCH = 16384
 """Requests of a plan."""
@@ -151,6 +151,9 @@ def launch(
     """
     kernel = jit.get_kernel(spec(b), device, capturing=capturing)
     parts_per_request = max(num_parts // b, 1)
+    parts_magic, parts_shift = divisor(num_parts)
+    b_magic, b_shift = divisor(b)
+    share_magic, share_shift = divisor(parts_per_request)
     params = PARAMS.pack(
         tokens=tokens,
         sched_meta=sched_meta,
@@ -161,9 +164,12 @@ def launch(
         batch_invariant=batch_invariant,
         requests_per_part=ceil_div(b, num_parts),
         parts_per_request=parts_per_request,
-        **divisor_params("parts", num_parts),
-        **divisor_params("b", b),
-        **divisor_params("share", parts_per_request),
+        parts_magic=parts_magic,
+        b_magic=b_magic,
+        share_magic=share_magic,
+        parts_shift=parts_shift,
+        b_shift=b_shift,
+        share_shift=share_shift,
         splits_length=splits_length,
     )
     kernel.launch((1, 1, 1), params, stream, pdl=True)

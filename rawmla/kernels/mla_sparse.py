@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from .. import jit
@@ -23,9 +23,9 @@ from .common import (
 from .mla_cache_rows import FORMATS, QUANTIZED
 from .mla_combine import PreparedCombine
 from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
+from .tensor_maps import TensorMaps
 
 _NO_MAPS = (bytes(jit.TENSOR_MAP_BYTES), bytes(jit.TENSOR_MAP_BYTES))
-_MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
 """The most heads over "v32" caches for which mla_sparse_fp8_few_heads.cu runs: it does not round keys to
 bfloat16.
@@ -255,9 +255,8 @@ class PreparedSparse:
         self._max_accum = combine.max_accum
         self._combine = combine.launch
         self._max_logits = max_logits
-        self._call = call
         self._has_map = call.format == "bf16"
-        self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the addresses of q and its RoPE
+        self._maps = TensorMaps(partial(_maps, call))  # by the addresses of q and its RoPE
         page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
         struct = PARAMS[max_logits]
         params = struct.pack(
@@ -303,7 +302,7 @@ class PreparedSparse:
         ) = addresses  # fmt: skip
         q_map, q_rope_map = _NO_MAPS
         if self._has_map:
-            q_map, q_rope_map = self._maps.get((q, q_rope)) or self._encode(q, q_rope)
+            q_map, q_rope_map = self._maps[q, q_rope]
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         if not self._max_logits:
@@ -330,27 +329,24 @@ class PreparedSparse:
                 max_accum, max_logits, context_is_current=current,
             )  # fmt: skip
 
-    def _encode(self, q: int, q_rope: int) -> tuple[bytes, bytes]:
-        """The tensor maps of q and its RoPE: a box is 64 columns of 64 heads, or of the rows of a group."""
-        call = self._call
-        tokens = call.group_tokens
 
-        def encode(address: int, chunks: int, strides: tuple[int, ...]) -> bytes:
-            # Of a dimension of one element the stride may be 0, which a tensor map may not have.
-            stride_b, stride_s, stride_h = (2 * stride or 16 for stride in strides)
-            return jit.tensor_map(
-                address,
-                "bfloat16",
-                (64, call.h_q // tokens, chunks, call.s_q * tokens, call.b),
-                (stride_h, 128, stride_s, stride_b),
-                (64, TILE_ROWS // tokens, 1, tokens, 1),
-                "128b",
-                "none",
-            )
+def _maps(call: SparseCall, addresses: tuple[int, int]) -> tuple[bytes, ...]:
+    """The tensor maps of q and its RoPE: a box is 64 columns of 64 heads, or of the rows of a group."""
+    tokens = call.group_tokens
 
-        if len(self._maps) >= _MAX_MAPS:
-            self._maps.clear()
-        before_rope = (call.d_qk - D_ROPE) // 64
-        maps = encode(q, before_rope, call.q_strides), encode(q_rope, 1, call.q_rope_strides)
-        self._maps[q, q_rope] = maps
-        return maps
+    def encode(address: int, chunks: int, strides: tuple[int, ...]) -> bytes:
+        # Of a dimension of one element the stride may be 0, which a tensor map may not have.
+        stride_b, stride_s, stride_h = (2 * stride or 16 for stride in strides)
+        return jit.tensor_map(
+            address,
+            "bfloat16",
+            (64, call.h_q // tokens, chunks, call.s_q * tokens, call.b),
+            (stride_h, 128, stride_s, stride_b),
+            (64, TILE_ROWS // tokens, 1, tokens, 1),
+            "128b",
+            "none",
+        )
+
+    q, q_rope = addresses
+    before_rope = (call.d_qk - D_ROPE) // 64
+    return encode(q, before_rope, call.q_strides), encode(q_rope, 1, call.q_rope_strides)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .. import jit
-from .common import divisor_params, exact_divisor, fields
-from .mha_maps import NO_MAP
+from .common import divisor, exact_divisor, fields
+from .tensor_maps import NO_MAP
 
 CACHE_DTYPES = ("same", "e4m3", "e5m2")
 """What a cache holds: values of the dtype of q, or FP8 bytes."""
@@ -73,6 +73,7 @@ def cache_params(cache: PagedCache | None, d: int) -> dict[str, Any]:
     """The members of a kernel's parameters that a cache of head dimension ``d`` has; None: zeros."""
     if cache is None:
         return _NO_CACHE
+    magic, shift = divisor(cache.block_size)
     inverse = bytes_shift = 0
     if cache.table_has_pointers:
         itemsize = 2 if cache.dtype == "same" else 1
@@ -80,7 +81,8 @@ def cache_params(cache: PagedCache | None, d: int) -> dict[str, Any]:
     return {
         **fields(cache, "table_stride", "num_blocks", "block_size", "x", "v_pack"),
         **fields(cache, "own_in_cache", "skip_decode"),
-        **divisor_params("block", cache.block_size),
+        "block_magic": magic,
+        "block_shift": shift,
         "k_stride_block": cache.k_strides[0],
         "k_stride_head": cache.k_strides[1],
         "v_stride_block": cache.v_strides[0],
