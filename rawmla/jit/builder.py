@@ -30,32 +30,19 @@ MEMORY_KERNELS = 512  # compiled kernels kept where the disk takes none
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and what is known about it.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-    cubin : bytes
-        ELF image for sm_90a.
-    meta : dict
-        ``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
-        ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``,
-        ``nvrtc`` (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and
-        ``origin``: ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
-    source : str
-        Text of the main source file.
-    log : str
-        Program log of the compilation, with the ptxas report.
-    path : Path or None
-        File that holds the cubin; None if it exists in memory only.
-    """
+    """A cubin and what is known about it."""
 
     spec: KernelSpec
-    cubin: bytes
+    cubin: bytes  # ELF image for sm_90a
     meta: dict[str, Any]
-    source: str
-    log: str
-    path: Path | None
+    """``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
+    ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``,
+    ``nvrtc`` (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and
+    ``origin``: ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
+    """
+    source: str  # text of the main source file
+    log: str  # of the compilation, with the ptxas report
+    path: Path | None  # file that holds the cubin; None if it exists in memory only
 
     @property
     def losses(self) -> list[str]:
@@ -83,15 +70,10 @@ class Builder:
 
         With ``keep`` nothing is compiled that the cache cannot store.
 
-        Raises
-        ------
-        CompileError
-            The compiler refused the kernel; or the kernel has no user text, and spills, uses local memory or
-            has serialised WGMMA.
-        NVRTCNotFoundError, MissingDependencyError
-            It has to be compiled, and the compiler is missing.
-        OSError
-            It has to be compiled and kept, and the cache folder cannot be used or written.
+        Raises `CompileError` if the compiler refuses the kernel, or if the kernel has no user text and
+        spills, uses local memory or has serialised WGMMA. Where it has to be compiled, raises
+        `NVRTCNotFoundError` or `MissingDependencyError` without a compiler, and `OSError` with ``keep`` if
+        the cache folder cannot be used or written.
         """
         sources = collect(self.source_root, spec.name, spec.headers)
         options = nvrtc.compiler_options(spec)

@@ -45,12 +45,9 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     ``capturing`` says whether the caller's stream is being captured into a CUDA graph; nothing is compiled or
     loaded then. It is called only when the kernel is not loaded.
 
-    Raises
-    ------
-    KernelNotReadyError
-        ``capturing()``, and this process has not loaded the kernel on this device yet.
-    NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
-        See the classes; each text has the remedy.
+    Raises `KernelNotReadyError` if ``capturing()`` and this process has not loaded the kernel on this device
+    yet; else `NoGPUError`, `UnsupportedGPUError`, `MissingDependencyError`, `NVRTCNotFoundError`,
+    `CompileError` or `LaunchError`, whose texts have the remedy.
     """
     kernel = _loaded(spec, device)
     if kernel is not None:

@@ -27,7 +27,7 @@ from .mha_backward_variants import (
     specs,
     specs_around,
 )
-from .mha_forward import NO_BOUND, scale_params
+from .mha_forward import NO_BOUND, list_params, scale_params
 from .mha_forward_variants import is_slow
 from .tensor_maps import TensorMaps, key_map
 
@@ -366,22 +366,18 @@ class PreparedMhaBackward:
             section=_section(call, requests),
             scale=call.softmax_scale,
             **scale_params(call),
-            **({} if call.mods is None else self._list_params(call.mods, requests)),
+            **({} if call.mods is None else self._mod_params(call.mods, requests)),
         )
 
-    def _list_params(self, mods: BackwardMods, requests: int) -> dict[str, Any]:
+    def _mod_params(self, mods: BackwardMods, requests: int) -> dict[str, Any]:
         """The members that a call with `BackwardMods` has besides."""
         lists, mask = mods.lists or NO_LISTS, self._mask
         return {
-            "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
-            "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+            **list_params(lists),
             "list_rows": tuple(min(most, mask.columns if mask else 0) for most in lists.columns),
-            "mask_batches": lists.batches,
-            "mask_heads": lists.heads,
             "mask_rows": mask.columns if mask else 0,
             "mask_columns": mask.rows if mask else 0,
             "block_rows": ceil_div(lists.block_q, BLOCK_ROWS),
-            "block_k": lists.block_k,
             "q_blocks": self._blocks // self._call.b,
             "requests": requests,
             "terms_log2": terms_log2(self._call, mods),

@@ -132,11 +132,9 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     first = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
     of_lists = []
     if mod_bytes is not None:
+        score, mask = mod_bytes
         first += POINTER(*ModAddresses._fields)
-        for kind, name, size in zip(
-            ("ScoreMod", "MaskMod"), ("score_mod", "mask_mod"), mod_bytes, strict=True
-        ):
-            first += bytes_type(kind, size)(name)
+        first += bytes_type("ScoreMod", score)("score_mod") + bytes_type("MaskMod", mask)("mask_mod")
         of_lists = [
             *I64("counts_strides", "lists_strides", length=6),
             *I32("list_columns", length=2),
@@ -215,7 +213,7 @@ class PreparedMhaForward:
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
             **scale_params(call),
             **cache_params(cache, call.d_v),
-            **({} if mods is None else _list_params(call, mods, tile.keys)),
+            **({} if mods is None else _mod_params(call, mods, tile.keys)),
         )
         # By the addresses of q, k, v, out and the caches.
         self._maps = TensorMaps(partial(_maps, call, group, tile.keys, out_by_rows))
@@ -346,25 +344,29 @@ def scale_params(call: MhaForwardCall | BackwardCall) -> dict[str, float]:
     }
 
 
-def _list_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, Any]:
+def _mod_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, Any]:
     """The members that a call with `Mods` has besides."""
     seqlen_k, lists = call.max_seqlen_k, mods.lists or NO_LISTS
-    state_rows, state_columns, state_q, state_k = mods.states or (0, 0, 1, 1)
+    of_states = ("state_rows", "state_columns", "state_q", "state_k")
     return {
-        "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
-        "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+        **list_params(lists),
         "list_columns": tuple(min(most, ceil_div(seqlen_k, lists.block_k)) for most in lists.columns),
-        "mask_batches": lists.batches,
-        "mask_heads": lists.heads,
         "block_q": lists.block_q,
-        "block_k": lists.block_k,
         "block_tiles": max(1, ceil_div(min(lists.block_k, seqlen_k), tile_keys)),
         "last_block_is_cut": int(seqlen_k % (lists.block_k if mods.lists else tile_keys) != 0),
         "k_batches": call.k_batches,
-        "state_rows": state_rows,
-        "state_columns": state_columns,
-        "state_q": state_q,
-        "state_k": state_k,
+        **dict(zip(of_states, mods.states or (0, 0, 1, 1), strict=True)),
+    }
+
+
+def list_params(lists: BlockLists) -> dict[str, Any]:
+    """The members that lists of blocks have in the forward and in the backward."""
+    return {
+        "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
+        "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+        "mask_batches": lists.batches,
+        "mask_heads": lists.heads,
+        "block_k": lists.block_k,
     }
 
 

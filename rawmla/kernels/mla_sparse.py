@@ -143,15 +143,18 @@ class SparseCall(NamedTuple):
     group_tokens: int = 1
 
 
+def _variant(
+    kernel: str, threads: int, load_bytes: int, max_logits: bool, *defines: tuple[str, int]
+) -> jit.KernelSpec:
+    """A variant of a kernel, for decoding or, with ``max_logits``, for prefill."""
+    defines = (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), *defines)
+    return jit.KernelSpec(kernel, defines, threads, MAX_SMEM_BYTES)
+
+
 @cache
 def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
-    """The variant for up to 16 heads over "v32" caches, for decoding or, with ``max_logits``, for prefill."""
-    return jit.KernelSpec(
-        "mla_sparse_fp8_few_heads",
-        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits)),
-        threads=768,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+    """The variant for up to 16 heads over "v32" caches."""
+    return _variant("mla_sparse_fp8_few_heads", 768, load_bytes, max_logits)
 
 
 @cache
@@ -165,43 +168,19 @@ def spec(
             f"aligned to {load_bytes} bytes"
         )
     if format == "bf16":
-        return jit.KernelSpec(
-            "mla_sparse_bf16",
-            (
-                ("D_QK", d_qk),
-                ("GROUP_TOKENS", group_tokens),
-                ("LOAD_BYTES", load_bytes),
-                ("MAX_LOGITS", max_logits),
-            ),
-            threads=512,
-            smem_bytes=MAX_SMEM_BYTES,
-        )
-    return jit.KernelSpec(
-        "mla_sparse_fp8",
-        _fp8_defines(format, load_bytes, max_logits),
-        threads=640,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+        group = ("GROUP_TOKENS", group_tokens)
+        return _variant("mla_sparse_bf16", 512, load_bytes, max_logits, ("D_QK", d_qk), group)
+    return _variant("mla_sparse_fp8", 640, load_bytes, max_logits, *_format_defines(format))
 
 
 @cache
 def cluster_spec(format: str, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
     """The variant for an even number of tiles over FP8 caches; launched in clusters of two CTAs."""
-    return jit.KernelSpec(
-        "mla_sparse_fp8_cluster",
-        _fp8_defines(format, load_bytes, max_logits),
-        threads=512,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+    return _variant("mla_sparse_fp8_cluster", 512, load_bytes, max_logits, *_format_defines(format))
 
 
-def _fp8_defines(format: str, load_bytes: int, max_logits: bool) -> tuple[tuple[str, int], ...]:
-    return (
-        ("D_QK", QUANTIZED[format].d_qk),
-        ("FORMAT", QUANTIZED[format].code),
-        ("LOAD_BYTES", load_bytes),
-        ("MAX_LOGITS", max_logits),
-    )
+def _format_defines(format: str) -> tuple[tuple[str, int], ...]:
+    return ("D_QK", QUANTIZED[format].d_qk), ("FORMAT", QUANTIZED[format].code)
 
 
 def specs(format: str, max_logits: bool = False) -> list[jit.KernelSpec]:

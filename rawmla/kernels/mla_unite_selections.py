@@ -26,14 +26,12 @@ UNITE_PARAMS = ParamStruct(
 )
 FIND_PARAMS = ParamStruct(POINTER("rows", "not_finite"), I64("row_stride"), I32("num_rows"))
 _FIND_THREADS = 128
-_SMEM_BYTES = (MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256
-
 _FIND = jit.KernelSpec("mla_find_not_finite", (), threads=_FIND_THREADS, smem_bytes=0)
 _UNITE = jit.KernelSpec(
     "mla_unite_selections",
     (("MAX_ENTRIES", MAX_CAPACITY), ("MAX_ROWS", MAX_ROWS)),
     threads=256,
-    smem_bytes=_SMEM_BYTES,
+    smem_bytes=(MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256,
 )
 
 
