@@ -5,7 +5,7 @@ Cache formats are in `rawmla.kernels.mla_cache_rows`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import e, log2
 from typing import Any
 
@@ -63,17 +63,17 @@ def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> 
 
     Only the stride of a dimension of one element, which is never used, can exceed 32 bits.
     """
-    names = ("stride_b", "stride_s", "stride_h")
+    q, q_rope = ([stride // Q_UNIT % 2**32 for stride in given] for given in (strides, rope_strides))
+    return stride_params(q=q, q_rope=q_rope)
+
+
+def stride_params(**strides: Sequence[int]) -> dict[str, int]:
+    """Members of the parameter structs: strides of arrays in elements, for (batch, token, head)."""
     return {
-        f"{part}_{name}": stride // Q_UNIT % 2**32
-        for part, given in (("q", strides), ("q_rope", rope_strides))
-        for name, stride in zip(names, given, strict=True)
+        f"{name}_stride_{axis}": stride
+        for name, given in strides.items()
+        for axis, stride in zip("bsh", given, strict=True)
     }
-
-
-def stride_params(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Members of the parameter structs: an array's strides in elements, for (batch, token, head)."""
-    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))
 
 
 def offsets_in_scratch(sizes: Iterable[int], alignment: int = 128) -> tuple[list[int], int]:

@@ -304,10 +304,8 @@ class PreparedMhaBackward:
         }
         kernel = jit.get_kernel(prepare, call.device, capturing=self._capturing)
         params = PREPARE_PARAMS.pack(
-            **stride_params("out", call.out_strides),
-            **stride_params("dout", call.dout_strides),
-            **stride_params("lse", call.lse_strides),
-            **stride_params("dlse", call.dlse_strides),
+            **stride_params(out=call.out_strides, dout=call.dout_strides),
+            **stride_params(lse=call.lse_strides, dlse=call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
             **sizes,
@@ -318,7 +316,7 @@ class PreparedMhaBackward:
             return before, None
         kernel = jit.get_kernel(finish, call.device, capturing=self._capturing)
         params = FINISH_PARAMS.pack(
-            **stride_params("dq", call.dq_strides), d_qk=call.d_qk, scale=call.softmax_scale, **sizes
+            **stride_params(dq=call.dq_strides), d_qk=call.d_qk, scale=call.softmax_scale, **sizes
         )
         chunks = ceil_div(self._accum_columns, CHUNK) if call.needs.dq else 1
         grid = (call.h_q * self._blocks, chunks, 1)
@@ -352,8 +350,7 @@ class PreparedMhaBackward:
         call = self._call
         requests = call.b // call.k_batches if call.mods else 1
         return self._struct.pack(
-            **stride_params("dk", call.dk_strides),
-            **stride_params("dv", call.dv_strides),
+            **stride_params(dk=call.dk_strides, dv=call.dv_strides),
             **fields(call, "d_qk", "d_v", "total_q", "total_k"),
             **fields(call, "window_left", "window_right", "alibi_stride_b"),
             blocks=self._blocks,

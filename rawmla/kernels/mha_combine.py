@@ -64,7 +64,7 @@ class PreparedCombine:
         self.scratch_bytes = self._lse_bytes + 4 * splits * rows * d_accum
         params = PARAMS.pack(
             rows=rows,
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             splits=splits,
             **fields(call, "b", "d_v"),
             heads=call.h_q,

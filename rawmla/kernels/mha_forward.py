@@ -195,7 +195,7 @@ class PreparedMhaForward:
             self.scratch_bytes = self._combine.scratch_bytes
         declared = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes))
         params = declared.pack(
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
             accum_rows=_rows(call),

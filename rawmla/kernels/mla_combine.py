@@ -158,7 +158,7 @@ class PreparedCombine:
         kernel = jit.get_kernel(spec(dtype, mapping, max_logits), call.device, capturing=capturing)
         struct = PARAMS[max_logits]
         params = struct.pack(
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             **fields(call, "b", "s_q", "h_q", "object_layout"),
             max_splits=self.max_splits,
             by_request=by_request,

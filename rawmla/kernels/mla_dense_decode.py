@@ -9,17 +9,7 @@ from typing import NamedTuple
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import (
-    BLOCK_TOKENS,
-    D_QK,
-    DTYPES,
-    LOG2_E,
-    TILE_ROWS,
-    ceil_div,
-    fields,
-    q_stride_params,
-    stride_params,
-)
+from .common import BLOCK_TOKENS, DTYPES, LOG2_E, TILE_ROWS, ceil_div, fields, q_stride_params, stride_params
 from .mla_combine import PreparedCombine
 from .tensor_maps import TensorMaps
 
@@ -97,15 +87,7 @@ class DenseDecodeCall(NamedTuple):
 
 @cache
 def spec(dtype: str, d_qk: int, box: int, cluster: int) -> jit.KernelSpec:
-    """The variant for boxes of ``box`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K.
-
-    Raises ValueError for a combination that no kernel exists for.
-    """
-    if dtype not in DTYPES or d_qk not in D_QK or box not in BOX_ROWS:
-        raise ValueError(
-            f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size "
-            f"16, 32 or a multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {box} tokens"
-        )
+    """The variant for boxes of ``box`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K."""
     return jit.KernelSpec(
         "mla_dense_decode",
         (("BOX_ROWS", box), ("CLUSTER", cluster), ("DTYPE", DTYPES[dtype]), ("D_QK", d_qk)),
@@ -164,7 +146,7 @@ class PreparedDenseDecode:
         self._maps = TensorMaps(partial(_maps, call))  # by the address of the cache
         params = PARAMS.pack(
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             **fields(call, "block_table_stride", "b", "s_q", "h_q", "page_block_size", "max_seqlen"),
             **fields(call, "object_layout", "causal"),
             heads_per_kv=heads_per_kv,

@@ -244,7 +244,7 @@ class PreparedSparse:
             index_stride_b=[cache.index_stride_b for cache in caches],
             index_stride_s=[cache.index_stride_s for cache in caches],
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             topk=[cache.topk for cache in caches],
             cache_slots=[min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches],
             page_block_size=[cache.page_block_size for cache in caches],
