@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
@@ -135,13 +135,12 @@ class PreparedCombine:
         dtype: str,
         max_blocks: int,
         capturing: Callable[[], bool],
-        of_prefill: dict[str, Any] | None = None,
+        max_logits: bool = False,
     ) -> None:
         """Load the kernel of a call whose requests have at most ``max_blocks`` blocks.
 
-        ``capturing`` is as in `rawmla.jit.get_kernel`; ``of_prefill`` has the members that only prefill has.
+        ``capturing`` is as in `rawmla.jit.get_kernel`.
         """
-        max_logits = of_prefill is not None
         self.max_splits = max_splits(call.num_parts, call.b, max_blocks, call.batch_invariant)
         split_rows = self.max_splits * call.s_q * call.h_q
         self.scratch_bytes = split_rows * split_row_bytes(dtype, max_logits)
@@ -162,6 +161,6 @@ class PreparedCombine:
             **fields(call, "b", "s_q", "h_q", "object_layout"),
             max_splits=self.max_splits,
             by_request=by_request,
-            **(of_prefill or {}),
+            **(fields(call, "lse_factor", "uniform") if max_logits else {}),
         )
         self.launch = kernel.prepare(grid, params, struct.changing, pdl=True).launch

@@ -88,6 +88,8 @@ PARAMS = {
     ),
 }
 """Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
+_OF_CACHES = ("block_stride", "token_stride", "index_stride_b", "index_stride_s", "topk", "page_block_size")
+"""Members that are arrays with a field of each of the two caches."""
 
 
 class Cache(NamedTuple):
@@ -214,7 +216,6 @@ class PreparedSparse:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
         max_logits = call.lse_factor is not None
-        of_prefill = {"lse_factor": call.lse_factor, "uniform": call.uniform} if max_logits else None
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else TILE_ROWS)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
@@ -228,7 +229,7 @@ class PreparedSparse:
         else:
             chosen = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        combine = PreparedCombine(call, "bfloat16", blocks if call.uniform.cuts else 0, capturing, of_prefill)
+        combine = PreparedCombine(call, "bfloat16", blocks if call.uniform.cuts else 0, capturing, max_logits)
         self.scratch_bytes = combine.scratch_bytes
         self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
         self._max_accum = combine.max_accum
@@ -239,22 +240,17 @@ class PreparedSparse:
         page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
         struct = PARAMS[max_logits]
         params = struct.pack(
-            block_stride=[cache.block_stride for cache in caches],
-            token_stride=[cache.token_stride for cache in caches],
-            index_stride_b=[cache.index_stride_b for cache in caches],
-            index_stride_s=[cache.index_stride_s for cache in caches],
+            **{name: [getattr(cache, name) for cache in caches] for name in _OF_CACHES},
             **q_stride_params(call.q_strides, call.q_rope_strides),
             **stride_params(out=call.out_strides),
-            topk=[cache.topk for cache in caches],
             cache_slots=[min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches],
-            page_block_size=[cache.page_block_size for cache in caches],
             page_magic=page_magic,
             page_shift=page_shift,
             **fields(call, "b", "s_q", "h_q", "object_layout"),
             head_tiles=head_tiles,
             max_splits=combine.max_splits,
             sm_scale_log2=call.softmax_scale * LOG2_E,
-            **(of_prefill or {}),
+            **(fields(call, "lse_factor", "uniform") if max_logits else {}),
         )
         # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be
         # the one that writes topk_length: such a call must not start early.
