@@ -117,10 +117,10 @@ class SparseCall(NamedTuple):
 
     A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
     2 to another. Its requests are query tokens, and s_q is 1. It may have a ``uniform`` plan instead of
-    arrays; ``limited`` then says that there is a topk_length all the same. Over bf16 rows the requests may be
-    groups of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu).
-    Then h_q counts the heads of all tokens in a group, and the second stride of q leads from one token of the
-    group to the next.
+    arrays; ``limited`` says that there is a topk_length. Over bf16 rows the requests may be groups of
+    ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then h_q
+    counts the heads of all tokens in a group, and the second stride of q leads from one token of the group to
+    the next.
     """
 
     device: int

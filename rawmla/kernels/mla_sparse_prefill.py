@@ -64,8 +64,8 @@ class Prepared(Protocol):
 def prepare(call: SparseCall, capturing: Callable[[], bool]) -> Prepared:
     """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`.
 
-    ``limited``: there is a topk_length. ``batch_invariant``: the bits of a token's result depend on nothing
-    but the token, so the way may not be chosen by the number of tokens.
+    In a ``batch_invariant`` call the bits of a token's result depend on nothing but the token, so the number
+    of tokens may not choose the way.
     """
     if not call.batch_invariant:
         if call.format in QUANTIZED and _is_copied(call):
@@ -155,7 +155,7 @@ class _PreparedTokens:
     chunk : int
         Requests of a chunk, at most ``most``. The last chunk may have fewer.
     plan_bytes, splits_bytes : int
-        Sizes of the plan and of the splits, when these are in scratch of somebody else.
+        Sizes of the plan and of the splits, for a caller of `attend`, which says where they are.
     """
 
     def __init__(self, call: SparseCall, most: int, capturing: Callable[[], bool]) -> None:
